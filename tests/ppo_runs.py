@@ -15,9 +15,9 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.rollout.generation import Generator, row_seeds
 from rlhf_pipeline.rollout.records import Scored
-from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
+from rlhf_pipeline.training.experience import score_sequences
 from rlhf_pipeline.training.ppo_setup import PPOModels, Setup, set_up
 
 
@@ -73,8 +73,8 @@ def scored_rollout(
     """Sample a response to each prompt and score it, as in one step of a run with seed 1."""
     seeds = row_seeds(1, step, np.arange(len(prompts)))
     rollout = models.generator.generate(prompts, config.sampling, seeds)
-    scorers = models.scorers(config, World(0, 1, models.actor.device), with_critic=True)
-    return models.rewards(score_sequences(rollout.sequences, scorers), {})
+    world = World(0, 1, models.actor.device)
+    return models.rewards(score_sequences(rollout.sequences, models, config, world), {})
 
 
 def _module(setup: Setup, name: str) -> Any:

@@ -105,8 +105,6 @@ FAULTS = [
      [{"openai": {"base_url": "http://x", "model": "m", "api_key_env": "NO_SUCH_KEY"}}],
      "evaluate.judges.0.openai.api_key_env: found no environment variable NO_SUCH_KEY, "
      "expected one with the key. Fix: export it"),
-    ("reward_model.benchmark", "missing.jsonl",
-     "reward_model.benchmark: found no file missing.jsonl. Fix: check the spelling"),
     ("evaluate.tasks", {"names": []}, "evaluate.tasks.names: found [], expected"),
     ("evaluate.tasks", {"names": ["missing.yaml"]},
      "evaluate.tasks.names.0: found missing.yaml, expected a file of YAML: [Errno 2]"),

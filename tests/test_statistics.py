@@ -67,9 +67,9 @@ def test_the_interval_stays_within_0_and_1(candidate: float, baseline: float, ex
 
 
 def test_win_rate_refuses_unpaired_scores():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="expected equal shapes"):
         win_rate([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="expected equal shapes"):
         standardized_gain([[1.0, 2.0], [3.0, 4.0]], [1.0, 2.0])
 
 

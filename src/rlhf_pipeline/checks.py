@@ -132,9 +132,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
         yield from absent or task_faults(evaluate.tasks)
-    benchmark = blocks["reward_model"].benchmark
-    if benchmark is not None and not Path(benchmark).expanduser().is_file():
-        yield f"reward_model.benchmark: found no file {benchmark}. Fix: check the spelling"
     if split.pretraining is not None:
         texts = split.pretraining.records()
         yield from _sources("split.pretraining.sources", texts, wants_text=True)

@@ -273,7 +273,7 @@ def calibration(
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's rank correlation in [-1, 1]; None if one of both does not vary."""
+    """Spearman's rank correlation in [-1, 1]; None if one of the two does not vary."""
     from scipy.stats import spearmanr  # here, because the driver imports this module
 
     if len(set(first)) < 2 or len(set(second)) < 2:
@@ -304,7 +304,7 @@ def _table(name: str, values: Values) -> np.ndarray:
 def _tables(candidate: Values, baseline: Values) -> tuple[np.ndarray, np.ndarray]:
     ours, theirs = _table("candidate", candidate), _table("baseline", baseline)
     if ours.shape != theirs.shape:
-        raise ValueError(f"found scores {ours.shape} and {theirs.shape}; one of both is shorter")
+        raise ValueError(f"found scores {ours.shape} and {theirs.shape}, expected equal shapes")
     return ours, theirs
 
 

@@ -9,9 +9,13 @@ import torch
 from transformers import get_scheduler
 
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
-from rlhf_pipeline.distributed import loading
-from rlhf_pipeline.distributed.engine import schedule_factor, train_engine
-from rlhf_pipeline.distributed.loading import frozen_model, release_freed
+from rlhf_pipeline.distributed import engine as distributed_engine
+from rlhf_pipeline.distributed.engine import (
+    frozen_model,
+    release_freed,
+    schedule_factor,
+    train_engine,
+)
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models.loading import load_policy
 
@@ -29,7 +33,7 @@ def load(precision, **arguments):
 
 @pytest.fixture(autouse=True)
 def _no_gpu_to_check(monkeypatch):
-    monkeypatch.setattr(loading, "require_sound_kernels", lambda *arguments: None)
+    monkeypatch.setattr(distributed_engine, "require_sound_kernels", lambda *arguments: None)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,7 @@ def _no_gpu_to_check(monkeypatch):
     ],
 )
 def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(loading, "own_device", lambda: device)
+    monkeypatch.setattr(distributed_engine, "own_device", lambda: device)
     fields = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"zero_stage": zero_stage}}
     with pytest.raises(AskedError) as asked:
         train_engine(load, TrainedModelConfig.model_validate(fields), 1)
@@ -54,7 +58,7 @@ def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
     ("zero_stage", "device", "expected"), [(0, GPU, {"device": GPU}), (3, GPU, {}), (0, CPU, {})]
 )
 def test_a_frozen_model(world, monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(loading, "own_device", lambda: device)
+    monkeypatch.setattr(distributed_engine, "own_device", lambda: device)
     config = FrozenDeepSpeedConfig(zero_stage=zero_stage, precision="fp32")
     with pytest.raises(AskedError) as asked:
         frozen_model(load, config, replace(world, device=device))

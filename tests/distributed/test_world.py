@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.distributed import world as module
-from rlhf_pipeline.distributed.loading import loaded
+from rlhf_pipeline.distributed.engine import loaded
 from rlhf_pipeline.distributed.world import World, join, on_gpu, take_device
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.program import RENDEZVOUS

@@ -10,8 +10,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from rlhf_pipeline.config.training import FrozenModelConfig, SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.engine import train_engine
-from rlhf_pipeline.distributed.loading import frozen_model
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import load_policy

@@ -47,13 +47,6 @@ ANSWERS = {
     ],
 }
 
-LINE = (
-    '{"row": 0, "prompt": "User: 0?", "response": "a c d", "kl": 0.5, '
-    '"sft_logprob": -2.0794415416798357, "response_tokens": 3, "ended": true, '
-    '"source": null, "messages": [{"role": "user", "content": "0?"}], "draw": 0, '
-    '"score": 1.0, "gold_score": 1.0}'
-)
-
 
 def with_scores(judge, scores):
     """The answers, with the scores of one more judge, by policy."""
@@ -94,11 +87,6 @@ def test_the_evaluation_by_hand():
     assert gold["length_controlled"] is None
 
 
-def test_a_line_of_the_stored_answers():
-    assert json.dumps(ANSWERS["ppo"][0].record()) == LINE
-    assert '"score": 1.0, "gold_score": null' in json.dumps(answer(0, "", 1.0, None).record())
-
-
 def test_metrics_of_policies_win_rates_and_variants():
     variant = {"ppo_ema": ANSWERS["sft"]}
     metrics = headline(compare(ANSWERS | variant, CONFIG, {"score"}))
@@ -126,24 +114,6 @@ def test_gold_is_left_out_where_a_prompt_has_none():
     assert list(evaluation["win_rates"]) == ["score"]
     assert "gold_score" not in evaluation["policies"]["ppo"]
     assert not [name for name in headline(evaluation) if "gold" in name]
-
-
-def test_a_further_judge_stands_beside_the_others():
-    config = EvaluateConfig(judges=["a.py:words"])
-    evaluation = compare(
-        with_scores("words", {"sft": [2, 2, 1], "ppo": [3, 1, 2]}), config, {"score"}
-    )
-    assert evaluation["judge"] == "gold"
-    assert list(evaluation["win_rates"]) == ["gold", "words", "score"]
-    assert (evaluation["win_rates"]["words"]["wins"], evaluation["win_rates"]["words"]["n"]) == (
-        2,
-        3,
-    )
-    assert evaluation["policies"]["ppo"]["words_score"] == 2.0
-    metrics = headline(evaluation)
-    assert metrics["win_rate/words"] == pytest.approx(2 / 3)
-    without = headline(compare(ANSWERS, CONFIG, {"score"}))
-    assert {name: metrics[name] for name in without} == without
 
 
 def test_the_judges_are_in_the_order_of_the_parameters():
@@ -240,19 +210,6 @@ def test_prompts_are_counted_not_answers():
             assert again["policies"][policy][name] == pytest.approx(metrics[name])
 
 
-def test_a_prompt_has_the_mean_outcome_of_its_pairs():
-    """Answer i meets answer i: a win and a tie, a win and a loss, a loss and a tie."""
-    sft = [replace(answer(row, "a", 0.0, 0.0), draw=draw) for row in range(3) for draw in range(2)]
-    golds = [1.0, 0.0, 1.0, -1.0, -1.0, 0.0]
-    ppo = [
-        replace(a, scores={"score": 0.0, "gold": gold}) for a, gold in zip(sft, golds, strict=True)
-    ]
-    rate = compare({"sft": sft, "ppo": ppo}, CONFIG, {"score"})["win_rates"]["gold"]
-    assert rate["rate"] == pytest.approx((0.75 + 0.5 + 0.25) / 3)
-    assert (rate["wins"], rate["ties"], rate["losses"], rate["n"]) == (1, 1, 1, 3)
-    assert rate["paired"]["p_value"] == 1.0
-
-
 def test_the_win_rate_is_that_of_independent_draws():
     """With equal draws three wins; against the baseline's second draws a loss, a tie and a win."""
     sft, ppo = (
@@ -268,25 +225,6 @@ def test_the_win_rate_is_that_of_independent_draws():
     metrics = headline(evaluation)
     assert (metrics["win_rate/gold"], metrics["paired_win_rate/gold"]) == (0.5, 1.0)
     assert metrics["p_value/gold"] == 0.25
-
-
-def test_with_several_answers_all_cross_pairs_count():
-    """Of the 9 pairs of 3 draws, 6 are of unequal draws."""
-    golds = {"sft": [[1, 2, 3], [0, 1, 1], [1, 0, 1]], "ppo": [[2, 1, 0], [2, 0, 0], [2, 0, 0]]}
-    answers = {
-        name: [
-            replace(answer(row, "a", 0.0, float(gold)), draw=draw)
-            for row, given in enumerate(rows)
-            for draw, gold in enumerate(given)
-        ]
-        for name, rows in golds.items()
-    }
-    rate = compare(answers, CONFIG, {"score"})["win_rates"]["gold"]
-    # Row 0: 2 > 3 no, 2 = 2 tie; 1 = 1 tie, 1 > 3 no; 0 > 1, 0 > 2 no: 2 ties, 1 of 6.
-    # Row 1: 2 > 1 twice; 0 = 0 tie, 0 > 1 no; 0 = 0 tie, 0 > 1 no: 3 of 6.
-    # Row 2: 2 > 0, 2 > 1; 0 > 1 no, 0 > 1 no; 0 > 1 no, 0 = 0 tie: 2.5 of 6.
-    assert rate["rate"] == pytest.approx((1 + 3 + 2.5) / 18)
-    assert rate["paired"]["rate"] == pytest.approx((1 + 1 + 1.5) / 9)
 
 
 def test_the_mean_of_a_judge_of_zeros_and_ones_has_an_interval_between_them():

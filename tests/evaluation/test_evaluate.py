@@ -6,7 +6,6 @@ import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -22,15 +21,11 @@ from rlhf_pipeline.data.sources import synthetic
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
-from rlhf_pipeline.distributed.loading import frozen_model
-from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.evaluation import evaluate, setup
-from rlhf_pipeline.evaluation.judges import AnswerBatch, by_reward_model
-from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
-from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.rollout.reward_sources import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
@@ -326,27 +321,6 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
     assert metrics["win_rate/tokens"] == metrics["win_rate/score"]
 
 
-def test_a_judge_by_true_answers(inputs, world, tmp_path):
-    judges = [{"reference": "contains"}]
-    table = pa.ipc.open_stream(inputs["prompts"] / "test.arrow").read_all()
-    place, true = table.schema.get_field_index("reference"), pa.array([*"aeiouxyz"])
-    complete = tmp_path / "prompts"
-    shutil.copytree(inputs["prompts"], complete)
-    table = table.set_column(place, "reference", true)
-    with (
-        pa.OSFile(str(complete / "test.arrow"), "wb") as sink,
-        pa.ipc.new_stream(sink, table.schema) as writer,
-    ):
-        writer.write_table(table)
-    _, lines = run(inputs | {"prompts": complete}, tmp_path / "run", judges=judges)
-    for answer in map(json.loads, lines.splitlines()):
-        expected = float("aeiouxyz"[answer["row"]] in answer["response"].casefold())
-        assert answer["contains_score"] == expected
-    evaluation = evaluation_in(tmp_path / "run")
-    assert list(evaluation["win_rates"]) == ["gold", "contains", "score"]
-    assert evaluation["policies"]["sft"]["contains_score_lower"] >= 0
-
-
 def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world, tmp_path):
     pytest.importorskip("openai", reason="the extra `judges` is not installed")
     with chat_server(longer) as (url, requests):
@@ -447,15 +421,3 @@ def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
     run(changed, tmp_path / "a")
     run(changed, tmp_path / "b", precision="fp32")
     assert precisions == ["bf16", "fp32", "fp32"] + ["fp32"] * 3
-
-
-def test_the_reward_model_scores_the_last_token_minus_the_mean(inputs):
-    """A batch of several micro batches gives each answer the score of a batch of one."""
-    model = freeze(load_scores(inputs["reward_model"], "fp32"))
-    prompts, responses = [[5, 6, 7], [8, 9], [10]], [[11], [12, 13, 1], [14, 15]]
-    sequences, world = collate(prompts, responses, pad_id=0), World(0, 1, torch.device("cpu"))
-    batch = AnswerBatch(SimpleNamespace(sequences=sequences), None, [])
-    scores = by_reward_model(batch, model, micro_batch_tokens=8, world=world)
-    for prompt, response, score in zip(prompts, responses, scores, strict=True):
-        alone = sequence_scores(model, collate([prompt], [response], pad_id=0))
-        assert score == pytest.approx(float(alone) - 0.1, abs=1e-5)

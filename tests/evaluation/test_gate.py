@@ -26,7 +26,7 @@ def cheats(rng):
     loop = [" ".join([*rng.choice(WORDS, 3), *[rng.choice(WORDS)] * 9]) for _ in range(PROMPTS)]
     phrase = [" ".join(["that is a great question", *rng.choice(WORDS, 7)]) for _ in range(PROMPTS)]
     better = policy(rng, 0.8)
-    unchanged = evidence(rng, better)
+    given = evidence(rng, better)
     flat = policy(rng, 0.0)
     saturated = [replace(a, scores=dict.fromkeys(a.scores, 3.0)) for a in flat]
     return {
@@ -36,9 +36,7 @@ def cheats(rng):
             rng, policy(rng, 0.8, texts=phrase)
         ),
         "spread of the scores": evidence(rng, saturated),
-        "answers that differ from SFT's: found 0%": replace(
-            unchanged, candidate=unchanged.baseline
-        ),
+        "answers that differ from SFT's: found 0%": replace(given, candidate=given.baseline),
         "win rate against the champion by the gold judge": evidence(
             rng, better, champion=policy(rng, 1.6)
         ),
@@ -192,15 +190,6 @@ def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():
     assert refusal.startswith("paired win rate against the champion by the reward model")
 
 
-def test_one_phrase_everywhere_is_found_although_sft_repeats_itself():
-    rng = np.random.default_rng(11)
-    common = ["that is a great question"] * (PROMPTS * 3 // 4) + TEXTS[: PROMPTS // 4]
-    baseline = policy(rng, 0.0, kl=0.0, texts=common)
-    everywhere = policy(rng, 0.9, texts=[f"that is a great answer {i}" for i in range(PROMPTS)])
-    (refusal,) = decide(Evidence(everywhere, baseline, "gold", True), CONFIG).refusals
-    assert refusal.startswith("answers with the same phrase: found 100.0%")
-
-
 def test_a_phrase_may_rise_by_a_part_of_what_sft_leaves():
     """SFT: in a quarter of the answers; the candidate: in 70%."""
     rng = np.random.default_rng(13)
@@ -224,12 +213,8 @@ def test_the_gate_counts_prompts_not_answers():
     def drawn(answers):
         return [replace(a, draw=draw) for a in answers for draw in range(4)]
 
-    again = replace(
-        given,
-        candidate=drawn(given.candidate),
-        baseline=drawn(given.baseline),
-        champion=drawn(given.champion),
-    )
+    policies = {name: drawn(getattr(given, name)) for name in ("candidate", "baseline", "champion")}
+    again = replace(given, **policies)
     assert [str(check) for check in decide(again, CONFIG).checks] == [
         str(check) for check in decide(given, CONFIG).checks
     ]

@@ -1,13 +1,12 @@
 """Judges by true answers, and which judges training has optimized."""
 
-from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
 from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.evaluation.judges import AGREES, last_number, load_judges, optimized_judges
+from rlhf_pipeline.evaluation.judges import AGREES, load_judges, optimized_judges
 from rlhf_pipeline.rollout.records import Answered
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -29,14 +28,6 @@ from rlhf_pipeline.runtime.manifest import Manifest
 )
 def test_what_agrees_with_the_true_answer(kind, true, given, agrees):
     assert AGREES[kind](true, given) is agrees
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1,234.50 euros", "1234.5"), ("12, 13", "13"), ("x", None), ("1,23", "23")],
-)
-def test_the_last_number(text, number):
-    assert last_number(text) == (None if number is None else Decimal(number))
 
 
 def test_a_row_without_a_true_answer_has_no_score():

@@ -8,6 +8,25 @@ from rich.console import Console
 
 from rlhf_pipeline.evaluation.report import caveat, metric_rows, print_summary, verdict
 
+SFT = {
+    "score": -1.5, "score_lower": -1.625, "score_upper": -1.375, "gold_score": 1.25, "kl": 0.0,
+    "sft_perplexity": 6.5, "response_tokens": 125.25, "response_tokens_lower": 120.0,
+    "response_tokens_upper": 130.5, "eos_fraction": 0.875, "distinct_1": 0.5, "distinct_2": 0.75,
+}  # fmt: skip
+PPO = {
+    "score": 2.0, "score_lower": 1.875, "score_upper": 2.125, "gold_score": 1.0, "kl": 0.5,
+    "sft_perplexity": 5.0, "response_tokens": 98.0, "response_tokens_lower": 95.0,
+    "response_tokens_upper": 101.0, "eos_fraction": 1.0, "distinct_1": 0.25, "distinct_2": 0.5,
+    "refusals": 12,
+}  # fmt: skip
+
+
+def rate(share, lower, upper, wins, losses, paired):
+    found = {"rate": share, "lower": lower, "upper": upper, "length_controlled": None}
+    counts = {"wins": wins, "ties": 20, "losses": losses, "n": 400}
+    return found | counts | {"paired": dict(zip(("rate", "lower", "upper"), paired, strict=True))}
+
+
 EVALUATION = {
     "candidate": "ppo",
     "prompts": 400,
@@ -16,60 +35,10 @@ EVALUATION = {
     "answers_per_prompt": 1,
     "optimized": ["score"],
     "rewards": ["trained"],
-    "policies": {
-        "sft": {
-            "score": -1.5,
-            "score_lower": -1.625,
-            "score_upper": -1.375,
-            "gold_score": 1.25,
-            "kl": 0.0,
-            "sft_perplexity": 6.5,
-            "response_tokens": 125.25,
-            "response_tokens_lower": 120.0,
-            "response_tokens_upper": 130.5,
-            "eos_fraction": 0.875,
-            "distinct_1": 0.5,
-            "distinct_2": 0.75,
-        },
-        "ppo": {
-            "score": 2.0,
-            "score_lower": 1.875,
-            "score_upper": 2.125,
-            "gold_score": 1.0,
-            "kl": 0.5,
-            "sft_perplexity": 5.0,
-            "response_tokens": 98.0,
-            "response_tokens_lower": 95.0,
-            "response_tokens_upper": 101.0,
-            "eos_fraction": 1.0,
-            "distinct_1": 0.25,
-            "distinct_2": 0.5,
-            "refusals": 12,
-        },
-    },
+    "policies": {"sft": SFT, "ppo": PPO},
     "win_rates": {
-        "score": {
-            "rate": 0.775,
-            "lower": 0.731,
-            "upper": 0.813,
-            "wins": 300,
-            "ties": 20,
-            "losses": 80,
-            "n": 400,
-            "length_controlled": None,
-            "paired": {"rate": 0.8, "lower": 0.75, "upper": 0.84},
-        },
-        "gold": {
-            "rate": 0.475,
-            "lower": 0.427,
-            "upper": 0.524,
-            "wins": 180,
-            "ties": 20,
-            "losses": 200,
-            "n": 400,
-            "length_controlled": None,
-            "paired": {"rate": 0.5, "lower": 0.45, "upper": 0.55},
-        },
+        "score": rate(0.775, 0.731, 0.813, 300, 80, (0.8, 0.75, 0.84)),
+        "gold": rate(0.475, 0.427, 0.524, 180, 200, (0.5, 0.45, 0.55)),
     },
     "variants": {},
 }
@@ -113,27 +82,21 @@ def test_tasks_come_after_the_known_metrics_and_a_variant_beside_the_candidate()
     assert metric_rows(found)[0] == (*ROWS[0][:3], "2.50", ROWS[0][3])
 
 
+MAXIMIZED = "was trained to maximize the score of"
+
+
 @pytest.mark.parametrize(
     ("judge", "optimized", "rewards", "how"),
     [
-        ("score", ["score"], ["trained"], "was trained to maximize the score of the reward model"),
+        ("score", ["score"], ["trained"], f"{MAXIMIZED} the reward model"),
         ("score", [], ["correct"], None),
-        ("correct", ["correct"], ["correct"], "was trained to maximize the score of correct"),
-        (
-            "last_number",
-            ["last_number", "score"],
-            ["trained", "right"],
-            "was trained to maximize the score of the reward model and right",
-        ),
-        (
-            "score",
-            ["score"],
-            ["0.5 * trained", "-1 * length"],
-            "was trained to maximize the score of 0.5 * the reward model and -1 * length",
-        ),
+        ("correct", ["correct"], ["correct"], f"{MAXIMIZED} correct"),
+        ("n", ["n", "score"], ["trained", "right"], f"{MAXIMIZED} the reward model and right"),
+        ("score", ["score"], ["0.5 * trained", "-1 * length"],
+         f"{MAXIMIZED} 0.5 * the reward model and -1 * length"),
         ("score", ["score"], [], "learned from the same comparisons as the reward model"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_says_what_training_has_optimized(judge, optimized, rewards, how):
     rates = {judge: EVALUATION["win_rates"]["score"]}
     found = EVALUATION | {"win_rates": rates, "judge": judge}
@@ -201,7 +164,4 @@ def test_the_verdict_needs_the_whole_interval(lower, upper, expected):
 
 def test_several_answers_to_a_prompt_are_counted():
     found = " ".join(printed(EVALUATION | {"answers_per_prompt": 4}).split())
-    assert (
-        "on 47.5% (95%: 42.7% to 52.4%) of 400 prompts with 4 answers of each policy, and on"
-        in found
-    )
+    assert "of 400 prompts with 4 answers of each policy, and on" in found

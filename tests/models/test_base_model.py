@@ -30,18 +30,12 @@ def test_every_family_is_built_for_the_tokenizer_that_loads_with_it(
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.model_type == family
-    assert (
-        again.config.hidden_size,
-        again.config.num_hidden_layers,
-        again.config.num_attention_heads,
-    ) == (32, 2, 4)
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    assert [getattr(again.config, name) for name in sizes] == [32, 2, 4]
     assert len(loaded) == (289 if family == "qwen2" else 288)
     assert again.get_input_embeddings().num_embeddings == 320  # 5 * 64
-    assert (again.config.pad_token_id, again.config.eos_token_id, again.config.bos_token_id) == (
-        0,
-        1,
-        None,
-    )
+    special = ("pad", "eos", "bos")
+    assert [getattr(again.config, f"{name}_token_id") for name in special] == [0, 1, None]
 
 
 @pytest.mark.parametrize(
@@ -59,22 +53,13 @@ def test_an_invalid_value_is_reported(tokenizer, architecture, value, reason):
 
 def run(folder):
     architecture = {
-        "model_type": "qwen2",
-        "num_key_value_heads": 4,
-        "num_attention_heads": 4,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-    }
+        "model_type": "qwen2", "num_key_value_heads": 4, "num_attention_heads": 4,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    }  # fmt: skip
     block = {"architecture": architecture, "vocab_size": 300}
     job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, {}, folder, 60.0)
     base_model.main(job)
     return job.export
-
-
-def test_the_exported_contract_matches_the_loaded_tokenizer(tmp_path):
-    export = run(tmp_path)
-    assert TokenContract.read(export) == TokenContract.of(load_tokenizer(export))
 
 
 def test_a_tokenizer_that_changes_when_saved_is_refused(tmp_path, monkeypatch):

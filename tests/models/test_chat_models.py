@@ -21,10 +21,9 @@ from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import tokenize
 from rlhf_pipeline.distributed.model_files import save_model
-from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.rollout.scoring import ScoringModels, score_sequences
+from rlhf_pipeline.rollout.records import ended
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -160,12 +159,8 @@ def test_generation_stops_at_any_end_like_transformers(name, published, artifact
     known = len(ends)
     assert responses[:known] == generated(whole, prompts[:known], pad_token_id=contract.pad_id)
 
-    models = ScoringModels(
-        policy=policy, reference=policy, critic=None, reward_model=None, contract=contract,
-        world=World(0, 1, torch.device("cpu")), temperature=1.0, micro_batch_tokens=100,
-    )  # fmt: skip
-    ended = score_sequences(sequences.rows(torch.tensor([*range(known), 3])), models).ended
-    assert ended.tolist() == [True] * known + [False]
+    rows = sequences.rows(torch.tensor([*range(known), 3]))
+    assert ended(rows.response_ids, contract).tolist() == [True] * known + [False]
 
 
 def test_trained_models_keep_all_ends_and_are_served_with_them(name, artifact, tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import base_model
-from rlhf_pipeline.models.base_model import bits_per_weight, load_gguf
+from rlhf_pipeline.models.base_model import load_gguf
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -111,13 +111,3 @@ def test_a_damaged_file_is_refused(file, tmp_path, bytes_left):
     cut.write_bytes(file.read_bytes()[:bytes_left])
     with pytest.raises(ArtifactError, match=r"base_model\.path: .*cut\.gguf: transformers cannot"):
         load_gguf(cut)
-
-
-def test_the_bits_of_unquantized_weights(tmp_path):
-    writer = gguf.GGUFWriter(str(tmp_path / "f16.gguf"), "llama")
-    writer.add_tensor("a", np.zeros((4, 4), np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert bits_per_weight(tmp_path / "f16.gguf") == 16

@@ -29,17 +29,6 @@ def test_weights_are_read_onto_the_device(make_model, load, family):
     assert tensors and all(tensor.is_meta for tensor in tensors)
 
 
-def test_on_the_cpu_nothing_changes(make_model, load):
-    folder = make_model("llama")
-    torch.manual_seed(1)
-    plain = load(folder, "fp32")
-    torch.manual_seed(1)
-    placed = load(folder, "fp32", device=torch.device("cpu"))
-    assert not hasattr(placed, "hf_device_map")
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(placed.state_dict()[name], tensor)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])

@@ -46,12 +46,8 @@ def adapted(checkpoint, config=CONFIG, precision="fp32"):
 
 def store(model, folder):
     parameters = dict(getattr(model, "classifier", model).named_parameters())
-    write_adapter(
-        model,
-        {name: parameters[name].detach() for name in trained_names(model)},
-        "sft_model",
-        folder,
-    )
+    weights = {name: parameters[name].detach() for name in trained_names(model)}
+    write_adapter(model, weights, "sft_model", folder)
     return folder
 
 
@@ -192,22 +188,14 @@ def test_the_stored_adapter_is_small_and_contains_no_path(llama, tmp_path):
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == "sft_model"
     assert settings["target_modules"] == [
-        "down_proj",
-        "gate_proj",
-        "k_proj",
-        "o_proj",
-        "q_proj",
-        "up_proj",
-        "v_proj",
+        f"{name}_proj" for name in ("down", "gate", "k", "o", "q", "up", "v")
     ]
     assert (settings["r"], settings["lora_alpha"], settings["inference_mode"]) == (4, 6.0, True)
     assert str(tmp_path) not in json.dumps(settings) and str(llama) not in json.dumps(settings)
     # Two layers, each with four 32 x 32 matrices in the attention and three 32 x 64 in the MLP:
     # 2 * 4 * (4 * 64 + 3 * 96) = 4352.
-    assert (
-        sum(weight.numel() for weight in load_file(folder / "adapter_model.safetensors").values())
-        == 4352
-    )
+    weights = load_file(folder / "adapter_model.safetensors").values()
+    assert sum(weight.numel() for weight in weights) == 4352
 
 
 def test_an_adapter_of_another_recipe_is_refused(llama, tmp_path):

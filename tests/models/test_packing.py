@@ -182,11 +182,3 @@ def test_one_kernel_computes_what_the_loop_over_rows_computes(
     for found, other in zip(results(), expected, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-5, atol=2e-6)
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("in_one", [True, False])
-def test_the_first_use_of_a_model_finds_that_it_packs_either_way(models, monkeypatch, in_one):
-    packed, _ = models
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(packing, "one_kernel", lambda *_: in_one)
-    assert probe_capabilities(packed).packed

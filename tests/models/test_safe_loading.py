@@ -17,19 +17,10 @@ from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.serving import _load_pyfunc
 
-PICKLES = [
-    "pytorch_model.bin",
-    "training_args.bin",
-    "adapter_model.bin",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "tokenizer.pkl",
-    "vocab.pkl",
-    "vocab.bin",
-    "special_tokens_map.pkl",
-    "mp_rank_00_model_states.pt",
-]
+PICKLES = (
+    "pytorch_model.bin training_args.bin adapter_model.bin optimizer.pt scheduler.pt rng_state.pth "
+    "tokenizer.pkl vocab.pkl vocab.bin special_tokens_map.pkl mp_rank_00_model_states.pt"
+).split()
 
 
 class Bait:

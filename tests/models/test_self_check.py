@@ -1,6 +1,5 @@
 """Kernels beside the CPU in float32: sound ones pass with a margin, broken ones fail by far."""
 
-import json
 import sys
 from functools import partial
 
@@ -144,77 +143,13 @@ def test_a_sampler_that_is_one_token_off_is_found(monkeypatch):
         check(CPU, "bf16")
 
 
-class Checks:
-    """Stands for a GPU; counts its checks."""
-
-    def __init__(self, monkeypatch, folder):
-        self.precisions, self.name = [], "Some GPU"
-        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: self.name)
-        monkeypatch.setattr(self_check, "DRIVER", folder / "driver")
-        monkeypatch.setattr(self_check, "check", self.check)
-
-    def check(self, device, precision):
-        self.precisions.append(precision)
-        return [self_check.Comparison("a kernel", 0.25, 0.5)]
-
-    def ask(self, precision="bf16", device="cuda:0"):
-        before = len(self.precisions)
-        self_check.require_sound_kernels(torch.device(device), precision)
-        return len(self.precisions) > before
-
-
-@pytest.fixture
-def checks(monkeypatch, tmp_path):
-    return Checks(monkeypatch, tmp_path)
-
-
-def test_a_gpu_is_checked_once_for_its_name_driver_torch_and_precision(
-    checks, tmp_path, monkeypatch
-):
-    assert checks.ask() and not checks.ask() and not checks.ask(device="cuda:1")
-    assert checks.ask("fp32") and not checks.ask("fp32")
-    checks.name = "Another GPU"
-    assert checks.ask()
-    (tmp_path / "driver").write_text("NVRM version 580")
-    assert checks.ask()
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    assert checks.ask() and not checks.ask()
-    records = list((tmp_path / "rlhf-pipeline").glob("kernels-*.json"))
-    written = [json.loads(path.read_text()) for path in records]
-    assert len(written) == 5
-    assert ["Another GPU", "NVRM version 580", "9.9", "bf16"] in [
-        each["checked"] for each in written
-    ]
-    assert written[0]["passed"] == [["a kernel", 0.25, 0.5]]
-
-
-def test_changed_code_is_checked_again(checks, tmp_path, monkeypatch):
-    assert checks.ask() and not checks.ask()
-    (tmp_path / "packing.py").write_text("changed")
-    monkeypatch.setattr(packing, "__file__", str(tmp_path / "packing.py"))
-    assert checks.ask()
-
-
-def test_a_cpu_is_not_checked(checks):
-    assert not checks.ask(device="cpu")
-
-
-def test_without_a_folder_every_launch_checks(checks, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert checks.ask() and checks.ask()
-
-
-def test_a_gpu_that_fails_is_not_remembered(checks, tmp_path, monkeypatch):
-    def fail(device, precision):
-        raise StageError("differs")
-
-    monkeypatch.setattr(self_check, "check", fail)
-    for _ in range(2):
-        with pytest.raises(StageError, match="differs"):
-            checks.ask()
-    assert not list(tmp_path.rglob("*.json"))
+def test_a_process_checks_each_precision_of_its_gpu_once_and_no_cpu(monkeypatch):
+    seen = []
+    monkeypatch.setattr(self_check, "check", lambda *given: seen.append(given))
+    gpu = torch.device("cuda", 7)
+    for device, precision in ((gpu, "bf16"), (gpu, "fp32"), (gpu, "bf16"), (CPU, "bf16")):
+        self_check.require_sound_kernels(device, precision)
+    assert seen == [(gpu, "bf16"), (gpu, "fp32")]
 
 
 def test_the_command_checks_each_kind_of_gpu(monkeypatch, capsys):
@@ -237,11 +172,11 @@ def test_every_engine_and_frozen_model_checks_its_precision_before_it_loads(
     make_model, world, monkeypatch, stage
 ):
     from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, TrainedModelConfig
-    from rlhf_pipeline.distributed import engine, loading
+    from rlhf_pipeline.distributed import engine
 
     asked = []
     monkeypatch.setattr(
-        loading, "require_sound_kernels", lambda *given: asked.append(given) or 1 / 0
+        engine, "require_sound_kernels", lambda *given: asked.append(given) or 1 / 0
     )
     settings = {"optimizer": {"learning_rate": 1}, "deepspeed": {"zero_stage": 1}}
     settings["deepspeed"]["precision"] = "bf16"
@@ -250,7 +185,7 @@ def test_every_engine_and_frozen_model_checks_its_precision_before_it_loads(
         engine.train_engine(never, TrainedModelConfig.model_validate(settings), 1)
     frozen = FrozenDeepSpeedConfig(zero_stage=stage, precision="bf16")
     with pytest.raises(ZeroDivisionError):
-        loading.frozen_model(never, frozen, world)
+        engine.frozen_model(never, frozen, world)
     assert asked == [(world.device, "bf16")] * 2
 
 

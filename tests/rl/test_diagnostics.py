@@ -43,11 +43,7 @@ def test_policy_diagnostics_add_up_over_ranks():
 
 def test_an_unchanged_policy_has_kl_0_and_ratio_1():
     diagnostics = policy_diagnostics(OLD_LOGPROBS, OLD_LOGPROBS, MASK, clip_range=0.2)
-    assert as_floats(diagnostics) == {
-        "approx_kl": 0.0,
-        "clip_fraction": 0.0,
-        "ratio": 4.0,
-    }
+    assert as_floats(diagnostics) == {"approx_kl": 0.0, "clip_fraction": 0.0, "ratio": 4.0}
 
 
 # Returns 1, 2, 3, 6: sum 12, squares 50, variance 50/4 - 9 = 3.5.

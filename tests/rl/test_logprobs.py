@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_pipeline.rl.logprobs import (
-    _add_product,
-    _matmul,
     logprobs_and_entropy,
     logprobs_of,
     position_ids,
@@ -210,32 +208,6 @@ def test_logits_of_a_head_in_bf16_are_not_rounded_to_bf16():
     rounded = logprobs_of(hidden @ weight.T, ids)
     torch.testing.assert_close(logprobs_of(hidden, ids, head=(weight, None)), exact)
     assert (rounded - exact).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gpu_multiplies_in_half_precision_and_keeps_the_product_in_float32(monkeypatch, dtype):
-    """With a product of torch's documentation, as `out_dtype` exists on GPUs alone."""
-    calls = []
-
-    def mm(left, right, *, out_dtype):
-        assert left.dtype == right.dtype == dtype and left.dim() == right.dim() == 2
-        calls.append(out_dtype)
-        return left.to(out_dtype) @ right.to(out_dtype)
-
-    class OnGPU(Tensor):
-        is_cuda = True
-
-    torch.manual_seed(3)
-    left, right = torch.randn(2, 5, 4).to(dtype), torch.randn(4, 7).to(dtype)
-    monkeypatch.setattr(torch, "mm", mm)
-    found = _matmul(left.as_subclass(OnGPU), right)
-    assert calls == [torch.float32]
-    assert found.shape == (2, 5, 7) and found.dtype == torch.float32
-    torch.testing.assert_close(found.as_subclass(Tensor), left.float() @ right.float())
-    total = torch.ones(4, 7)
-    _add_product(total, left[0].T.contiguous().as_subclass(OnGPU), torch.ones(5, 7, dtype=dtype))
-    expected = 1 + left[0].float().sum(0)[:, None].expand(4, 7)
-    torch.testing.assert_close(total.as_subclass(Tensor), expected)
 
 
 # --- sampling ---

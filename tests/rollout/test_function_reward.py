@@ -61,41 +61,22 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (
-            "return [1.0]",
-            "my.py:f: found 1 results, expected 3, one for each response. The first prompt is "
-            "[{'role': 'user', 'content': 'Question 0?'}]",
-        ),
-        (
-            "return 1.0",
-            f"my.py:f failed at the response '4' to the {FIRST}: "
-            "TypeError: 'float' object is not iterable",
-        ),
-        (
-            "return [1.0, 'x', 2.0]",
-            "my.py:f: found 'x', expected a finite number, for the response 'five' to the "
-            + SECOND,
-        ),
-        ("return [1.0, '3', 2.0]", "found '3', expected a finite number, for the response 'five'"),
+        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each response. The first "
+         "prompt is [{'role': 'user', 'content': 'Question 0?'}]"),
+        ("return 1.0", f"my.py:f failed at the response '4' to the {FIRST}: "
+         "TypeError: 'float' object is not iterable"),
+        ("return [1.0, 'x', 2.0]", "my.py:f: found 'x', expected a finite number, for the "
+         f"response 'five' to the {SECOND}"),
+        ("return [1.0, '3', 2.0]", "found '3', expected a finite number"),
         ("return [1.0, 2.0, None]", "found None, expected a finite number, for the response '6'"),
-        (
-            "return [float('nan'), 1.0, 2.0]",
-            "found nan, expected a finite number, for the response '4'",
-        ),
-        (
-            "return [1.0, float('-inf'), 2.0]",
-            "found -inf, expected a finite number, for the response 'five'",
-        ),
-        (
-            "return [int(r) for r in responses]",
-            f"my.py:f failed at the response 'five' to the {SECOND}: ValueError: invalid literal",
-        ),
-        (
-            "\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",
-            f"my.py:f failed at 3 responses together, the first to the {FIRST}: MemoryError: all",
-        ),
+        ("return [float('nan'), 1.0, 2.0]", "found nan, expected a finite number"),
+        ("return [1.0, float('-inf'), 2.0]", "found -inf, expected a finite number"),
+        ("return [int(r) for r in responses]", f"my.py:f failed at the response 'five' to the "
+         f"{SECOND}: ValueError: invalid literal"),
+        ("\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",
+         f"my.py:f failed at 3 responses together, the first to the {FIRST}: MemoryError: all"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored, answered):
     with pytest.raises(StageError) as failure:
         function(f"def f(prompts, responses): {body}")(scored, answered)
@@ -127,14 +108,12 @@ def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answer
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            "import no_such_module",
-            r"my\.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_module'",
-        ),
+        ("import no_such_module",
+         r"my\.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("g = 1", "cannot be imported: AttributeError"),
         ("f = 1", r"my\.py:f is 1, not a function"),
     ],
-)
+)  # fmt: skip
 def test_a_function_that_cannot_be_imported_fails(load, tmp_path, source, message):
     (tmp_path / "my.py").write_text(source)
     with pytest.raises(StageError, match=message):

@@ -131,10 +131,6 @@ def test_the_log_probabilities_are_those_of_the_policy(make, engine, contract):
     torch.testing.assert_close(rollout.logprobs[mask], expected[mask])
 
 
-def test_a_seed_contains_the_run_seed_the_step_and_the_row():
-    assert row_seeds(7, 3, np.array([1, 3])) == [(7, 3, 1), (7, 3, 3)]
-
-
 def test_draws_depend_on_the_seed_of_their_row_only():
     whole = uniform_draws(row_seeds(7, 3, np.arange(6)), 4)
     assert whole.dtype == torch.float64 and whole.shape == (6, 4)

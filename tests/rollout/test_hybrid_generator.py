@@ -82,11 +82,6 @@ def test_a_sharded_copy_samples_what_the_actor_samples(two_ranks, case):
         assert before[0] != after[0]  # the step has moved the actor, and the copy followed
 
 
-def test_a_single_rank_has_a_whole_copy(make_model, world):
-    found = rollouts("llama, ZeRO 0", {"llama": make_model("llama", seed=3)}, world)
-    assert all(same for _, same, _ in found)
-
-
 @pytest.fixture
 def engine(make_model, world):
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}})

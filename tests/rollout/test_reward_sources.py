@@ -199,13 +199,6 @@ def test_a_model_of_other_tokens_fails_without_retokenize(
     assert scores.isfinite().all()
 
 
-def test_a_language_model_is_not_a_reward_model(load_one, policy):
-    with pytest.raises(
-        ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"
-    ):
-        load_one({"path": str(policy), "retokenize": True})
-
-
 def test_its_template_renders_a_fixed_date(load_one, foreign, tmp_path):
     folder = shutil.copytree(foreign, tmp_path / "dated")
     tokenizer = load_tokenizer(folder)

@@ -37,18 +37,6 @@ def responses(sequences):
     ]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_responses_do_not_depend_on_the_micro_batches(generator, size):
-    def sequences(batch_size):
-        sampling = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=batch_size)
-        seeds = row_seeds(1, 1, np.arange(4))
-        return generator.generate(PROMPTS, sampling, seeds).sequences
-
-    whole = sequences(4)
-    assert responses(sequences(size)) == responses(whole)
-    assert whole.prompt_ids[1, whole.prompt_mask[1]].tolist() == [8]
-
-
 def test_several_responses_to_a_prompt_read_it_once(policy, generator):
     sampling, seeds = SamplingConfig(max_response_tokens=12), row_seeds(1, 1, np.arange(12))
     probe_capabilities(policy[0])  # probes the model
@@ -66,31 +54,6 @@ def test_several_responses_to_a_prompt_read_it_once(policy, generator):
     assert responses(together.sequences) == [
         row for rollout in alone for row in responses(rollout.sequences)
     ]
-
-
-def scripted(monkeypatch, *rows):
-    """Let the first tokens of the responses be those of the rows, in the order of the draws."""
-    script = torch.tensor(rows)
-    steps = iter(range(script.shape[1]))
-
-    def sampled(logits, draws, temperature, vocab_size):
-        tokens = script[(draws * len(rows)).long(), next(steps)]
-        return tokens, torch.zeros(len(tokens))
-
-    monkeypatch.setattr(transformers_generator, "sampled", sampled)
-    monkeypatch.setattr(
-        transformers_generator,
-        "uniform_draws",
-        lambda seeds, width: torch.tensor([[(s[0] + 0.5) / len(rows)] * width for s in seeds]),
-    )
-
-
-def test_a_response_ends_after_its_eos_or_at_the_maximum_length(generator, monkeypatch):
-    scripted(monkeypatch, [20, 1, 9, 9], [21, 22, 23, 24])
-    rollout = generator.generate(
-        [[5, 6], [5, 6]], SamplingConfig(max_response_tokens=4), [(0,), (1,)]
-    )
-    assert responses(rollout.sequences) == [[20, 1], [21, 22, 23, 24]]
 
 
 def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, generator, monkeypatch):
@@ -112,20 +75,6 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
     ]
     assert whole == alone
     assert {len(row) for row in whole} != {24}
-
-
-def test_samples_follow_the_policy(policy, generator):
-    """First tokens of 4,000 responses to one prompt are within 5 standard errors of the policy."""
-    count = 4000
-    sampling = SamplingConfig(max_response_tokens=1, batch_size_per_gpu=1000, temperature=0.7)
-    seeds = row_seeds(2, 1, np.arange(count))
-    rollout = generator.generate([[5, 6, 7]] * count, sampling, seeds)
-    first = rollout.sequences.response_ids[:, 0]
-    expected = (policy[0](torch.tensor([[5, 6, 7]])).logits[0, -1] / 0.7).softmax(0)
-    observed = torch.bincount(first, minlength=len(expected)) / count
-    assert (
-        (observed - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1e-9
-    ).all()
 
 
 def test_rows_that_leave_at_fixed_tokens_have_the_same_responses(policy, generator, monkeypatch):

@@ -6,8 +6,8 @@ from ppo_runs import ppo_config
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training.experience import score_sequences
 from rlhf_pipeline.training.ppo_setup import load_ppo_models
 
 SEQUENCES = collate([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]], 0)
@@ -25,7 +25,7 @@ def test_the_critic_starts_on_the_scale_of_the_scores(ppo_inputs, world, tmp_pat
     models = load(config, ppo_inputs, world, tmp_path)
     inputs = SEQUENCES.rows(torch.tensor([0])).model_inputs()
     estimate = models.critic(**inputs, scores_to_keep=1)[0, 0]
-    raw = score_sequences(SEQUENCES, models.scorers(config, world, with_critic=False))
+    raw = score_sequences(SEQUENCES, models, config, world, with_critic=False)
     score = models.rewards(raw, {}).scores[0]
     assert float(score) == pytest.approx(weight * (float(raw.scores[0]) - 0.1), abs=1e-5)
     assert float(estimate) == pytest.approx(float(score) + weight * 0.1, abs=1e-5)

@@ -5,26 +5,11 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from rank_fixtures import as_artifact, write_table
 from tiny_jobs import MAIN, tiny_job, trained
 
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.training.reward_report import describe
-
-ROWS = [
-    {"prompt": "what is the colour of snow?", "chosen": "white", "rejected": ["red", "a", "blue"]},
-    {
-        "prompt": [{"role": "user", "content": "snow?"}],
-        "chosen": "the colour is white",
-        "rejected": ["red"],
-    },
-    {"prompt": "what is it?", "chosen": "snow", "rejected": ["the snow", "is", "s", "what", "x"]},
-    {"prompt": "snow is", "chosen": "white", "rejected": ["red"], "id": 7},
-]
+from rlhf_pipeline.training.reward_model import describe
 
 
 def test_the_report_by_hand():
@@ -69,11 +54,8 @@ def inputs(make_model, tmp_path):
 
 
 def test_the_report_of_the_exported_model(inputs, world, tmp_path):
-    """It agrees with the evaluation in training, and with every benchmark answer scored alone."""
-    benchmark = tmp_path / "benchmark.jsonl"
-    benchmark.write_text("\n".join(map(json.dumps, ROWS)) + "\n")
+    """It agrees with the evaluation in training."""
     job = tiny_job("reward_model", inputs, tmp_path / "work", trained(0))
-    job.inputs["benchmark"] = benchmark
     metrics = MAIN["reward_model"](job)
     report = json.loads((job.export / "reward_report.json").read_text())
     for name, found in (
@@ -89,45 +71,3 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
         "books": 4,
         "web:train": 5,
     }
-
-    model, tokenizer = load_scores(job.export, "fp32").eval(), load_tokenizer(job.export)
-    right = []
-    for row in ROWS:
-        prompt = row["prompt"]
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        scores = []
-        for text in (row["chosen"], *row["rejected"]):
-            dialogue = [*prompt, {"role": "assistant", "content": text}]
-            ids = tokenizer.apply_chat_template(dialogue, return_dict=False)
-            with torch.no_grad():
-                found = model(input_ids=torch.tensor([ids]), scores_to_keep=1)
-            scores.append(float(found[0, -1]))
-        right.append(scores[0] > max(scores[1:]))
-    assert report["benchmark"]["n"] == 4
-    assert report["benchmark"]["rate"] == pytest.approx(sum(right) / 4)
-    assert metrics["benchmark/accuracy"] == report["benchmark"]["rate"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2: found no JSON object"),
-        ('{"prompt": "a", "chosen": "b"}', "line 2: found rejected"),
-        ('{"prompt": "a", "chosen": "b", "rejected": []}', "line 2: found rejected"),
-        (
-            json.dumps({"prompt": "xyz " * 90, "chosen": "b", "rejected": ["c"]}),
-            r"line 2: found \d{3} tokens, expected at most the model's 128 positions",
-        ),
-    ],
-)
-def test_an_invalid_benchmark_is_refused_before_the_training(inputs, tmp_path, line, message):
-    benchmark = tmp_path / "benchmark.jsonl"
-    benchmark.write_text(json.dumps(ROWS[0]) + "\n" + line)
-    job = tiny_job("reward_model", inputs, tmp_path / "work", trained(0))
-    job.inputs["benchmark"] = benchmark
-    with pytest.raises(DataError, match=f"reward_model.benchmark: .*{message}"):
-        MAIN["reward_model"](job)
-    assert not (tmp_path / "work" / "metrics.jsonl").exists()
-    benchmark.write_text("")
-    with pytest.raises(DataError, match="found no line, expected at least 1"):
-        MAIN["reward_model"](job)

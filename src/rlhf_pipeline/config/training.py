@@ -312,10 +312,6 @@ class RewardModelConfig(SupervisedConfig):
     gate: float | None = operational(0.5)
     """PPO starts only if the lower end of the 95% interval on the held-out accuracy is above this
     value; 0.5 is chance. None: PPO starts with any reward model."""
-    benchmark: str | None = None
-    """File of JSON lines with `prompt`, `chosen` and several `rejected` answers, such as
-    RewardBench 2: the report then has the share of rows whose chosen answer has the highest score.
-    Part of the recipe: another file trains the reward model, and the policies after it, again."""
 
     def models(self) -> list[StageModel]:
         return [TrainedModel("reward_model", self, scalar=True)]

@@ -1,6 +1,6 @@
 """The rows of each step, rank and micro batch: pure functions of step, seed, rank and lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from rlhf_pipeline.data.record_files import mapped
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.forward import probe_capabilities
+from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime import heartbeat
 
 ROUNDS = 8
@@ -205,3 +207,27 @@ def split(groups: list[Tensor], count: int) -> list[Tensor]:
         half = (len(groups[most]) + 1) // 2
         groups[most : most + 1] = groups[most].split(half)
     return groups
+
+
+def by_micro_batches(
+    function: Callable[[nn.Module, Sequences], Tensor],
+    model: nn.Module,
+    sequences: Sequences,
+    tokens: int,
+    world: World,
+) -> Tensor:
+    """Apply a model by a function that returns (b,) or (b, r) to micro batches of rows.
+
+    All ranks call this together, with equally many rows.
+
+    Returns:
+        (B,) or (B, R) float32 on the CPU, in the order of the rows, padded with zeros.
+    """
+    (groups,), parts = micro_batches([sequences.lengths], tokens, model, world), []
+    width = sequences.response_ids.shape[1]
+    for index in groups:
+        part = function(model, sequences.rows(index).to(world.device)).float()
+        parts.append(part if part.dim() == 1 else pad(part, (0, width - part.shape[1])))
+        heartbeat.tick()
+    # The host waits for the device here and nowhere above.
+    return torch.cat(parts).cpu()[torch.cat(groups).argsort()]

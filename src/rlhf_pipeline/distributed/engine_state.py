@@ -7,7 +7,6 @@ for bit. Nothing is unpickled.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
 _ALIGNMENT = 8
 """The tensors begin at a multiple of this number of bytes."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_Written = tuple[Any, frozenset[str], Mapping[str, str]]
+"""A rank's file, opened; the keys of its tensors; where the piece of each parameter begins."""
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's dynamic loss scaler."""
 
@@ -69,7 +70,10 @@ def load_engine(
     counters = json.loads((directory / "engine.json").read_text())
     if counters["step"] > 0:
         _start_optimizer(engine, counters["step"])
-    written = [_Written.open(path) for path in sorted(directory.glob("rank*.safetensors"))]
+    files = [
+        safe_open(path, framework="pt") for path in sorted(directory.glob("rank*.safetensors"))
+    ]
+    written = [(file, frozenset(file.keys()), file.metadata()) for file in files]
     with torch.no_grad():
         for kind, shards in _tensors(engine, average).items():
             for piece, shard in zip(pieces(engine), shards, strict=True):
@@ -135,40 +139,18 @@ def _set_counters(engine: DeepSpeedEngine, counters: dict[str, Any]) -> None:
             setattr(scaler, name, value)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """One rank's file, opened."""
-
-    file: Any
-    keys: frozenset[str]
-    starts: dict[str, int]
-
-    @classmethod
-    def open(cls, path: Path) -> "_Written":
-        file = safe_open(path, framework="pt")
-        return cls(
-            file,
-            frozenset(file.keys()),
-            {name: int(start) for name, start in file.metadata().items()},
-        )
-
-    def overlap(self, kind: str, part: Piece) -> Iterator[tuple[slice, Tensor]]:
-        """The values of a part that this file contains, and their positions in the part."""
-        key = f"{kind}|{part.name}"
-        if key not in self.keys:
-            return
-        tensor, start = self.file.get_slice(key), self.starts[part.name]
+def _read(written: list[_Written], kind: str, part: Piece, target: Tensor, directory: Path) -> None:
+    """Fill a part from the files of all ranks, whose pieces begin and end elsewhere."""
+    key, found = f"{kind}|{part.name}", 0
+    for file, keys, starts in written:
+        if key not in keys:
+            continue
+        tensor, start = file.get_slice(key), int(starts[part.name])
         first = max(part.start, start)
         last = min(part.start + part.size, start + tensor.get_shape()[0])
         if first < last:
-            yield slice(first - part.start, last - part.start), tensor[first - start : last - start]
-
-
-def _read(written: list[_Written], kind: str, part: Piece, target: Tensor, directory: Path) -> None:
-    found = 0
-    for file in written:
-        for where, values in file.overlap(kind, part):
-            target[where].copy_(values)
+            values = tensor[first - start : last - start]
+            target[first - part.start : last - part.start].copy_(values)
             found += len(values)
             heartbeat.tick()
     if found != part.size:
@@ -188,20 +170,6 @@ def write_tensors(
 
         8 bytes: length of the header | header as JSON | the tensors, one after the other
     """
-    return write_pieces(path, _pieces(tensors, metadata))
-
-
-def _pieces(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> Iterator[bytes | memoryview]:
-    yield _header(tensors, metadata)
-    for tensor in tensors.values():
-        data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), PIECE):
-            yield data[start : start + PIECE]
-
-
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -210,4 +178,12 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
         fields[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(fields).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
-    return len(header).to_bytes(8, "little") + header
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(header).to_bytes(8, "little") + header
+        for tensor in tensors.values():
+            data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), PIECE):
+                yield data[start : start + PIECE]
+
+    return write_pieces(path, pieces())

@@ -24,6 +24,7 @@ from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.lora import trained_names, write_adapter
+from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import put_in_place, require_space
@@ -35,6 +36,8 @@ LARGEST_SECOND_MODEL = 2**34
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write safetensors, configuration, tokenizer, chat template and token contract.
+
+    A policy also gets the file that makes its folder an MLflow model.
 
     The folder is written completely or not at all. All ranks call this together; the first one
     writes the files and reads them back (`require_same`). `model` may be an engine.
@@ -53,6 +56,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
             tokenizer.save_pretrained(partial)
             eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
             TokenContract.of(tokenizer, eos).write(partial)
+            if saved is unwrapped(model):  # a policy has no scalar head around it
+                write_mlmodel(partial)
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
@@ -105,7 +110,7 @@ def require_same(saved: PreTrainedModel, weights: Mapping[str, Tensor], director
         if not stored.keys() <= weights.keys():
             wrong = _differing_if_converted(saved, weights, directory)
         else:
-            wrong = _differing(weights, stored) + _tied_otherwise(read, weights, stored)
+            wrong = _differing(read, weights, stored)
     if wrong:
         raise ArtifactError(
             f"{directory}: the saved model differs from the model in memory: {', '.join(wrong[:3])}"
@@ -139,30 +144,22 @@ def _stored_names(directory: Path) -> dict[str, Path]:
     return stored
 
 
-def _differing(weights: Mapping[str, Tensor], stored: Mapping[str, Path]) -> list[str]:
-    """Names of stored tensors whose bytes differ. Memory holds one tensor of a file at a time."""
-    found = []
-    for path in sorted(set(stored.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if not _identical(weights[name], file.get_tensor(name)):
-                    found.append(name)
-                heartbeat.tick()
-    return found
-
-
-def _tied_otherwise(
+def _differing(
     read: PreTrainedModel, weights: Mapping[str, Tensor], stored: Mapping[str, Path]
 ) -> list[str]:
-    """Names of tensors that are not stored and take the values of another one than in memory."""
-    parameters = read.state_dict(keep_vars=True)
+    """Names of weights whose bytes in the files differ. One tensor of a file at a time is read.
+
+    A weight that is not stored is read as the one that transformers ties it to.
+    """
+    parameters, found = read.state_dict(keep_vars=True), []
     sources = {id(parameters[name]): name for name in stored}
-    return [
-        name
-        for name in weights.keys() - stored.keys()
-        if (source := sources.get(id(parameters[name]))) is None
-        or not _identical(weights[name], weights[source])
-    ]
+    files = {path: safe_open(path, framework="pt") for path in {*stored.values()}}
+    for name, weight in weights.items():
+        source = name if name in stored else sources.get(id(parameters[name]))
+        if source is None or not _identical(weight, files[stored[source]].get_tensor(source)):
+            found.append(name)
+        heartbeat.tick()
+    return found
 
 
 def _differing_if_converted(

@@ -81,26 +81,17 @@ def step_together(engines: Sequence[DeepSpeedEngine]) -> None:
     """
     overflows = [engine.optimizer.has_overflow() for engine in engines]  # equal on all ranks
     for engine, own_overflow in zip(engines, overflows, strict=True):
-        scaler = engine.optimizer.loss_scaler
-        before = dict(vars(scaler))
-        _step_with_overflow(engine, any(overflows))
+        optimizer = engine.optimizer
+        before = dict(vars(optimizer.loss_scaler))
+        # Written for DeepSpeed 0.19: `step()` asks this method once, skips the update if the result
+        # is true, and clears the gradients. It has no argument for the result.
+        optimizer.has_overflow = lambda *_, **__: any(overflows)
+        try:
+            engine.step()
+        finally:
+            del optimizer.has_overflow
         if any(overflows) and not own_overflow:
-            vars(scaler).update(before)
-
-
-def _step_with_overflow(engine: DeepSpeedEngine, overflow: bool) -> None:
-    """Take an fp16 optimizer step whose check for overflow has this result.
-
-    Written for DeepSpeed 0.19: `step()` calls `optimizer.has_overflow` once, skips the update if
-    the result is true, and clears the gradients. DeepSpeed has no argument for the result, so the
-    method is replaced during the step.
-    """
-    optimizer = engine.optimizer
-    optimizer.has_overflow = lambda *_, **__: overflow
-    try:
-        engine.step()
-    finally:
-        del optimizer.has_overflow
+            vars(optimizer.loss_scaler).update(before)
 
 
 def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:

@@ -40,7 +40,7 @@ def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter], *, changes: bool = True) -> Iterator[None]:
-    """Gather the parameters inside the block; with `changes`, keep those that all ranks make."""
+    """Gather the parameters inside the block. `changes` keeps what all ranks change equally."""
     modifier = 0 if changes else None
     with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier):
         yield
@@ -78,7 +78,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of a parameter, also where only a shard of it is present."""
+    """The shape of a whole parameter, even if only a shard of it is present."""
     return cast(torch.Size, getattr(parameter, "ds_shape", parameter.shape))
 
 

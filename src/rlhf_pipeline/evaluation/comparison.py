@@ -33,7 +33,7 @@ BASELINE = "sft"
 
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 
-ENDS = ("rate", "lower", "upper")  # a rate and the ends of its interval
+ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def score_name(judge: str) -> str:
 
 
 def judge_title(name: str) -> str:
-    """A judge in a sentence."""
+    """The name of a judge as it stands in a sentence."""
     return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
 
 
 def reward_title(names: Sequence[str]) -> str:
-    """The rewards of a training in a sentence; their names may follow weights: "0.5 * trained"."""
+    """The names of rewards as they stand in a sentence; a weight may precede: "0.5 * trained"."""
     parts = [name.rpartition(" * ") for name in names]
     return " and ".join(
         f"{weight}{times}{'the reward model' if name == 'trained' else name}"

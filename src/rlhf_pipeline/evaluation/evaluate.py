@@ -29,6 +29,7 @@ from rlhf_pipeline.config.evaluate import (
 )
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
+from rlhf_pipeline.distributed.engine import free_memory
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import (
@@ -51,7 +52,6 @@ from rlhf_pipeline.evaluation.pairwise import judge_pairs
 from rlhf_pipeline.evaluation.setup import (
     HeldOut,
     Setup,
-    free_memory,
     held_out_answers,
     logprobs,
     perplexity,
@@ -63,8 +63,7 @@ from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.generation import Generator, load_generator, row_seeds
-from rlhf_pipeline.rollout.records import Answered, Scored
-from rlhf_pipeline.rollout.scoring import ended
+from rlhf_pipeline.rollout.records import Answered, Scored, ended
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -99,11 +98,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
         from rlhf_pipeline.evaluation.tasks import Tasks
 
         tasks = Tasks(config.tasks, setup)
-    scored, perplexities = answer_all(folders, held_out, setup, tasks)
+    # Beside the champion none: the evaluation of the candidate has the same curve.
+    best = 0 if CHAMPION in folders else config.best_of_n
+    drawn_by_sft = max(config.baseline_draws, best)
+    scored, perplexities = answer_all(folders, held_out, setup, tasks, drawn_by_sft)
     draws = judge_all(scored, job, judges, setup)
     if world.rank != 0:
         return {}
-    best = best_of(folders, config)
     curve = best_of_n([draws[BASELINE, draw] for draw in range(best)]) if best else None
     answers = {name: in_order(name, draws, config.answers_per_prompt) for name in folders}
     drawn = in_order(BASELINE, draws, config.baseline_draws)
@@ -150,16 +151,12 @@ def load(
     return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
 
 
-def best_of(folders: dict[str, Path], config: EvaluateConfig) -> int:
-    """The number of the baseline's draws for `best_of_n`.
-
-    None beside the champion: the evaluation of the candidate has the same curve.
-    """
-    return 0 if CHAMPION in folders else config.best_of_n
-
-
 def answer_all(
-    folders: dict[str, Path], held_out: HeldOut | None, setup: Setup, tasks: "Tasks | None"
+    folders: dict[str, Path],
+    held_out: HeldOut | None,
+    setup: Setup,
+    tasks: "Tasks | None",
+    baseline_draws: int,
 ) -> tuple[dict[Draw, Scored], dict[str, float]]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
@@ -182,8 +179,7 @@ def answer_all(
             longest_prompt=lambda: max(map(len, setup.prompts["prompt_ids"])),
             place="evaluate.generator",
         )
-        further = max(setup.config.baseline_draws, best_of(folders, setup.config))
-        for draw in range(further if name == BASELINE else setup.config.answers_per_prompt):
+        for draw in range(baseline_draws if name == BASELINE else setup.config.answers_per_prompt):
             sequences = answer(generator, setup, draw)
             found[name, draw] = sequences, read(policy, sequences)
         if held_out is not None:
@@ -192,21 +188,19 @@ def answer_all(
             tasks.do(policy, name)
         if name == BASELINE:
             for given, (sequences, own) in found.items():
-                reference = own if given[0] == name else read(policy, sequences)
-                scored[given] = unjudged(sequences, own, reference, setup)
+                scored[given] = Scored(
+                    sequences,
+                    logprobs=own,
+                    ref_logprobs=own if given[0] == name else read(policy, sequences),
+                    values=None,
+                    scores=torch.zeros(len(sequences)),  # the judges come later
+                    ended=ended(sequences.response_ids, setup.contract),
+                )
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
         with_model(load_policy, folder, setup, partial(answer_and_read, name=name))
     return scored, {name: perplexities[name] for name in folders if held_out is not None}
-
-
-def unjudged(sequences: Sequences, own: Tensor, reference: Tensor, setup: Setup) -> Scored:
-    """Answers with their log-probabilities, before a judge has scored them."""
-    scores, has_ended = torch.zeros(len(sequences)), ended(sequences.response_ids, setup.contract)
-    return Scored(
-        sequences, logprobs=own, ref_logprobs=reference, values=None, scores=scores, ended=has_ended
-    )
 
 
 def answer(generator: Generator, setup: Setup, draw: int = 0) -> Sequences:

@@ -55,7 +55,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All conditions, and what they were measured with."""
+    """All conditions, with the judge and the confidence that they were measured with."""
 
     judge: str
     independent: bool
@@ -103,63 +103,42 @@ def allowed_error(tries: int) -> float:
 
 def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> Iterator[Check]:
     """The candidate beats SFT and the champion, by the judge that decides."""
-    confidence = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
-    opponents = {"SFT": (evidence.baseline, evidence.judge)}
+    interval = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
+    rivals = {"SFT": (evidence.baseline, evidence.judge)}
     if evidence.champion is not None:
-        judge = evidence.champion_judge or evidence.judge
-        opponents["the champion"] = (evidence.champion, judge)
-    for name, (answers, judge) in opponents.items():
+        rivals["the champion"] = evidence.champion, evidence.champion_judge or evidence.judge
+    for name, (answers, judge) in rivals.items():
         ours, theirs = (scores_by(given, judge) for given in (evidence.candidate, answers))
-        lower = win_rate(ours, theirs, alpha).lower
-        yield Check(
-            f"paired win rate against {name} by {judge_title(judge)}",
-            f"{lower:.3f} as {confidence}",
-            f"more than {config.min_win_rate_lower:g}",
-            "min_win_rate_lower",
-            lower > config.min_win_rate_lower,
-        )
+        lower, bound = win_rate(ours, theirs, alpha).lower, config.min_win_rate_lower
+        what = f"paired win rate against {name} by {judge_title(judge)}"
+        found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
+        yield Check(what, found, expected, "min_win_rate_lower", lower > bound)
     if evidence.champion_fault is not None:
-        yield Check(
-            "the champion",
-            f"no answers ({evidence.champion_fault})",
-            "answers to the same prompts. Fix: set register.promote to always to replace it, or "
-            "register.model to another name to keep both",
-            None,
-            False,
-        )
-    ours, theirs = (
-        scores_by(given, evidence.judge) for given in (evidence.candidate, evidence.baseline)
-    )
+        found = f"no answers ({evidence.champion_fault})"
+        expected = "answers to the same prompts. Fix: set register.promote to always to replace "
+        expected += "it, or register.model to another name to keep both"
+        yield Check("the champion", found, expected, None, False)
+    both = evidence.candidate, evidence.baseline
+    ours, theirs = (scores_by(given, evidence.judge) for given in both)
     _, lower, _ = standardized_gain(ours, theirs, alpha)
-    yield Check(
-        "gain over SFT in units of the scores' spread",
-        f"{lower:.2f} as {confidence}",
-        f"at least {config.min_gain:g}",
-        "min_gain",
-        lower >= config.min_gain,
-    )
+    what, found = "gain over SFT in units of the scores' spread", f"{lower:.2f} as {interval}"
+    least = config.min_gain
+    yield Check(what, found, f"at least {least:g}", "min_gain", lower >= least)
 
 
 def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     """The judge can tell good answers from bad ones."""
     accuracy = evidence.reward_model_accuracy
     if evidence.judge == REWARD_MODEL:
-        known = accuracy is not None
-        yield Check(
-            "accuracy of the reward model, which decides",
-            f"{accuracy:.3f} as the lower end of its 95% interval" if known else "no interval",
-            "more than 0.5, which is chance",
-            None,
-            accuracy is not None and accuracy > 0.5,
-        )
+        what, found = "accuracy of the reward model, which decides", "no interval"
+        if accuracy is not None:
+            found = f"{accuracy:.3f} as the lower end of its 95% interval"
+        passed = accuracy is not None and accuracy > 0.5
+        yield Check(what, found, "more than 0.5, which is chance", None, passed)
     if config.require_independent_judge:
-        yield Check(
-            "judge that decides",
-            evidence.judge + ("" if evidence.independent else ", which training has optimized"),
-            "a judge that training has not optimized",
-            "require_independent_judge",
-            evidence.independent,
-        )
+        found = evidence.judge + ("" if evidence.independent else ", which training has optimized")
+        expected, parameter = "a judge that training has not optimized", "require_independent_judge"
+        yield Check("judge that decides", found, expected, parameter, evidence.independent)
 
 
 def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
@@ -168,69 +147,45 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     changed = float(np.mean([ours.response != theirs.response for ours, theirs in pairs]))
     yield Check("answers that differ from SFT's", f"{changed:.0%}", "some", None, changed > 0)
     ours, theirs = summary(evidence.candidate), summary(evidence.baseline)
-    kl = ours["kl"]
-    yield Check(
-        "KL from SFT",
-        f"{kl:.2f} nats per response",
-        f"at most {config.max_kl:g}",
-        "max_kl",
-        kl <= config.max_kl,
-    )
-    ratio = ours["response_tokens"] / theirs["response_tokens"]
-    yield Check(
-        "length of an answer relative to SFT's",
-        f"{ratio:.2f}",
-        f"between {1 / config.max_length_ratio:.2g} and {config.max_length_ratio:g}",
-        "max_length_ratio",
-        1 / config.max_length_ratio <= ratio <= config.max_length_ratio,
-    )
-    ends = ours["eos_fraction"], theirs["eos_fraction"] - config.max_eos_drop
-    yield Check(
-        "answers that end by themselves",
-        f"{ends[0]:.1%}",
-        f"at least {ends[1]:.1%}",
-        "max_eos_drop",
-        ends[0] >= ends[1],
-    )
-    repeated = ours["repetition"], theirs["repetition"] + config.max_repetition_rise
-    yield Check(
-        "repeated word triples of an answer",
-        f"{repeated[0]:.1%}",
-        f"at most {repeated[1]:.1%}",
-        "max_repetition_rise",
-        repeated[0] <= repeated[1],
-    )
+
+    kl, most = ours["kl"], config.max_kl
+    found = f"{kl:.2f} nats per response"
+    yield Check("KL from SFT", found, f"at most {most:g}", "max_kl", kl <= most)
+
+    ratio, most = ours["response_tokens"] / theirs["response_tokens"], config.max_length_ratio
+    what, expected = "length of an answer relative to SFT's", f"between {1 / most:.2g} and {most:g}"
+    yield Check(what, f"{ratio:.2f}", expected, "max_length_ratio", 1 / most <= ratio <= most)
+
+    ends, least = ours["eos_fraction"], theirs["eos_fraction"] - config.max_eos_drop
+    what, expected = "answers that end by themselves", f"at least {least:.1%}"
+    yield Check(what, f"{ends:.1%}", expected, "max_eos_drop", ends >= least)
+
+    repeated, most = ours["repetition"], theirs["repetition"] + config.max_repetition_rise
+    what, expected = "repeated word triples of an answer", f"at most {most:.1%}"
+    yield Check(what, f"{repeated:.1%}", expected, "max_repetition_rise", repeated <= most)
+
     phrase, share = common_phrase([answer.response for answer in evidence.candidate])
     # A part of the rest, because SFT may repeat itself: the bound stays below 1.
-    share_of_sft = theirs["phrase_share"]
-    bound = share_of_sft + config.max_phrase_rise * (1 - share_of_sft)
-    yield Check(
-        "answers with the same phrase",
-        f"{share:.1%} with {phrase!r}",
-        f"at most {bound:.1%}",
-        "max_phrase_rise",
-        share <= bound,
-    )
-    spread = _spread(evidence.candidate, evidence.judge, _spread(evidence.baseline, evidence.judge))
-    yield Check(
-        "spread of the scores relative to SFT's",
-        f"{spread:.2f}",
-        f"at least {config.min_score_spread:g}: a saturated judge gives all answers one score",
-        "min_score_spread",
-        spread >= config.min_score_spread,
-    )
+    most = theirs["phrase_share"] + config.max_phrase_rise * (1 - theirs["phrase_share"])
+    what, found = "answers with the same phrase", f"{share:.1%} with {phrase!r}"
+    yield Check(what, found, f"at most {most:.1%}", "max_phrase_rise", share <= most)
+
+    judge, least = evidence.judge, config.min_score_spread
+    spread = _spread(evidence.candidate, judge, _spread(evidence.baseline, judge))
+    expected = f"at least {least:g}: a saturated judge gives all answers one score"
+    what = "spread of the scores relative to SFT's"
+    yield Check(what, f"{spread:.2f}", expected, "min_score_spread", spread >= least)
+
     for name, task in evidence.tasks.items():
         change, interval = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
-        yield Check(
-            f"{task['metric']} of task {name} against SFT",
-            f"{task['value']:.3f}, a change of {change:+.3f} (95%: {interval})",
-            f"a fall of at most {config.max_task_drop:g}",
-            "max_task_drop",
-            change + config.max_task_drop > -1e-9,  # differences of shares are rounded
-        )
+        what = f"{task['metric']} of task {name} against SFT"
+        found = f"{task['value']:.3f}, a change of {change:+.3f} (95%: {interval})"
+        expected = f"a fall of at most {config.max_task_drop:g}"
+        passed = change + config.max_task_drop > -1e-9  # differences of shares are rounded
+        yield Check(what, found, expected, "max_task_drop", passed)
 
 
 def _spread(answers: list[Answer], judge: str, unit: float = 1.0) -> float:
-    """Standard deviation of the scores; relative to 0, it is infinite."""
+    """Standard deviation of the scores, in multiples of `unit`; infinite if that is 0."""
     spread = float(np.std(scores_by(answers, judge)))
     return spread / unit if unit else math.inf

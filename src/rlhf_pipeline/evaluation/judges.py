@@ -28,6 +28,7 @@ from rlhf_pipeline.config.rewards import (
     TrainedReward,
 )
 from rlhf_pipeline.data.sources.synthetic import gold_score
+from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ConfigError
@@ -37,7 +38,6 @@ from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.reward_sources import ModelSource
-from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -74,7 +74,7 @@ def by_reward_model(
 
 
 def by_gold(answers: AnswerBatch) -> list[float | None]:
-    """The true quality. No model was trained on these scores directly."""
+    """The true quality of each answer. No model was trained on these scores directly."""
     rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
     return [gold_score(*row) for row in rows]
 

@@ -96,7 +96,7 @@ def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
 
 
 def counted(prompts: int, answers: int) -> str:
-    """What a win rate is a share of."""
+    """The number of prompts, and of answers to each, that a win rate counts."""
     return f"{prompts} prompts" + (f" with {answers} answers of each policy" if answers > 1 else "")
 
 
@@ -120,7 +120,7 @@ def _bar(rate: dict[str, float], candidate: str) -> Text:
 
 
 def title(policy: str) -> str:
-    """A policy in a sentence."""
+    """The name of a policy as it stands in a sentence."""
     return policy.upper().replace("_", " ")
 
 

@@ -1,6 +1,5 @@
-"""What all policies of an evaluation share, and models one at a time."""
+"""What the evaluation of every policy needs; models are loaded one at a time."""
 
-import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import Rows, even_share, sampled_rows
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
-from rlhf_pipeline.distributed.loading import frozen_model
+from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
+from rlhf_pipeline.distributed.engine import free_memory, frozen_model
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import saved_precision
 from rlhf_pipeline.models.sequences import Sequences, collate
-from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,7 +30,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Setup:
-    """What all policies share."""
+    """What the evaluation of every policy needs."""
 
     seed: int
     config: EvaluateConfig
@@ -55,7 +53,9 @@ def with_model(
     """
     stage = setup.config.zero_stage
     if stage is None:
-        stage = 3 if 3 in zero_stages(folder) else 0
+        artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
+        engines = Manifest.read(artifact).deepspeed.values()
+        stage = 3 if 3 in [engine["zero_optimization"]["stage"] for engine in engines] else 0
     precision = setup.config.precision or saved_precision(folder)
     settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=precision)
     model = frozen_model(
@@ -68,19 +68,6 @@ def with_model(
             model.destroy()
         del model
         free_memory()
-
-
-def free_memory() -> None:
-    """Give back the memory of models that nothing refers to."""
-    gc.collect()
-    get_accelerator().empty_cache()
-
-
-def zero_stages(folder: Path) -> set[int]:
-    """The ZeRO stages of the engines of the stage that made an artifact."""
-    artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
-    engines = Manifest.read(artifact).deepspeed.values()
-    return {settings["zero_optimization"]["stage"] for settings in engines}
 
 
 @torch.no_grad()
@@ -97,10 +84,10 @@ def logprobs(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Answers of SFT's data that no policy was trained on, the rows of this rank."""
+    """Held-out answers of SFT's data, which no policy was trained on: the rows of this rank."""
 
     rows: np.ndarray  # their numbers in the table; the last one may repeat the first of all
-    sequences: Sequences  # the policy's tokens are those that the loss of SFT includes
+    sequences: Sequences  # the action mask selects the tokens that the loss of SFT includes
 
 
 def held_out_answers(folder: Path, setup: Setup) -> HeldOut | None:

@@ -23,7 +23,8 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.statistics import mean_with_interval, share_with_interval
 
 Measured = tuple[float, list[float] | None]
-"""A metric; that of each document if it is their mean, from 0 to 1, and higher is better."""
+"""A metric, and its value for each document if the metric is their mean, lies from 0 to 1, and is
+better if higher; otherwise None."""
 
 
 class SharedPolicy(HFLM):
@@ -158,14 +159,14 @@ def _measured(
 
 
 def _plain(found: dict[Any, Any] | list[dict[str, Any]]) -> list[Any]:
-    """Results as pairs; or samples, with what `_measured` reads of them."""
+    """Results as pairs of key and value; samples reduced to the fields that `_measured` reads."""
     if isinstance(found, dict):
         return [*found.items()]
     return [{k: v for k, v in s.items() if k == "filter" or isinstance(v, Real)} for s in found]
 
 
 def _shares(values: Sequence[Any], mean: float) -> list[float] | None:
-    """The values, if they are from 0 to 1 and have this mean."""
+    """The values as numbers if all are from 0 to 1 and have this mean, else None."""
     shares = [float(v) for v in values if isinstance(v, Real) and 0 <= float(v) <= 1]
     is_mean = len(shares) > 1 and math.isclose(sum(shares) / len(shares), mean)
     return shares if is_mean and len(shares) == len(values) else None

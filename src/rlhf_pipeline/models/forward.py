@@ -29,7 +29,7 @@ FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
 
 @dataclass(frozen=True)
 class LogprobRequest:
-    """What a forward pass returns in place of logits."""
+    """A request to a forward pass: to return log-probabilities instead of logits."""
 
     ids: Tensor
     """(B, R) the chosen tokens; token t is predicted by the t-th hidden state that is kept."""
@@ -99,7 +99,7 @@ def probe_capabilities(policy: nn.Module) -> Capabilities:
 
 
 def warn_of_padding(model: nn.Module) -> None:
-    """Say that a model computes padding, too, if it does. All ranks call this together."""
+    """Warn if a model computes padding as well. All ranks call this together."""
     if not probe_capabilities(model).packed:
         logging.getLogger(__name__).warning(
             "%s: found a model that computes padding, too; batches contain rows of similar length",

@@ -39,10 +39,18 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:
     Adapters and a scalar head train; the other parameters without an adapter train as well if
     `config.train_rest` is true. Raises ConfigError if a target is not a linear layer of the model.
     """
-    from peft import LoraModel
+    from peft import LoraConfig, LoraModel
 
     adapted = pretrained(model)
-    tuner = LoraModel(adapted, _peft_config(adapted, config), ADAPTER)
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # peft divides it by the rank
+        target_modules=_targets(adapted, config),
+        # GPT-2's weights are (in, out).
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in adapted.modules()),
+        task_type="SEQ_CLS" if hasattr(adapted, HEAD) else "CAUSAL_LM",
+    )
+    tuner = LoraModel(adapted, settings, ADAPTER)
     for name, parameter in adapted.named_parameters():
         if config.train_rest:
             parameter.requires_grad_(not name.endswith(".base_layer.weight"))
@@ -126,19 +134,6 @@ class WithoutAdapters(nn.Module):
     def _switch(self, *, on: bool) -> None:
         for layer in self._adapted:
             layer.enable_adapters(on)
-
-
-def _peft_config(model: PreTrainedModel, config: LoRAConfig) -> LoraConfig:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # peft divides it by the rank
-        target_modules=_targets(model, config),
-        # GPT-2's weights are (in, out).
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        task_type="SEQ_CLS" if hasattr(model, HEAD) else "CAUSAL_LM",
-    )
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:

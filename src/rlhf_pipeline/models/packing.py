@@ -51,7 +51,7 @@ def packed_attention(
     """
     dtype = query.dtype
     if (rows := packed_rows) is None:
-        query = query.to(key.dtype)  # a cache can be in float32, see `key_value_cache.unpacked`
+        query = query.to(key.dtype)  # a cache can be in float32, see `unpacked` of the generator
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask,
             scaling=scaling, sliding_window=sliding_window, **kwargs,

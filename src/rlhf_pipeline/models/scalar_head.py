@@ -48,7 +48,7 @@ class TokenScores(nn.Module):
         self.config = classifier.config
         self.scale, self.offset = 1.0, 0.0
         """The scalars are scale * head + offset. Only a critic that starts from a reward model
-        changes them. They are no part of a checkpoint's weights."""
+        changes them. They are stored beside a checkpoint's weights, not in them."""
 
     @property
     def score_mean(self) -> float:

@@ -6,13 +6,9 @@ formulas. `python -m rlhf_pipeline.models.self_check fp32 bf16` checks every kin
 """
 
 import itertools
-import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from hashlib import sha256
-from pathlib import Path
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -35,7 +31,6 @@ ROUNDINGS = 4
 """Units of its precision that a result may differ by. Flash attention rounds four times, by half a
 unit at most: probabilities, their gradients, the output, and the result. The rest is for sums."""
 SUMMED = 1000  # numbers that an example sums in float32, at most; each may add a unit of float32
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Comparison(NamedTuple):
@@ -46,23 +41,11 @@ class Comparison(NamedTuple):
     bound: float
 
 
+@cache
 def require_sound_kernels(device: torch.device, precision: Precision) -> None:
-    """Check a GPU unless it has passed with this precision, driver, torch and code.
-
-    Raises StageError if a kernel differs.
-    """
-    if device.type != "cuda":
-        return
-    driver = DRIVER.read_text() if DRIVER.is_file() else ""
-    key = [torch.cuda.get_device_name(device), driver, torch.__version__, precision]
-    code = [Path(str(each.__file__)).read_text() for each in (packing, logprobs)]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rlhf-pipeline")
-    record = cache / f"kernels-{sha256(json.dumps(key + code).encode()).hexdigest()[:16]}.json"
-    if not record.is_file():
-        passed = check(device, precision)
-        with suppress(OSError):  # without a folder for it, every launch checks
-            cache.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps({"checked": key, "passed": passed}, indent=2))
+    """Check a GPU, once in each process. Raises StageError if a kernel differs."""
+    if device.type == "cuda":
+        check(device, precision)
 
 
 def check(device: torch.device, precision: Precision) -> list[Comparison]:
@@ -151,7 +134,8 @@ def _with_gradients(
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Relative to the largest number of a row, or to the root mean square if that is larger."""
+    """The largest error, relative to the largest number of its row or, if that is larger, to the
+    root mean square."""
     scale = expected.abs().amax(-1, keepdim=True).clamp(min=expected.square().mean().sqrt())
     return float(((found - expected).abs() / scale).max())
 

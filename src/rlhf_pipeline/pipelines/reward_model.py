@@ -17,6 +17,4 @@ def reward_model(
 ) -> Path:
     """Train the SFT model with a scalar head on comparisons."""
     inputs = {"comparisons": split / "reward_model", "sft_model": sft_model}
-    if config.benchmark is not None:
-        inputs["benchmark"] = Path(config.benchmark).expanduser()
     return stages.run(Job(SPEC, {"reward_model": config}, inputs, seed))

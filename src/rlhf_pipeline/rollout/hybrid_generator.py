@@ -117,29 +117,32 @@ class ShardedCopy:
         self.model = without_weights(source)
         self._styles = styles(self.model, group.size)
         self._dims: dict[str, int | None] = {}
+        """The sharded dimension of each parameter; None: it is whole."""
         for path, module in self.model.named_modules():
             style = self._styles.get(path)
             for name, parameter in list(module.named_parameters(recurse=False)):
-                self._dims[_join(path, name)] = self._allocate(module, name, parameter, path, style)
+                self._allocate(module, name, parameter, path, style)
             for name, _ in list(module.named_buffers(recurse=False)):
                 module.register_buffer(name, source.get_submodule(path).get_buffer(name))
-            self._add_collective(module, style)
+            if style in (ROWS, COLUMNS_AND_GATHER):
+                hook = self._added if style == ROWS else self._joined
+                module.register_forward_hook(hook)
 
     def refresh(self, layers: int) -> None:
         """Copy the weights of the source, `layers` of its layers gathered at a time."""
-        pieces = layers_of(self.model)
-        for start in range(0, len(pieces), layers):
-            paths = [path for piece in pieces[start : start + layers] for path in piece]
-            owners = {path: self._source.get_submodule(path) for path in paths}
-            parameters = [p for module in owners.values() for p in module.parameters()]
-            with gathered(parameters, changes=False), torch.no_grad():
-                for path, module in owners.items():
-                    self._copy(path, module)
+        for name, whole in whole_weights(self._source, self.model, layers):
+            dim, path = self._dims[name], name.rpartition(".")[0]
+            if dim is not None:
+                whole = whole.chunk(self.group.size, dim)[self.group.rank]
+            elif name.endswith(".bias") and self._styles.get(path) == ROWS:
+                whole = whole / self.group.size
+            with torch.no_grad():
+                self.model.get_parameter(name).copy_(whole)
 
     def _allocate(
         self, module: nn.Module, name: str, parameter: Tensor, path: str, style: str | None
-    ) -> int | None:
-        """Allocate this rank's shard of a parameter; return the sharded dimension."""
+    ) -> None:
+        """Allocate this rank's shard of a parameter."""
         shape = list(parameter.shape)
         dim = None if style is None else STYLES[style]
         if parameter.dim() == 1:  # a bias: of the columns, or added by every rank in equal parts
@@ -153,36 +156,16 @@ class ShardedCopy:
             shape[dim] //= self.group.size
         own = torch.empty(shape, dtype=self._source.dtype, device=self._source.device)
         module.register_parameter(name, nn.Parameter(own, requires_grad=False))
-        return dim
+        self._dims[_join(path, name)] = dim
 
-    def _add_collective(self, module: nn.Module, style: str | None) -> None:
-        group = self.group
+    def _added(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        torch.distributed.all_reduce(output, group=self.group.collectives)
+        return output
 
-        def add(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-            torch.distributed.all_reduce(output, group=group.collectives)
-            return output
-
-        def gather(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-            parts = [torch.empty_like(output) for _ in range(group.size)]
-            torch.distributed.all_gather(parts, output.contiguous(), group=group.collectives)
-            return torch.cat(parts, dim=-1)
-
-        if style == ROWS:
-            module.register_forward_hook(add)
-        elif style == COLUMNS_AND_GATHER:
-            module.register_forward_hook(gather)
-
-    def _copy(self, path: str, module: nn.Module) -> None:
-        """Copy this rank's shard of each parameter of a module, adapters merged."""
-        own = self.model.get_submodule(path)
-        for name, target in own.named_parameters(recurse=False):
-            whole = merged(module, name)
-            dim = self._dims[_join(path, name)]
-            if dim is not None:
-                whole = whole.chunk(self.group.size, dim)[self.group.rank]
-            elif name == "bias" and self._styles.get(path) == ROWS:
-                whole = whole / self.group.size
-            target.copy_(whole)
+    def _joined(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        parts = [torch.empty_like(output) for _ in range(self.group.size)]
+        torch.distributed.all_gather(parts, output.contiguous(), group=self.group.collectives)
+        return torch.cat(parts, dim=-1)
 
 
 def own_group(world: World, size: int) -> Group:
@@ -246,33 +229,33 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
     return plain.eval()
 
 
-def layers_of(model: nn.Module) -> list[list[str]]:
-    """The paths of modules with parameters: those of each layer, and the others one by one."""
-    layers: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
+def whole_weights(
+    source: PreTrainedModel, plain: PreTrainedModel | None = None, layers: int = 1
+) -> Iterator[tuple[str, Tensor]]:
+    """All weights by their names without adapters, adapters merged.
+
+    All ranks iterate together. The weights of `layers` layers are gathered at a time. `plain` is
+    the result of `without_weights`, if the caller has it.
+    """
+    plain = plain or without_weights(source)
+    of_layer: dict[str, list[str]] = {}  # modules with parameters; outside of layers, one by one
+    for path, module in plain.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
             number = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
             layer = path if number is None else ".".join(path.split(".")[: number + 1])
-            layers.setdefault(layer, []).append(path)
-    return [*layers.values()]
-
-
-def whole_weights(source: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """All weights by their names without adapters, adapters merged; a layer is gathered at a time.
-
-    All ranks iterate together.
-    """
-    plain = without_weights(source)
-    for paths in layers_of(plain):
+            of_layer.setdefault(layer, []).append(path)
+    pieces = [*of_layer.values()]
+    for start in range(0, len(pieces), layers):
+        paths = [path for piece in pieces[start : start + layers] for path in piece]
         owners = {path: source.get_submodule(path) for path in paths}
         parameters = [p for module in owners.values() for p in module.parameters()]
         with gathered(parameters, changes=False):
             for path, module in owners.items():
                 for name, _ in plain.get_submodule(path).named_parameters(recurse=False):
-                    yield _join(path, name), merged(module, name).detach()
+                    yield _join(path, name), with_adapters(module, name).detach()
 
 
-def merged(module: nn.Module, name: str) -> Tensor:
+def with_adapters(module: nn.Module, name: str) -> Tensor:
     """A parameter of a module; that of an adapted layer with its adapter added."""
     from peft.tuners.lora import LoraLayer
 

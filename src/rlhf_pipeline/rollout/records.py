@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import Sequences, tensors
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.rl.rewards import kl_estimate
@@ -82,7 +83,7 @@ class Scored:
     clipped_scores: Tensor | None = None  # (B,) scores of models clipped; None before `RewardSum`
     sampler_logprobs: Tensor | None = None  # (B, R) those of the `Rollout`
     training_pass: TrainingPass | None = None
-    """Of the policy and the critic, if the rollout trains them in one forward pass."""
+    """The outputs of policy and critic with graphs, if scoring and the update share a pass."""
 
     @property
     def kl(self) -> Tensor:
@@ -91,12 +92,17 @@ class Scored:
         return masked_row_sums(log_ratios, self.sequences.action_mask)
 
     def with_values_plus(self, offset: float) -> "Scored":
-        """The same with a number added to every value."""
+        """The same rollout with a number added to every value."""
         assert self.values is not None
         done = self.training_pass
         if done is not None and done.values is not None:
             done = replace(done, values=done.values + offset)
         return replace(self, values=self.values + offset, training_pass=done)
+
+
+def ended(response_ids: Tensor, contract: TokenContract) -> Tensor:
+    """Which responses (B, R) end by themselves, (B,) bool. Padding is never EOS."""
+    return torch.isin(response_ids, response_ids.new_tensor(contract.eos_ids)).any(1)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from rlhf_pipeline.config.rewards import (
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode
+from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.forward import sequence_scores
@@ -39,7 +40,6 @@ from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 from rlhf_pipeline.rollout.records import Answered, Scored
-from rlhf_pipeline.rollout.scoring import by_micro_batches
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -218,9 +218,7 @@ def load_rewards(
     def load(reward: RewardSource, name: str) -> Source:
         match reward:
             case TrainedReward():
-                assert trained_mean is not None, (
-                    "the trained reward model is loaded if it is a source"
-                )
+                assert trained_mean is not None, "the trained reward model is loaded as well"
                 return TrainedSource(trained_mean)
             case CallableReward():
                 return FunctionSource(reward.callable, import_function(reward, job, name))
@@ -235,12 +233,9 @@ def load_rewards(
             case _:
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
-    def clip(reward: RewardSource) -> float:
+    sources = {}
+    for index, reward in enumerate(rewards):
         is_model = isinstance(reward, TrainedReward | ModelReward)
-        return score_clip if is_model and score_clip else math.inf
-
-    sources = {
-        reward.label: (reward.weight, clip(reward), load(reward, f"{INPUT_PREFIX}{index}"))
-        for index, reward in enumerate(rewards)
-    }
+        clip = score_clip if is_model and score_clip else math.inf
+        sources[reward.label] = (reward.weight, clip, load(reward, f"{INPUT_PREFIX}{index}"))
     return RewardSum(sources, tokenizer)

@@ -27,7 +27,8 @@ from rlhf_pipeline.rollout.records import Rollout
 from rlhf_pipeline.runtime import heartbeat
 
 FINISHED = 0.25
-"""Finished rows leave a batch once they are this share of it: leaving copies the others' cache."""
+"""Finished rows leave a batch once they are this share of it, because leaving copies the cache of
+the other rows."""
 LOOK_EVERY = 16
 """Tokens between two looks at which rows have finished, of all ranks or of the host at its GPU."""
 REPACKED_DTYPES = (torch.float32, torch.bfloat16)
@@ -184,10 +185,11 @@ class Decoding:
         return not bool(unfinished)
 
     def _known(self, finished: Tensor, step: int) -> Tensor | None:
-        """What the host looks at: the host of a GPU would wait for each token otherwise.
+        """Which rows have finished, if the host looks; None: it does not.
 
-        It looks at fixed tokens. Rounding depends on the number of rows, so if the time decided,
-        a rollout could not be repeated, and ranks that sample the same tokens would part.
+        Looking at each token would make the host wait for its GPU, so it looks at fixed tokens.
+        Rounding depends on the number of rows, so if the time decided, a rollout could not be
+        repeated, and ranks that sample the same tokens would part.
         """
         is_due = finished.device.type == "cpu" or (step + 1) % LOOK_EVERY == 0
         return finished.cpu() if is_due else None
@@ -232,13 +234,13 @@ class RoomyLayer(DynamicLayer):
 
 
 class RoomyCache(Cache):
-    """The layers of a model."""
+    """A cache with a `RoomyLayer` for each layer of a model."""
 
     def __init__(self, room: int) -> None:
         super().__init__(layer_class_to_replicate=lambda: RoomyLayer(room))
 
     def keep_rows(self, indices: Tensor) -> None:
-        """Forget the other rows."""
+        """Keep the rows with these numbers, and forget the others."""
         for layer in self.layers:
             layer.batch_select_indices(indices)
 

@@ -190,7 +190,7 @@ def load_engine(
 
 
 def refusal(model: PreTrainedModel, place: str) -> ConfigError:
-    """A family that cannot be sampled by vLLM beside its training."""
+    """The error for a family that vLLM cannot sample from while it trains."""
     return ConfigError(
         f"{place}: found vllm, expected another generator for the family "
         f"{model.config.model_type}, which vLLM computes differently or not by itself. Fix: set "
@@ -199,7 +199,7 @@ def refusal(model: PreTrainedModel, place: str) -> ConfigError:
 
 
 def parameters(sampling: SamplingConfig, seed: Seed, contract: TokenContract) -> SamplingParams:
-    """The parameters of one response."""
+    """vLLM's parameters for one response."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.doors import DPO_LOSS, by_name
 from rlhf_pipeline.config.training import DPOConfig, FrozenModel
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.loading import frozen_model
+from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.lora import WithoutAdapters
-from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.losses import implicit_rewards
 from rlhf_pipeline.rl.masking import masked_row_sums
@@ -90,10 +89,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     frozen = [model.config for model in config.models() if isinstance(model, FrozenModel)]
     reference = frozen_model(load, frozen[0], world) if frozen else None
     task = DPOTask(contract, reference, config)
-    metrics = train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
-    if world.rank == 0:
-        write_mlmodel(job.export)
-    return metrics
+    return train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
 
 
 if __name__ == "__main__":

@@ -36,21 +36,18 @@ from rlhf_pipeline.distributed.batches import (
     sampled_rows,
     step_rows,
 )
-from rlhf_pipeline.distributed.loading import release_freed
+from rlhf_pipeline.distributed.engine import release_freed
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.rl.rewards import adapted_kl_coef
 from rlhf_pipeline.rollout.generation import Seed, row_seeds
 from rlhf_pipeline.rollout.records import Experience, Rollout, Scored
-from rlhf_pipeline.rollout.scoring import score_sequences
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.experience import make_experience, value_offset
+from rlhf_pipeline.training.experience import make_experience, score_sequences, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
     gold_metrics,
-    held_out_name,
     rollout_fault,
     rollout_metrics,
     sampler_fault,
@@ -98,7 +95,10 @@ def train(setup: Setup) -> None:
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
         if step == 1:
             scored = centre_critic(setup, scored)
-        check(setup, scored, log)
+        # In the first step that trains it, the actor is still the SFT model.
+        trained = step > config.critic_warmup_steps + 1
+        metrics = rollout_metrics(scored, config, setup.world)
+        log.add(metrics, rollout_fault(metrics, config, f"at step {step}", trained=trained))
         # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         # 4. Update actor and critic.
@@ -135,7 +135,7 @@ def columns_of(table: Rows, numbers: np.ndarray) -> Columns:
 
 
 def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
-    """Sample a response to each prompt. None: held-out prompts, part of the evaluation."""
+    """Sample a response to each prompt. Without a step, the prompts are those of an evaluation."""
     heartbeat.at("evaluation" if step is None else "rollout", step)
     rollout = setup.models.generator.generate(
         rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
@@ -149,9 +149,15 @@ def score(
 ) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.at("evaluation" if held_out else "scoring")
-    scorers = setup.models.scorers(setup.config, setup.world, with_critic=not held_out)
-    own = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
-    scored = score_sequences(rollout.sequences, scorers, logprobs=own, trains=trains)
+    scored = score_sequences(
+        rollout.sequences,
+        setup.models,
+        setup.config,
+        setup.world,
+        with_critic=not held_out,
+        logprobs=rollout.logprobs if setup.config.old_logprobs == "rollout" else None,
+        trains=trains,
+    )
     return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
 
 
@@ -177,14 +183,6 @@ def centre_critic(setup: Setup, scored: Scored) -> Scored:
     return scored.with_values_plus(offset)
 
 
-def check(setup: Setup, scored: Scored, log: StepLog) -> None:
-    """Log the rollout's metrics; fail if it contains nothing to learn from."""
-    metrics = rollout_metrics(scored, setup.config, setup.world)
-    # In the first step that trains it, the actor is still the SFT model.
-    trained = log.step > setup.config.critic_warmup_steps + 1
-    log.add(metrics, rollout_fault(metrics, setup.config, f"at step {log.step}", trained=trained))
-
-
 def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> dict[str, float]:
     """Train actor and critic on the experience; return the metrics of the update."""
     heartbeat.at("update")
@@ -208,10 +206,11 @@ def evaluate(setup: Setup, log: StepLog) -> None:
         with in_place():
             metrics = held_out_metrics(setup)
             where = f"on held-out prompts after step {log.step}"
-            log.add(
-                {f"{prefix}/{held_out_name(name)}": value for name, value in metrics.items()},
-                rollout_fault(metrics, setup.config, where, trained=True),
-            )
+            named = {
+                f"{prefix}/{name.removeprefix('objective/').removeprefix('rollout/')}": value
+                for name, value in metrics.items()
+            }
+            log.add(named, rollout_fault(metrics, setup.config, where, trained=True))
             if not exceeds_bound(metrics, setup.config):
                 reward = metrics["objective/rlhf_reward"]
                 setup.best[prefix].offer(setup.models.actor, log.step, reward, dict(log.metrics))
@@ -270,8 +269,6 @@ def export(setup: Setup) -> dict[str, float]:
             )
         with policies(setup.models)[name]():
             metrics[name] = best.finish(setup.models.actor)
-        if setup.world.rank == 0:
-            write_mlmodel(best.export)
     return metrics[VALIDATION]
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a rollout, the faults that leave nothing to learn from it, and PPO's advice."""
+"""Metrics of a rollout, and the faults that leave nothing to learn from it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training.experience import groups, training_scores
-from rlhf_pipeline.training.step_log import stability_advice
+from rlhf_pipeline.training.ppo_setup import ppo_advice
 
 
 def rollout_metrics(
@@ -71,11 +71,6 @@ def gold_metrics(
     return {} if unknown else {"objective/gold_score": total / count}
 
 
-def held_out_name(metric: str) -> str:
-    """The name of a rollout's metric under the prefix of held-out metrics."""
-    return metric.removeprefix("objective/").removeprefix("rollout/")
-
-
 def rollout_fault(
     metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool
 ) -> str | None:
@@ -115,15 +110,3 @@ def sampler_fault(metrics: dict[str, float], config: PPOConfig, step: int) -> st
         f"ppo.generator to transformers, or ppo.actor.deepspeed.precision "
         f"({config.actor.deepspeed.precision}) to fp32"
     )
-
-
-def ppo_advice(metric: str, config: PPOConfig) -> str:
-    """The fix for a metric of PPO that is not finite."""
-    if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
-        companion = config.reward_model_companion.deepspeed
-        precision = config.reward_model.beside(companion).precision
-        return f"check the reward model and ppo.reward_model.deepspeed.precision ({precision})"
-    if config.critic is not None and ("value" in metric or "critic" in metric):
-        return stability_advice("ppo.critic.", config.critic)
-    actor = stability_advice("ppo.actor.", config.actor)
-    return f"{actor}, or raise ppo.kl.coef ({config.kl.coef:g})"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
-from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.loading import frozen_model
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
 from rlhf_pipeline.errors import ArtifactError
@@ -29,13 +27,11 @@ from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rollout.generation import Generator, load_generator
 from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
-from rlhf_pipeline.rollout.scoring import ScoringModels
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.ppo_metrics import ppo_advice
 from rlhf_pipeline.training.resume import Checkpoints
-from rlhf_pipeline.training.step_log import DivergenceGuard
+from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: of the actor, and of the average of its weights."""
@@ -73,32 +69,6 @@ class PPOModels:
             "reward_model": self.reward_model,
         }
         return {name: model for name, model in models.items() if model is not None}
-
-    def scorers(self, config: PPOConfig, world: World, *, with_critic: bool) -> ScoringModels:
-        return ScoringModels(
-            policy=self.actor,
-            reference=self.reference,
-            critic=self.critic if with_critic else None,
-            reward_model=self.reward_model,
-            contract=self.contract,
-            world=world,
-            temperature=config.sampling.temperature,
-            micro_batch_tokens=config.micro_batch_tokens,
-            entropy_trains=config.entropy_coef > 0,
-        )
-
-    def deepspeed_settings(self) -> dict[str, Any]:
-        """DeepSpeed's configuration of each model that has an engine."""
-        return {
-            name: model.config
-            for name, model in self.engines().items()
-            if isinstance(model, DeepSpeedEngine)
-        }
-
-    def checkpoints(self, directory: Path, world: World, *, keep: int) -> Checkpoints:
-        trained = {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
-        averages = {} if self.ema is None else {"actor": self.ema.shards}
-        return Checkpoints(directory, world, trained, averages, keep=keep)
 
 
 @dataclass(frozen=True)
@@ -186,7 +156,8 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     """Load models and data; restore the checkpoint if resuming."""
     text = load_text(job, config, world)
     models = load_ppo_models(job, config, contract, world)
-    store_settings(models.deepspeed_settings(), job)
+    engines = {n: m for n, m in models.engines().items() if isinstance(m, DeepSpeedEngine)}
+    store_settings({name: engine.config for name, engine in engines.items()}, job)
     load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
     kept = partial(
         BestModels, job, world, models.tokenizer, config.actor, load, keep=config.keep_best
@@ -194,7 +165,9 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     best = {VALIDATION: kept()}
     if models.ema is not None:
         best[VALIDATION_EMA] = kept(variant="ema")
-    checkpoints = models.checkpoints(job.checkpoints, world, keep=config.keep_last)
+    trained = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
+    averages = {} if models.ema is None else {"actor": models.ema.shards}
+    checkpoints = Checkpoints(job.checkpoints, world, trained, averages, keep=config.keep_last)
     loop = checkpoints.restore(job.resume_from)
     for name, state in loop.get("best", {}).items():
         best[name].restored(state)
@@ -295,3 +268,15 @@ def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches 
     return TextBatches(
         load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed
     )
+
+
+def ppo_advice(metric: str, config: PPOConfig) -> str:
+    """The fix for a metric of PPO that is not finite."""
+    if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
+        companion = config.reward_model_companion.deepspeed
+        precision = config.reward_model.beside(companion).precision
+        return f"check the reward model and ppo.reward_model.deepspeed.precision ({precision})"
+    if config.critic is not None and ("value" in metric or "critic" in metric):
+        return stability_advice("ppo.critic.", config.critic)
+    actor = stability_advice("ppo.actor.", config.actor)
+    return f"{actor}, or raise ppo.kl.coef ({config.kl.coef:g})"

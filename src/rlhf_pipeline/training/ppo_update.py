@@ -301,7 +301,7 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _explained_variance(experience: Experience, world: World) -> dict[str, Tensor]:
-    """Over the responses of all ranks; NaN if all returns are equal, empty without a critic."""
+    """The metric over all ranks; NaN if all returns are equal, empty without a critic."""
     values, returns = experience.old_values, experience.returns
     if values is None or returns is None:
         return {}

@@ -1,28 +1,40 @@
 """Stage program: a Bradley-Terry reward model, from the SFT model with a scalar head.
 
-deepspeed --module rlhf_pipeline.training.reward_model job.json
+    deepspeed --module rlhf_pipeline.training.reward_model job.json
+
+The exported model then scores the held-out comparisons once more, for `reward_report.json`: what
+their accuracy does not show.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.config.doors import REWARD_LOSS, by_name
-from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.data.token_contract import common_contract
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
+from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.batches import by_micro_batches, even_share, load_rows
+from rlhf_pipeline.distributed.engine import free_memory, frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
-from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, store_score_mean
+from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.statistics import calibration, rank_correlation, rate_interval
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.reward_report import BENCHMARK, read_benchmark, write_report
-from rlhf_pipeline.training.supervised import train
+from rlhf_pipeline.training.supervised import BLOCK, train
+
+REPORT = "reward_report.json"
 
 
 @dataclass(frozen=True)
@@ -63,14 +75,12 @@ def main(job: LaunchedJob) -> dict[str, float]:
     The metrics have the 95% interval of the held-out accuracy; `reward_report.json` has more.
     """
     config = job.block("reward_model", RewardModelConfig)
-    stages = {name: path for name, path in job.inputs.items() if name != BENCHMARK}
-    task = RewardModelTask(common_contract(stages), config)
-    benchmark = read_benchmark(job, task.contract)  # before the training: it may be invalid
+    task = RewardModelTask(common_contract(job.inputs), config)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
-    return metrics | write_report(job, config, task.contract, world, benchmark)
+    return metrics | write_report(job, config, task.contract, world)
 
 
 def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:
@@ -83,6 +93,89 @@ def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:
     with gathered(model.head.parameters()):
         nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
     return model
+
+
+def write_report(
+    job: LaunchedJob,
+    config: RewardModelConfig,
+    contract: TokenContract,
+    world: World,
+) -> dict[str, float]:
+    """Write `reward_report.json` into the export, and return its main numbers as metrics.
+
+    The exported model scores the held-out comparisons.
+    """
+    free_memory()  # of the model in training
+    heartbeat.at("evaluation")
+    settings = FrozenDeepSpeedConfig(
+        zero_stage=3 if config.deepspeed.zero_stage == 3 else 0,
+        precision=config.deepspeed.precision,
+    )
+    world.barrier()  # the first rank has exported the model
+    load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
+    model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens
+    report = describe(*held_out(model, job.inputs["comparisons"], contract, tokens, world))
+    metrics = {
+        "validation/accuracy_lower": report["accuracy"]["lower"],
+        "validation/accuracy_upper": report["accuracy"]["upper"],
+        "validation/calibration_error": report["calibration"]["error"],
+        "validation/length_correlation": report["length_correlation"],
+        "validation/accuracy_half_1": report["halves"][0],
+        "validation/accuracy_half_2": report["halves"][1],
+    }
+    if world.rank == 0:
+        (job.export / REPORT).write_text(json.dumps(report, indent=2))
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def held_out(
+    model: nn.Module, folder: Path, contract: TokenContract, tokens: int, world: World
+) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Source, scores and tokens of the chosen and the rejected answer, (N,), (N, 2), (N, 2).
+
+    The ranks divide the comparisons, and exchange their results as JSON.
+    """
+    table = load_rows(folder / "validation.arrow", world)
+    own, found = even_share(np.arange(table.num_rows), world), list[Any]()
+    for start in range(0, len(own), BLOCK):
+        rows = own[start : start + BLOCK]
+        columns = table.columns(rows)
+        answers = Pairs.collate(columns, contract.pad_id).answers
+        sources = [name.rpartition(":")[0] for name in columns["id"]]
+        scores = by_micro_batches(sequence_scores, model, answers, tokens, world)
+        lengths = answers.action_mask.sum(1)
+        pairs = (each.view(-1, 2).tolist() for each in (scores, lengths))
+        found += zip(rows.tolist(), sources, *pairs, strict=True)
+    by_row = {row: result for part in world.gather(found) for row, *result in part}
+    results = [by_row[row] for row in range(table.num_rows)]
+    of_source, of_score, of_length = zip(*results, strict=True)
+    return list(of_source), np.array(of_score), np.array(of_length)
+
+
+def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> dict[str, Any]:
+    """The report on held-out comparisons, as JSON types; see `held_out`.
+
+    The halves are the even and the odd rows, because a table is in the order of its sources.
+    """
+    margins = scores[:, 0] - scores[:, 1]
+    right, of_source = (np.sign(margins) + 1) / 2, np.array(sources)
+    error, bins = calibration(margins.tolist())
+    return {
+        "pairs": len(margins),
+        "accuracy": _rate(right),
+        "margin": float(margins.mean()),
+        "calibration": {"error": error, "bins": bins},
+        "sources": {name: _rate(right[of_source == name]) for name in sorted({*sources})},
+        "length_correlation": rank_correlation(scores.ravel().tolist(), tokens.ravel().tolist()),
+        "halves": [float(half.mean()) if len(half) else None for half in (right[::2], right[1::2])],
+    }
+
+
+def _rate(right: np.ndarray) -> dict[str, float]:
+    """A share of rows with its 95% interval; a tie is half right."""
+    rate, n = float(right.mean()), len(right)
+    lower, upper = rate_interval(rate, n, int((right == 0.5).sum()))
+    return {"rate": rate, "lower": lower, "upper": upper, "n": n}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.rl.losses import sft_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -64,12 +63,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("sft", SFTConfig)
     task = SFTTask(common_contract(job.inputs))
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    metrics = train(
-        job, config, task, load_policy, world, start="base_model", rows="demonstrations"
-    )
-    if world.rank == 0:
-        write_mlmodel(job.export)
-    return metrics
+    return train(job, config, task, load_policy, world, start="base_model", rows="demonstrations")
 
 
 if __name__ == "__main__":
