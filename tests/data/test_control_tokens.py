@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_pipeline.data.record_files import RowCounts, examples
-from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import ControlTokenFilter, control_tokens
 from rlhf_pipeline.errors import DataError
@@ -73,29 +72,3 @@ def test_each_source_has_its_own_counts(tokenizer) -> None:
         DataError, match=r"source own: 2 of 3 rows are bad.*\n  own:1: the text contains"
     ):
         screened.accepts(0, "own:1", ["<|end|>"])
-
-
-def test_all_texts_of_an_example_are_checked(tokenizer, write_records) -> None:
-    turns = (
-        Message("system", "Be kind."),
-        Message("user", "Why?<|end|>"),
-        Message("assistant", "So."),
-        Message("user", "Hm."),
-    )
-    rows = [
-        Example((Message("user", "Why?"),), "Because.", "No."),
-        Example(turns, "Because.", "No."),
-        Example((Message("user", "Why?"),), "<|pad|>Because."),
-        Example((Message("user", "Why?"),)),
-        Example((Message("user", "Why?"),), "Because.", "No.<|end|>"),
-    ]
-    counts = [RowCounts(), RowCounts(rows=5)]
-    sound = control_token_filter(tokenizer, *counts).usable_rows(
-        1, examples(write_records("own", *rows))
-    )
-    assert sound.tolist() == [True, False, False, True, False]
-    assert [place for place, _ in counts[1].first_bad] == ["own:1", "own:2", "own:4"]
-    assert counts[1].bad == {
-        "the text contains the tokenizer's control token <|end|>": 2,
-        "the text contains the tokenizer's control token <|pad|>": 1,
-    }

@@ -76,17 +76,6 @@ def test_largest_remainder(total: int, shares: list[tuple[int, int]], expected: 
     assert apportion(total, [Fraction(*share) for share in shares]) == expected
 
 
-@given(
-    total=st.integers(0, 10**6),
-    weights=st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any),
-)
-def test_apportionment_sums_and_keeps_to_the_quotas(total: int, weights: list[int]) -> None:
-    shares = [Fraction(weight, sum(weights)) for weight in weights]
-    counts = apportion(total, shares)
-    assert sum(counts) == total
-    assert all(abs(count - total * share) < 1 for count, share in zip(counts, shares, strict=True))
-
-
 @pytest.mark.parametrize(
     ("weights", "expected"),
     [
@@ -101,18 +90,6 @@ def test_weights_divide_what_is_not_held_out(weights, expected) -> None:
     assert sizes(range(1000), weights=weights) == {"test": 20, "validation": 20} | expected
 
 
-def test_sizes_are_rounded_by_largest_remainder() -> None:
-    # 96 by 2:4:4 are 19.2, 38.4, 38.4; floors sum to 95; of the two remainders 0.4,
-    # the first is rounded up.
-    assert sizes(range(100)) == {
-        "test": 2,
-        "validation": 2,
-        "sft": 19,
-        "reward_model": 39,
-        "ppo": 38,
-    }
-
-
 def test_decimals_are_exact() -> None:
     # The float 0.3 is slightly less than 3/10, which would decide a tie of remainders.
     # Quotas 9 * 3/6 = 4.5, 3 and 1.5: of the two remainders, the first is rounded up.
@@ -121,25 +98,6 @@ def test_decimals_are_exact() -> None:
     # Quotas 5 * 3/10 = 1.5 and 3.5: test comes first.
     expected = {"test": 2, "reward_model": 3}
     assert sizes("abcde", weights=(0, 1, 0), validation_fraction=0, test_fraction=0.3) == expected
-
-
-@pytest.mark.parametrize(
-    ("prompts", "weights", "expected"),
-    [
-        # Halves of a number that is 3 modulo 4, after a share of 0. DeepSpeed-Chat cuts these at
-        # -1.
-        (3, (0, 5, 5), {"reward_model": 2, "ppo": 1}),
-        (7, (0, 5, 5), {"reward_model": 4, "ppo": 3}),
-        (11, (0, 1, 1), {"reward_model": 6, "ppo": 5}),
-        # Quotas 0.6, 1.2, 1.2, then 0.8, 1.6, 1.6, then 1, 2, 2.
-        (3, (2, 4, 4), {"sft": 1, "reward_model": 1, "ppo": 1}),
-        (4, (2, 4, 4), {"sft": 1, "reward_model": 2, "ppo": 1}),
-        (5, (2, 4, 4), {"sft": 1, "reward_model": 2, "ppo": 2}),
-        (1, (0, 1, 0), {"reward_model": 1}),
-    ],
-)
-def test_few_prompts(prompts: int, weights, expected) -> None:
-    assert sizes(range(prompts), weights=weights, **NOTHING_HELD_OUT) == expected
 
 
 @pytest.mark.parametrize(
@@ -376,18 +334,6 @@ def test_a_smaller_fraction_is_part_of_a_larger_one(
 ) -> None:
     smaller, larger = (fraction_of(keys_of(prompts), fraction, seed) for fraction in fractions)
     assert not (smaller & ~larger).any()
-
-
-def test_a_fraction_is_independent_of_the_parts() -> None:
-    # A fraction of 0.5 and a test set of 0.5, of 4000 prompts. With the same order for both, the
-    # test set would equal the fraction, or share no prompt with it. Independent orders share a
-    # quarter: 1000, within 5 standard deviations of 16.
-    chosen = fraction_of(keys_of(range(4000)), 0.5, seed=0)
-    test = (
-        np.array(split(range(4000), weights=(1, 0, 0), validation_fraction=0, test_fraction=0.5))
-        == "test"
-    )
-    assert 920 < (chosen & test).sum() < 1080
 
 
 # --- repeated keys

@@ -44,21 +44,6 @@ class TestRowMaker:
             spoken=[False, False],
         )
 
-    def test_a_bare_prompt_has_no_answers(self) -> None:
-        assert make(limits(), Tokenized("own:1", [5, 6], None, None, None)).answers == {}
-
-    def test_sft_reads_the_dialogue(self) -> None:
-        turns = (
-            [5, 7, 7, 1, 6],
-            [False, True, True, True, False],
-        )  # one 7 more than the prompt alone
-        made = make(limits(), Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns))
-        assert made.prompt.ids == [5, 7, 1, 6]
-        assert (made.dialogue.ids, made.spoken) == (
-            [5, 7, 7, 1, 6],
-            [False, True, True, True, False],
-        )
-
     def test_a_cut_dialogue_keeps_its_marks_and_bos(self) -> None:
         config = limits(prompt=4, over_long_prompts="truncate")
         turns = ([9, 5, 7, 7, 1, 6], [False, False, True, True, True, False])
@@ -76,18 +61,6 @@ class TestRowMaker:
         )
         with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
             make(limits(prompt=4), tokens)
-
-    def test_a_dropped_prompt_s_dialogue_is_dropped(self) -> None:
-        turns = ([5, 1, 6], [False, True, False])
-        made = make(
-            limits(prompt=3, over_long_prompts="drop"),
-            Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns),
-        )
-        assert made.dialogue.dropped == "prompt over max_prompt_tokens=3"
-
-    def test_the_error_names_the_over_long_answer(self) -> None:
-        with pytest.raises(DataError, match="own:1: the rejected answer has 3 tokens"):
-            make(limits(response=2), Tokenized("own:1", [5], [8, 1], [8, 8, 1], None))
 
 
 class TestApart:
@@ -112,13 +85,6 @@ class TestApart:
         maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), None)
         assert self.dropped(maker, [6, 7], "test") is None
         assert self.dropped(maker, [5, 6, 7], "ppo") == self.EQUAL
-
-    def test_a_shorter_prompt_is_never_dropped_as_equal(self) -> None:
-        maker = RowMaker(limits(prompt=3, over_long_prompts="truncate"), None)
-        assert self.dropped(maker, [6, 7], "test") is None
-        assert (
-            self.dropped(maker, [6, 7], "ppo") is None
-        )  # equal uncut prompts are always in one part
 
     def test_bos_does_not_make_prompts_differ(self) -> None:
         maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), 9)
@@ -155,27 +121,6 @@ class TestDemonstration:
             "loss_mask": learned,
         }
 
-    def test_the_first_token_of_a_cut_prompt_is_not_learned(self) -> None:
-        cut = Row(
-            "own:1",
-            "own",
-            QUESTION,
-            prompt=Limited([7, 1, 6]),
-            answers={"chosen": Limited([8, 1])},
-            dialogue=Limited([7, 1, 6]),
-            spoken=[True, True, False],
-        )
-        assert demonstration(cut, limits(sft_loss="assistant")) == {
-            "prompt_ids": [7],
-            "response_ids": [1, 6, 8, 1],
-            "loss_mask": [True, False, True, True],
-        }
-
-    def test_arguments_are_not_modified(self) -> None:
-        demonstration(self.ROW, limits(sft_loss="all"))
-        assert self.ROW.dialogue.ids == [5, 7, 1, 6]
-        assert self.ROW.spoken == [False, True, True, False]
-
 
 class TestPhaseFile:
     @staticmethod
@@ -190,25 +135,6 @@ class TestPhaseFile:
             start += len(rows)
         file.close()
         return file, pa.ipc.open_stream(pa.memory_map(str(tmp_path / path))).read_all().to_pydict()
-
-    def test_sft(self, tmp_path) -> None:
-        _, columns = self.write(tmp_path, "sft/train.arrow", [row(chosen=Limited([8, 1]))])
-        assert columns == {
-            "id": ["own:1"],
-            "prompt_ids": [[5, 6]],
-            "response_ids": [[8, 1]],
-            "loss_mask": [[True] * 2],
-        }
-
-    def test_reward_model(self, tmp_path) -> None:
-        rows = [row(chosen=Limited([8, 1]), rejected=Limited([1]))]
-        _, columns = self.write(tmp_path, "reward_model/validation.arrow", rows)
-        assert columns == {
-            "id": ["own:1"],
-            "prompt_ids": [[5, 6]],
-            "chosen_ids": [[8, 1]],
-            "rejected_ids": [[1]],
-        }
 
     @pytest.mark.parametrize("path", ["ppo/train.arrow", "evaluation/test.arrow"])
     def test_ppo_and_the_evaluation(self, tmp_path, path) -> None:
@@ -254,12 +180,6 @@ class TestPhaseFile:
                 "rejected_ids": {"total": 3, "max": 2, "p50": 1, "p90": 2, "p99": 2},
             },
         }
-
-    def test_only_texts_that_a_file_needs_must_fit(self, tmp_path) -> None:
-        long = Limited([8, 8, 1], dropped="long answer")
-        rows = [row(chosen=Limited([8, 1]), rejected=long)]
-        assert self.write(tmp_path, "sft/train.arrow", rows)[0].rows == 1
-        assert self.write(tmp_path, "ppo/train.arrow", [row(chosen=long)])[0].rows == 1
 
     def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path) -> None:
         mixed = Row(

@@ -17,7 +17,6 @@ from rlhf_pipeline.data.record_files import (
     examples,
     keys,
     mapped,
-    phase_bits,
     serves,
     texts,
 )
@@ -79,23 +78,6 @@ def test_a_source_without_records(write_records) -> None:
     assert list(texts(folder)) == []
 
 
-def test_some_rows_of_a_batch(write_records) -> None:
-    # Like the split; the prompts have different lengths.
-    folder = write_records(
-        "some", asked("a"), Example(DIALOGUE, "b"), asked("c", "d", "e"), asked("f", "g")
-    )
-    taken = example_batch(examples(folder).to_batches()[0].take(pa.array([1, 2, 3])))
-    assert [len(prompt) for prompt in taken.prompts] == [4, 1, 1]
-    taken = example_batch(examples(folder).to_batches()[0].take(pa.array([2, 3])))
-    assert taken == ExampleBatch(
-        ["some:2", "some:3"],
-        [[{"role": "user", "content": "c"}], [{"role": "user", "content": "f"}]],
-        ["d", "g"],
-        ["e", None],
-        [None, None],
-    )
-
-
 # --- batches --------------------------------------------------------------------------------------
 
 
@@ -143,13 +125,6 @@ def test_records_are_mapped_and_not_copied(write_records) -> None:
     table = examples(folder)
     assert table.nbytes > 1_000_000
     assert pa.total_allocated_bytes() - before < 10_000
-
-
-def test_the_same_records_give_the_same_bytes(write_records) -> None:
-    rows = [Example(DIALOGUE, "Ja.", "No."), *(asked("a", f"b{n}") for n in range(1200)), Text("t")]
-    once, again = (write_records(f"{run}/same", *rows) for run in ("once", "again"))
-    for name in ("examples.arrow", "texts.arrow"):
-        assert (once / name).read_bytes() == (again / name).read_bytes()
 
 
 # --- keys and phases ------------------------------------------------------------------------------
@@ -202,12 +177,6 @@ def test_phases_that_can_use_each_example(write_records, monkeypatch: pytest.Mon
         0b100,
         0b001,
     ]  # PPO is bit 2, the reward model 1, SFT 0
-
-
-def test_phases_as_bits() -> None:
-    assert phase_bits(["ppo", "sft"]) == 0b101
-    assert phase_bits(["reward_model"]) == 0b010
-    assert phase_bits([]) == 0
 
 
 # --- written batch by batch -----------------------------------------------------------------------
@@ -288,10 +257,3 @@ def test_too_many_bad_rows_are_an_error_with_the_first_three(
     assert places == [f"  own.jsonl:{n + 1}: {row.reason}" for n, row in enumerate(rows[:3])]
     with pytest.raises(DataError):
         counts.check_bad_fraction(len(rows) / total - 1e-9, "mine")
-
-
-def test_skipped_rows_are_not_bad() -> None:
-    RowCounts().check_bad_fraction(0.0, "mine")
-    counts = counted(TIE, total=2)
-    counts.check_bad_fraction(0.0, "mine")
-    assert counts.first_bad == []

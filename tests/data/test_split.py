@@ -124,24 +124,6 @@ def test_identical_input_gives_identical_bytes(
     assert changed == set(FILES)
 
 
-def test_sft_can_learn_the_earlier_turns(write_records, prepare: Prepare, tokenizer, load) -> None:
-    dialogue = (Message("user", "Hi"), Message("assistant", "Ho"), Message("user", "Why?"))
-    own = write_records("own", Example(dialogue, "So."), asked("Hi", "Ho"))
-    prepare(own, only="sft", sft_loss="assistant")
-    first, second = load("sft/train.arrow")
-    learned = [
-        token for token, own in zip(first["response_ids"], first["loss_mask"], strict=True) if own
-    ]
-    assert tokenizer.decode(first["prompt_ids"]) == "\n\nHuman: Hi\n\nAssistant:"
-    assert (
-        tokenizer.decode(first["response_ids"])
-        == " Ho<|end|>\n\nHuman: Why?\n\nAssistant: So.<|end|>"
-    )
-    assert tokenizer.decode(learned) == " Ho<|end|> So.<|end|>"
-    assert tokenizer.decode(second["response_ids"]) == " Ho<|end|>"
-    assert all(second["loss_mask"])
-
-
 def test_text_is_packed_for_pretraining(
     write_records, prepare: Prepare, tokenizer, load, ten
 ) -> None:

@@ -65,27 +65,6 @@ def test_our_template(tokenizer) -> None:
     )
 
 
-def test_system_message_and_earlier_turns(tokenizer) -> None:
-    prompt, response = render(tokenizer, DIALOGUE, "Well.")
-    assert prompt == "Be kind.\n\nHuman: Why?\n\nAssistant: So.<|end|>\n\nHuman: Hm.\n\nAssistant:"
-    assert response == " Well.<|end|>"
-
-
-def test_a_batch_keeps_its_order(tokenizer) -> None:
-    prompts = render_prompts(tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]])
-    assert prompts == ["\n\nHuman: Why?\n\nAssistant:", "Be kind.\n\nHuman: Why?\n\nAssistant:"]
-    dialogues = [QUESTION, DIALOGUE[:2]]
-    assert responses(tokenizer, ["a", "b"], dialogues, prompts, ["1", "2"]) == [
-        " 1<|end|>",
-        " 2<|end|>",
-    ]
-
-
-def test_an_empty_batch(tokenizer) -> None:
-    assert render_prompts(tokenizer, [], []) == []
-    assert responses(tokenizer, [], [], [], []) == []
-
-
 def test_bos_if_the_tokenizer_has_one(tokenizer) -> None:
     tokenizer.bos_token = "<s>"
     assert render(tokenizer, QUESTION, "So.") == ("<s>\n\nHuman: Why?\n\nAssistant:", " So.<|end|>")

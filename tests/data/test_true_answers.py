@@ -162,12 +162,6 @@ def test_a_split_of_an_earlier_version_suits_what_reads_no_true_answers(split: P
     require_true_answers(split, TypeAdapter(Rewards).validate_python(["trained"]), ())
 
 
-def test_a_split_with_all_true_answers_suits_every_reward(split: Path) -> None:
-    (split / "report.json").write_text(json.dumps({"without_reference": {}}))
-    rewards = TypeAdapter(Rewards).validate_python([f"{split}/mine.py:correct"])
-    require_true_answers(split, rewards, EvaluateConfig(judges=[{"reference": "exact"}]).judges)
-
-
 # --- the example of docs/ppo.md -------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs/ppo.md").read_text()

@@ -144,22 +144,37 @@ class ArrowWriter:
         self._schema = schema
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, schema)
+        self._rows: list[dict[str, Any]] = []
+        self._characters = 0
+
+    def add(self, row: dict[str, Any], characters: int) -> None:
+        """Append a row of so many characters to the current batch."""
+        self._rows.append(row)
+        self._characters += characters
+        if len(self._rows) == _BATCH_ROWS or self._characters > _BATCH_CHARACTERS:
+            self._flush()
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Append a batch; keys that are not in the schema are left out."""
         self._stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
 
     def close(self) -> None:
+        self._flush()
         self._stream.close()
         self._file.close()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self.write(self._rows)
+            self._rows, self._characters = [], 0
 
 
 class RecordsWriter:
     """Context manager that writes records to a folder in batches."""
 
     def __init__(self, folder: Path) -> None:
-        self._examples = _RowsWriter(folder / "examples.arrow", _EXAMPLES)
-        self._texts = _RowsWriter(folder / "texts.arrow", _TEXTS)
+        self._examples = ArrowWriter(folder / "examples.arrow", _EXAMPLES)
+        self._texts = ArrowWriter(folder / "texts.arrow", _TEXTS)
 
     def __enter__(self) -> "RecordsWriter":
         return self
@@ -185,28 +200,6 @@ class RecordsWriter:
     def __exit__(self, *_: object) -> None:
         self._examples.close()
         self._texts.close()
-
-
-class _RowsWriter(ArrowWriter):
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        super().__init__(path, schema)
-        self._rows: list[dict[str, Any]] = []
-        self._characters = 0
-
-    def add(self, row: dict[str, Any], characters: int) -> None:
-        self._rows.append(row)
-        self._characters += characters
-        if len(self._rows) == _BATCH_ROWS or self._characters > _BATCH_CHARACTERS:
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        super().close()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self.write(self._rows)
-            self._rows, self._characters = [], 0
 
 
 @dataclass
