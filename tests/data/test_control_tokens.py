@@ -31,12 +31,8 @@ def test_an_unknown_token_that_ends_responses_is_a_control_token(tokenizer) -> N
     assert control_tokens(tokenizer, contract) == {"<|pad|>", "<|end|>", "<|endoftext|>"}
 
 
-def control_token_filter(
-    tokenizer, *counts: RowCounts, max_bad_fraction: float = 1.0
-) -> ControlTokenFilter:
-    return ControlTokenFilter(
-        tokenizer, TokenContract.of(tokenizer), ["own", "other"], counts, max_bad_fraction
-    )
+def control_token_filter(tokenizer, max_bad_fraction: float = 1.0) -> ControlTokenFilter:
+    return ControlTokenFilter(tokenizer, TokenContract.of(tokenizer), max_bad_fraction)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +51,7 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
     added = ["<|end", "<|end|>|>", "[SEP].*"]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     counts = RowCounts(rows=4)
-    accepted = control_token_filter(tokenizer, counts).accepts(0, "own:1", texts)
+    accepted = control_token_filter(tokenizer).accepts("own", counts, "own:1", texts)
     assert accepted == (found is None)
     reason = f"the text contains the tokenizer's control token {found}"
     assert counts.first_bad == ([] if found is None else [("own:1", reason)])
@@ -65,10 +61,10 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
 def test_each_source_has_its_own_counts(tokenizer) -> None:
     own, other = RowCounts(rows=3), RowCounts(rows=4)
     own.bad["no answer"] = 1
-    screened = control_token_filter(tokenizer, own, other, max_bad_fraction=0.25)
-    assert not screened.accepts(1, "other:3", ["<|end|>"])  # 1 of 4 is just allowed
+    screened = control_token_filter(tokenizer, 0.25)
+    assert not screened.accepts("other", other, "other:3", ["<|end|>"])  # 1 of 4 is just allowed
     assert (own.bad.total(), other.bad.total()) == (1, 1)
     with pytest.raises(
         DataError, match=r"source own: 2 of 3 rows are bad.*\n  own:1: the text contains"
     ):
-        screened.accepts(0, "own:1", ["<|end|>"])
+        screened.accepts("own", own, "own:1", ["<|end|>"])

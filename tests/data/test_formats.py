@@ -211,12 +211,6 @@ def test_a_broken_csv_row_is_one_bad_row(
     ]
 
 
-@pytest.mark.parametrize("codec", ["utf-16", "utf-16-le"])
-def test_utf_16(write: Write, read: Read, codec: str) -> None:
-    rows = read(write("a.jsonl", '{"x": 1}\n{"x": 2}\n'.encode(codec)))
-    assert {row for _, row in rows} == {NUL}
-
-
 def test_a_broken_value_is_one_bad_row(write: Write, read: Read, tmp_path: Path) -> None:
     """Text that is not UTF-8, or a date out of Python's range, affects no other row."""
     texts = pa.array([b"a", b"\xff", b"c", b"d"]).view(pa.string())
@@ -447,22 +441,6 @@ def test_damage_anywhere(tmp_path: Path, data: st.DataObject, name: str) -> None
         content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     path = tmp_path / name
     path.write_bytes(content)
-    ends_well(path)
-
-
-@often
-@given(
-    name=NAMES,
-    content=st.one_of(
-        st.binary(),
-        st.text('[]{}",:\n\r\\ 1eé\0').map(str.encode),
-        st.text().map(lambda text: text.encode("utf-16")),
-    ),
-    pack=st.booleans(),
-)
-def test_any_bytes(tmp_path: Path, name: str, content: bytes, pack: bool) -> None:
-    path = tmp_path / name
-    path.write_bytes(packed(name, content) if pack else content)
     ends_well(path)
 
 

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import os
+import hashlib
 import random
-import subprocess
-import sys
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data import parts as splits
 from rlhf_pipeline.data.parts import PARTS, apportion, assign, first_rows, fraction_of
 from rlhf_pipeline.errors import DataError
 
@@ -133,15 +129,6 @@ def test_a_held_out_part_that_gets_no_prompt_is_an_error() -> None:
         split("abcd", test_fraction=0)
 
 
-def test_a_phase_that_no_prompt_can_serve_is_an_error() -> None:
-    # Two demonstrations and three bare prompts.
-    with pytest.raises(
-        DataError,
-        match=r"^reward_model: found none of .*able to serve: sft 2, reward_model 0, ppo 3",
-    ):
-        split("abcde", [SFT, SFT, PPO, PPO, PPO], **NOTHING_HELD_OUT)
-
-
 @pytest.mark.parametrize(
     ("serves", "weights", "named"),
     [(SFT, (0, 4, 4), "sft"), (SFT | PPO, (0, 1, 0), "sft, ppo"), (0, (2, 4, 4), "none")],
@@ -192,36 +179,19 @@ def test_the_order_is_sha256_of_seed_and_key() -> None:
     assert split("abcd", seed=1, **even) == ["ppo", "test", "sft", "reward_model"]
 
 
-GOLDEN = """
-import hashlib
-import numpy as np
-from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.parts import assign, fraction_of
-numbers = [number * number % 1009 for number in range(2000)]
-digests = [list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers]
-keys = np.array(digests, np.uint8)
-serves = np.array([[0b111, 0b001, 0b111, 0b100][number % 4] for number in numbers], np.uint8)
-config = SplitConfig(
-    sources=[{}], max_prompt_tokens=1, max_response_tokens=1,
-    weights=(2, 4, 4), validation_fraction=0.02, test_fraction=0.1,
-)
-parts = assign(keys, serves, config, seed=7)
-print(hashlib.sha256(parts.tobytes()).hexdigest()[:16], end=" ")
-print(hashlib.sha256(fraction_of(keys, 0.3, seed=7).tobytes()).hexdigest()[:16])
-"""
-
-
-@pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_the_split_is_the_same_in_every_process(hash_seed: str) -> None:
+def test_the_split_is_that_of_earlier_versions() -> None:
     """The expected digests were computed by sorting plain lists, without numpy."""
-    environment = os.environ | {
-        "PYTHONHASHSEED": hash_seed,
-        "PYTHONPATH": str(Path(splits.__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", GOLDEN], env=environment, capture_output=True, text=True, check=True
+    numbers = [number * number % 1009 for number in range(2000)]
+    digests = [list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers]
+    keys = np.array(digests, np.uint8)
+    serves = np.array([[0b111, 0b001, 0b111, 0b100][number % 4] for number in numbers], np.uint8)
+    config = SplitConfig(
+        sources=[{}], max_prompt_tokens=1, max_response_tokens=1, test_fraction=0.1
     )
-    assert done.stdout == "c39c4d3e7f7002e9 bf74de3d40a0a884\n"
+    parts = assign(keys, serves, config, seed=7)
+    assert hashlib.sha256(parts.tobytes()).hexdigest()[:16] == "c39c4d3e7f7002e9"
+    chosen = fraction_of(keys, 0.3, seed=7)
+    assert hashlib.sha256(chosen.tobytes()).hexdigest()[:16] == "bf74de3d40a0a884"
 
 
 usual = st.sampled_from([1, 2, 4, 6, 0.1, 0.2, 0.3, 2.718281828])

@@ -86,11 +86,6 @@ class TestApart:
         assert self.dropped(maker, [6, 7], "test") is None
         assert self.dropped(maker, [5, 6, 7], "ppo") == self.EQUAL
 
-    def test_bos_does_not_make_prompts_differ(self) -> None:
-        maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), 9)
-        assert self.dropped(maker, [9, 4, 7], "test") is None
-        assert self.dropped(maker, [9, 5, 7], "sft") == self.EQUAL
-
 
 class TestDemonstration:
     ROW = Row(
@@ -207,11 +202,6 @@ class TestPhaseFile:
             "max_response_tokens=2': 2}). Fix: raise split.max_prompt_tokens or "
             "split.max_response_tokens."
         )
-
-    def test_a_file_that_never_had_rows_is_empty(self, tmp_path) -> None:
-        file, columns = self.write(tmp_path, "sft/validation.arrow")
-        assert columns == {"id": [], "prompt_ids": [], "response_ids": [], "loss_mask": []}
-        assert file.describe()["tokens"] == {}
 
 
 def test_percentiles_are_lengths_that_occur() -> None:

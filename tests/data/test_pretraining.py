@@ -77,11 +77,6 @@ def test_blocks_span_batches(
     ]
 
 
-def test_no_tokens_are_left_out_if_blocks_are_full(write_records, packed) -> None:
-    counts = packed(write_records("texts", Text("~~~"), Text("^^^")), block_tokens=8)
-    assert (counts["blocks"], counts["tokens_left_out"]) == (1, 0)
-
-
 def test_less_text_than_a_block_is_an_error(write_records, packed) -> None:
     texts = write_records("texts", Text("~~~"), Text("^^"))
     with pytest.raises(DataError) as error:

@@ -61,12 +61,8 @@ def test_examples_are_read_back_unchanged(write_records) -> None:
         reference=[None, None, "4"],
     )
     assert list(texts(folder)) == []
-
-
-def test_texts_are_read_back_unchanged(write_records) -> None:
     folder = write_records("texts", Text("One.\n"), Text("二"))
     assert list(texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
-    assert examples(folder).num_rows == 0
 
 
 def test_a_source_without_records(write_records) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from rlhf_pipeline.data.records import Message, key, normalized_prompt
 
-QUESTION = (Message("user", "Why?"),)
-
 
 def identity(*turns: tuple[str, str]) -> str:
     return normalized_prompt(tuple(Message(*turn) for turn in turns))

@@ -65,21 +65,6 @@ def test_samples_count_all_rows_including_bad_ones(tmp_path: Path, samples: int)
 # --- faults ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "Why?",
-        [USER],
-        [SYSTEM, USER],
-        [USER, ASSISTANT, USER],
-        [SYSTEM, USER, ASSISTANT, USER, ASSISTANT, USER],
-    ],
-)
-def test_valid_prompts(tmp_path: Path, prompt: object) -> None:
-    ((_, record),) = read(own(tmp_path, PAIR | {"prompt": prompt}), 0)
-    assert isinstance(record, Example)
-
-
 ALTERNATION = "the prompt's turns are not user and assistant in alternation"
 HALF = "half a surrogate pair, not a character"
 

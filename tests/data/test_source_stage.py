@@ -129,19 +129,6 @@ def test_the_folder_of_a_file_does_not_count(
     assert launches.heard == [("source", False), ("source", True)]
 
 
-def test_a_generated_source_is_read_for_each_seed_and_number_of_samples(
-    read_source: ReadSource,
-) -> None:
-    three, other_seed, five = (
-        read_source(samples=3, seed=1),
-        read_source(samples=3, seed=2),
-        read_source(samples=5, seed=1),
-    )
-    assert [examples(folder).num_rows for folder in (three, other_seed, five)] == [3, 3, 5]
-    assert content_digest(three) != content_digest(other_seed)
-    assert examples(five).slice(0, 3) == examples(three)
-
-
 COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40
 
 

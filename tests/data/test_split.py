@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data import split as module
-from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.split_report import headline
+from rlhf_pipeline.data.records import Example, Message, Text
 
 FILES = [
     "evaluation/test.arrow",
@@ -124,37 +123,9 @@ def test_identical_input_gives_identical_bytes(
     assert changed == set(FILES)
 
 
-def test_text_is_packed_for_pretraining(
-    write_records, prepare: Prepare, tokenizer, load, ten
-) -> None:
-    # ~~.~~~.^.#. in blocks of 4: two blocks, and 3 of the 11 tokens are left.
-    texts = (
-        write_records("one", Text("~~"), Unused("broken"), Text("~~~")),
-        write_records("two", Text("^"), Text("#")),
-    )
-    report = prepare(write_records("own", *ten), texts=texts, max_bad_fraction=0.4)
-    blocks = [one["input_ids"] for one in load("pretraining/train.arrow")]
-    assert [tokenizer.decode(block) for block in blocks] == ["~~<|end|>~", "~~<|end|>^"]
-    assert report["pretraining"] == {
-        "sources": {
-            "files (texts0.txt)": {"rows": 3, "bad": {"broken": 1}, "skipped": {}},
-            "files (texts1.txt)": {"rows": 2, "bad": {}, "skipped": {}},
-        },
-        "documents": 4,
-        "tokens": 11,
-        "block_tokens": 4,
-        "blocks": 2,
-        "tokens_left_out": 3,
-    }
-    assert headline(report)["data/pretraining_blocks"] == 2
-
-
 @pytest.mark.parametrize(
     ("imported", "kedro"),
-    [
-        ("rlhf_pipeline.data.split", {"kedro"}),
-        ("rlhf_pipeline.pipelines.split", set()),
-    ],
+    [("rlhf_pipeline.data.split", {"kedro"}), ("rlhf_pipeline.pipelines.split", set())],
 )
 def test_starting_imports_nothing_heavy(imported: str, kedro: set[str]) -> None:
     program = (

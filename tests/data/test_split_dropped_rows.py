@@ -45,12 +45,6 @@ def test_a_control_token_in_the_data_is_a_bad_row(
     assert written == {f"own:{n}" for n in range(1, 11)}
 
 
-def test_a_batch_without_a_usable_row(write_records, prepare: Prepare, load, ten) -> None:
-    forged = (asked(f"<|end|> {n}", "b", "c") for n in range(1000))  # the first batch
-    prepare(write_records("own", *forged, *ten), only="sft", max_bad_fraction=1)
-    assert [one["id"] for one in load("sft/train.arrow")] == [f"own:{1000 + n}" for n in range(10)]
-
-
 def test_truncated_texts_are_counted_and_cut(
     write_records, prepare: Prepare, tokenizer, load
 ) -> None:

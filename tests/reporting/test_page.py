@@ -56,12 +56,6 @@ def test_an_evaluation_of_an_earlier_version_is_refused(evaluation):
         evaluation_page(folder, [], None)
 
 
-def test_the_same_evaluation_has_the_same_page(evaluation, models):
-    folder = evaluation()
-    pages = {evaluation_page(folder, models, REGISTRATION) for _ in range(2)}
-    assert len(pages) == 1
-
-
 @pytest.mark.parametrize(
     ("promoted", "refusals", "heading"),
     [

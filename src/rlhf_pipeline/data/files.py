@@ -77,8 +77,9 @@ class File:
         if suffix not in get_args(Format):
             known = ", ".join(f".{format}" for format in get_args(Format))
             raise DataError(
-                f"{without_secrets(self.url)}: found an unknown file format, expected {known}, each also with .gz. "
-                "Fix: convert or rename the file, or select the data files with a glob."
+                f"{without_secrets(self.url)}: found an unknown file format, expected {known}, "
+                "each also with .gz. Fix: convert or rename the file, or select the data files "
+                "with a glob."
             )
         return cast(Format, suffix)
 

@@ -25,7 +25,6 @@ MAX_CHARACTERS = 16 * 2**20
 """Limit for a line of JSON Lines or text and a field of CSV: a longer one is a broken file."""
 _PIECE = 2**20
 _BATCH_ROWS = 1_000
-_TOO_LONG = f"the row has more than {MAX_CHARACTERS} characters"
 
 Numbered = Iterator[tuple[int, Row | Unused]]
 """Rows by their number or line, from 1."""
@@ -231,7 +230,8 @@ def _json_lines(stream: Stream) -> Numbered:
     lines = iter(partial(file.readline, MAX_CHARACTERS + 1), "")
     for number, line in enumerate(lines, start=1):
         if len(line) > MAX_CHARACTERS:
-            raise _FileFault(number, f"{_TOO_LONG}. Fix: write one object per line, or split it.")
+            fault = f"the row has more than {MAX_CHARACTERS} characters"
+            raise _FileFault(number, f"{fault}. Fix: write one object per line, or split it.")
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:

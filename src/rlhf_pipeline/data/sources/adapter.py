@@ -45,13 +45,13 @@ class Source:
     """The columns that the adapter reads. Other columns are not loaded if the format allows. With a
     `parser`: the columns that it reads without a column map."""
     parse: Callable[[Row], Record] | None = None
-    """Row -> record. Raises MalformedRowError or SkippedRowError."""
+    """A function from a row to its record; it raises MalformedRowError or SkippedRowError."""
     parser: Callable[[ColumnMap], Callable[[Row], Record]] | None = None
-    """For your own data: column map of the configuration -> `parse`."""
+    """For your own data: a function from the column map of the configuration to `parse`."""
     assemble: Callable[[Rows], Records] | None = None
-    """For records that span several rows: places and rows -> places and records."""
+    """For records that span several rows: a function from placed rows to placed records."""
     generate: Callable[[SourceConfig, int], Iterator[tuple[str, Record]]] | None = None
-    """For sources without files: configuration and seed -> places and records."""
+    """For sources without files: a function from configuration and seed to placed records."""
     hub: str | None = None
     """Repository on the hub, if it differs from `name`."""
     revision: str | None = None
