@@ -84,19 +84,11 @@ def test_a_prompt_of_two_sources_lands_in_one_part(make: Make) -> None:
     plan = make(compared(*range(20)), again, validation_fraction=0.1, test_fraction=0.1)
     found = parts(plan)
     # 20 prompts: 2 and 2 are held out; 16 by 2:4:4 are 3.2, 6.4, 6.4.
-    assert Counter(found[:20]) == {
-        "test": 2,
-        "validation": 2,
-        "sft": 3,
-        "reward_model": 7,
-        "ppo": 6,
-    }
+    sizes = {"test": 2, "validation": 2, "sft": 3, "reward_model": 7, "ppo": 6}
+    assert Counter(found[:20]) == sizes
     assert found[20:] == found[:20]
-    assert (plan.starts, plan.counts["merged"], plan.counts["left_out"]) == (
-        [0, 20, 40],
-        [0, 0],
-        [0, 0],
-    )
+    assert plan.starts == [0, 20, 40]
+    assert plan.counts["merged"] == plan.counts["left_out"] == [0, 0]
     assert [plan.distinct(plan.prompt_keys, part) for part in PARTS] == [2, 2, 3, 7, 6]
 
 
@@ -178,13 +170,8 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> Non
     # Each ten separately: 1 for test, 1 for validation; the quotas of 8 comparisons by 2:4:4 are
     # 1.6, 3.2 and 3.2.
     assert Counter(found[:10]) == {"test": 1, "validation": 1, "sft": 8}
-    assert Counter(found[10:20]) == {
-        "test": 1,
-        "validation": 1,
-        "sft": 2,
-        "reward_model": 3,
-        "ppo": 3,
-    }
+    sizes = {"test": 1, "validation": 1, "sft": 2, "reward_model": 3, "ppo": 3}
+    assert Counter(found[10:20]) == sizes
     assert Counter(found[20:]) == {"test": 1, "validation": 1, "ppo": 8}
     tens = {table.path: Counter(row // 10 for row in rows(plan, table.path)) for table in TABLES}
     assert tens == {
@@ -259,12 +246,8 @@ def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(mak
         without_reference="drop",
     )
     assert parts(plan) == [UNUSED] * 3 + ["ppo"] * 4 + [UNUSED] * 2
-    assert (plan.counts["dropped"], plan.counts["unservable"], plan.counts["merged"]) == (
-        [3, 1],
-        [0, 1],
-        [0, 0],
-    )
-    assert plan.counts["unanswered"] == [3, 2]
+    fates = {"dropped": [3, 1], "unservable": [0, 1], "merged": [0, 0], "unanswered": [3, 2]}
+    assert plan.counts | fates == plan.counts
 
 
 # --- several sources ------------------------------------------------------------------------------
@@ -277,12 +260,9 @@ def test_an_empty_source_changes_nothing(make: Make, empty: int) -> None:
     plan = make(*full[:empty], [], *full[empty:], **ONLY_SFT)
     assert parts(plan) == parts(without)
     assert plan.starts == {0: [0, 0, 10, 25], 1: [0, 10, 10, 25], 2: [0, 10, 25, 25]}[empty]
-    for counts, expected in (
-        (plan.counts["left_out"], without.counts["left_out"]),
-        (plan.counts["merged"], without.counts["merged"]),
-    ):
-        assert counts.pop(empty) == 0
-        assert counts == expected
+    for name, expected in without.counts.items():
+        assert plan.counts[name].pop(empty) == 0
+        assert plan.counts[name] == expected
     assert without.counts["left_out"] == [0, 3]  # 0.8 of 15 prompts
 
 
@@ -317,11 +297,7 @@ def test_excluded_rows_have_no_effect(make) -> None:
     )
     assert parts(plan) == [UNUSED, "ppo", "ppo", UNUSED]
     assert rows(plan, "ppo/train.arrow") == [1, 2]
-    assert (plan.counts["merged"], plan.counts["unservable"], plan.counts["left_out"]) == (
-        [0, 0],
-        [0, 0],
-        [0, 0],
-    )
+    assert all(not any(numbers) for name, numbers in plan.counts.items() if name != "unanswered")
 
 
 # --- held out means held out ----------------------------------------------------------------------

@@ -95,18 +95,9 @@ def test_a_batch_ends_at_the_character_limit(
     write_records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_files, "_BATCH_CHARACTERS", 10)
-    # Characters: 4 + 3 + 4 are 11; 4 + 6 do not exceed 10, but one more does; 12
-    # exceeds it alone.
-    lengths = [
-        (4, 0, 0),
-        (1, 1, 1),
-        (2, 1, 1),
-        (4, 0, 0),
-        (2, 2, 2),
-        (1, 0, 0),
-        (12, 0, 0),
-        (1, 0, 0),
-    ]
+    # Characters: 4 + 3 + 4 are 11; 4 + 6 do not exceed 10, but one more does; 12 exceeds it alone.
+    lengths = [(4, 0, 0), (1, 1, 1), (2, 1, 1), (4, 0, 0), (2, 2, 2), (1, 0, 0), (12, 0, 0),
+               (1, 0, 0)]  # fmt: skip
     rows = (
         asked("p" * prompt, "c" * chosen, "r" * rejected) for prompt, chosen, rejected in lengths
     )
@@ -166,13 +157,8 @@ def test_phases_that_can_use_each_example(write_records, monkeypatch: pytest.Mon
     )
     bits = serves(examples(folder))
     assert bits.dtype == np.uint8
-    assert bits.tolist() == [
-        0b100,
-        0b001,
-        0b111,
-        0b100,
-        0b001,
-    ]  # PPO is bit 2, the reward model 1, SFT 0
+    # PPO is bit 2, the reward model 1, SFT 0.
+    assert bits.tolist() == [0b100, 0b001, 0b111, 0b100, 0b001]
 
 
 # --- written batch by batch -----------------------------------------------------------------------

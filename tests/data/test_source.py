@@ -210,31 +210,25 @@ def test_a_commit_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "asked"),
+    ("name", "revision", "asked"),
     [
-        (SourceConfig(name="Anthropic/hh-rlhf"), ("Anthropic/hh-rlhf", None)),
-        (SourceConfig(name="Anthropic/hh-rlhf", revision="v2"), ("Anthropic/hh-rlhf", "v2")),
-        (
-            SourceConfig(name="Hello-SimpleAI/HC3-Chinese"),
-            ("Hello-SimpleAI/HC3-Chinese", "refs/convert/parquet"),
-        ),
-        (SourceConfig(name="mkqa-Chinese"), ("apple/mkqa", "refs/convert/parquet")),
+        ("Anthropic/hh-rlhf", None, ("Anthropic/hh-rlhf", None)),
+        ("Anthropic/hh-rlhf", "v2", ("Anthropic/hh-rlhf", "v2")),
+        ("mkqa-Chinese", None, ("apple/mkqa", "refs/convert/parquet")),
     ],
 )
 def test_the_hub_resolves_a_branch_to_a_commit(
-    monkeypatch: pytest.MonkeyPatch, config: SourceConfig, asked
+    monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None, asked
 ) -> None:
     questions = []
 
-    def dataset_info(
-        self: object, repository: str, *, revision: str | None
-    ) -> huggingface_hub.DatasetInfo:
+    def dataset_info(self: object, repository: str, *, revision: str | None) -> Any:
         questions.append((repository, revision))
         return huggingface_hub.DatasetInfo(id=repository, sha=COMMIT)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    assert source_origin(config).identities == {"revision": COMMIT}
-    assert questions == [asked]
+    origin = source_origin(SourceConfig(name=name, revision=revision))
+    assert origin.identities == {"revision": COMMIT} and questions == [asked]
 
 
 def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
