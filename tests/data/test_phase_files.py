@@ -34,15 +34,7 @@ def row(name: str = "own:1", prompt: Limited | None = None, **answers: Limited) 
 class TestRowMaker:
     def test_a_comparison(self) -> None:
         made = make(limits(), Tokenized("own:1", [5, 6], [7, 1], [8, 1], None))
-        assert made == Row(
-            "own:1",
-            "own",
-            QUESTION,
-            prompt=Limited([5, 6]),
-            answers={"chosen": Limited([7, 1]), "rejected": Limited([8, 1])},
-            dialogue=Limited([5, 6]),
-            spoken=[False, False],
-        )
+        assert made == row(chosen=Limited([7, 1]), rejected=Limited([8, 1]))
 
     def test_a_cut_dialogue_keeps_its_marks_and_bos(self) -> None:
         config = limits(prompt=4, over_long_prompts="truncate")
@@ -88,14 +80,8 @@ class TestApart:
 
 
 class TestDemonstration:
-    ROW = Row(
-        "own:1",
-        "own",
-        QUESTION,
-        prompt=Limited([5, 7, 1, 6]),
-        answers={"chosen": Limited([8, 1])},
-        dialogue=Limited([5, 7, 1, 6]),
-        spoken=[False, True, True, False],
+    ROW = replace(
+        row(prompt=Limited([5, 7, 1, 6]), chosen=Limited([8, 1])), spoken=[False, True, True, False]
     )
 
     @pytest.mark.parametrize(
@@ -177,21 +163,10 @@ class TestPhaseFile:
         }
 
     def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path) -> None:
-        mixed = Row(
-            "own:1",
-            "own",
-            QUESTION,
-            Limited([5]),
-            {"chosen": Limited([1])},
-            Limited([5, 5], dropped="long"),
-            [],
-        )
-        sound = row("own:2", chosen=Limited([1]))
-        assert self.write(tmp_path, "sft/train.arrow", [mixed, sound])[1]["id"] == ["own:2"]
-        assert self.write(tmp_path, "ppo/train.arrow", [mixed, sound])[1]["id"] == [
-            "own:1",
-            "own:2",
-        ]
+        long, sound = Limited([5, 5], dropped="long"), row("own:2", chosen=Limited([1]))
+        mixed = replace(row(prompt=Limited([5]), chosen=Limited([1])), dialogue=long)
+        for path, ids in (("sft/train.arrow", ["own:2"]), ("ppo/train.arrow", ["own:1", "own:2"])):
+            assert self.write(tmp_path, path, [mixed, sound])[1]["id"] == ids
 
     def test_a_file_that_loses_all_its_rows_is_an_error(self, tmp_path) -> None:
         long = row(chosen=Limited([8, 8, 1], dropped="chosen answer over max_response_tokens=2"))

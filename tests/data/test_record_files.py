@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,13 @@ DIALOGUE = (
 )
 
 
-def test_examples_are_read_back_unchanged(write_records) -> None:
-    folder = write_records(
-        "mixed",
-        Example(DIALOGUE, "Ja.\n", " No"),
-        asked("a", "b"),
-        replace(asked("c"), reference="4"),
-    )
+def test_records_are_read_back_unchanged(write_records) -> None:
+    rows = Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), replace(asked("c"), reference="4")
+    folder = write_records("mixed", *rows)
     (batch,) = examples(folder).to_batches()
     assert example_batch(batch) == ExampleBatch(
         ids=["mixed:0", "mixed:1", "mixed:2"],
-        prompts=[
-            [
-                {"role": "system", "content": "Be kind."},
-                {"role": "user", "content": "Grüße, 世界 🙂"},
-                {"role": "assistant", "content": "Hello."},
-                {"role": "user", "content": "Why?"},
-            ],
-            [{"role": "user", "content": "a"}],
-            [{"role": "user", "content": "c"}],
-        ],
+        prompts=[[asdict(turn) for turn in example.prompt] for example in rows],
         chosen=["Ja.\n", "b", None],
         rejected=[" No", None, None],
         reference=[None, None, "4"],

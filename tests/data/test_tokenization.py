@@ -65,43 +65,33 @@ def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitCon
 
 class TestTexts:
     def test_answers_stay_with_their_prompts(self, tokenizer) -> None:
-        found = tokens(
-            tokenizer,
-            ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d"),
-        )  # fmt: skip
-        assert [one.id for one in found] == ["own:0", "own:1", "own:2", "own:3"]
-        assert [tokenizer.decode(one.prompt)[9:13].rstrip("\n") for one in found] == [
-            "Why?",
-            "Who?",
-            "How?",
-            "So?",
-        ]
-        chosen, rejected = (
-            [ids and tokenizer.decode(ids) for ids in column]
-            for column in zip(*((one.chosen, one.rejected) for one in found), strict=True)
-        )
-        assert chosen == [" a<|end|>", None, " c<|end|>", None]
-        assert rejected == [" b<|end|>", None, None, " d<|end|>"]
-        assert [one.turns for one in found] == [None, None, None, None]
+        rows = ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
+
+        def text(ids):
+            return ids and tokenizer.decode(ids)
+
+        found = [(one.id, text(one.prompt), text(one.chosen), text(one.rejected), one.turns)
+                 for one in tokens(tokenizer, *rows)]  # fmt: skip
+        assert found == [
+            (f"own:{n}", f"\n\nHuman: {asked}\n\nAssistant:",
+             chosen and f" {chosen}<|end|>", rejected and f" {rejected}<|end|>", None)
+            for n, (asked, chosen, rejected) in enumerate(rows)
+        ]  # fmt: skip
 
     def test_turns_only_if_requested_and_present(self, tokenizer) -> None:
-        user, assistant = (
-            {"role": "user", "content": "Why?"},
-            {"role": "assistant", "content": "So."},
-        )
+        user, assistant = ({"role": "user", "content": "Why?"},
+                           {"role": "assistant", "content": "So."})  # fmt: skip
         long = [user, assistant, user]
-        examples = ExampleBatch(
-            ["own:0", "own:1", "own:2"], [long, long, [user]], ["a"] * 3, [None] * 3, [None] * 3
-        )
+        prompts, names = [long, long, [user]], ["own:0", "own:1", "own:2"]
+        examples = ExampleBatch(names, prompts, ["a"] * 3, [None] * 3, [None] * 3)
         contract = TokenContract.of(tokenizer)
         first, second, third = tokenize(examples, tokenizer, contract, turns=[False, True, True])
         assert (first.turns, third.turns) == (None, None)
         ids, own = second.turns
-        pieces = [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
         assert [
             (tokenizer.decode([one for _, one in group]), by_assistant)
             for by_assistant, group in groupby(zip(own, ids, strict=True), itemgetter(0))
-        ] == pieces
+        ] == [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
 
 
 class TestTokenize:

@@ -52,18 +52,18 @@ PPO = (
      "it falls slowly. Near 0, sampling gives the same answer every time.", None),
     ("Length of a response, tokens", "rollout/response_tokens",
      "it changes little, or the gold score rises with it.", None),
-    ("Responses that end by themselves", "rollout/eos_fraction", "it stays close to 1.", None),
-    ("Policy loss", "policy/loss", "it has no jumps. Its size says little.", None),
+    ("Responses that end by themselves", "rollout/eos_fraction", "close to 1.", None),
+    ("Policy loss", "policy/loss", "no jumps. Its size says little.", None),
     ("Clip fraction", "policy/clip_fraction",
-     "it stays in the band, below 0.3. Above it, the steps are too large.", (0.0, 0.3)),
+     "in the band, below 0.3. Above it, the steps are too large.", (0.0, 0.3)),
     ("Value loss", "value/loss", "it falls.", None),
     ("Explained variance of the critic", "value/explained_variance",
-     "it is in the band and rises. Below 0, a constant would predict better.", (0.0, 1.0)),
+     "in the band and rising. Below 0, a constant would predict better.", (0.0, 1.0)),
 )
 OTHERS = (
     ("Loss", "{}/loss", "both fall. A held-out loss that rises again is overfitting.", None),
     ("Accuracy on comparisons", "{}/accuracy",
-     "it is above 0.5, which is chance; noisy preferences keep it below 1.", (0.5, 1.0)),
+     "above 0.5, which is chance; noisy preferences keep it below 1.", (0.5, 1.0)),
     ("Margin of the chosen response", "{}/margin", "it grows, then levels off.", None),
 )
 """Title, metric, what is healthy, and the healthy band or None. The metric of the same name on
