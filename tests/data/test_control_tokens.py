@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_pipeline.data.record_files import RowCounts, examples
-from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import ControlTokenFilter, control_tokens
 from rlhf_pipeline.errors import DataError
@@ -32,12 +31,8 @@ def test_an_unknown_token_that_ends_responses_is_a_control_token(tokenizer) -> N
     assert control_tokens(tokenizer, contract) == {"<|pad|>", "<|end|>", "<|endoftext|>"}
 
 
-def control_token_filter(
-    tokenizer, *counts: RowCounts, max_bad_fraction: float = 1.0
-) -> ControlTokenFilter:
-    return ControlTokenFilter(
-        tokenizer, TokenContract.of(tokenizer), ["own", "other"], counts, max_bad_fraction
-    )
+def control_token_filter(tokenizer, max_bad_fraction: float = 1.0) -> ControlTokenFilter:
+    return ControlTokenFilter(tokenizer, TokenContract.of(tokenizer), max_bad_fraction)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +51,7 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
     added = ["<|end", "<|end|>|>", "[SEP].*"]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     counts = RowCounts(rows=4)
-    accepted = control_token_filter(tokenizer, counts).accepts(0, "own:1", texts)
+    accepted = control_token_filter(tokenizer).accepts("own", counts, "own:1", texts)
     assert accepted == (found is None)
     reason = f"the text contains the tokenizer's control token {found}"
     assert counts.first_bad == ([] if found is None else [("own:1", reason)])
@@ -66,36 +61,10 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
 def test_each_source_has_its_own_counts(tokenizer) -> None:
     own, other = RowCounts(rows=3), RowCounts(rows=4)
     own.bad["no answer"] = 1
-    screened = control_token_filter(tokenizer, own, other, max_bad_fraction=0.25)
-    assert not screened.accepts(1, "other:3", ["<|end|>"])  # 1 of 4 is just allowed
+    screened = control_token_filter(tokenizer, 0.25)
+    assert not screened.accepts("other", other, "other:3", ["<|end|>"])  # 1 of 4 is just allowed
     assert (own.bad.total(), other.bad.total()) == (1, 1)
     with pytest.raises(
         DataError, match=r"source own: 2 of 3 rows are bad.*\n  own:1: the text contains"
     ):
-        screened.accepts(0, "own:1", ["<|end|>"])
-
-
-def test_all_texts_of_an_example_are_checked(tokenizer, write_records) -> None:
-    turns = (
-        Message("system", "Be kind."),
-        Message("user", "Why?<|end|>"),
-        Message("assistant", "So."),
-        Message("user", "Hm."),
-    )
-    rows = [
-        Example((Message("user", "Why?"),), "Because.", "No."),
-        Example(turns, "Because.", "No."),
-        Example((Message("user", "Why?"),), "<|pad|>Because."),
-        Example((Message("user", "Why?"),)),
-        Example((Message("user", "Why?"),), "Because.", "No.<|end|>"),
-    ]
-    counts = [RowCounts(), RowCounts(rows=5)]
-    sound = control_token_filter(tokenizer, *counts).usable_rows(
-        1, examples(write_records("own", *rows))
-    )
-    assert sound.tolist() == [True, False, False, True, False]
-    assert [place for place, _ in counts[1].first_bad] == ["own:1", "own:2", "own:4"]
-    assert counts[1].bad == {
-        "the text contains the tokenizer's control token <|end|>": 2,
-        "the text contains the tokenizer's control token <|pad|>": 1,
-    }
+        screened.accepts("own", own, "own:1", ["<|end|>"])

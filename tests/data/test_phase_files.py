@@ -34,30 +34,7 @@ def row(name: str = "own:1", prompt: Limited | None = None, **answers: Limited) 
 class TestRowMaker:
     def test_a_comparison(self) -> None:
         made = make(limits(), Tokenized("own:1", [5, 6], [7, 1], [8, 1], None))
-        assert made == Row(
-            "own:1",
-            "own",
-            QUESTION,
-            prompt=Limited([5, 6]),
-            answers={"chosen": Limited([7, 1]), "rejected": Limited([8, 1])},
-            dialogue=Limited([5, 6]),
-            spoken=[False, False],
-        )
-
-    def test_a_bare_prompt_has_no_answers(self) -> None:
-        assert make(limits(), Tokenized("own:1", [5, 6], None, None, None)).answers == {}
-
-    def test_sft_reads_the_dialogue(self) -> None:
-        turns = (
-            [5, 7, 7, 1, 6],
-            [False, True, True, True, False],
-        )  # one 7 more than the prompt alone
-        made = make(limits(), Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns))
-        assert made.prompt.ids == [5, 7, 1, 6]
-        assert (made.dialogue.ids, made.spoken) == (
-            [5, 7, 7, 1, 6],
-            [False, True, True, True, False],
-        )
+        assert made == row(chosen=Limited([7, 1]), rejected=Limited([8, 1]))
 
     def test_a_cut_dialogue_keeps_its_marks_and_bos(self) -> None:
         config = limits(prompt=4, over_long_prompts="truncate")
@@ -76,18 +53,6 @@ class TestRowMaker:
         )
         with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
             make(limits(prompt=4), tokens)
-
-    def test_a_dropped_prompt_s_dialogue_is_dropped(self) -> None:
-        turns = ([5, 1, 6], [False, True, False])
-        made = make(
-            limits(prompt=3, over_long_prompts="drop"),
-            Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns),
-        )
-        assert made.dialogue.dropped == "prompt over max_prompt_tokens=3"
-
-    def test_the_error_names_the_over_long_answer(self) -> None:
-        with pytest.raises(DataError, match="own:1: the rejected answer has 3 tokens"):
-            make(limits(response=2), Tokenized("own:1", [5], [8, 1], [8, 8, 1], None))
 
 
 class TestApart:
@@ -113,28 +78,10 @@ class TestApart:
         assert self.dropped(maker, [6, 7], "test") is None
         assert self.dropped(maker, [5, 6, 7], "ppo") == self.EQUAL
 
-    def test_a_shorter_prompt_is_never_dropped_as_equal(self) -> None:
-        maker = RowMaker(limits(prompt=3, over_long_prompts="truncate"), None)
-        assert self.dropped(maker, [6, 7], "test") is None
-        assert (
-            self.dropped(maker, [6, 7], "ppo") is None
-        )  # equal uncut prompts are always in one part
-
-    def test_bos_does_not_make_prompts_differ(self) -> None:
-        maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), 9)
-        assert self.dropped(maker, [9, 4, 7], "test") is None
-        assert self.dropped(maker, [9, 5, 7], "sft") == self.EQUAL
-
 
 class TestDemonstration:
-    ROW = Row(
-        "own:1",
-        "own",
-        QUESTION,
-        prompt=Limited([5, 7, 1, 6]),
-        answers={"chosen": Limited([8, 1])},
-        dialogue=Limited([5, 7, 1, 6]),
-        spoken=[False, True, True, False],
+    ROW = replace(
+        row(prompt=Limited([5, 7, 1, 6]), chosen=Limited([8, 1])), spoken=[False, True, True, False]
     )
 
     @pytest.mark.parametrize(
@@ -155,27 +102,6 @@ class TestDemonstration:
             "loss_mask": learned,
         }
 
-    def test_the_first_token_of_a_cut_prompt_is_not_learned(self) -> None:
-        cut = Row(
-            "own:1",
-            "own",
-            QUESTION,
-            prompt=Limited([7, 1, 6]),
-            answers={"chosen": Limited([8, 1])},
-            dialogue=Limited([7, 1, 6]),
-            spoken=[True, True, False],
-        )
-        assert demonstration(cut, limits(sft_loss="assistant")) == {
-            "prompt_ids": [7],
-            "response_ids": [1, 6, 8, 1],
-            "loss_mask": [True, False, True, True],
-        }
-
-    def test_arguments_are_not_modified(self) -> None:
-        demonstration(self.ROW, limits(sft_loss="all"))
-        assert self.ROW.dialogue.ids == [5, 7, 1, 6]
-        assert self.ROW.spoken == [False, True, True, False]
-
 
 class TestPhaseFile:
     @staticmethod
@@ -190,25 +116,6 @@ class TestPhaseFile:
             start += len(rows)
         file.close()
         return file, pa.ipc.open_stream(pa.memory_map(str(tmp_path / path))).read_all().to_pydict()
-
-    def test_sft(self, tmp_path) -> None:
-        _, columns = self.write(tmp_path, "sft/train.arrow", [row(chosen=Limited([8, 1]))])
-        assert columns == {
-            "id": ["own:1"],
-            "prompt_ids": [[5, 6]],
-            "response_ids": [[8, 1]],
-            "loss_mask": [[True] * 2],
-        }
-
-    def test_reward_model(self, tmp_path) -> None:
-        rows = [row(chosen=Limited([8, 1]), rejected=Limited([1]))]
-        _, columns = self.write(tmp_path, "reward_model/validation.arrow", rows)
-        assert columns == {
-            "id": ["own:1"],
-            "prompt_ids": [[5, 6]],
-            "chosen_ids": [[8, 1]],
-            "rejected_ids": [[1]],
-        }
 
     @pytest.mark.parametrize("path", ["ppo/train.arrow", "evaluation/test.arrow"])
     def test_ppo_and_the_evaluation(self, tmp_path, path) -> None:
@@ -255,28 +162,11 @@ class TestPhaseFile:
             },
         }
 
-    def test_only_texts_that_a_file_needs_must_fit(self, tmp_path) -> None:
-        long = Limited([8, 8, 1], dropped="long answer")
-        rows = [row(chosen=Limited([8, 1]), rejected=long)]
-        assert self.write(tmp_path, "sft/train.arrow", rows)[0].rows == 1
-        assert self.write(tmp_path, "ppo/train.arrow", [row(chosen=long)])[0].rows == 1
-
     def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path) -> None:
-        mixed = Row(
-            "own:1",
-            "own",
-            QUESTION,
-            Limited([5]),
-            {"chosen": Limited([1])},
-            Limited([5, 5], dropped="long"),
-            [],
-        )
-        sound = row("own:2", chosen=Limited([1]))
-        assert self.write(tmp_path, "sft/train.arrow", [mixed, sound])[1]["id"] == ["own:2"]
-        assert self.write(tmp_path, "ppo/train.arrow", [mixed, sound])[1]["id"] == [
-            "own:1",
-            "own:2",
-        ]
+        long, sound = Limited([5, 5], dropped="long"), row("own:2", chosen=Limited([1]))
+        mixed = replace(row(prompt=Limited([5]), chosen=Limited([1])), dialogue=long)
+        for path, ids in (("sft/train.arrow", ["own:2"]), ("ppo/train.arrow", ["own:1", "own:2"])):
+            assert self.write(tmp_path, path, [mixed, sound])[1]["id"] == ids
 
     def test_a_file_that_loses_all_its_rows_is_an_error(self, tmp_path) -> None:
         long = row(chosen=Limited([8, 8, 1], dropped="chosen answer over max_response_tokens=2"))
@@ -287,11 +177,6 @@ class TestPhaseFile:
             "max_response_tokens=2': 2}). Fix: raise split.max_prompt_tokens or "
             "split.max_response_tokens."
         )
-
-    def test_a_file_that_never_had_rows_is_empty(self, tmp_path) -> None:
-        file, columns = self.write(tmp_path, "sft/validation.arrow")
-        assert columns == {"id": [], "prompt_ids": [], "response_ids": [], "loss_mask": []}
-        assert file.describe()["tokens"] == {}
 
 
 def test_percentiles_are_lengths_that_occur() -> None:

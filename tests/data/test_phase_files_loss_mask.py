@@ -255,28 +255,3 @@ def test_cut_texts_keep_their_marks(
     if bos:
         assert texts[0] == b"<s>"
     assert (texts[-1] == FORMATS[name].eos.encode()) != cut_response
-
-
-def test_by_hand(tokenizers) -> None:
-    dialogue = Dialogue("Be kind.", [("Why?", "So."), ("Hm.", "Well.")])
-    tokenizer = tokenizers["human and assistant"]
-    read, learned = {}, {}
-    for sft_loss in ("response", "assistant", "all"):
-        config = SplitConfig(
-            sources=[{}], max_prompt_tokens=100, max_response_tokens=100, sft_loss=sft_loss
-        )
-        columns = demonstration(row_of(dialogue, tokenizer, config), config)
-        read[sft_loss] = tokenizer.decode(columns["prompt_ids"])
-        marked = zip(columns["response_ids"], columns["loss_mask"], strict=True)
-        learned[sft_loss] = tokenizer.decode([token for token, own in marked if own])
-    assert read == {
-        "response": "Be kind.\n\nHuman: Why?\n\nAssistant: So.<|end|>\n\nHuman: Hm.\n\nAssistant:",
-        "assistant": "Be kind.\n\nHuman: Why?\n\nAssistant:",
-        "all": "B",
-    }
-    assert learned == {
-        "response": " Well.<|end|>",
-        "assistant": " So.<|end|> Well.<|end|>",
-        "all": "e kind.\n\nHuman: Why?\n\nAssistant: So.<|end|>\n\nHuman: Hm.\n\nAssistant: "
-        "Well.<|end|>",
-    }

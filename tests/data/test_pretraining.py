@@ -33,6 +33,11 @@ def packed(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, i
     return packed
 
 
+def counts(*numbers: int) -> dict[str, int]:
+    names = ("documents", "tokens", "block_tokens", "blocks", "tokens_left_out")
+    return dict(zip(names, numbers, strict=True))
+
+
 def blocks(folder: Path) -> list[list[int]]:
     return Dataset.from_file(str(folder / "pretraining" / "train.arrow"))["input_ids"][:]
 
@@ -48,18 +53,8 @@ def test_documents_are_joined_by_eos_and_cut_into_blocks(
     # ~~~.^^.# ##.~. is the stream; 3 documents of the first source, 1 of the second.
     first = write_records("first", Text("~~~"), Text("^^"), Text("###"))
     second = write_records("second", Text("~"))
-    assert packed(first, second, block_tokens=4) == {
-        "documents": 4,
-        "tokens": 13,
-        "block_tokens": 4,
-        "blocks": 3,
-        "tokens_left_out": 1,
-    }
-    assert blocks(tmp_path) == [
-        ids(tokenizer, "~~~."),
-        ids(tokenizer, "^^.#"),
-        ids(tokenizer, "##.~"),
-    ]
+    assert packed(first, second, block_tokens=4) == counts(4, 13, 4, 3, 1)
+    assert blocks(tmp_path) == [ids(tokenizer, each) for each in ("~~~.", "^^.#", "##.~")]
 
 
 def test_blocks_span_batches(
@@ -68,18 +63,8 @@ def test_blocks_span_batches(
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
     texts = write_records("texts", Text("~"), Text("^"), Text("#"), Text("~"), Text("^^^^^^^^"))
     # ~.^. #.~. ^^^^^^^^. are the batches: 4, 4 and 9 tokens.
-    counts = packed(texts, block_tokens=5)
-    assert (counts["blocks"], counts["tokens"], counts["tokens_left_out"]) == (3, 17, 2)
-    assert blocks(tmp_path) == [
-        ids(tokenizer, "~.^.#"),
-        ids(tokenizer, ".~.^^"),
-        ids(tokenizer, "^^^^^"),
-    ]
-
-
-def test_no_tokens_are_left_out_if_blocks_are_full(write_records, packed) -> None:
-    counts = packed(write_records("texts", Text("~~~"), Text("^^^")), block_tokens=8)
-    assert (counts["blocks"], counts["tokens_left_out"]) == (1, 0)
+    assert packed(texts, block_tokens=5) == counts(5, 17, 5, 3, 2)
+    assert blocks(tmp_path) == [ids(tokenizer, each) for each in ("~.^.#", ".~.^^", "^^^^^")]
 
 
 def test_less_text_than_a_block_is_an_error(write_records, packed) -> None:
@@ -106,14 +91,8 @@ def test_a_text_with_a_control_token_is_a_bad_row(
     ):
         packed(first, second, block_tokens=2)
     # A third of the second source's rows.
-    counts = packed(first, second, block_tokens=2, max_bad_fraction=1 / 3)
-    assert counts == {
-        "documents": 4,
-        "tokens": 9,
-        "block_tokens": 2,
-        "blocks": 4,
-        "tokens_left_out": 1,
-    }
+    found = packed(first, second, block_tokens=2, max_bad_fraction=1 / 3)
+    assert found == counts(4, 9, 2, 4, 1)
     assert blocks(tmp_path) == [ids(tokenizer, pair) for pair in ("~.", "^.", "#.", "##")]
 
 
@@ -136,16 +115,10 @@ def test_blocks_begin_with_bos_if_the_tokenizer_puts_it_before_text(
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", bos)]
         )
-    counts = packed(write_records("texts", Text("~~~"), Text("^^")), block_tokens=3)
+    found = packed(write_records("texts", Text("~~~"), Text("^^")), block_tokens=3)
     if begins_text:
         expected = [[bos, *ids(tokenizer, pair)] for pair in ("~~", "~.", "^^")]
     else:
         expected = [ids(tokenizer, three) for three in ("~~~", ".^^")]
     assert blocks(tmp_path) == expected
-    assert counts == {
-        "documents": 2,
-        "tokens": 7,
-        "block_tokens": 3,
-        "blocks": len(expected),
-        "tokens_left_out": 1,
-    }
+    assert found == counts(2, 7, 3, len(expected), 1)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from rlhf_pipeline.data.records import Message, key, normalized_prompt
 
-QUESTION = (Message("user", "Why?"),)
-
 
 def identity(*turns: tuple[str, str]) -> str:
     return normalized_prompt(tuple(Message(*turn) for turn in turns))
@@ -56,16 +54,5 @@ def test_a_key_is_the_beginning_of_sha256_over_lengths_and_contents() -> None:
 
 
 def test_boundaries_between_texts_count() -> None:
-    assert (
-        len(
-            {
-                key("ab", "c"),
-                key("a", "bc"),
-                key("abc"),
-                key("abc", ""),
-                key("", "abc"),
-                key("ab1:c"),
-            }
-        )
-        == 6
-    )
+    texts = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("", "abc"), ("ab1:c",)]
+    assert len({key(*each) for each in texts}) == 6

@@ -15,7 +15,7 @@ import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data import source as module
-from rlhf_pipeline.data.record_files import RowCounts, example_batch, examples, texts
+from rlhf_pipeline.data.record_files import RowCounts, example_batch, examples
 from rlhf_pipeline.pipelines.split import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
@@ -87,14 +87,6 @@ def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSo
     }
 
 
-def test_texts_have_a_separate_file(tmp_path: Path, read_source: ReadSource) -> None:
-    path = write(tmp_path / "own.jsonl", {"text": "One."}, {"text": " "}, {"text": "Two."})
-    folder = read_source(name="files", path=str(path), columns={"text": "text"})
-    assert list(texts(folder)) == [(["own.jsonl:1", "own.jsonl:3"], ["One.", "Two."])]
-    assert examples(folder).num_rows == 0
-    assert Manifest.read(folder).metrics["source/skipped_rows"] == 1
-
-
 # --- what is read again ---------------------------------------------------------------------------
 
 
@@ -135,25 +127,6 @@ def test_the_folder_of_a_file_does_not_count(
     shutil.move(path, folder)
     assert read_source(name="files", path=str(folder / "own.jsonl")) == before
     assert launches.heard == [("source", False), ("source", True)]
-
-
-def test_a_generated_source_is_read_for_each_seed_and_number_of_samples(
-    read_source: ReadSource,
-) -> None:
-    three, other_seed, five = (
-        read_source(samples=3, seed=1),
-        read_source(samples=3, seed=2),
-        read_source(samples=5, seed=1),
-    )
-    assert [examples(folder).num_rows for folder in (three, other_seed, five)] == [3, 3, 5]
-    assert content_digest(three) != content_digest(other_seed)
-    assert examples(five).slice(0, 3) == examples(three)
-
-
-def test_samples_limit_a_file(tmp_path: Path, read_source: ReadSource) -> None:
-    path = write(tmp_path / "own.jsonl", pair("a"), pair("b", chosen=""), pair("c"))
-    folder = read_source(name="files", path=str(path), samples=2)
-    assert (examples(folder).num_rows, RowCounts.read(folder).rows) == (1, 2)
 
 
 COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40

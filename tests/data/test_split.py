@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data import split as module
-from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.split_report import headline
+from rlhf_pipeline.data.records import Example, Message, Text
 
 FILES = [
     "evaluation/test.arrow",
@@ -44,53 +43,32 @@ def test_files_and_columns(
 ) -> None:
     prepare(write_records("own", *ten))
     assert sorted(digests(tmp_path / "out")) == FILES
-    by_number = {n: f"\n\nHuman: Question {n}?\n\nAssistant:" for n in range(10)}
     seen = {}
     for file in FILES:
         rows = load(file)
         numbers = [int(one["id"].removeprefix("own:")) for one in rows]
         assert numbers == sorted(numbers)
         for n, one in zip(numbers, rows, strict=True):
-            texts = {
-                name: tokenizer.decode(ids) for name, ids in one.items() if name.endswith("_ids")
+            found = {
+                name: tokenizer.decode(value) if name.endswith("_ids") else value
+                for name, value in one.items()
             }
-            others = {name: value for name, value in one.items() if name not in texts}
-            prompt = {"prompt_ids": by_number[n]}
-            match file.split("/")[0]:
-                case "sft":
-                    assert texts == prompt | {"response_ids": f" Right {n}.<|end|>"}
-                    assert others == {
-                        "id": f"own:{n}",
-                        "loss_mask": [True] * len(one["response_ids"]),
-                    }
-                case "reward_model":
-                    assert texts == prompt | {
-                        "chosen_ids": f" Right {n}.<|end|>",
-                        "rejected_ids": f" Wrong {n}.<|end|>",
-                    }
-                    assert others == {"id": f"own:{n}"}
-                case _:
-                    assert texts == prompt
-                    assert others == {
-                        "id": f"own:{n}",
-                        "source": "files",
-                        "messages": [{"role": "user", "content": f"Question {n}?"}],
-                        "reference": None,
-                    }
+            prompt = {"id": f"own:{n}", "prompt_ids": f"\n\nHuman: Question {n}?\n\nAssistant:"}
+            right, wrong = f" Right {n}.<|end|>", f" Wrong {n}.<|end|>"
+            messages = [{"role": "user", "content": f"Question {n}?"}]
+            if "loss_mask" in one:
+                assert found.pop("loss_mask") == [True] * len(one["response_ids"])
+            assert found == prompt | {
+                "sft": {"response_ids": right},
+                "reward_model": {"chosen_ids": right, "rejected_ids": wrong},
+            }.get(
+                file.split("/")[0], {"source": "files", "messages": messages, "reference": None}
+            )  # fmt: skip
         seen[file] = set(numbers)
-    assert (
-        seen["sft/validation.arrow"]
-        == seen["reward_model/validation.arrow"]
-        == seen["ppo/validation.arrow"]
-    )
-    parts = [
-        seen[file]
-        for file in FILES
-        if file not in ("reward_model/validation.arrow", "ppo/validation.arrow")
-    ]
-    assert sum(map(len, parts)) == 10
-    assert set.union(*parts) == set(range(10))
-    assert [len(seen[file]) for file in FILES] == [1, 3, 1, 3, 1, 2, 1]
+    validation = [seen.pop(f"{phase}/validation.arrow") for phase in ("sft", "reward_model", "ppo")]
+    assert validation[0] == validation[1] == validation[2]
+    assert list(map(len, seen.values())) == [1, 3, 3, 2] and len(validation[0]) == 1
+    assert set.union(validation[0], *seen.values()) == set(range(10))
 
 
 def test_rows_keep_the_order_of_the_sources_over_batches(
@@ -124,55 +102,9 @@ def test_identical_input_gives_identical_bytes(
     assert changed == set(FILES)
 
 
-def test_sft_can_learn_the_earlier_turns(write_records, prepare: Prepare, tokenizer, load) -> None:
-    dialogue = (Message("user", "Hi"), Message("assistant", "Ho"), Message("user", "Why?"))
-    own = write_records("own", Example(dialogue, "So."), asked("Hi", "Ho"))
-    prepare(own, only="sft", sft_loss="assistant")
-    first, second = load("sft/train.arrow")
-    learned = [
-        token for token, own in zip(first["response_ids"], first["loss_mask"], strict=True) if own
-    ]
-    assert tokenizer.decode(first["prompt_ids"]) == "\n\nHuman: Hi\n\nAssistant:"
-    assert (
-        tokenizer.decode(first["response_ids"])
-        == " Ho<|end|>\n\nHuman: Why?\n\nAssistant: So.<|end|>"
-    )
-    assert tokenizer.decode(learned) == " Ho<|end|> So.<|end|>"
-    assert tokenizer.decode(second["response_ids"]) == " Ho<|end|>"
-    assert all(second["loss_mask"])
-
-
-def test_text_is_packed_for_pretraining(
-    write_records, prepare: Prepare, tokenizer, load, ten
-) -> None:
-    # ~~.~~~.^.#. in blocks of 4: two blocks, and 3 of the 11 tokens are left.
-    texts = (
-        write_records("one", Text("~~"), Unused("broken"), Text("~~~")),
-        write_records("two", Text("^"), Text("#")),
-    )
-    report = prepare(write_records("own", *ten), texts=texts, max_bad_fraction=0.4)
-    blocks = [one["input_ids"] for one in load("pretraining/train.arrow")]
-    assert [tokenizer.decode(block) for block in blocks] == ["~~<|end|>~", "~~<|end|>^"]
-    assert report["pretraining"] == {
-        "sources": {
-            "files (texts0.txt)": {"rows": 3, "bad": {"broken": 1}, "skipped": {}},
-            "files (texts1.txt)": {"rows": 2, "bad": {}, "skipped": {}},
-        },
-        "documents": 4,
-        "tokens": 11,
-        "block_tokens": 4,
-        "blocks": 2,
-        "tokens_left_out": 3,
-    }
-    assert headline(report)["data/pretraining_blocks"] == 2
-
-
 @pytest.mark.parametrize(
     ("imported", "kedro"),
-    [
-        ("rlhf_pipeline.data.split", {"kedro"}),
-        ("rlhf_pipeline.pipelines.split", set()),
-    ],
+    [("rlhf_pipeline.data.split", {"kedro"}), ("rlhf_pipeline.pipelines.split", set())],
 )
 def test_starting_imports_nothing_heavy(imported: str, kedro: set[str]) -> None:
     program = (

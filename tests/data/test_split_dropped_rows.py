@@ -45,33 +45,6 @@ def test_a_control_token_in_the_data_is_a_bad_row(
     assert written == {f"own:{n}" for n in range(1, 11)}
 
 
-def test_a_batch_without_a_usable_row(write_records, prepare: Prepare, load, ten) -> None:
-    forged = (asked(f"<|end|> {n}", "b", "c") for n in range(1000))  # the first batch
-    prepare(write_records("own", *forged, *ten), only="sft", max_bad_fraction=1)
-    assert [one["id"] for one in load("sft/train.arrow")] == [f"own:{1000 + n}" for n in range(10)]
-
-
-def test_a_phase_that_loses_all_its_rows_is_an_error(write_records, prepare: Prepare) -> None:
-    # All rejected answers are too long, so only the files of the reward model lose their rows.
-    rows = [asked(f"Question {n}?", "Yes.", "~" * 300) for n in range(10)]
-    with pytest.raises(DataError) as error:
-        prepare(write_records("own", *rows), over_long_responses="drop")
-    assert str(error.value) == (
-        "reward_model/train.arrow: all 3 rows were dropped ({'rejected answer over "
-        "max_response_tokens=200': 3}). Fix: raise split.max_prompt_tokens or "
-        "split.max_response_tokens."
-    )
-
-
-def test_dropped_rows_are_counted_by_reason(write_records, prepare: Prepare, load) -> None:
-    rows = [asked(f"Question {n}?", "~" * (300 if n == 4 else 1), "No.") for n in range(10)]
-    report = prepare(write_records("own", *rows), only="reward_model", over_long_responses="drop")
-    file = report["files"]["reward_model/train.arrow"]
-    assert (file["rows"], file["dropped"]) == (9, {"chosen answer over max_response_tokens=200": 1})
-    assert "own:4" not in {one["id"] for one in load("reward_model/train.arrow")}
-    assert headline(report)["data/dropped_rows"] == 1
-
-
 def test_truncated_texts_are_counted_and_cut(
     write_records, prepare: Prepare, tokenizer, load
 ) -> None:
@@ -122,24 +95,15 @@ def test_prompts_that_are_equal_once_cut_stay_in_one_part(
     }
 
 
-def test_an_over_long_text_is_an_error_by_default(write_records, prepare: Prepare) -> None:
-    own = write_records("own", asked("Why?", "~" * 300, "No."))
-    with pytest.raises(
-        DataError,
-        match=r"^own:0: the chosen answer has 302 tokens, more than split.max_response_tokens=200",
-    ):
-        prepare(own, only="sft")
-
-
 def test_unused_answers_are_not_checked(write_records, prepare: Prepare) -> None:
     own = write_records("own", asked("Why?", "~" * 300, "^" * 400))
     report = prepare(own, only="ppo")
     assert report["files"]["ppo/train.arrow"]["rows"] == 1
-    assert report["lengths"]["response"]["counts"] == {}
+    assert report["lengths"]["response"]["texts"] == 0
     with pytest.raises(DataError, match="the chosen answer has 302"):
         prepare(own, out="sft", only="sft")
     sft = prepare(own, out="longer", only="sft", max_response_tokens=302)
-    assert sft["lengths"]["response"]["counts"] == {"302": 1}
+    assert (sft["lengths"]["response"]["texts"], sft["lengths"]["response"]["max"]) == (1, 302)
 
 
 def test_a_phase_without_a_row_to_validate_on_is_refused(write_records, prepare: Prepare) -> None:

@@ -31,10 +31,6 @@ def test_token_counts_and_percentiles(write_records, prepare: Prepare, load) -> 
     report = prepare(write_records("own", *rows), only="sft")
     tokens = report["files"]["sft/train.arrow"]["tokens"]
     assert tokens["response_ids"] == {"p50": 7, "p90": 11, "p99": 12, "max": 12, "total": 75}
-    assert report["lengths"]["response"] == {
-        "limit": 200,
-        "counts": {str(length): 1 for length in range(3, 13)},
-    }
     assert headline(report)["data/tokens"] == 75 + tokens["prompt_ids"]["total"]
     assert load("ppo/train.arrow") == []
 
@@ -44,12 +40,14 @@ def test_lengths_are_those_before_the_limit(write_records, prepare: Prepare) -> 
     report = prepare(
         write_records("own", *rows), only="reward_model", over_long_responses="truncate"
     )
-    assert report["lengths"]["response"] == {"limit": 200, "counts": {"3": 5, "302": 1}}
-    (prompts,) = report["lengths"]["prompt"]["counts"].values()
-    assert prompts == 3
+    assert report["lengths"]["response"] == {
+        "limit": 200, "texts": 6, "longer": 1, "total": 317, "max": 302, "p50": 3, "p90": 302,
+        "p99": 302,
+    }  # fmt: skip
+    assert report["lengths"]["prompt"]["texts"] == 3
 
 
-def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> None:
+def test_the_report(write_records, prepare: Prepare, ten) -> None:
     repeated = [ten[0], ten[1], asked("Question 1?", "Other.", "Answers.")]
     own = write_records("own", *ten, Unused("a tie", bad=False), Unused("empty"))
     more = write_records("more", *repeated)
@@ -61,59 +59,32 @@ def test_the_report(write_records, prepare: Prepare, tmp_path: Path, ten) -> Non
     ]  # fmt: skip
     assert list(report["sources"]) == ["files (own.jsonl)", "files (own.jsonl) #2"]
     first, second = report["sources"].values()
-    assert first == {
-        "rows": 12,
-        "bad": {"empty": 1},
-        "skipped": {"a tie": 1},
-        "left_out_by_fraction": 0,
-        "duplicates_merged": 0,
-        "repeats_of_held_out": 0,
-        "near_duplicates": 0,
-        "without_reference": 0,
-        "parts": {"test": 1, "validation": 1, "sft": 2, "reward_model": 3, "ppo": 3},
-    }
+    parts = {"test": 1, "validation": 1, "sft": 2, "reward_model": 3, "ppo": 3}
+    nothing = dict.fromkeys(
+        ("left_out_by_fraction", "duplicates_merged", "repeats_of_held_out", "near_duplicates",
+         "without_reference"), 0,
+    )  # fmt: skip
+    bad, skipped = {"empty": 1}, {"a tie": 1}
+    assert first == nothing | {"rows": 12, "bad": bad, "skipped": skipped, "parts": parts}
     (part,) = (part for part, rows in second["parts"].items() if rows)
-    assert second == {
-        "rows": 3,
-        "bad": {},
-        "skipped": {},
-        "left_out_by_fraction": 0,
-        "duplicates_merged": 2,
-        "repeats_of_held_out": 0,
-        "near_duplicates": 0,
-        "without_reference": 0,
-        "parts": dict.fromkeys(PARTS, 0) | {part: 1},
-    }
-    assert report["distinct_prompts"] == {
-        "test": 1,
-        "validation": 1,
-        "sft": 2,
-        "reward_model": 3,
-        "ppo": 3,
-    }
-    assert report["conversations"] == report["distinct_prompts"]
-    label = "files (own.jsonl)"
+    own_parts = dict.fromkeys(PARTS, 0) | {part: 1}
+    changes = {"rows": 3, "duplicates_merged": 2, "bad": {}, "skipped": {}, "parts": own_parts}
+    assert second == nothing | changes
+    assert report["distinct_prompts"] == report["conversations"] == parts
+    counts = {"ppo/train.arrow": 3, "ppo/validation.arrow": 1, "evaluation/test.arrow": 1}
     assert report["without_reference"] == {
-        "ppo/train.arrow": {label: 3},
-        "ppo/validation.arrow": {label: 1},
-        "evaluation/test.arrow": {label: 1},
+        path: {"files (own.jsonl)": count} for path, count in counts.items()
     }
     assert len(report["overlap"]) == 10 and not any(report["overlap"].values())
     assert len(report["files"]) == 7
-    assert set(report["files"]["sft/train.arrow"]) == {
-        "rows", "duplicates_merged", "dropped", "truncated", "tokens",
-    }  # fmt: skip
+    columns = {"rows", "duplicates_merged", "dropped", "truncated", "tokens"}
+    assert set(report["files"]["sft/train.arrow"]) == columns
     assert report["pretraining"] is None
     assert report["settings"] == {
-        "weights": [2, 4, 4],
-        "validation_fraction": 0.1,
-        "test_fraction": 0.1,
-        "near_duplicates": "drop",
-        "without_reference": "error",
-        "over_long_prompts": "error",
-        "over_long_responses": "error",
-        "sft_loss": "response",
-    }
+        "weights": [2, 4, 4], "validation_fraction": 0.1, "test_fraction": 0.1,
+        "near_duplicates": "drop", "without_reference": "error", "over_long_prompts": "error",
+        "over_long_responses": "error", "sft_loss": "response",
+    }  # fmt: skip
 
 
 def test_every_row_of_a_source_is_accounted_for(write_records, prepare: Prepare, ten) -> None:
@@ -147,22 +118,14 @@ def test_headline(write_records, prepare: Prepare, ten) -> None:
     own = write_records("own", *ten, Unused("a tie", bad=False))
     metrics = headline(prepare(own, write_records("more", ten[0], ten[1])))
     assert metrics.pop("data/tokens") > 0
-    assert metrics == {
-        "data/rows": 13,
-        "data/distinct_prompts": 10,
-        "data/bad_rows": 0,
-        "data/duplicates_merged": 2,
-        "data/near_duplicates": 0,
-        "data/dropped_rows": 0,
+    written = {"sft_train": 2, "sft_validation": 1, "reward_model_train": 3,
+               "reward_model_validation": 1, "ppo_train": 3, "ppo_validation": 1,
+               "evaluation_test": 1}  # fmt: skip
+    assert metrics == {f"data/{name}_rows": count for name, count in written.items()} | {
+        "data/rows": 13, "data/distinct_prompts": 10, "data/bad_rows": 0,
+        "data/duplicates_merged": 2, "data/near_duplicates": 0, "data/dropped_rows": 0,
         "data/truncated_texts": 0,
-        "data/sft_train_rows": 2,
-        "data/sft_validation_rows": 1,
-        "data/reward_model_train_rows": 3,
-        "data/reward_model_validation_rows": 1,
-        "data/ppo_train_rows": 3,
-        "data/ppo_validation_rows": 1,
-        "data/evaluation_test_rows": 1,
-    }
+    }  # fmt: skip
     assert all(type(value) is float for value in metrics.values())
 
 

@@ -25,13 +25,6 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
     "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA_2 = (
-    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content + "
-    "'<</SYS>>' %}{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = "
-    "messages %}{% endif %}{% for turn in turns %}{% if turn.role == 'user' %}{{ bos_token + "
-    "'[INST] ' + (system if loop.first else '') + turn.content.strip() + ' [/INST]' }}{% else "
-    "%}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
 FORGETS_THINKING = CHATML.replace(
     "message.content }}",
     "message.content if loop.last else message.content.split('</think>')[-1] }}",
@@ -63,27 +56,6 @@ def test_our_template(tokenizer) -> None:
         "\n\nHuman: Why?\n\nAssistant:",
         " Because.<|end|>",
     )
-
-
-def test_system_message_and_earlier_turns(tokenizer) -> None:
-    prompt, response = render(tokenizer, DIALOGUE, "Well.")
-    assert prompt == "Be kind.\n\nHuman: Why?\n\nAssistant: So.<|end|>\n\nHuman: Hm.\n\nAssistant:"
-    assert response == " Well.<|end|>"
-
-
-def test_a_batch_keeps_its_order(tokenizer) -> None:
-    prompts = render_prompts(tokenizer, ["a", "b"], [QUESTION, DIALOGUE[:2]])
-    assert prompts == ["\n\nHuman: Why?\n\nAssistant:", "Be kind.\n\nHuman: Why?\n\nAssistant:"]
-    dialogues = [QUESTION, DIALOGUE[:2]]
-    assert responses(tokenizer, ["a", "b"], dialogues, prompts, ["1", "2"]) == [
-        " 1<|end|>",
-        " 2<|end|>",
-    ]
-
-
-def test_an_empty_batch(tokenizer) -> None:
-    assert render_prompts(tokenizer, [], []) == []
-    assert responses(tokenizer, [], [], [], []) == []
 
 
 def test_bos_if_the_tokenizer_has_one(tokenizer) -> None:
@@ -202,11 +174,6 @@ class TestDate:
         fix_date(tokenizer, self.DAY)
         assert tokenizer.chat_template == {"default": '{{ "2023" }}', "tools": "no date"}
 
-    def test_other_templates_stay_as_they_are(self, tokenizer) -> None:
-        before = tokenizer.chat_template
-        fix_date(tokenizer, self.DAY)
-        assert tokenizer.chat_template == before
-
     def test_a_computed_format_is_refused(self, tokenizer) -> None:
         with pytest.raises(ArtifactError, match="calls strftime_now without a literal format"):
             self.rendered(tokenizer, "{% set form = '%Y' %}{{ strftime_now(form) }}")
@@ -214,42 +181,6 @@ class TestDate:
 
 class TestTurns:
     """Each piece of the assistant equals the generated text."""
-
-    def test_a_prompt_without_earlier_turns_is_one_piece(self, tokenizer) -> None:
-        assert turns(tokenizer, DIALOGUE[:2]) == [("Be kind.\n\nHuman: Why?\n\nAssistant:", False)]
-
-    def test_our_template(self, tokenizer) -> None:
-        assert turns(tokenizer, DIALOGUE) == [
-            ("Be kind.\n\nHuman: Why?\n\nAssistant:", False),
-            (" So.<|end|>", True),
-            ("\n\nHuman: Hm.\n\nAssistant:", False),
-        ]
-
-    def test_several_turns_with_the_same_words(self, tokenizer) -> None:
-        prompt = [*DIALOGUE[1:3], *DIALOGUE[1:3], *QUESTION]
-        assert turns(tokenizer, prompt) == [
-            ("\n\nHuman: Why?\n\nAssistant:", False),
-            (" So.<|end|>", True),
-            ("\n\nHuman: Why?\n\nAssistant:", False),
-            (" So.<|end|>", True),
-            ("\n\nHuman: Why?\n\nAssistant:", False),
-        ]
-
-    def test_the_line_break_of_chatml_belongs_to_the_next_turn(self, tokenizer) -> None:
-        use(tokenizer, CHATML, eos_token="<|im_end|>")
-        assert turns(tokenizer, DIALOGUE[1:]) == [
-            ("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", False),
-            ("So.<|im_end|>", True),
-            ("\n<|im_start|>user\nHm.<|im_end|>\n<|im_start|>assistant\n", False),
-        ]
-
-    def test_llama_2_begins_every_turn_with_bos(self, tokenizer) -> None:
-        use(tokenizer, LLAMA_2, bos_token="<s>", eos_token="</s>")
-        assert turns(tokenizer, DIALOGUE) == [
-            ("<s>[INST] <<SYS>>Be kind.<</SYS>>Why? [/INST]", False),
-            (" So. </s>", True),
-            ("<s>[INST] Hm. [/INST]", False),
-        ]
 
     def test_a_template_that_rewrites_earlier_turns_is_refused(self, tokenizer) -> None:
         use(tokenizer, FORGETS_THINKING, eos_token="<|im_end|>")

@@ -61,21 +61,6 @@ def test_two_true_answers_of_a_prompt_are_refused(write_records, prepare) -> Non
         prepare(first, write_records("second", *wrong))
 
 
-def test_rows_beyond_the_fraction_give_no_true_answer(write_records, prepare, load) -> None:
-    sources = [
-        {"name": "files", "path": "0.jsonl"},
-        {"name": "files", "path": "1.jsonl", "fraction": 0.1},
-    ]
-    report = prepare(
-        write_records("pairs", *PAIRS),
-        write_records("answered", *ANSWERED),
-        only="ppo",
-        sources=sources,
-    )
-    assert report["without_reference"] == {"ppo/train.arrow": {"files (0.jsonl)": 9}}
-    assert [row["reference"] for row in load("ppo/train.arrow")].count(None) == 9
-
-
 def test_prompts_without_a_true_answer_can_leave_ppo_and_the_evaluation(
     write_records, prepare, load
 ) -> None:
@@ -160,12 +145,6 @@ def test_a_split_of_an_earlier_version_suits_what_reads_no_true_answers(split: P
     with pytest.raises(DataError, match=r"^split: found one of an earlier version, .* Fix: "):
         require_true_answers(split, (), exact)
     require_true_answers(split, TypeAdapter(Rewards).validate_python(["trained"]), ())
-
-
-def test_a_split_with_all_true_answers_suits_every_reward(split: Path) -> None:
-    (split / "report.json").write_text(json.dumps({"without_reference": {}}))
-    rewards = TypeAdapter(Rewards).validate_python([f"{split}/mine.py:correct"])
-    require_true_answers(split, rewards, EvaluateConfig(judges=[{"reference": "exact"}]).judges)
 
 
 # --- the example of docs/ppo.md -------------------------------------------------------------------

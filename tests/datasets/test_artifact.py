@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 from urllib.parse import quote
 
@@ -277,16 +276,6 @@ def test_one_damaged_manifest_does_not_hide_the_other_versions(shared, finished,
     assert [path.parent.name for path in here] == [V1, V2]
 
 
-def test_damage_in_the_store_is_found_when_the_version_is_loaded(shared, finished, tmp_path):
-    shared("one").save(finished)
-    for path in (tmp_path / "store").rglob("objects/*"):
-        path.write_text(path.read_text().replace("abc", "abd"))
-    with pytest.raises(DatasetError) as error:
-        shared("two").load()
-    assert isinstance(error.value.__cause__, ArtifactError)
-    assert "(weights): found other bytes" in str(error.value.__cause__)
-
-
 def test_a_disk_that_fills_up_during_a_download_is_named(shared, finished, tmp_path, disk):
     """As by another program, after the space was found to be enough."""
     shared("one").save(finished)
@@ -297,15 +286,6 @@ def test_a_disk_that_fills_up_during_a_download_is_named(shared, finished, tmp_p
     assert isinstance(error.value.__cause__, StageError)
     assert not isinstance(error.value.__cause__, StoreError)
     assert f"{V1}.json is not copied: [Errno 28] No space left" in str(error.value.__cause__)
-
-
-def test_several_readers_may_load_a_version_at_the_same_time(shared, finished, tmp_path):
-    shared("one").save(finished)
-    readers = [shared("two", V2) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        loaded = set(pool.map(lambda reader: reader.load(), readers * 50))
-    assert loaded == {tmp_path / "two" / "models" / "sft_model" / V1 / "sft_model"}
-    assert [path.parent.name for path in readers[0].versions()] == [V1]
 
 
 def test_a_url_as_filepath_is_refused():

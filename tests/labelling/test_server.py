@@ -115,20 +115,6 @@ def test_undo_takes_back_the_vote_that_it_names_however_often_it_is_repeated(pai
     assert [v.pair for v in read_votes(votes)] == [given[0].pair]
 
 
-def test_a_repeated_request_counts_once(pairs, votes, serve):
-    given = pairs(2)
-    address = serve(given, votes)
-    threads = [
-        threading.Thread(target=vote, args=(address, given[0].pair, choice))
-        for choice in ("a", "b") * 5
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(read_votes(votes)) == 1
-
-
 @pytest.mark.parametrize("servers", [1, 2])
 def test_two_annotators_at_once_lose_no_vote(pairs, votes, serve, servers):
     given = pairs(50)
@@ -180,8 +166,7 @@ def test_a_large_body_is_not_read(pairs, votes, serve):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"choice": "c"}, {"annotator": " "}, {"annotator": "a" * 65}, {"reason": "a" * 2001}],
+    "change", [{"choice": "c"}, {"annotator": " "}, {"annotator": "a" * 65}, {"reason": "a" * 2001}]
 )
 def test_a_request_that_the_page_would_not_send_writes_nothing(pairs, votes, serve, change):
     (pair,) = pairs(1)

@@ -63,15 +63,6 @@ def test_it_opens_without_an_error_and_asks_the_network_for_nothing(opened):
     assert asked and all(url.startswith(("file://", "data:")) for url in asked)
 
 
-def test_the_verdict_is_the_first_heading(opened):
-    page = opened()
-    first, *others = page.find_elements(By.CSS_SELECTOR, "h1, h2, h3")
-    assert (first.tag_name, first.text) == ("h1", "PPO is not promoted.")
-    assert others[0].text == "Results"
-    condition = page.find_element(By.CSS_SELECTOR, ".cards tbody tr").text
-    assert condition.startswith("the champion") and condition.endswith("✗ fails")
-
-
 def test_every_chart_is_drawn(opened):
     page = opened()
     figures = page.find_elements(By.CSS_SELECTOR, "figure")

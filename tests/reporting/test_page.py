@@ -56,12 +56,6 @@ def test_an_evaluation_of_an_earlier_version_is_refused(evaluation):
         evaluation_page(folder, [], None)
 
 
-def test_the_same_evaluation_has_the_same_page(evaluation, models):
-    folder = evaluation()
-    pages = {evaluation_page(folder, models, REGISTRATION) for _ in range(2)}
-    assert len(pages) == 1
-
-
 @pytest.mark.parametrize(
     ("promoted", "refusals", "heading"),
     [
@@ -97,7 +91,7 @@ def test_newer_fields_are_shown(evaluation):
     assert "With answers of equal length, it would prefer PPO&#39;s on 25.0%" in page
     assert "at equal length" in page and "20.0% to 30.0%" in page
     assert "Results by source" in page and "the gold judge, 60 prompts" in page
-    assert "SFT 4.00, PPO 5.50. A rise is what the training for the judge costs." in page
+    assert "SFT 4.00, PPO 5.50. A rise shows what the training for the judge costs." in page
     assert "best of 4" in page and "pairs 60, inconsistent 4" in page
 
 

@@ -43,21 +43,17 @@ class Blend:
     """The true answer of the prompt of each of the N rows, or null."""
     starts: list[int]
     """First row of each source, and N."""
-    left_out: list[int]
-    """Rows of each source beyond its fraction."""
-    unservable: list[int]
-    """Rows of each source that none of its phases can use, such as demonstrations of a source with
-    `phases: [ppo]`."""
-    merged: list[int]
-    """Rows of each source that repeat a row of an earlier source: same prompt, same answers."""
-    in_test: list[int]
-    """Rows of each source that leave it, since a test source has their conversation."""
-    near: list[int]
-    """Rows of each source whose first turn nearly repeats a held-out one: left out, or kept."""
-    unanswered: list[int]
-    """Rows of each source whose prompt has no true answer."""
-    dropped: list[int]
-    """Those of `unanswered` that leave all files, since only PPO or the test could use them."""
+    counts: dict[str, list[int]]
+    """The numbers of rows of each source with one of these fates.
+
+    - left_out: beyond its fraction
+    - unservable: none of its phases can use them, such as demonstrations of `phases: [ppo]`
+    - merged: they repeat a row of an earlier source, same prompt and same answers
+    - in_test: they leave it, since a test source has their conversation
+    - near: their first turn nearly repeats a held-out one; they are left out, or kept
+    - unanswered: their prompt has no true answer
+    - dropped: unanswered, and in no file, since only PPO or the test could use them
+    """
 
     def rows(self, table: Table) -> tuple[np.ndarray, int]:
         """The rows of a table as (N,) bool, and the number of rows left out as repeated prompts."""
@@ -123,24 +119,20 @@ def blend(
     if config.near_duplicates == "drop":
         parts[near] = -1
 
-    def counts(chosen: np.ndarray) -> list[int]:
-        return [int(own.sum()) for own in np.split(chosen, starts[1:-1])]
-
-    return Blend(
-        parts,
-        bits,
-        prompts,
-        conversations,
-        references,
-        starts.tolist(),
-        left_out=counts(~within_fraction),
-        unservable=counts(allowed & ~in_test & ~servable),
-        merged=counts(merged),
-        in_test=counts(in_test),
-        near=counts(near),
-        unanswered=counts(unanswered),
-        dropped=counts(unanswered & ~in_test & ~merged & servable & ~used),
-    )
+    fates = {
+        "left_out": ~within_fraction,
+        "unservable": allowed & ~in_test & ~servable,
+        "merged": merged,
+        "in_test": in_test,
+        "near": near,
+        "unanswered": unanswered,
+        "dropped": unanswered & ~in_test & ~merged & servable & ~used,
+    }
+    counts = {
+        name: [int(own.sum()) for own in np.split(rows_with, starts[1:-1])]
+        for name, rows_with in fates.items()
+    }
+    return Blend(parts, bits, prompts, conversations, references, starts.tolist(), counts)
 
 
 def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray) -> np.ndarray:

@@ -88,11 +88,9 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
     start = 0
     for batch in table.to_batches():
         low, high = np.searchsorted(rows, (start, start + len(batch)))
-        prompts = batch.column("prompt").take(pa.array(rows[low:high] - start))
-        at, turns = prompts.offsets.to_numpy()[:-1], prompts.values
-        roles = turns.field("role").take(pa.array(at)).to_pylist()
-        has_system = np.array(roles, object) == "system"
-        yield from turns.field("content").take(pa.array(at + has_system)).to_pylist()
+        taken = batch.column("prompt").take(pa.array(rows[low:high] - start))
+        for prompt in taken.to_pylist():
+            yield prompt[prompt[0]["role"] == "system"]["content"]
         start += len(batch)
 
 
@@ -149,14 +147,29 @@ class ArrowWriter:
         self._schema = schema
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, schema)
+        self._rows: list[dict[str, Any]] = []
+        self._characters = 0
+
+    def add(self, row: dict[str, Any], characters: int) -> None:
+        """Append a row of so many characters to the current batch."""
+        self._rows.append(row)
+        self._characters += characters
+        if len(self._rows) == _BATCH_ROWS or self._characters > _BATCH_CHARACTERS:
+            self._flush()
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Append a batch; keys that are not in the schema are left out."""
         self._stream.write_batch(pa.RecordBatch.from_pylist(rows, schema=self._schema))
 
     def close(self) -> None:
+        self._flush()
         self._stream.close()
         self._file.close()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self.write(self._rows)
+            self._rows, self._characters = [], 0
 
 
 class RecordsWriter:
@@ -164,8 +177,8 @@ class RecordsWriter:
 
     def __init__(self, folder: Path, *, has_extra: bool = False) -> None:
         schema = _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
-        self._examples = _RowsWriter(folder / "examples.arrow", schema)
-        self._texts = _RowsWriter(folder / "texts.arrow", _TEXTS)
+        self._examples = ArrowWriter(folder / "examples.arrow", schema)
+        self._texts = ArrowWriter(folder / "texts.arrow", _TEXTS)
 
     def __enter__(self) -> "RecordsWriter":
         return self
@@ -192,28 +205,6 @@ class RecordsWriter:
     def __exit__(self, *_: object) -> None:
         self._examples.close()
         self._texts.close()
-
-
-class _RowsWriter(ArrowWriter):
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        super().__init__(path, schema)
-        self._rows: list[dict[str, Any]] = []
-        self._characters = 0
-
-    def add(self, row: dict[str, Any], characters: int) -> None:
-        self._rows.append(row)
-        self._characters += characters
-        if len(self._rows) == _BATCH_ROWS or self._characters > _BATCH_CHARACTERS:
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        super().close()
-
-    def _flush(self) -> None:
-        if self._rows:
-            self.write(self._rows)
-            self._rows, self._characters = [], 0
 
 
 @dataclass

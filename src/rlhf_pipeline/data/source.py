@@ -150,7 +150,7 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
 
 
 def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
-    """Local files of which no row can be read, by a look at their first 1,000 rows.
+    """Messages about local files whose first 1,000 rows are all bad.
 
     Files that are missing or empty are left to stage `source`: something may write them before.
     """
@@ -158,23 +158,22 @@ def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
         found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
         if not any(Path(file).stat().st_size for file in found):
             continue
-        first = None
+        bad = []
         try:
             for where, row in read(source.model_copy(update={"samples": 1000}), seed=0):
                 if not isinstance(row, Unused) or not row.bad:
+                    bad = []
                     break
-                first = first or (where, row.reason)
-            else:
-                if first is not None:
-                    where, reason = first
-                    yield (
-                        f"{place}.{index}: found only bad rows at the start of {source.label()}, "
-                        f"such as {where}: {reason}. Fix: {fix_of(reason)}"
-                    )
+                bad.append((where, row.reason))
         except DataError as error:
             yield f"{place}.{index}: {error}"
         except ConfigError:  # a fault of the source's name or fields, which is another line
             continue
+        for where, reason in bad[:1]:
+            yield (
+                f"{place}.{index}: found only bad rows at the start of {source.label()}, such as "
+                f"{where}: {reason}. Fix: {fix_of(reason)}"
+            )
 
 
 def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
@@ -220,20 +219,20 @@ def _hub_rows(
 
 def record_fault(record: Record | Unused) -> Unused | None:
     """The fault of a record by the rules for all sources, or None."""
-    match record:
-        case Example(prompt, chosen, rejected):
-            reason = _example_fault(record)
-            answers = (chosen or "", rejected or "", record.reference or "")
-            text = "".join([*(turn.content for turn in prompt), *answers])
-        case Text(text):
-            if not text.strip():
-                return Unused("the text is blank", bad=False)
-            reason = None
-        case _:
-            return None
-    if reason is None and "\0" in text:
+    reason = None
+    if isinstance(record, Unused):
+        return None
+    if isinstance(record, Text):
+        if not record.text.strip():
+            return Unused("the text is blank", bad=False)
+        texts = [record.text]
+    else:
+        reason = _example_fault(record)
+        answers = (record.chosen, record.rejected, record.reference)
+        texts = [*(turn.content for turn in record.prompt), *filter(None, answers)]
+    if reason is None and any("\0" in text for text in texts):
         reason = "a NUL character in the text"
-    if reason is None and not is_utf8(text):
+    if reason is None and not all(map(is_utf8, texts)):
         reason = "half a surrogate pair, not a character"
     return None if reason is None else Unused(reason)
 
@@ -243,7 +242,7 @@ def _example_fault(example: Example) -> str | None:
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns[-1] != "user":
         return "the prompt does not end with a user's turn"
-    if turns != ["user" if index % 2 == 0 else "assistant" for index in range(len(turns))]:
+    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(turns)):
         return "the prompt's turns are not user and assistant in alternation"
     if not all(message.content.strip() for message in example.prompt):
         return "a turn of the prompt is empty"

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,8 @@ def split_sources(
     tables = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
     labels = _unique_labels(config.sources)
-    control_tokens = ControlTokenFilter(
-        tokenizer, contract, labels, counts, config.max_bad_fraction
-    )
-    usable = [control_tokens.usable_rows(index, table) for index, table in enumerate(tables)]
+    control_tokens = ControlTokenFilter(tokenizer, contract, config.max_bad_fraction)
+    usable = list(map(control_tokens.usable_rows, labels, counts, tables))
     plan = blend(config, tables, usable, seed)
     extra = any("extra" in table.column_names for table in tables)
     files = {table.path: PhaseFile(table, output, *plan.rows(table), extra) for table in TABLES}
@@ -222,17 +221,22 @@ def pack(
     assert config.pretraining is not None
     block_tokens = config.pretraining.block_tokens
     counts = [RowCounts.read(folder) for folder in sources]
-    control_tokens = ControlTokenFilter(
-        tokenizer, contract, labels, counts, config.max_bad_fraction
-    )
+    control_tokens = ControlTokenFilter(tokenizer, contract, config.max_bad_fraction)
+
+    def accepted() -> Iterator[list[str]]:
+        for label, count, folder in zip(labels, counts, sources, strict=True):
+            for places, batch in texts(folder):
+                rows = zip(places, batch, strict=True)
+                accepts = partial(control_tokens.accepts, label, count)
+                yield [text for place, text in rows if accepts(place, [text])]
+
     first = tokenizer("")["input_ids"][:1]  # BOS if the tokenizer puts one before text, as Llama's
     bos = np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
     text_tokens = block_tokens - len(bos)
     documents, tokens, blocks = 0, 0, 0
     rest = np.empty(0, np.int32)
     writer = ArrowWriter(output / "pretraining" / "train.arrow", _BLOCKS)
-    batches = _accepted_texts(sources, control_tokens)
-    for batch, ids in one_ahead(batches, lambda batch: encode(batch, tokenizer)):
+    for batch, ids in one_ahead(accepted(), lambda batch: encode(batch, tokenizer)):
         documents += len(batch)
         joined = [token for document in ids for token in (*document, contract.eos_id)]
         tokens += len(joined)
@@ -261,15 +265,6 @@ def pack(
         "blocks": blocks,
         "tokens_left_out": len(rest),
     }
-
-
-def _accepted_texts(
-    sources: Sequence[Path], control_tokens: ControlTokenFilter
-) -> Iterator[list[str]]:
-    for source, folder in enumerate(sources):
-        for places, batch in texts(folder):
-            rows = zip(places, batch, strict=True)
-            yield [text for place, text in rows if control_tokens.accepts(source, place, [text])]
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ It is a dict of JSON types, stored as `report.json`:
     files             path -> rows; duplicates_merged; dropped and truncated by reason;
                       tokens: column -> total, max, p50, p90, p99; in the order of the phases
     overlap           "test and validation" -> number of conversations in both
-    lengths           "prompt" and "response" -> limit; counts: length in tokens, before the
-                      limit -> number
+    lengths           "prompt" and "response" -> limit; number of texts; of them longer than the
+                      limit; total, max, p50, p90, p99 of their tokens before the limit
     pretraining       None, or sources (without parts), documents, tokens, block_tokens, blocks,
                       tokens_left_out
     examples          what it shows -> segments: text, and whether the model learns it
@@ -23,6 +23,7 @@ It is a dict of JSON types, stored as `report.json`:
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import pyarrow as pa
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend
 from rlhf_pipeline.data.parts import PARTS, Part
-from rlhf_pipeline.data.phase_files import PhaseFile
+from rlhf_pipeline.data.phase_files import PhaseFile, summary
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import Tokenizer
 
@@ -64,10 +65,12 @@ def build_report(
         "overlap": overlap(files, plan),
         "lengths": {
             name: {
-                "limit": getattr(config, f"max_{name}_tokens"),
-                "counts": dict(sorted(counted.items())),
+                "limit": (limit := getattr(config, f"max_{name}_tokens")),
+                "texts": counts.total(),
+                "longer": sum(n for length, n in counts.items() if length > limit),
+                **(summary(counts) if counts else {}),
             }
-            for name, counted in lengths.items()
+            for name, counts in lengths.items()
         },
         "pretraining": None,
         "settings": config.model_dump(
@@ -146,16 +149,17 @@ def _describe_sources(
     has_answers = plan.references.null_count < len(plan.references)
     for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
         parts = plan.parts[plan.starts[index] : plan.starts[index + 1]]
+        fates = {name: numbers[index] for name, numbers in plan.counts.items()}
         described[label] = {
             "rows": count.rows,
             "bad": count.bad,
             "skipped": count.skipped
-            + Counter({_UNSERVABLE: plan.unservable[index], _DROPPED: plan.dropped[index]}),
-            "left_out_by_fraction": plan.left_out[index],
-            "duplicates_merged": plan.merged[index],
-            "repeats_of_held_out": plan.in_test[index] + drops_near * plan.near[index],
-            "near_duplicates": plan.near[index],
-            "without_reference": plan.unanswered[index] if has_answers else 0,
+            + Counter({_UNSERVABLE: fates["unservable"], _DROPPED: fates["dropped"]}),
+            "left_out_by_fraction": fates["left_out"],
+            "duplicates_merged": fates["merged"],
+            "repeats_of_held_out": fates["in_test"] + drops_near * fates["near"],
+            "near_duplicates": fates["near"],
+            "without_reference": fates["unanswered"] if has_answers else 0,
             "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},
         }
     return described
@@ -172,22 +176,16 @@ def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Segment
 
     examples: dict[str, list[Segment]] = {}
     if row := _first_row(folder / "sft" / "train.arrow"):
-        tokens = zip(
-            row["prompt_ids"] + row["response_ids"],
-            [False] * len(row["prompt_ids"]) + row["loss_mask"],
-            strict=True,
-        )
+        ids = row["prompt_ids"] + row["response_ids"]
+        mask = [False] * len(row["prompt_ids"]) + row["loss_mask"]
         examples["SFT"] = [
             (text([token for token, _ in group]), learned)
-            for learned, group in groupby(tokens, key=lambda pair: pair[1])
+            for learned, group in groupby(zip(ids, mask, strict=True), key=itemgetter(1))
         ]
     if row := _first_row(folder / "reward_model" / "train.arrow"):
-        prompt = text(row["prompt_ids"])
         for answer in ("chosen", "rejected"):
-            examples[f"reward model, {answer} answer"] = [
-                (prompt, False),
-                (text(row[f"{answer}_ids"]), True),
-            ]
+            segments = [(text(row["prompt_ids"]), False), (text(row[f"{answer}_ids"]), True)]
+            examples[f"reward model, {answer} answer"] = segments
     if row := _first_row(folder / "ppo" / "train.arrow"):
         examples["PPO, prompt"] = [(text(row["prompt_ids"]), False)]
     return examples
@@ -195,7 +193,4 @@ def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Segment
 
 def _first_row(path: Path) -> dict[str, Any] | None:
     with pa.ipc.open_stream(path) as stream:
-        for batch in stream:
-            if len(batch):
-                return dict(batch.slice(0, 1).to_pylist()[0])
-    return None
+        return next((batch.slice(0, 1).to_pylist()[0] for batch in stream if len(batch)), None)

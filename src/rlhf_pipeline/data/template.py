@@ -140,11 +140,7 @@ def render_responses(
 
 
 def render_turns(
-    tokenizer: Tokenizer,
-    contract: TokenContract,
-    name: str,
-    prompt: Conversation,
-    prompt_text: str,
+    tokenizer: Tokenizer, contract: TokenContract, name: str, prompt: Conversation, prompt_text: str
 ) -> list[tuple[str, bool]]:
     """Divide a prompt's text (from `render_prompts`) into pieces, with True for the assistant.
 

@@ -1,9 +1,9 @@
 """The file of votes: one JSON object for each, which the source `files` reads as comparisons.
 
-The end of a server loses no vote: each is forced to disk under a lock before the page hears of it.
+Each change replaces the file under a lock, forced to disk before the page hears of it. So neither a
+kill nor a full disk loses or cuts a vote.
 """
 
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,9 +15,7 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.labelling.pairs import Pair
-from rlhf_pipeline.runtime.files import force_to_disk, put_in_place
-
-logger = logging.getLogger(__name__)
+from rlhf_pipeline.runtime.files import write_atomically
 
 
 class Vote(Pair):
@@ -33,14 +31,9 @@ class Vote(Pair):
 
 
 def read_votes(file: Path) -> list[Vote]:
-    """All votes, oldest first; half a last line is none. Raises DataError for any other line."""
-    content = file.read_bytes()
-    return _votes(file, content[: content.rfind(b"\n") + 1])
-
-
-def _votes(file: Path, content: bytes) -> list[Vote]:
+    """All votes, oldest first. Raises DataError if a line is no vote."""
     votes = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             votes.append(Vote.model_validate_json(line))
         except ValidationError as error:
@@ -54,58 +47,31 @@ def add_vote(file: Path, vote: Vote) -> None:
     """Write a vote. Only the first vote of a person on a pair counts."""
     with locked(file) as votes:
         if all((v.annotator, v.pair) != (vote.annotator, vote.pair) for v in votes):
-            size = file.stat().st_size
-            try:
-                _write(file, "ab", _lines([vote]))
-            except OSError:  # a full disk
-                os.truncate(file, size)
-                raise
+            _write(file, [*votes, vote])
 
 
 def remove_vote(file: Path, annotator: str, pair: str) -> None:
-    """Remove the vote of a person on a pair, if there is one, by replacing the file."""
+    """Remove the vote of a person on a pair, if there is one."""
     with locked(file) as votes:
-        kept = [v for v in votes if (v.annotator, v.pair) != (annotator, pair)]
-        partial = file.with_name(f"{file.name}.partial")
-        partial.touch()
-        shutil.copystat(file, partial)  # servers of other users may write the file, too
-        with suppress(PermissionError):
-            os.chown(partial, file.stat().st_uid, file.stat().st_gid)
-        _write(partial, "wb", _lines(kept))
-        put_in_place(partial, file)
+        _write(file, [v for v in votes if (v.annotator, v.pair) != (annotator, pair)])
 
 
 @contextmanager
 def locked(file: Path) -> Iterator[list[Vote]]:
-    """Have the file, which is created, and its votes alone among all servers.
+    """Hold the lock of the file, which is created if it is missing, and yield its votes.
 
-    Half a vote at its end is moved to `<file>.cut`. Raises DataError, before a byte changes, if
-    the file contains something else.
+    Raises DataError if the file contains something else.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         file.touch()
-        content = file.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        votes, rest = _votes(file, content[:whole]), content[whole:]
-        try:
-            votes += _votes(file, rest)
-            if rest:
-                _write(file, "ab", b"\n")
-        except DataError:
-            if not votes:
-                raise
-            logger.warning("%s: moved half a vote to %s.cut; its pair comes again", file, file.name)
-            _write(file.with_name(f"{file.name}.cut"), "ab", rest + b"\n")
-            os.truncate(file, whole)
-        yield votes
+        yield read_votes(file)
 
 
-def _lines(votes: list[Vote]) -> bytes:
-    return b"".join(f"{vote.model_dump_json()}\n".encode() for vote in votes)
-
-
-def _write(file: Path, mode: str, content: bytes) -> None:
-    with file.open(mode) as output:
-        output.write(content)
-    force_to_disk(file)
+def _write(file: Path, votes: list[Vote]) -> None:
+    partial = file.with_name(f"{file.name}.partial")  # the name that `write_atomically` uses
+    partial.touch()
+    shutil.copystat(file, partial)  # servers of other users may write the file, too
+    with suppress(PermissionError):
+        os.chown(partial, file.stat().st_uid, file.stat().st_gid)
+    write_atomically(file, "".join(f"{vote.model_dump_json()}\n" for vote in votes))

@@ -31,7 +31,7 @@ class Chart:
     kind: str = "line"
     """`line`, or `histogram`, whose x are the edges of the bars."""
     value: str = ""
-    """The number to remember."""
+    """The number beside the title: the metric of the exported model."""
     healthy: tuple[float, float] | None = None
     """The band of y that is healthy."""
     mark: float | None = None
@@ -66,17 +66,19 @@ OTHERS = (
      "above 0.5, which is chance; noisy preferences keep it below 1.", (0.5, 1.0)),
     ("Margin of the chosen response", "{}/margin", "it grows, then levels off.", None),
 )
-"""Title, metric, what is healthy, and the healthy band, if any. Beside a metric of batches stands
-the metric of the same name on held-out rows."""
+"""Title, metric, what is healthy, and the healthy band or None. The metric of the same name on
+held-out rows is drawn in the same chart."""
 # fmt: on
 
 
 def training_charts(
     stage: str, trainings: Mapping[str, Records], exported: Mapping[str, float], score: str = SCORE
 ) -> Iterator[Chart]:
-    """The charts of a stage, of the metrics that there are; of several trainings, held-out ones.
+    """The charts of a stage: one for each metric that one of its trainings has.
 
-    `exported` are the metrics of the exported model; `score` is the title of PPO's score.
+    The chart of one training shows batches and held-out rows, that of several trainings one line
+    for each, of held-out rows where they are measured. `exported` are the metrics of the exported
+    model; `score` is the title of PPO's score.
     """
     several = len(trainings) > 1
     present = {each for records in trainings.values() for r in records for each in r["metrics"]}
@@ -113,7 +115,7 @@ def line(name: str, records: Records, metric: str) -> dict[str, Any]:
 
 
 def short(value: float) -> float:
-    """A number of five digits."""
+    """The number, rounded to five digits."""
     return float(f"{value:.5g}")
 
 
@@ -122,9 +124,11 @@ def frontier(
     score: str = SCORE,
     evaluation: Mapping[str, Any] | None = None,
 ) -> Iterator[Chart]:
-    """Scores against the square root of the KL: the path of a training, its result, best of n.
+    """Charts of scores against the square root of the KL.
 
-    The score of an evaluation is that of the reward model, which need not be the training's.
+    They show the path of each training and, with an `evaluation`, its policies and the best of n
+    answers of SFT. The score of an evaluation is that of the reward model, so it is shown only if
+    the training optimized nothing else.
     Gao, Schulman, Hilton, "Scaling Laws for Reward Model Overoptimization", 2023.
     """
     for metric, title in (("score", score), ("gold_score", "Gold score")):
@@ -156,7 +160,9 @@ def frontier(
             for name, path in paths.items() if path
         ]  # fmt: skip
         if series:
-            note = "Healthy: up and to the right. A curve that bends down is over-optimization."
+            note = (
+                "Healthy: it rises to the right. A curve that bends down shows over-optimization."
+            )
             yield Chart(f"{title} against √KL", note, "√KL from SFT, KL in nats", series)
 
 
@@ -172,11 +178,11 @@ def histogram(title: str, note: str, x: str, values: Mapping[str, Sequence[float
 
 
 def calibration(bins: Iterable[Mapping[str, float]]) -> Iterator[Chart]:
-    """How often the reward model prefers the chosen response, against how sure it is."""
+    """A chart of how often the reward model prefers the chosen response, by how sure it is."""
     filled = [each for each in bins if each["n"]]
     if filled:
         x, y = ([short(each[name]) for each in filled] for name in ("confidence", "accuracy"))
         held_out = {"name": "held-out", "x": x, "y": y, "dots": True}
         diagonal = {"name": "calibrated", "x": [0.5, 1], "y": [0.5, 1]}
-        note = "Healthy: close to the line. Below it, the reward model is too sure."
+        note = "Healthy: the points are close to the line. Below it, the reward model is too sure."
         yield Chart("Calibration", note, "probability by the margin", [held_out, diagonal])

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 REWARD_REPORT = "reward_report.json"
-"""File of a reward model with what was measured on held-out comparisons."""
+"""The file of a reward model that says what was measured on held-out comparisons."""
 
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 """The lines of `answers.jsonl`, by policy."""
@@ -89,7 +89,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def decimals(value: float | None) -> str:
-    """A number that may be unknown."""
+    """The number with two decimals; the sign for an absent value if it is None."""
     return ABSENT if value is None else f"{value:z.2f}"
 
 

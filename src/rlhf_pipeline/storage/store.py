@@ -33,7 +33,6 @@ from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
 
 OBJECTS = "objects"
-PROBE = "write-test"
 RENAMING = {"file", "local", "sftp", "ssh"}
 """Protocols with a rename that replaces a file at once. Object stores write a whole object."""
 SMALL = 2**20
@@ -59,9 +58,8 @@ def open_store(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str
     if "://" not in url:
         return LocalFileSystem(auto_mkdir=True), str(Path(url).expanduser().absolute())
     store, root = fsspec.url_to_fs(url, **options)
-    if isinstance(store, LocalFileSystem):
-        store = LocalFileSystem(auto_mkdir=True)
-    return store, str(root).rstrip("/")
+    local = isinstance(store, LocalFileSystem)
+    return LocalFileSystem(auto_mkdir=True) if local else store, str(root).rstrip("/")
 
 
 def upload(store: fsspec.AbstractFileSystem, source: Path, target: str, digest: str) -> None:
@@ -129,7 +127,7 @@ class Store:
                 "as `credentials` of the catalog entry, or in the environment"
             )
         with self._open() as (store, root):
-            probe = f"{root}/{PROBE}-{secrets.token_hex(4)}"  # another run may do the same
+            probe = f"{root}/write-test-{secrets.token_hex(4)}"  # another run may do the same
             store.pipe_file(probe, b"may be removed")
             store.rm_file(probe)
 
@@ -158,14 +156,11 @@ class Store:
 
     def names(self, pattern: str) -> list[str]:
         """The names that match a pattern such as `stages/*.json`, sorted."""
-        folder = pattern.partition("*")[0].rpartition("/")[0]
+        folder = pattern.rpartition("/")[0]
         with self._open() as (store, root):
-            found = store.find(f"{root}/{folder}".rstrip("/"))
-        names = (path.removeprefix(root).lstrip("/") for path in found)
-        depth = pattern.count("/")
-        return sorted(
-            name for name in names if fnmatchcase(name, pattern) and name.count("/") == depth
-        )
+            found = store.find(f"{root}/{folder}".rstrip("/"), maxdepth=1)
+        names = sorted(path.removeprefix(root).lstrip("/") for path in found)
+        return [name for name in names if fnmatchcase(name, pattern)]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Another machine may have removed some of them."""
@@ -202,10 +197,10 @@ class Store:
             (Path(temporary) / NAME).write_text(text)
             try:
                 manifest = Manifest.read(Path(temporary))
-                inside = [_is_inside(name, entry) for name, entry in manifest.files.items()]
+                whole = all(_is_inside(name, entry) for name, entry in manifest.files.items())
             except ArtifactError:
-                inside = [False]
-        if not all(inside):
+                whole = False
+        if not whole:
             raise ArtifactError(
                 f"{self.name}/{pointer} is damaged. Fix: restore or remove it in the store"
             )

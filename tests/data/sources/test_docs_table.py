@@ -6,7 +6,6 @@ python tests/data/sources/test_docs_table.py
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 
 from rlhf_pipeline.data.source import MODULES, find_source
@@ -48,11 +47,6 @@ def test_the_documentation_contains_exactly_the_table() -> None:
     assert found[1] == markdown_table(), (
         "print the table with python tests/data/sources/test_docs_table.py"
     )
-
-
-def test_it_prints_the_table(capsys) -> None:
-    runpy.run_path(__file__, run_name="__main__")
-    assert capsys.readouterr().out == markdown_table() + "\n"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
+from rlhf_pipeline.data.records import Example, Record, Text, Unused
 from rlhf_pipeline.data.source import find_source, read
 
 NAMES = sorted(json.loads(Path(__file__).with_name("rows.json").read_text()))
@@ -50,30 +49,6 @@ def test_every_format_gives_the_same_records(source_rows, tmp_path: Path, name: 
         assert read_from(write(tmp_path / path, rows, split), name) == expected
 
 
-@pytest.mark.parametrize("write", [jsonl, parquet, saved])
-def test_values_of_every_type_arrive(
-    source_rows, tmp_path: Path, write: Callable[..., Path]
-) -> None:
-    # Numbers, nested strings, strings with citations, and a tie.
-    name = "openai/webgpt_comparisons"
-    assert read_from(
-        write(
-            tmp_path / f"rows.{write.__name__}".removesuffix(".saved"), source_rows[name], "train"
-        ),
-        name,
-    ) == [
-        (
-            "1",
-            Example(
-                (Message("user", "Why is the sky blue?"),),
-                "Air scatters blue light (Rayleigh) more than red.",
-                "Because of the sea.",
-            ),
-        ),
-        ("2", Unused("the two answers have the same score", bad=False)),
-    ]
-
-
 def test_flat_sources_are_read_from_csv_too(source_rows, tmp_path: Path) -> None:
     import csv
 
@@ -87,18 +62,3 @@ def test_flat_sources_are_read_from_csv_too(source_rows, tmp_path: Path) -> None
         assert records == [
             record for _, record in read_from(jsonl(tmp_path / "rows.jsonl", rows, "train"), name)
         ]
-
-
-def test_wikitext_is_read_from_its_text_file_too(source_rows, tmp_path: Path) -> None:
-    rows = source_rows["Salesforce/wikitext"]
-    (tmp_path / "wiki.train.txt").write_text("".join(row["text"] or " \n" for row in rows))
-    records = [
-        record for _, record in read_from(tmp_path / "wiki.train.txt", "Salesforce/wikitext")
-    ]
-    assert records == [
-        record
-        for _, record in read_from(
-            jsonl(tmp_path / "rows.jsonl", rows, "train"), "Salesforce/wikitext"
-        )
-    ]
-    assert len(records) == 2

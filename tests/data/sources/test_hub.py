@@ -183,15 +183,6 @@ def test_a_repository_with_a_loading_script(hub: str, tmp_path: Path) -> None:
     assert "scripts are no longer supported, but found mkqa.py" in message
 
 
-def test_an_unreachable_hub(tmp_path: Path) -> None:
-    ((error, message),) = ask(NOWHERE, tmp_path, {"name": ALPACA})
-    assert error == "DataError"
-    assert message.startswith(
-        "source 'tatsu-lab/alpaca': the hub did not return the commit of "
-        "'tatsu-lab/alpaca' at its default branch: "
-    )
-
-
 def test_a_commit_that_was_read_before_needs_no_hub(
     answers, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

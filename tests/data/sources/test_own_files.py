@@ -7,7 +7,7 @@ import pytest
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
 from rlhf_pipeline.data.source import find_source
-from rlhf_pipeline.data.sources.adapter import columns_of, outcome
+from rlhf_pipeline.data.sources.adapter import outcome
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
 
 FILES = find_source("files")
@@ -62,6 +62,8 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
          Example(QUESTION, "Because.")),
         ({"response": "a"}, {"a": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": "m"}, {"m": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
+        ({"messages": "m"}, {"m": [USER | {"role": "prompter"}, ANSWER | {"role": "bot"}]},
+         Example(QUESTION, "Because.")),
         ({"prompt": "q"}, {"q": DIALOGUE}, Example(PROMPT)),
         ({"text": "t"}, {"t": "Once upon a time"}, Text("Once upon a time")),
         # The true answer for rewards, also beside a comparison.
@@ -76,7 +78,7 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
          Unused("the two answers have the same score", bad=False)),
         *((SCORED, {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": score},
            Unused("column 'y' is not a finite number"))
-          for score in ("nan", "", None, "high", [1])),
+          for score in ("nan", "", None, "high", [1], float("inf"), 10**400)),
         ({"text": "t"}, {"t": None}, Unused("column 't' is NoneType, not a string")),
         *(({"chosen": "c", "rejected": "r"}, row,
            Unused("no mapped column contains the prompt: set columns.prompt; the columns are "
@@ -116,6 +118,11 @@ def test_a_missing_nested_column(row: dict[str, Any]) -> None:
             "a message in column 'prompt' is not an object with role and content",
         ),
         ({"prompt": [{"role": "user"}]}, "column 'content' is missing"),
+        ({"prompt": [{"from": "human"}]}, "column 'value' is missing"),
+        (
+            {"prompt": [{"role": "judge", "content": "a"}]},
+            "a message's role is not one of system, user, human, prompter, assistant, gpt, bot",
+        ),
         ({"prompt": []}, "column 'prompt' is not a list of messages"),
         ({"prompt": [USER, ANSWER]}, "the dialogue in column 'prompt' does not end with the user"),
         ({"chosen": 7}, "column 'chosen' is int, not a string or a list of messages"),
@@ -134,12 +141,6 @@ def test_bad_rows(row: dict[str, Any], reason: str) -> None:
     assert record(
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, COMPARISONS
     ) == Unused(reason)
-
-
-def test_the_columns_that_a_map_needs() -> None:
-    columns = ColumnMap(prompt="q.text", answers=("a", "b"), scores=("x", "y"))
-    assert columns_of(columns) == ("q.text", "a", "b", "x", "y")
-    assert JSONFILE.columns == ("prompt", "chosen", "rejected")
 
 
 @pytest.mark.parametrize(
@@ -162,12 +163,6 @@ def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> Non
     assert JSONFILE.parse is not None
     row = {"prompt": prompt, "chosen": "So. Human: no turn", "rejected": "No."}
     assert outcome(JSONFILE.parse, row) == Example(turns, "So. Human: no turn", "No.")
-
-
-def test_both_read_files_only() -> None:
-    assert FILES.local_only
-    assert JSONFILE.local_only
-    assert (FILES.kind, JSONFILE.kind) == ("any", "comparisons")
 
 
 # --- without a column map -------------------------------------------------------------------------

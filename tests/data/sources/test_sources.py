@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.records import Example, Message, Text, Unused, normalized_prompt
+from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.source import MODULES, find_source, read
 from rlhf_pipeline.data.sources import several_rows
 from rlhf_pipeline.errors import ConfigError, DataError
@@ -222,13 +222,6 @@ def test_a_changed_row(
     assert records(name, source_rows[name][0] | changes) == [expected]
 
 
-def test_a_system_message_stays(records: Records, source_rows: Any) -> None:
-    row = source_rows[DPO_MIX][1] | {"rejected_rating": 7.0}
-    assert records(DPO_MIX, row) == [
-        Example(asked("Hi", system="Be brief."), "Hello.", "I wish you a very good day.")
-    ]
-
-
 @pytest.mark.parametrize("after", ["", " ", "\n\n"])
 @pytest.mark.parametrize("before", ["", " ", "\n\n"])
 def test_white_space_where_a_dialogue_is_cut_does_not_matter(
@@ -243,13 +236,6 @@ def test_white_space_where_a_dialogue_is_cut_does_not_matter(
     later = {"chosen": "Rinse it in cold water.", "rejected": " I don't know."}
     row = {"prompt": f"{before}{prompt}\n\nAssistant:"} | later
     assert records(YITINGXIE, row) == RECORDS[YITINGXIE]
-
-
-def test_a_prompt_is_the_same_in_every_data_set_of_these_dialogues(records: Records) -> None:
-    names = (HH, DAHOAS, "Dahoas/full-hh-rlhf", YITINGXIE)
-    assert {normalized_prompt(records(name)[0].prompt) for name in names} == {
-        "user: how do i clean fish?\nassistant: with a sharp knife.\nuser: and then?"
-    }
 
 
 # --- records of several rows ----------------------------------------------------------------------

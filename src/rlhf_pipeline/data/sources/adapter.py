@@ -45,13 +45,13 @@ class Source:
     """The columns that the adapter reads. Other columns are not loaded if the format allows. With a
     `parser`: the columns that it reads without a column map."""
     parse: Callable[[Row], Record] | None = None
-    """Row -> record. Raises MalformedRowError or SkippedRowError."""
+    """A function from a row to its record; it raises MalformedRowError or SkippedRowError."""
     parser: Callable[[ColumnMap], Callable[[Row], Record]] | None = None
-    """For your own data: column map of the configuration -> `parse`."""
+    """For your own data: a function from the column map of the configuration to `parse`."""
     assemble: Callable[[Rows], Records] | None = None
-    """For records that span several rows: places and rows -> places and records."""
+    """For records that span several rows: a function from placed rows to placed records."""
     generate: Callable[[SourceConfig, int], Iterator[tuple[str, Record]]] | None = None
-    """For sources without files: configuration and seed -> places and records."""
+    """For sources without files: a function from configuration and seed to placed records."""
     hub: str | None = None
     """Repository on the hub, if it differs from `name`."""
     revision: str | None = None
@@ -104,27 +104,24 @@ def field(row: Row, column: str, kind: type[T]) -> T:
 
 
 def text(row: Row, column: str) -> str:
-    """The string in a column; raises MalformedRowError if it is missing or not a string."""
+    """The string in a column; raises like `field`."""
     return field(row, column, str)
 
 
 def number(row: Row, column: str) -> float:
-    """The number in a column, also as text, since CSV contains only text.
-
-    Raises MalformedRowError if the column is missing or not a finite number.
-    """
-    value = field(row, column, object)
+    """The finite number in a column, also as text, since CSV contains only text; raises like
+    `field`."""
+    value: Any = field(row, column, object)
     try:
-        found = float(value) if isinstance(value, int | float | str) else math.nan
-    except (ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
-        raise MalformedRowError(f"column {column!r} is not a finite number")
-    return found
+        if math.isfinite(found := float(value)):
+            return found
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise MalformedRowError(f"column {column!r} is not a finite number")
 
 
 def items(row: Row, column: str, kind: type[T]) -> list[T]:
-    """The list in a column; raises MalformedRowError if it is missing or of another type."""
+    """The list in a column, of items of one type; raises like `field`."""
     values = field(row, column, list)
     if not all(isinstance(value, kind) for value in values):
         raise MalformedRowError(f"an item of column {column!r} is not {_KINDS[kind]}")
@@ -161,19 +158,18 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
     """
     if not isinstance(value, list) or not value:
         raise MalformedRowError(f"column {column!r} is not a list of messages")
-    return tuple(_message(item, column) for item in value)
-
-
-def _message(item: Any, column: str) -> Message:
-    if not isinstance(item, dict):
-        raise MalformedRowError(
-            f"a message in column {column!r} is not an object with role and content"
-        )
-    role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
-    role = _ROLES.get(text(item, role_key))
-    if role is None:
-        raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
-    return Message(role, text(item, content_key))
+    found = []
+    for item in value:
+        if not isinstance(item, dict):
+            raise MalformedRowError(
+                f"a message in column {column!r} is not an object with role and content"
+            )
+        role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
+        role = _ROLES.get(text(item, role_key))
+        if role is None:
+            raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
+        found.append(Message(role, text(item, content_key)))
+    return tuple(found)
 
 
 def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Example:

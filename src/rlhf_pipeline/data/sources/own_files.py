@@ -22,8 +22,6 @@ from rlhf_pipeline.data.sources.adapter import (
 
 _TURN = re.compile(r"(?:^|\s)(Human|Assistant):(?=\s|$)")
 
-Dialogue = tuple[Message, ...]
-
 
 class ColumnError(MalformedRowError):
     """The column map does not fit the file."""
@@ -91,16 +89,19 @@ def _record(row: Row, named: ColumnMap) -> Record:
     given = (named.chosen, named.rejected, named.response, named.messages)
     columns = named.answers or [column for column in given if column is not None]
     answers = [_dialogue(row[column], column, "assistant") for column in columns]
-    prompt = _common_prompt(
-        () if named.prompt is None else _dialogue(row[named.prompt], named.prompt, "user"),
-        *(dialogue[:-1] for dialogue in answers),
-    )
+    prompts = [dialogue[:-1] for dialogue in answers if dialogue[1:]]
+    if named.prompt is not None:
+        prompts.append(_dialogue(row[named.prompt], named.prompt, "user"))
+    if not prompts:
+        raise ColumnError("no mapped column contains the prompt: set columns.prompt")
+    if any(prompt != prompts[0] for prompt in prompts):
+        raise MalformedRowError("the columns contain different prompts")
     said = [dialogue[-1].content for dialogue in answers]
     if named.scores is None:
-        example = Example(prompt, *said)
+        example = Example(prompts[0], *said)
     else:
         scores = (number(row, named.scores[0]), number(row, named.scores[1]))
-        example = preferred(prompt, (said[0], said[1]), scores)
+        example = preferred(prompts[0], (said[0], said[1]), scores)
     if named.reference is not None:
         example = replace(example, reference=_reference(row, named.reference))
     return replace(example, extra=_extra(row, named.extra)) if named.extra else example
@@ -125,7 +126,7 @@ def _reference(row: Row, column: str) -> str | None:
     )
 
 
-def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
+def _dialogue(value: Any, column: str, role: Role) -> tuple[Message, ...]:
     """A string as one message of the role, or a list of messages that ends with the role."""
     if isinstance(value, str):
         return (Message(role, value),)
@@ -137,15 +138,6 @@ def _dialogue(value: Any, column: str, role: Role) -> Dialogue:
     if dialogue[-1].role != role:
         raise MalformedRowError(f"the dialogue in column {column!r} does not end with the {role}")
     return dialogue
-
-
-def _common_prompt(*prompts: Dialogue) -> Dialogue:
-    found = [prompt for prompt in prompts if prompt]
-    if not found:
-        raise ColumnError("no mapped column contains the prompt: set columns.prompt")
-    if any(prompt != found[0] for prompt in found):
-        raise MalformedRowError("the columns contain different prompts")
-    return found[0]
 
 
 def _column_value(row: Row, column: str) -> Any:
@@ -162,19 +154,12 @@ def _column_value(row: Row, column: str) -> Any:
 
 SOURCES = (
     Source(
-        name="files",
-        kind="any",
-        description="your own files; `columns` maps their columns",
-        columns=("prompt", "chosen", "rejected"),
-        parser=parser,
-        local_only=True,
+        "files", "any", "your own files; `columns` maps their columns",
+        ("prompt", "chosen", "rejected"), parser=parser, local_only=True,
     ),
     Source(
-        name="local/jsonfile",
-        kind="comparisons",
-        description="files in the form of DeepSpeed-Chat's source of the same name",
-        columns=("prompt", "chosen", "rejected"),
-        parse=parse_jsonfile,
-        local_only=True,
+        "local/jsonfile", "comparisons",
+        "files in the form of DeepSpeed-Chat's source of the same name",
+        ("prompt", "chosen", "rejected"), parse_jsonfile, local_only=True,
     ),
-)
+)  # fmt: skip

@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.sources.adapter import (
@@ -13,6 +12,7 @@ from rlhf_pipeline.data.sources.adapter import (
     SkippedRowError,
     Source,
     field,
+    messages,
     number,
     outcome,
     preferred,
@@ -29,26 +29,6 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    place: str
-    prompt: str
-    response: str
-    helpfulness: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    place: str
-    id: str
-    parent: str | None
-    tree: str
-    message: Message
-    rank: int | None
-    removed: bool
-    """Deleted, or rejected by its reviewers."""
-
-
 def _pairs(rows: Rows) -> Records:
     """HelpSteer2: choose the more helpful answer of each pair of rows; ties are skipped.
 
@@ -57,34 +37,28 @@ def _pairs(rows: Rows) -> Records:
     several turns has the form
     "{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
     """
-    first: _Answer | None = None
+    first: tuple[str, str, str, float] | None = None
     for place, row in rows:
-        answer = outcome(_answer, place, row)
-        if isinstance(answer, Unused):
-            yield place, answer
+        rated = outcome(_rated, place, row)
+        if isinstance(rated, Unused):
+            yield place, rated
         elif first is None:
-            first = answer
-        elif first.prompt == answer.prompt:
-            yield first.place, outcome(_compared, first, answer)
+            first = rated
+        elif first[1] == rated[1]:
+            opening, later = turns(first[1], _TURN)
+            prompt = (Message("user", opening), *later)
+            answers, scores = (first[2], rated[2]), (first[3], rated[3])
+            yield first[0], outcome(preferred, prompt, answers, scores)
             first = None
         else:
-            yield first.place, Unused("the next row answers another prompt")
-            first = answer
+            yield first[0], Unused("the next row answers another prompt")
+            first = rated
     if first is not None:  # `samples` ended between the two rows
-        yield first.place, Unused("no row follows", bad=False)
+        yield first[0], Unused("no row follows", bad=False)
 
 
-def _answer(place: str, row: Row) -> _Answer:
-    return _Answer(place, text(row, "prompt"), text(row, "response"), number(row, "helpfulness"))
-
-
-def _compared(first: _Answer, second: _Answer) -> Example:
-    opening, later = turns(first.prompt, _TURN)
-    return preferred(
-        (Message("user", opening), *later),
-        (first.response, second.response),
-        (first.helpfulness, second.helpfulness),
-    )
+def _rated(place: str, row: Row) -> tuple[str, str, str, float]:
+    return place, text(row, "prompt"), text(row, "response"), number(row, "helpfulness")
 
 
 def _trees(rows: Rows) -> Records:
@@ -95,71 +69,68 @@ def _trees(rows: Rows) -> Records:
     consecutively, each after the message that it answers. So one tree at a time is in memory.
     Raises DataError if the messages of a tree are not consecutive.
     """
-    tree: list[_Node] = []
-    finished: set[str] = set()
+    tree: list[tuple[str, Row]] = []
+    name, finished = "", set[str]()
     for place, row in rows:
-        node = outcome(_node, place, row)
-        if isinstance(node, Unused):
-            yield place, node
+        message = outcome(_message, row)
+        if isinstance(message, Unused):
+            yield place, message
             continue
-        if tree and node.tree != tree[0].tree:
+        if tree and message["message_tree_id"] != name:
             yield from _comparisons(tree)
-            finished.add(tree[0].tree)
+            finished.add(name)
             tree = []
-        if node.tree in finished:
+        name = message["message_tree_id"]
+        if name in finished:
             raise DataError(
-                f"{place}: found tree {node.tree} again, expected all messages of a tree in "
+                f"{place}: found tree {name} again, expected all messages of a tree in "
                 "consecutive rows. Fix: sort the rows by message_tree_id."
             )
-        tree.append(node)
+        tree.append((place, message))
     yield from _comparisons(tree)
 
 
-def _node(place: str, row: Row) -> _Node:
+def _message(row: Row) -> Row:
+    """A checked row, in which `removed` says that it was deleted or rejected by its reviewers."""
     for column in _COLUMNS:
         field(row, column, object)
-    role = text(row, "role")
-    if role not in ("prompter", "assistant"):
+    for column in ("role", "message_id", "message_tree_id", "text"):
+        text(row, column)
+    if row["role"] not in ("prompter", "assistant"):
         raise MalformedRowError("column 'role' is neither prompter nor assistant")
-    return _Node(
-        place,
-        id=text(row, "message_id"),
-        parent=None if row["parent_id"] is None else text(row, "parent_id"),
-        tree=text(row, "message_tree_id"),
-        message=Message("user" if role == "prompter" else "assistant", text(row, "text")),
-        rank=None if row["rank"] is None else field(row, "rank", int),
-        removed=bool(row["deleted"]) or row["review_result"] is False,
-    )
+    if row["parent_id"] is not None:
+        text(row, "parent_id")
+    if row["rank"] is not None:
+        field(row, "rank", int)
+    return row | {"removed": bool(row["deleted"]) or row["review_result"] is False}
 
 
-def _comparisons(tree: list[_Node]) -> Records:
+def _comparisons(tree: list[tuple[str, Row]]) -> Records:
     """Yield one result for each user message of the tree."""
-    answers: dict[str | None, list[_Node]] = defaultdict(list)
-    for node in tree:
-        if node.message.role == "assistant":
-            answers[node.parent].append(node)
-    threads: dict[str, tuple[_Node, ...] | None] = {}
-    for node in tree:
-        before = () if node.parent is None else threads.get(node.parent)
-        thread = threads[node.id] = None if before is None else (*before, node)
-        if node.message.role == "user":
-            yield node.place, outcome(_comparison, thread, answers[node.id])
+    answers: dict[str | None, list[Row]] = defaultdict(list)
+    for _, row in tree:
+        if row["role"] == "assistant":
+            answers[row["parent_id"]].append(row)
+    threads: dict[str, tuple[Row, ...] | None] = {}
+    for place, row in tree:
+        before = () if row["parent_id"] is None else threads.get(row["parent_id"])
+        thread = threads[row["message_id"]] = None if before is None else (*before, row)
+        if row["role"] == "prompter":
+            yield place, outcome(_comparison, thread, answers[row["message_id"]])
 
 
-def _comparison(thread: tuple[_Node, ...] | None, answers: list[_Node]) -> Example:
+def _comparison(thread: tuple[Row, ...] | None, answers: list[Row]) -> Example:
     if thread is None:
         raise MalformedRowError("the message that it answers is not listed before it")
-    if any(node.removed for node in thread):
+    if any(row["removed"] for row in thread):
         raise SkippedRowError("a message of the thread was removed")
-    ranked = [
-        (node.rank, node.message.content)
-        for node in answers
-        if node.rank is not None and not node.removed
-    ]
+    sound = (row for row in answers if row["rank"] is not None and not row["removed"])
+    ranked = sorted((row["rank"], row["text"]) for row in sound)
     if len(ranked) < 2:
         raise SkippedRowError("fewer than two ranked answers")
-    (best, chosen), (worst, rejected) = min(ranked), max(ranked)
-    return preferred(tuple(node.message for node in thread), (chosen, rejected), (-best, -worst))
+    (best, chosen), (worst, rejected) = ranked[0], ranked[-1]
+    prompt = messages([{"role": row["role"], "content": row["text"]} for row in thread], "text")
+    return preferred(prompt, (chosen, rejected), (-best, -worst))
 
 
 def _articles(rows: Rows) -> Records:
@@ -167,15 +138,15 @@ def _articles(rows: Rows) -> Records:
 
     Merity et al. 2016, "Pointer Sentinel Mixture Models". A row is a line: a paragraph, an empty
     line, or a heading with one equals sign per level on each side. So " = Title = " begins an
-    article.
+    article. A text file is one row of many lines.
     """
     start, article = "", list[str]()
     for place, row in rows:
-        lines = outcome(_lines, row)
-        if isinstance(lines, Unused):
-            yield place, lines
+        written = outcome(_written, row)
+        if isinstance(written, Unused):
+            yield place, written
             continue
-        for line in lines:
+        for line in filter(str.strip, written.split("\n")):
             if article and _TITLE.fullmatch(line):
                 yield start, Text("\n".join(article))
                 article = []
@@ -185,9 +156,8 @@ def _articles(rows: Rows) -> Records:
         yield start, Text("\n".join(article))
 
 
-def _lines(row: Row) -> list[str]:
-    """The lines of a row: one on the hub, many in a text file."""
-    return [line for line in text(row, "text").split("\n") if line.strip()]
+def _written(row: Row) -> str:
+    return text(row, "text")
 
 
 SOURCES = (

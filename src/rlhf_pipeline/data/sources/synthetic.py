@@ -301,11 +301,5 @@ def _question(category: Category, item: str, answer: str) -> _Question:
     return _Question(category, item, answer, re.compile(pattern))
 
 
-SOURCES = (
-    Source(
-        name=_NAME,
-        kind="comparisons",
-        description="a generated world with a known gold score",
-        generate=generate,
-    ),
-)
+_DESCRIPTION = "a generated world with a known gold score"
+SOURCES = (Source(_NAME, "comparisons", _DESCRIPTION, generate=generate),)
