@@ -40,15 +40,11 @@ def check(
     origin: Origin = lambda name: None,
     elsewhere: bool = False,
 ) -> dict[str, Any]:
-    """Check all parameters of a run together; return the validated blocks.
+    """Check all parameters of a run on a machine with some GPUs; return the validated blocks.
 
-    Raises ConfigError with one line for each fault.
-
-    Args:
-        parameters: the blocks as plain values, by name.
-        gpus: number of GPUs of the machine.
-        origin: the file that sets a parameter.
-        elsewhere: the run is for another machine, whose libraries for GPUs are not known.
+    `parameters` are the blocks as plain values, by name, and `origin` tells which file sets a
+    parameter. With `elsewhere`, the machine is another one, whose libraries are not known. Raises
+    ConfigError with one line for each fault.
     """
     blocks = check_values(parameters, origin)
     refuse(_misfits(blocks, gpus, elsewhere=elsewhere), origin)
@@ -103,11 +99,10 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     except ConfigError as error:
         yield str(error)
         return
-    processes = sum(layout.ranks)
     base_model, split, ppo, evaluate = (
         blocks[name] for name in ("base_model", "split", "ppo", "evaluate")
     )
-    yield from list(_batch_sizes(values, processes)) or _groups(ppo, processes)
+    yield from _batch_sizes(values, sum(layout.ranks), ppo.responses_per_prompt)
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
@@ -137,27 +132,23 @@ def _absent(need: str, package: str, extra: str) -> Iterator[str]:
         yield f"{need}, which is not installed. Fix: {install(extra)}"
 
 
-def _batch_sizes(values: Mapping[str, Any], processes: int) -> Iterator[str]:
+def _batch_sizes(values: Mapping[str, Any], processes: int, group: int) -> Iterator[str]:
     """Global batches that the ranks cannot share evenly."""
-    for place in [place for spec in stage_specs().values() for place in spec.batch_sizes]:
-        size = values.get(place, 0)  # 0: the block is null
-        if size % processes:
-            lower = size - size % processes
-            fix = f"{lower} or {lower + processes}" if lower else str(processes)
-            yield (
-                f"{place}: found {size}, expected a multiple of {processes} ranks "
-                f"(launch.processes). Fix: use {fix}"
-            )
-
-
-def _groups(ppo: PPOConfig, processes: int) -> Iterator[str]:
-    """One rank generates all responses to a prompt, because it compares them."""
-    unit = processes * ppo.responses_per_prompt
-    if ppo.rollout_batch_size % unit:
+    places = [place for spec in stage_specs().values() for place in spec.batch_sizes]
+    uneven = [place for place in places if values.get(place, 0) % processes]  # 0: no such block
+    for place in uneven:
+        size = values[place]
+        lower = size - size % processes
+        fix = f"{lower} or {lower + processes}" if lower else str(processes)
         yield (
-            f"ppo.rollout_batch_size: found {ppo.rollout_batch_size}, expected a multiple of "
-            f"{unit}: {processes} ranks (launch.processes) times {ppo.responses_per_prompt} "
-            "responses (ppo.responses_per_prompt)"
+            f"{place}: found {size}, expected a multiple of {processes} ranks "
+            f"(launch.processes). Fix: use {fix}"
+        )
+    size, unit = values["ppo.rollout_batch_size"], processes * group
+    if not uneven and size % unit:  # one rank generates all responses to a prompt
+        yield (
+            f"ppo.rollout_batch_size: found {size}, expected a multiple of {unit}: {processes} "
+            f"ranks (launch.processes) times {group} responses (ppo.responses_per_prompt)"
         )
 
 
@@ -260,8 +251,8 @@ def length_faults(
 ) -> Iterator[str]:
     """Limits of prompts, responses and texts that exceed the model's positions.
 
-    `positions` is None if they are unlimited, or not known yet: those of a model on the hub are
-    known once stage base_model has fetched it.
+    `positions` is None if they are unlimited, or not known before stage base_model fetches the
+    model from the hub.
     """
     if positions is None:
         return

@@ -64,11 +64,9 @@ def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
 
 
 def whole_run(run_params: Mapping[str, Any], pipeline: Pipeline) -> str:
-    """The command that runs all stages with the same parameters as a part of them.
+    """The command that runs all stages with the parameters of a run of only some nodes.
 
-    Args:
-        run_params: the options, as Kedro gives them to hooks.
-        pipeline: the nodes of the part; they decide between PPO and another algorithm.
+    These nodes, `pipeline`, decide between PPO and another algorithm.
     """
     nodes = {node.name for node in pipeline.nodes}
     policies = [name for name in policy_stages() if name in nodes] or ["ppo"]
@@ -118,8 +116,8 @@ def _params(run_params: Mapping[str, Any]) -> list[str]:
 
 
 class PreflightHook:
-    """Fails as early as possible if something is wrong: with the parameters before the catalog is
-    created, with the chosen nodes before the first one, with what a node reads before the node."""
+    """Ends a run as early as possible: before the catalog exists if parameters are wrong, before
+    the first node if the chosen nodes lack something, before a node if its inputs are wrong."""
 
     def __init__(self) -> None:
         self._nodes: set[str] = set()
@@ -178,8 +176,7 @@ class StagesHook:
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Remember the project folder, which contains the tracking database, and the parameters
-        that the user chose."""
+        """Remember the project, which contains the tracking database, and the user's parameters."""
         self._project = Path(context.project_path)
         self._chosen = context.config_loader.chosen()
 

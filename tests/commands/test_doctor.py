@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlhf_pipeline.commands.machine_checks import CHECKS
+from rlhf_pipeline.commands.doctor import CHECKS
 
 PROJECT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def test_a_sound_machine_has_no_failure_and_torch_stays_out_of_the_driver(tmp_pa
     assert lines[0].split() == ["check", "state", "found"]
     assert len([line for line in lines if " ok " in line or " warning " in line]) == len(CHECKS)
     imported = {line.rpartition("|")[2].strip() for line in log.splitlines()}
-    assert "rlhf_pipeline.commands.machine_checks" in imported
+    assert "rlhf_pipeline.stages.launch.node_program" in imported
     assert imported & {"torch", "transformers", "deepspeed"} == set()
 
 

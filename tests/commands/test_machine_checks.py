@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_pipeline.commands import machine_checks as machine
-from rlhf_pipeline.commands.doctor import examine
+from rlhf_pipeline.commands import doctor as machine
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, pip_install
 from rlhf_pipeline.sizing.fit import size_text
@@ -45,7 +44,7 @@ def check(tmp_path, monkeypatch):
     def check(name, **fields):
         default = {"root": tmp_path / "data", "launch": LaunchConfig(), "compiles": ()}
         probe = name if callable(name) else machine.CHECKS[name]
-        return examine(str(name), probe, machine.Setup(**default | fields))
+        return machine.examine(str(name), probe, machine.Setup(**default | fields))
 
     return check
 
@@ -62,11 +61,6 @@ def torch(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(folder))
 
     return install
-
-
-def test_a_machine_without_a_gpu_trains_on_its_cores(check, nvidia_smi):
-    nvidia_smi(0)
-    assert check("gpu").found == "none; 2 ranks train on the CPU"
 
 
 def test_a_broken_driver_is_a_failure_with_a_fix(check, nvidia_smi):
@@ -126,12 +120,6 @@ def test_kernels_are_compared_in_a_process_of_their_own(
     assert (row.check, row.state, row.found, row.fix) == ("kernels", state, found, fix)
 
 
-def test_without_a_gpu_no_kernel_is_compared(check, nvidia_smi):
-    nvidia_smi(0)
-    row = check("kernels")
-    assert (row.state, row.found) == ("ok", "none; a CPU runs the plain forms")
-
-
 def test_two_gpus_need_nccl(check, nvidia_smi, torch):
     nvidia_smi(2)
     torch(2, has_nccl=False)
@@ -184,7 +172,7 @@ def declared(monkeypatch):
 
 def test_libraries_in_their_ranges(check, declared):
     declared(*DECLARED)  # gguf belongs to an extra
-    assert check("libraries").found == "2 in their tested ranges"
+    assert check("libraries").found == "2 libraries in their tested ranges"
 
 
 def test_libraries_that_are_missing_or_of_another_version_are_named(check, declared):
@@ -205,12 +193,6 @@ def test_python_is_compared_with_the_declared_range(check, declared):
         "failure",
         f"{platform.python_version()}, expected >=3.99",
     )
-
-
-def test_the_package_itself_declares_versions(check):
-    """The real metadata is readable."""
-    assert check("python").state == "ok"
-    assert check("libraries").state == "ok"
 
 
 @pytest.fixture
@@ -247,11 +229,6 @@ def test_neither_cudas_compiler_nor_an_activated_environment_is_needed(
     assert check("compiler", compiles=("ppo.generator (vllm)",)).state == "ok"
 
 
-def test_a_compiler_that_cannot_compile_is_found(check, monkeypatch):
-    monkeypatch.setenv("CXX", "false")
-    assert "headers of Python or C++" in check("compiler").found
-
-
 @pytest.fixture
 def launch(monkeypatch):
     """Makes the block `launch` of two nodes; their ranks run on this machine."""
@@ -263,10 +240,6 @@ def launch(monkeypatch):
         return LaunchConfig(mode="command", command=command, **place)
 
     return make
-
-
-def test_a_machine_alone_has_no_nodes_to_check(check):
-    assert check("nodes").found == "this machine trains alone"
 
 
 def test_ranks_start_on_each_node(check, launch):

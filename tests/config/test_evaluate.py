@@ -13,7 +13,6 @@ from rlhf_pipeline.config.evaluate import (
     task_inputs,
 )
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import CallableReward, ModelJudge
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
@@ -87,11 +86,6 @@ def test_other_judges_are_refused(judges, message):
     with pytest.raises(ValidationError) as refusal:
         EvaluateConfig.model_validate({"judges": judges})
     assert any(message in fault["msg"] for fault in refusal.value.errors())
-
-
-def test_a_missing_file_is_reported_under_the_parameter_of_the_judges():
-    (fault,) = reward_faults([CallableReward(callable="missing.py:f")], "evaluate.judges")
-    assert fault.startswith("evaluate.judges.0: missing.py:f")
 
 
 def test_evaluation_may_be_greedy_and_training_may_not():

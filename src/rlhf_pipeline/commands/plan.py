@@ -9,7 +9,8 @@ from kedro.framework.project import pipelines, settings
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.checks import check_values
+from rlhf_pipeline.checks import check as check_parameters
+from rlhf_pipeline.checks import check_values, length_faults, refuse
 from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
@@ -18,7 +19,7 @@ from rlhf_pipeline.commands.command import (
     json_option,
     pipeline_option,
 )
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS
@@ -26,10 +27,10 @@ from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
-from rlhf_pipeline.sizing.models import base_model_shape, find_model
+from rlhf_pipeline.sizing.models import base_model_shape, find_model, published
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, limits, measured, stage_work
-from rlhf_pipeline.stages.launch.resources import hardware_at_hand
+from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
 
 COLUMNS = {
     "weights": "weights",
@@ -45,7 +46,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer."""
+    """What the stages of a pipeline need on some hardware."""
 
     model: str
     shape: Shape
@@ -60,36 +61,38 @@ class Plan:
 
 @click.command(cls=Command, params=[*CONFIGURATION])
 @pipeline_option
-@click.option("--model", metavar="NAME", help="Published model to plan for, such as opt-1.3b.")
+@click.option("--model", metavar="NAME", help="Plan for this published model, such as opt-1.3b.")
+@click.option("--gpu", metavar="NAME", help="Plan for this GPU: its name (a100-80) or its GiB.")
 @click.option(
-    "--gpu",
-    metavar="NAME",
-    help="Plan for this GPU (a100-80, or its GiB) instead of this machine's.",
+    "--gpus",
+    metavar="8x80",
+    help="Number of GPUs x GiB of each (8x80), or nodes x GPUs x GiB (2x8x80).",
 )
 @click.option(
-    "--gpus", metavar="8x80", help="GPUs x GiB of each, or nodes x GPUs x GiB, such as 2x8x80."
-)
-@click.option(
-    "--check", is_flag=True, help="Check jobs and DeepSpeed settings instead of the memory."
+    "--check",
+    is_flag=True,
+    help="Only check the parameters for that hardware, as `kedro run` does.",
 )
 @json_option
 def plan(
-    project: Path, pipeline: str, check: bool, as_json: bool, gpu: Any, gpus: Any,
+    project: Path, pipeline: str, check: bool, as_json: bool, gpu: str | None, gpus: str | None,
     **configuration: Any,
 ) -> None:  # fmt: skip
-    """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
-    check_names([pipeline], {})
-    output = console(width=100)
-    if check:
-        from rlhf_pipeline.commands.check import check as dry_run
+    """Show the memory, steps and disk that each stage needs, and whether it fits.
 
-        dry_run(project, output, pipeline=pipeline, gpu=gpu, gpus=gpus, **configuration)
-        return
+    Nothing is loaded or downloaded. Without --gpu and --gpus, the plan is for this machine.
+    """
+    check_names([pipeline], {})
     loader = loader_of(project, **configuration)
+    hardware = None if gpu is None and gpus is None else named(gpu, gpus)
+    if check:
+        ranks = check_on(hardware, loader)
+        print(f"The parameters are valid for {ranks} rank{'s' * (ranks > 1)}.")
+        return
     parameters, split = read(loader)
     nodes = {node.name for node in pipelines[pipeline].nodes}
-    found = make_plan(parameters, nodes, split, model=configuration["model"], gpu=gpu, gpus=gpus)
-    print(to_json(found)) if as_json else show(found, output)
+    found = make_plan(parameters, nodes, split, model=configuration["model"], hardware=hardware)
+    print(to_json(found)) if as_json else show(found, console(width=100))
 
 
 def loader_of(
@@ -120,28 +123,49 @@ def read(loader: LayeredConfigLoader) -> tuple[dict[str, Any], Path]:
     return parameters, Path(loader["catalog"]["split"]["filepath"])
 
 
+def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
+    """Check the parameters as `kedro run` does on some hardware; return the number of all ranks.
+
+    None stands for this machine. Raises ConfigError for parameters that fit neither each other nor
+    the hardware.
+    """
+    gpus = gpu_count() if hardware is None else hardware.ranks
+    blocks = check_parameters(
+        loader["parameters"], gpus=gpus, origin=loader.origin, elsewhere=hardware is not None
+    )
+    if (model := published(str(blocks["base_model"].path))) is not None:
+        limit = positions(model.config)
+        refuse(length_faults(limit, blocks["split"], blocks["ppo"], blocks["evaluate"]))
+    launch = blocks["launch"]
+    ranks = rank_count(launch, gpus)
+    if hardware is not None and ranks != hardware.world:
+        mode = "local" if hardware.nodes == 1 else f"command with launch.nodes {hardware.nodes}"
+        raise ConfigError(
+            f"launch: found {ranks} ranks with mode {launch.mode} and processes {launch.processes},"
+            f" expected {hardware.world}: {hardware.ranks} on each of {hardware.nodes} nodes. Fix: "
+            f"set launch.processes to {hardware.ranks}, and launch.mode to {mode}"
+        )
+    return ranks
+
+
 def make_plan(
     parameters: Mapping[str, Any],
     nodes: Collection[str],
-    published: Path | None = None,
+    splits: Path | None = None,
     *,
     model: str | None = None,
-    gpu: str | None = None,
-    gpus: str | None = None,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Plan the stages among the nodes of a pipeline.
 
-    `published` is the folder of the published splits, whose rows count if the parameters are
-    theirs; `model` is the short name of a model in place of `base_model`. Without `gpu` and `gpus`,
-    the plan is for the hardware at hand.
+    `splits` is the folder of the published splits, whose rows count if the parameters are theirs;
+    `model` is the short name of a model that replaces `base_model`. Without `hardware`, the plan is
+    for this machine.
     """
     name, shape = model_shape(parameters, model)
-    if gpu is None and gpus is None:
-        hardware = hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
-    else:
-        hardware = named(gpu, gpus)
+    hardware = hardware or hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
     split = SplitConfig.model_validate(parameters["split"])
-    lengths = None if published is None else measured(published, split)
+    lengths = None if splits is None else measured(splits, split)
     known = limits(split) if lengths is None else lengths
     stages = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
     return Plan(
@@ -187,7 +211,8 @@ def to_json(plan: Plan) -> str:
 
 
 def _stage(plan: Plan, stage: str) -> dict[str, Any]:
-    fit, memory = plan.fits[stage], plan.fits[stage].memory
+    fit = plan.fits[stage]
+    memory = fit.memory
     return {
         "stage": stage,
         "peak": memory.peak,
@@ -285,7 +310,7 @@ def verdict(stage: str, fit: Fit) -> str:
 
 
 def movement_warning(work: Work) -> str:
-    """What PPO's learning rate and number of updates are too small for."""
+    """Why PPO's learning rates are too small, and the parameters to raise."""
     return (
         f"[yellow]ppo hardly trains[/]: the learning rates of its {work.updates} updates sum to "
         f"{work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise ppo.steps, "

@@ -72,7 +72,7 @@ class SourceConfig(Block):
     revision: str | None = None
     """Branch, tag or commit on the hub. None: the newest commit. A commit makes runs repeatable."""
     subset: str | None = None
-    """Configuration of the data set on the hub. None: the default of the source."""
+    """Configuration ("subset") of the data set on the hub. None: the default of the source."""
     split: str | None = None
     """Split of the data set on the hub, or of a saved DatasetDict. None: the default of the source,
     in most cases "train"."""
