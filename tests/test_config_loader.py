@@ -82,14 +82,6 @@ def test_files_for_other_programs_are_no_configuration(conf, tmp_path):
     assert loader["parameters"]["seed"] == 1
 
 
-def test_local_may_be_missing(conf, tmp_path):
-    """A wheel does not have it."""
-    loader = conf()
-    (tmp_path / "local").rmdir()
-    assert loader["globals"]["root"] == "data"
-    assert loader["parameters"]["sft"] == {"epochs": 9, "batch_size": 32}
-
-
 @pytest.mark.parametrize("folder", ["project", ".hidden"])
 def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch, folder):
     tmp_path = tmp_path / folder

@@ -3,6 +3,10 @@
 from pathlib import Path
 
 import pytest
+from kedro.framework.hooks.manager import _NullPluginManager
+from kedro.framework.project import pipelines
+from kedro.framework.session import KedroSession
+from kedro.framework.startup import bootstrap_project
 from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
@@ -97,6 +101,19 @@ def said_before(nodes, caplog, **changes):
     with caplog.at_level("INFO"):
         PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
     return [record.getMessage() for record in caplog.records]
+
+
+def test_without_hooks_every_parameter_of_a_node_is_in_the_catalog(tmp_path):
+    """Kedro-Viz warns of each one that is missing."""
+    project = Path(__file__).parents[1]
+    bootstrap_project(project)
+    with KedroSession.create(project, runtime_params={"root": str(tmp_path)}) as session:
+        session._hook_manager = _NullPluginManager()
+        catalog = session.load_context().catalog
+        names = {name for each in pipelines.values() for name in each.inputs()}
+        found = {name: catalog.get(name) for name in names if name.startswith("params:")}
+        assert [name for name, data in found.items() if data is None] == []
+        assert found["params:stages"].load() is found["params:project"].load() is None
 
 
 @pytest.mark.parametrize(("nodes", "lines"), [(["evaluate_dpo"], 1), (["dpo", "register"], 0)])

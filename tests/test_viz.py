@@ -48,16 +48,24 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def api(root):
+def log(tmp_path_factory):
+    """The file with what `kedro viz` prints."""
+    return tmp_path_factory.mktemp("viz") / "log"
+
+
+@pytest.fixture(scope="module")
+def api(root, log):
     """What the server of `kedro viz` answers to a path."""
     if find_spec("kedro_viz") is None:
         pytest.skip("needs Kedro-Viz: make viz")
-    with reserved_port() as port:
+    with reserved_port() as port, log.open("w") as output:
         options = ["--no-browser", f"--port={port}", "--env=tiny", f"--params=root={root}"]
         server = subprocess.Popen(
             [sys.executable, "-m", "kedro", "viz", "run", *options],
             cwd=PROJECT,
             start_new_session=True,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
 
         def get(path: str) -> dict:
@@ -76,6 +84,10 @@ def api(root):
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
+
+
+def test_it_starts_without_a_warning(api, log):
+    assert [line for line in log.read_text().splitlines() if "warning" in line.lower()] == []
 
 
 def test_the_layers_are_in_the_order_of_the_pipeline(api):

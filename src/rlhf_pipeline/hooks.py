@@ -14,7 +14,7 @@ from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
 
-from rlhf_pipeline.checks import check
+from rlhf_pipeline.checks import GIVEN, check
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
@@ -130,7 +130,8 @@ class PreflightHook:
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
         parameters = loader["parameters"]
         blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
-        loader["parameters"] = parameters | blocks
+        given = {name: value for name, value in parameters.items() if name not in GIVEN}
+        loader["parameters"] = given | blocks
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:

@@ -122,13 +122,6 @@ def test_an_evaluation_of_both_is_found_behind_newer_ones(make):
     assert "prefers two on" in verdicts(two, one, 1)[0]
 
 
-def test_a_policy_without_an_evaluation_is_named(make):
-    one, two = make("one", 0.0), replace(make("two", 0.9), evaluations=())
-    assert verdicts(two, one, 1) == [
-        "two and one: no comparison, because no evaluation of two is here"
-    ]
-
-
 def test_the_data_that_differ_are_shown_by_their_content(make):
     def reading(name, prompts):
         policy = make(name, 0.0)

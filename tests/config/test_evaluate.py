@@ -13,7 +13,7 @@ from rlhf_pipeline.config.evaluate import (
     task_inputs,
 )
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import CallableReward, ModelJudge
+from rlhf_pipeline.config.rewards import ModelJudge
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 
@@ -24,6 +24,8 @@ CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
         ({"model": "org/reward-model", "retokenize": True}, "reward-model"),
         ({"model": "/models/other/"}, "other"),
         ({"reference": "last_number"}, "last_number"),
+        ("my.py:f", "f"),
+        ({"callable": "package.module:g", "name": "short"}, "short"),
         ({"openai": CHAT}, "judge"),
         ({"openai": CHAT, "name": "chat"}, "chat"),
     ],
@@ -49,17 +51,6 @@ def test_best_of_n_is_a_power_of_two(number, works):
     else:
         with pytest.raises(ValidationError, match=f"found {number}, expected 0, 2, 4, 8"):
             EvaluateConfig(best_of_n=number)
-
-
-def test_a_judge_is_a_function_in_one_line_or_as_a_block():
-    config = EvaluateConfig.model_validate(
-        {"judges": ["my.py:f", {"callable": "package.module:g", "name": "short"}]}
-    )
-    assert config.judges == (
-        CallableReward(callable="my.py:f"),
-        CallableReward(callable="package.module:g", name="short"),
-    )
-    assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize(

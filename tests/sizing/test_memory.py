@@ -103,10 +103,15 @@ def test_offload_moves_states_and_gradients_to_main_memory():
     }
 
 
-def test_lora_trains_adapters_alone():
+@pytest.mark.parametrize("trains_rest", [False, True])
+def test_lora_trains_adapters_and_perhaps_the_rest(trains_rest):
     adapters = 4 * 16 * (4 * 200 + 3 * 500)
-    memory, _ = held(0, lora={"rank": 16})
-    assert memory.held == {"weights": 4 * (WEIGHTS + adapters), "optimizer": 8 * adapters}
+    rest = WEIGHTS - 4 * (4 * 100 * 100 + 3 * 100 * 400) if trains_rest else 0
+    memory, _ = held(0, lora={"rank": 16, "train_rest": trains_rest})
+    assert memory.held == {
+        "weights": 4 * (WEIGHTS + adapters),
+        "optimizer": 8 * (rest + adapters),
+    }
 
 
 def test_quantized_matrices_have_half_a_byte_and_their_scales():

@@ -203,7 +203,7 @@ def compiler(setup: Setup) -> str:
 def gpu(setup: Setup) -> str:
     """Torch can compute on every GPU that the ranks would use, and has NCCL for several."""
     if setup.gpus == 0:
-        return f"no GPU; {node_layout(setup.launch, 0).ranks[0]} ranks train on the CPU"
+        return f"none; {node_layout(setup.launch, 0).ranks[0]} ranks train on the CPU"
     done = _run([sys.executable, "-P", "-c", PROBE])
     if done.returncode != 0:
         error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -89,9 +89,11 @@ def plan(
         ranks = check_on(hardware, loader)
         print(f"The parameters are valid for {ranks} rank{'s' * (ranks > 1)}.")
         return
-    parameters, split = read(loader)
+    parameters = loader["parameters"]
+    check_values(parameters, loader.origin)  # accepts what only other machines can run
     nodes = {node.name for node in pipelines[pipeline].nodes}
-    found = make_plan(parameters, nodes, split, model=configuration["model"], hardware=hardware)
+    splits = Path(loader["catalog"]["split"]["filepath"])
+    found = make_plan(parameters, nodes, splits, model=configuration["model"], hardware=hardware)
     print(to_json(found)) if as_json else show(found, console(width=100))
 
 
@@ -110,17 +112,6 @@ def loader_of(
     return LayeredConfigLoader(
         str(conf), env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
     )
-
-
-def read(loader: LayeredConfigLoader) -> tuple[dict[str, Any], Path]:
-    """The parameters, and the folder of published splits.
-
-    Unlike `kedro run`, it accepts those that only other machines can run. Raises ConfigError with
-    the faults that every machine refuses.
-    """
-    parameters = loader["parameters"]
-    check_values(parameters, loader.origin)
-    return parameters, Path(loader["catalog"]["split"]["filepath"])
 
 
 def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
@@ -250,18 +241,23 @@ def show(plan: Plan, output: Console) -> None:
         output.print(movement_warning(plan.works["ppo"]), highlight=False)
 
 
-def _memory_table(plan: Plan) -> Table:
+def _table(first: str, *numbers: str) -> Table:
+    """An empty table of numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("stage, model", no_wrap=True)
-    for name in (*COLUMNS.values(), "other", "all"):
+    table.add_column(first, no_wrap=True)
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = _table("stage, model", *COLUMNS.values(), "other", "all")
+    empty = [""] * (len(COLUMNS) + 1)
     for stage, fit in plan.fits.items():
         memory = fit.memory
         color = "green" if fit.fits else "red"
         at = f" [dim]({memory.largest.name})" if memory.largest.model != stage else ""
-        table.add_row(
-            f"[bold]{stage}[/]{at}", *[""] * len(COLUMNS), "", f"[bold {color}]{_gib(memory.peak)}"
-        )
+        table.add_row(f"[bold]{stage}[/]{at}", *empty, f"[bold {color}]{_gib(memory.peak)}")
         for model in memory.models:
             parts = memory.parts_of(model)
             shown = [parts.pop(name, 0) for name in COLUMNS]
@@ -269,19 +265,13 @@ def _memory_table(plan: Plan) -> Table:
             cells = [_gib(value) if value else "" for value in (*shown, other)]
             name = model.name.removeprefix(f"{stage}.")
             table.add_row(f"  {name}", *cells, _gib(sum(shown) + other))
-        table.add_row(
-            "  [dim]libraries", *[""] * len(COLUMNS), "", f"[dim]{_gib(memory.libraries)}"
-        )
+        table.add_row("  [dim]libraries", *empty, f"[dim]{_gib(memory.libraries)}")
     return table
 
 
 def _work_table(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("stage", no_wrap=True)
     counts = ("batch", "a\nrank", "passes", "steps", "tokens", "FLOP")
-    sizes = ("check-\npoints", "models", "main\nmemory")
-    for name in (*counts, *sizes):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("stage", *counts, "check-\npoints", "models", "main\nmemory")
     for stage, work in plan.works.items():
         main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
         table.add_row(
