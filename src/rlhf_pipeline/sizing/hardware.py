@@ -12,32 +12,22 @@ from rlhf_pipeline.errors import ConfigError, suggestion
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, by its data sheet."""
-
-    memory: int
-    """Bytes."""
-    flops: float
-    """Peak of dense bf16 matrix products in FLOP/s; of fp16 where the GPU has no bf16."""
-
-
 GPUS = {
-    "t4": Gpu(16 * GIB, 65e12),
-    "v100-32": Gpu(32 * GIB, 125e12),
-    "rtx3090": Gpu(24 * GIB, 71e12),
-    "rtx4090": Gpu(24 * GIB, 165e12),
-    "l4": Gpu(24 * GIB, 121e12),
-    "a10": Gpu(24 * GIB, 125e12),
-    "a6000": Gpu(48 * GIB, 155e12),
-    "l40s": Gpu(48 * GIB, 362e12),
-    "a100-40": Gpu(40 * GIB, 312e12),
-    "a100-80": Gpu(80 * GIB, 312e12),
-    "h100": Gpu(80 * GIB, 989e12),
-    "h200": Gpu(141 * GIB, 989e12),
-    "b200": Gpu(180 * GIB, 2250e12),
+    "t4": 16,
+    "v100-32": 32,
+    "rtx3090": 24,
+    "rtx4090": 24,
+    "l4": 24,
+    "a10": 24,
+    "a6000": 48,
+    "l40s": 48,
+    "a100-40": 40,
+    "a100-80": 80,
+    "h100": 80,
+    "h200": 141,
+    "b200": 180,
 }
-"""Source: NVIDIA's data sheets, without sparsity."""
+"""GiB of memory by name, as NVIDIA's data sheets say."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +60,6 @@ class Hardware:
         if self.gpu_memory is not None:
             return self.gpu_memory
         return None if self.main_memory is None else self.main_memory // self.ranks
-
-    @property
-    def flops(self) -> float | None:
-        """Peak of one GPU in FLOP/s; None if it is not known."""
-        return GPUS[self.name].flops if self.name in GPUS else None
 
 
 def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
@@ -137,11 +122,11 @@ def named(gpu: str | None, gpus: str | None) -> Hardware:
             "such as 2x8x80"
         )
     size = gpu or match[3]
-    if size in GPUS:
-        return Hardware(int(match[2]), int(match[1] or 1), GPUS[size].memory, name=size)
-    if not size.isdigit() or not int(size):
+    if size not in GPUS and not re.fullmatch(r"[1-9]\d*", size):
         raise ConfigError(
             f"--gpu: found {size!r}{suggestion(size, GPUS)}, expected gibibytes or one of "
             f"{', '.join(GPUS)}"
         )
-    return Hardware(int(match[2]), int(match[1] or 1), int(size) * GIB, name="GPU")
+    memory = GIB * (GPUS[size] if size in GPUS else int(size))
+    name = size if size in GPUS else "GPU"
+    return Hardware(int(match[2]), int(match[1] or 1), memory, name=name)
