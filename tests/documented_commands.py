@@ -37,7 +37,7 @@ NOT_RUN = {
     "kedro rlhf status --env=tiny --params='ppo.rewards": "needs a file; tests/test_tutorials.py",
     "kedro rlhf status --pipeline=simpo": "tests/test_package.py",
     "kedro run --env=hh-rlhf": "needs the file; tests/pipelines/test_published_inputs.py",
-    "kedro run --env=opt-1.3b": "needs a GPU and the model; tests/presets/test_dry_runs.py",
+    "kedro run --env=opt-1.3b": "needs a GPU and the model; tests/presets/test_environments.py",
     "kedro run --env=smollm2": "needs the model; tests/test_smollm2.py",
     "kedro run --env=tiny --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     "kedro run --pipeline=full --params=launch.mode": "tests/stages/launch/test_two_nodes.py",

@@ -123,18 +123,6 @@ def test_a_pipeline_without_published_inputs_would_fail(kedro):
     assert "no version of split, base_model is published" in printed
 
 
-def test_unknown_names_and_invalid_values_are_refused(kedro):
-    assert "--pipeline: found 'pppo' (did you mean ppo?)" in kedro(
-        "rlhf", "status", "-p", "pppo", fails=True
-    )
-    assert "sft.batch_size (--params): found 33, expected a multiple of 2 ranks" in kedro(
-        "rlhf", "status", params=",sft.batch_size=33", fails=True
-    )
-    refusal = "force (--params): no stage 'pppo' (did you mean ppo?)"
-    assert refusal in kedro("rlhf", "status", params=",force=pppo", fails=True)
-    assert refusal in kedro("run", params=",force=pppo", fails=True)
-
-
 def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "conf", project / "conf")

@@ -82,14 +82,6 @@ def test_files_for_other_programs_are_no_configuration(conf, tmp_path):
     assert loader["parameters"]["seed"] == 1
 
 
-def test_local_may_be_missing(conf, tmp_path):
-    """A wheel does not have it."""
-    loader = conf()
-    (tmp_path / "local").rmdir()
-    assert loader["globals"]["root"] == "data"
-    assert loader["parameters"]["sft"] == {"epochs": 9, "batch_size": 32}
-
-
 @pytest.mark.parametrize("folder", ["project", ".hidden"])
 def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch, folder):
     tmp_path = tmp_path / folder
@@ -162,12 +154,6 @@ def test_the_root_of_an_environment_wins_over_that_of_conf_local(conf, tmp_path)
     assert conf("own", local_root="/big")["globals"]["root"] == "/big"
 
 
-def test_path_and_architecture_in_one_file_both_stay_for_the_validation_to_refuse(conf):
-    local = "base_model: {path: gpt2, architecture: {model_type: opt}}\n"
-    base_model = conf(local=local)["parameters"]["base_model"]
-    assert base_model == {"path": "gpt2", "architecture": {"model_type": "opt"}}
-
-
 def test_every_parameter_knows_the_file_that_sets_it(conf, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     loader = conf("tiny", sft={"epochs": 3})
@@ -176,11 +162,6 @@ def test_every_parameter_knows_the_file_that_sets_it(conf, monkeypatch, tmp_path
     assert loader.origin("sft.batch_size") == "tiny/parameters.yml"
     assert loader.origin("base_model.vocab_size") == "embedded/model/parameters.yml"
     assert loader.origin("ppo.steps") is None
-
-
-def test_a_file_with_a_list_is_refused(conf):
-    with pytest.raises(ConfigError, match="found a list, expected parameters by name"):
-        conf(local="- sft\n")["parameters"]
 
 
 @pytest.mark.parametrize("env", [None, "tiny"])

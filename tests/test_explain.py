@@ -3,7 +3,6 @@
 import errno
 from pathlib import Path
 
-import click
 import pytest
 from kedro.io.core import DatasetError
 
@@ -67,10 +66,3 @@ def test_an_interruption_is_not_called_an_error(capsys):
     assert "Error" not in printed.out + printed.err
     assert caught.value.exit_code == 130
     assert "Run the same command again to go on" in caught.value.message
-
-
-def test_usage_errors_of_click_pass_unchanged():
-    error = click.UsageError("no such option")
-    with pytest.raises(click.UsageError) as caught, explained_errors(show_traceback=False):
-        raise error
-    assert caught.value is error

@@ -8,9 +8,7 @@ import pytest
 from kedro.io import DataCatalog
 from rich.console import Console
 
-from rlhf_pipeline.commands import check, serve
-from rlhf_pipeline.commands import machine_checks as machine
-from rlhf_pipeline.commands.doctor import examine
+from rlhf_pipeline.commands import doctor, serve
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
@@ -69,10 +67,8 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
 def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
-    with pytest.raises(StageError, match="were not checked"):
-        check._accepted({}, {}, tmp_path)
-    monkeypatch.setattr(machine, "_driver", lambda: "unknown")
-    found = examine("gpu", machine.gpu, SimpleNamespace(gpus=1)).found
+    monkeypatch.setattr(doctor, "_driver", lambda: "unknown")
+    found = doctor.examine("gpu", doctor.gpu, SimpleNamespace(gpus=1)).found
     assert "torch 2." in found  # otherwise: torch fails
     assert not executed.exists()
 

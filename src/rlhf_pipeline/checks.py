@@ -23,6 +23,7 @@ from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.context import forced_stages
+from rlhf_pipeline.stages.job import PROJECT, STAGES
 from rlhf_pipeline.stages.launch.resources import node_layout
 
 Origin = Callable[[str], str | None]
@@ -32,6 +33,8 @@ OTHERS = ("seed", "force", "inputs")
 """Parameters that are not blocks."""
 ELSEWHERE = ("root", "store")
 """Parameters that the catalog reads."""
+GIVEN = dict.fromkeys(name.removeprefix("params:") for name in (STAGES, PROJECT))
+"""Parameters whose values the hooks provide. Kedro-Viz runs no hooks; it finds null."""
 TOKENIZER = ("*token*.json", "*.model", "vocab.*")
 """Files of which a folder with a tokenizer has one, whatever its kind."""
 
@@ -43,15 +46,11 @@ def check(
     origin: Origin = lambda name: None,
     elsewhere: bool = False,
 ) -> dict[str, Any]:
-    """Check all parameters of a run together; return the validated blocks.
+    """Check all parameters of a run on a machine with some GPUs; return the validated blocks.
 
-    Raises ConfigError with one line for each fault.
-
-    Args:
-        parameters: the blocks as plain values, by name.
-        gpus: number of GPUs of the machine.
-        origin: the file that sets a parameter.
-        elsewhere: the run is for another machine, whose libraries for GPUs are not known.
+    `parameters` are the blocks as plain values, by name, and `origin` tells which file sets a
+    parameter. With `elsewhere`, the machine is another one, whose libraries are not known. Raises
+    ConfigError with one line for each fault.
     """
     blocks = check_values(parameters, origin)
     refuse(_misfits(blocks, gpus, elsewhere=elsewhere), origin)
@@ -67,7 +66,7 @@ def check_values(
     faults = [
         f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
         for name in parameters
-        if name not in (*known, *ELSEWHERE)
+        if name not in (*known, *ELSEWHERE) and not (name in GIVEN and parameters[name] is None)
     ]
     for name, kind in kinds.items():
         blocks[name], found = validated(name, kind, parameters.get(name, {}))
@@ -106,11 +105,10 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     except ConfigError as error:
         yield str(error)
         return
-    processes = sum(layout.ranks)
     base_model, split, ppo, evaluate = (
         blocks[name] for name in ("base_model", "split", "ppo", "evaluate")
     )
-    yield from list(_batch_sizes(values, processes)) or _groups(ppo, processes)
+    yield from _batch_sizes(values, sum(layout.ranks), ppo.responses_per_prompt)
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
@@ -142,17 +140,24 @@ def _absent(need: str, package: str, extra: str) -> Iterator[str]:
         yield f"{need}, which is not installed. Fix: {install(extra)}"
 
 
-def _batch_sizes(values: Mapping[str, Any], processes: int) -> Iterator[str]:
+def _batch_sizes(values: Mapping[str, Any], processes: int, group: int) -> Iterator[str]:
     """Global batches that the ranks cannot share evenly."""
-    for place in [place for spec in stage_specs().values() for place in spec.batch_sizes]:
-        size = values.get(place, 0)  # 0: the block is null
-        if size % processes:
-            lower = size - size % processes
-            fix = f"{lower} or {lower + processes}" if lower else str(processes)
-            yield (
-                f"{place}: found {size}, expected a multiple of {processes} ranks "
-                f"(launch.processes). Fix: use {fix}"
-            )
+    places = [place for spec in stage_specs().values() for place in spec.batch_sizes]
+    uneven = [place for place in places if values.get(place, 0) % processes]  # 0: no such block
+    for place in uneven:
+        size = values[place]
+        lower = size - size % processes
+        fix = f"{lower} or {lower + processes}" if lower else str(processes)
+        yield (
+            f"{place}: found {size}, expected a multiple of {processes} ranks "
+            f"(launch.processes). Fix: use {fix}"
+        )
+    size, unit = values["ppo.rollout_batch_size"], processes * group
+    if not uneven and size % unit:  # one rank generates all responses to a prompt
+        yield (
+            f"ppo.rollout_batch_size: found {size}, expected a multiple of {unit}: {processes} "
+            f"ranks (launch.processes) times {group} responses (ppo.responses_per_prompt)"
+        )
 
 
 def _critic(ppo: PPOConfig) -> Iterator[str]:
@@ -168,17 +173,6 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
                 f"ppo.critic: found a block, expected none for advantage {ppo.advantage}, which "
                 "does not read values. Fix: set critic to null"
             )
-
-
-def _groups(ppo: PPOConfig, processes: int) -> Iterator[str]:
-    """One rank generates all responses to a prompt, because it compares them."""
-    unit = processes * ppo.responses_per_prompt
-    if ppo.rollout_batch_size % unit:
-        yield (
-            f"ppo.rollout_batch_size: found {ppo.rollout_batch_size}, expected a multiple of "
-            f"{unit}: {processes} ranks (launch.processes) times {ppo.responses_per_prompt} "
-            "responses (ppo.responses_per_prompt)"
-        )
 
 
 def _machine(
@@ -289,8 +283,8 @@ def length_faults(
 ) -> Iterator[str]:
     """Limits of prompts, responses and texts that exceed the model's positions.
 
-    `positions` is None if they are unlimited, or not known yet: those of a model on the hub are
-    known once stage base_model has fetched it.
+    `positions` is None if they are unlimited, or not known before stage base_model fetches the
+    model from the hub.
     """
     if positions is None:
         return

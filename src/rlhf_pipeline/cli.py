@@ -15,19 +15,19 @@ from rlhf_pipeline.config.doors import Door
 
 COMMANDS = {
     "chat": ("serve", "Talk to a policy in the terminal."),
-    "clean": ("clean", "Remove what no published version needs."),
+    "clean": ("clean", "Remove the files that no published version needs."),
     "compare": ("compare", "Show how policies differ, and which one is better."),
     "doctor": ("doctor", "Check whether this machine can run the configuration."),
-    "export": ("export", "Write a policy as a folder for transformers."),
+    "export": ("export", "Write a policy as a folder that transformers can load."),
     "label": ("label", "Let people compare answers on a page."),
     "lineage": ("lineage", "Show what a policy was made from, and verify it."),
-    "plan": ("plan", "Show the memory, steps and disk that stages need."),
-    "preset": ("preset", "Write an environment for a model and GPUs."),
-    "report": ("report", "Show the page of an evaluation."),
+    "plan": ("plan", "Show the memory, steps and disk that each stage needs."),
+    "preset": ("preset", "Write an environment for a model on some GPUs."),
+    "report": ("report", "Show the page of an evaluation in a browser."),
     "runs": ("report", "List the published evaluations."),
-    "serve": ("serve", "Serve a policy to OpenAI's clients."),
+    "serve": ("serve", "Serve a policy to clients of OpenAI's API."),
     "status": ("status", "Show what each stage would do, and why."),
-    "ui": ("serve", "Show runs and models in MLflow."),
+    "ui": ("serve", "Show runs and registered models in MLflow's pages."),
 }
 """The module of each command, and its line in the list of commands."""
 COMMAND = Door("command", {n: f"rlhf_pipeline.commands.{m}:{n}" for n, (m, _) in COMMANDS.items()})
@@ -63,4 +63,4 @@ def run(pipeline: str | None, pipelines: list[str], **options: Any) -> Any:
     lazy_subcommands={n: place.replace(":", ".") for n, place in COMMAND.names().items()},
 )
 def rlhf() -> None:
-    """Show results, use them, and clean up what no result needs."""
+    """Commands for planning runs, and for showing and using their results."""

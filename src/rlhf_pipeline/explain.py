@@ -127,7 +127,7 @@ def _invalid_yaml(error: BaseException) -> str | None:
 
 
 def _save_stack(error: Exception) -> str:
-    """Save the stack of an unexpected error, which may not come again; return where it is."""
+    """Save the stack of an error that may not come again; return where it is."""
     stack = without_secrets("".join(traceback.format_exception(error)))
     file = Path(TRACEBACKS) / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.txt"
     try:

@@ -14,7 +14,7 @@ from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
 
-from rlhf_pipeline.checks import check
+from rlhf_pipeline.checks import GIVEN, check
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
@@ -64,11 +64,9 @@ def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
 
 
 def whole_run(run_params: Mapping[str, Any], pipeline: Pipeline) -> str:
-    """The command that runs all stages with the same parameters as a part of them.
+    """The command that runs all stages with the parameters of a run of only some nodes.
 
-    Args:
-        run_params: the options, as Kedro gives them to hooks.
-        pipeline: the nodes of the part; they decide between PPO and another algorithm.
+    These nodes, `pipeline`, decide between PPO and another algorithm.
     """
     nodes = {node.name for node in pipeline.nodes}
     policies = [name for name in policy_stages() if name in nodes] or ["ppo"]
@@ -118,8 +116,8 @@ def _params(run_params: Mapping[str, Any]) -> list[str]:
 
 
 class PreflightHook:
-    """Fails as early as possible if something is wrong: with the parameters before the catalog is
-    created, with the chosen nodes before the first one, with what a node reads before the node."""
+    """Ends a run as early as possible: before the catalog exists if parameters are wrong, before
+    the first node if the chosen nodes lack something, before a node if its inputs are wrong."""
 
     def __init__(self) -> None:
         self._nodes: set[str] = set()
@@ -132,7 +130,8 @@ class PreflightHook:
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
         parameters = loader["parameters"]
         blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
-        loader["parameters"] = parameters | blocks
+        given = {name: value for name, value in parameters.items() if name not in GIVEN}
+        loader["parameters"] = given | blocks
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
@@ -178,8 +177,7 @@ class StagesHook:
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
-        """Remember the project folder, which contains the tracking database, and the parameters
-        that the user chose."""
+        """Remember the project, which contains the tracking database, and the user's parameters."""
         self._project = Path(context.project_path)
         self._chosen = context.config_loader.chosen()
 

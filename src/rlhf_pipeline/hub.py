@@ -1,10 +1,10 @@
-"""Commits on the Hugging Face hub: recipes contain a commit, not a branch or tag that may move.
+"""Commits and licences on the Hugging Face hub.
 
-And licences, as the authors of a repository state them.
+Recipes contain a commit, and not a branch or tag that may move.
 """
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_pipeline.errors import without_secrets
 
@@ -20,18 +20,15 @@ def is_commit(revision: str | None) -> bool:
 
 
 def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:
-    """The commit of a revision; None: the newest one of the default branch.
+    """The commit of a revision; without a revision, the newest one of the default branch.
 
     The hub is not contacted if `revision` is a commit. Raises LookupError if the hub cannot be
     reached, or has no such repository or revision.
     """
     if revision is not None and is_commit(revision):
         return revision
-    from huggingface_hub import HfApi
-
-    ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
     try:
-        return str(ask(repository, revision=revision).sha)
+        return str(_info(kind, repository, revision).sha)
     except Exception as error:  # the hub and the HTTP library have no common base class
         raise LookupError(
             f"the hub did not return the commit of {repository!r} "
@@ -41,10 +38,14 @@ def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str 
 
 def license_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:
     """The licence that a repository states; "unknown" if it states none or cannot be reached."""
+    try:
+        return getattr(_info(kind, repository, revision).card_data, "license", None) or UNKNOWN
+    except Exception:  # see `commit_of`
+        return UNKNOWN
+
+
+def _info(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> Any:
     from huggingface_hub import HfApi
 
     ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
-    try:
-        return getattr(ask(repository, revision=revision).card_data, "license", None) or UNKNOWN
-    except Exception:  # see `commit_of`
-        return UNKNOWN
+    return ask(repository, revision=revision)

@@ -31,10 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_root(root: str) -> None:
-    """Check the name of the folder for all artifacts.
+    """Check the folder for all results: its name, and whether files can be written there.
 
-    Raises ConfigError if Kedro or PYTHONPATH would read the name as a pattern or a list, or nothing
-    can be written there.
+    Raises ConfigError with the fix.
     """
     found = [character for character in root if character in "*?[]{}:"]
     if found:
@@ -42,9 +41,8 @@ def check_root(root: str) -> None:
             f"root: found {found[0]!r} in {root!r}, which Kedro or PYTHONPATH reads as part of a "
             "pattern or a list. Fix: use a local folder without any of * ? [ ] { } :"
         )
-    folder = next(
-        path for path in (Path(root).absolute(), *Path(root).absolute().parents) if path.exists()
-    )
+    whole = Path(root).absolute()
+    folder = next(path for path in (whole, *whole.parents) if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         kind = "a folder that you cannot write to" if folder.is_dir() else "a file"
         raise ConfigError(
@@ -54,11 +52,11 @@ def check_root(root: str) -> None:
 
 
 def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Check what the nodes of a run need: stores, prompts for each phase, memory, a free port.
+    """Check what the nodes of a run need: stores, prompts for each phase, a free port, memory.
 
     Raises the errors with which a run ends before its first stage.
     """
-    check_stores(pipeline, catalog)
+    warnings = check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     check_phases(blocks["split"].weights, nodes)
@@ -66,12 +64,13 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     free_port(launch.master_port)
     if launch.memory_check != "off":
         refuses, hardware = launch.memory_check == "refuse", hardware_at_hand(launch)
-        for warning in check_memory(as_json(blocks), nodes, hardware, refuses=refuses):
-            logger.warning("%s", warning)
+        warnings += check_memory(as_json(blocks), nodes, hardware, refuses=refuses)
+    for warning in warnings:
+        logger.warning("%s", warning)
 
 
-def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Write to the store and to those of the pipeline's outputs, and warn of a wrong clock.
+def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
+    """Write to the store and to those of the pipeline's outputs; warn of versions after now.
 
     Raises StageError if a store fails.
     """
@@ -79,9 +78,7 @@ def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     published = [entry for entry in entries if isinstance(entry, PathDataset)]
     for store in filter(None, [store_of(catalog), *(entry.store for entry in published)]):
         store.check()
-    for entry in published:
-        if fault := entry.clock_fault():
-            logger.warning("%s", fault)
+    return [*filter(None, (entry.clock_fault() for entry in published))]
 
 
 def store_of(catalog: CatalogProtocol) -> Store | None:
@@ -92,11 +89,10 @@ def store_of(catalog: CatalogProtocol) -> Store | None:
 def check_inputs(
     node: str, inputs: Mapping[str, Any], nodes: Collection[str], blocks: Mapping[str, Any]
 ) -> None:
-    """Check what a node reads: the model's positions, the accuracy of a reward model, and the true
-    answers that judges, or rewards of a run of PPO, read.
+    """Check what a node of the run's `nodes` reads, before it runs.
 
-    A model of the hub is first seen here, and so are the counts of a split. `nodes` are those of
-    the run.
+    A model of the hub is first seen here, and so are the true answers in a split and the accuracy
+    of a reward model.
     """
     split, ppo, evaluate = (blocks[name] for name in ("split", "ppo", "evaluate"))
     for name in {"base_model", "sft_model"} & inputs.keys():
@@ -139,14 +135,9 @@ def check_memory(
 ) -> list[str]:
     """Check that the stages among the nodes fit; return warnings about those that may not.
 
-    A model whose sizes are not known is not checked, nor is a machine whose memory is not known.
-    Raises ConfigError if `refuses`, and what a stage certainly holds exceeds the memory.
-
-    Args:
-        parameters: the blocks as plain values, by name.
-        nodes: names of the nodes of the run.
-        hardware: the ranks.
-        refuses: False: only warn.
+    `parameters` are the blocks as plain values. A model whose sizes are not known is not checked,
+    nor is a machine whose memory is not known. If what a stage certainly holds exceeds the memory,
+    it raises ConfigError if `refuses`, and else warns.
     """
     shape = base_model_shape(BaseModelConfig.model_validate(parameters["base_model"]))
     limit = hardware.rank_memory
@@ -174,13 +165,9 @@ def check_memory(
 
 
 def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
-    """Check that the split has prompts for every phase that the chosen nodes train.
+    """Raise ConfigError if the nodes train a phase for which their split has no prompts.
 
-    Raises ConfigError if a phase has weight 0 although the run splits the data for it.
-
-    Args:
-        weights: `split.weights`, in the order of `PHASES`.
-        nodes: names of the nodes of the run.
+    `weights` is `split.weights`, in the order of `PHASES`.
     """
     empty = [
         phase

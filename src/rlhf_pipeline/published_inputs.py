@@ -51,10 +51,9 @@ def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, 
 def changes_since(
     inputs: Mapping[str, Path], catalog: CatalogProtocol, context: RunContext
 ) -> dict[str, list[str]]:
-    """How the recipes of published inputs differ from the present parameters.
+    """The changes such as "seed 5 -> 1234" from the recipes of published inputs to the parameters.
 
-    Code, libraries and the number of ranks do not count: they are not parameters. Returns data set
-    to changes such as "seed 5 -> 1234"; inputs without a change are missing.
+    Code, libraries and the number of ranks are not parameters. Inputs without changes are missing.
     """
     found = {}
     makers = sum((pipelines[name] for name in pipelines), Pipeline([]))
@@ -73,36 +72,34 @@ def changes_since(
 
 
 def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
-    """Stop a run whose published inputs come from other parameters.
+    """Raise ConfigError if published inputs come from other parameters, see `changes_since`.
 
-    Raises ConfigError with the first changes and both ways to proceed.
-
-    Args:
-        changes: see `changes_since`.
-        command: the `kedro run` that makes what is missing and reuses the rest.
+    The message shows the first changes and both ways to proceed; `command` is the `kedro run` that
+    makes what is missing and reuses the rest.
     """
     if not changes:
         return
     names_by_changes: dict[str, list[str]] = {}
     for name, found in changes.items():
         names_by_changes.setdefault("; ".join(found), []).append(name)
-    lines = ["the published inputs were made with other parameters (theirs -> yours):"]
-    for text, names in names_by_changes.items():
-        lines.append(f"  {', '.join(names)}: {shorten(text, SHOWN, placeholder=' ...')}")
-    lines.append(
+    lines = [
+        f"  {', '.join(names)}: {shorten(text, SHOWN, placeholder=' ...')}\n"
+        for text, names in names_by_changes.items()
+    ]
+    raise ConfigError(
+        f"the published inputs were made with other parameters (theirs -> yours):\n{''.join(lines)}"
         f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to use these "
         "inputs as they are"
     )
-    raise ConfigError("\n".join(lines))
 
 
 Key = tuple[str | None, ...]
 
 
 class _Comparison:
-    """Compares the jobs of the nodes with the recipes behind an artifact.
+    """Compares the jobs of the nodes with the recipes behind an artifact; replaces a `StageRunner`.
 
-    It takes the place of a `StageRunner`. Recipes of removed work directories are missing.
+    Recipes of removed work directories are missing.
     """
 
     def __init__(self, artifact: Path, context: RunContext) -> None:

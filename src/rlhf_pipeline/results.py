@@ -21,7 +21,7 @@ from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 
 class StageSummary(StageListener):
-    """Prints what a user should know of a finished split or base model."""
+    """Prints what a user should know about a finished split or base model."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -73,23 +73,17 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
     aliases = ", ".join(
         f"{alias} = version {version}" for alias, version in sorted(registration["aliases"].items())
     )
-    option = "" if env is None else f" --env={env}"
-    return [
-        f"{'registry':>12}  {registration['model']}: {aliases}",
-        *_verdict(registration),
-        f"{'compare':>12}  kedro rlhf compare sft-baseline candidate{option}",
-    ]
-
-
-def _verdict(registration: dict[str, Any]) -> list[str]:
     verdict = registration["verdict"]
     conditions, refusals = len(verdict["checks"]), verdict["refusals"]
     held = f"{conditions - len(refusals)} of {conditions} conditions hold"
     found = outcome(registration["promoted"], refusals)
     judge = judge_title(verdict["judge"]) + ("" if verdict["independent"] else ", not independent")
+    option = "" if env is None else f" --env={env}"
     return [
+        f"{'registry':>12}  {registration['model']}: {aliases}",
         f"{'gate':>12}  {found}: {held} (judge: {judge}; try {verdict['tries']} on this test set)",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
+        f"{'compare':>12}  kedro rlhf compare sft-baseline candidate{option}",
     ]
 
 

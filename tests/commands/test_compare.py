@@ -14,10 +14,10 @@ from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.commands.compare import (
     compare,
     comparison_page,
-    data_table,
+    data,
+    difference_table,
     metric_table,
-    parameter_table,
-    recipe_table,
+    recipes,
     verdicts,
 )
 from rlhf_pipeline.errors import ConfigError
@@ -50,6 +50,10 @@ def make(tmp_path):
     return make
 
 
+def differing(policies, values=Policy.parameters):
+    return rows(difference_table("values", policies, values))
+
+
 def rows(table):
     """The cells of a table, row by row."""
     return list(zip(*(column.cells for column in table.columns), strict=True))
@@ -57,15 +61,15 @@ def rows(table):
 
 def test_only_what_differs_is_shown(make):
     one, two = make("one", 0.0), make("two", 0.5, steps=4)
-    assert rows(parameter_table([one, two])) == [("ppo.steps", "3", "4")]
-    assert rows(recipe_table([one, two])) == [("ppo", "one-0.0", "two-0.5")]
-    assert rows(parameter_table([one, one])) == []
+    assert differing([one, two]) == [("ppo.steps", "3", "4")]
+    assert differing([one, two], recipes) == [("ppo", "one-0.0", "two-0.5")]
+    assert differing([one, one]) == []
 
 
 def test_a_stage_that_only_one_policy_has_is_no_difference(make):
     two = make("two", 0.5, steps=4)
     sft = replace(two, made_from={"sft": two.made_from["sft"]})
-    assert rows(parameter_table([sft, two])) == rows(recipe_table([sft, two])) == []
+    assert differing([sft, two]) == differing([sft, two], recipes) == []
 
 
 def test_the_metrics_have_their_intervals(make):
@@ -118,13 +122,6 @@ def test_an_evaluation_of_both_is_found_behind_newer_ones(make):
     assert "prefers two on" in verdicts(two, one, 1)[0]
 
 
-def test_a_policy_without_an_evaluation_is_named(make):
-    one, two = make("one", 0.0), replace(make("two", 0.9), evaluations=())
-    assert verdicts(two, one, 1) == [
-        "two and one: no comparison, because no evaluation of two is here"
-    ]
-
-
 def test_the_data_that_differ_are_shown_by_their_content(make):
     def reading(name, prompts):
         policy = make(name, 0.0)
@@ -132,7 +129,7 @@ def test_the_data_that_differ_are_shown_by_their_content(make):
         return replace(policy, made_from={"ppo": replace(policy.made_from["ppo"], inputs=inputs)})
 
     one, two = reading("one", "a"), reading("two", "b")
-    assert rows(data_table([one, two])) == [("ppo: prompts", "a" * 12, "b" * 12)]
+    assert differing([one, two], data) == [("ppo: prompts", "a" * 12, "b" * 12)]
 
 
 def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
@@ -141,7 +138,11 @@ def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
         records = [{"objective/score": score} for score in scores]
         folder = artifact(tmp_path / "models" / name, "ppo", records)
         policies.append(replace(make(name, 0.9 * len(policies), steps=len(name)), folder=folder))
-    tables = [parameter_table(policies), recipe_table(policies), metric_table(policies)]
+    tables = [
+        difference_table("parameters", policies, Policy.parameters),
+        difference_table("recipes", policies, recipes),
+        metric_table(policies),
+    ]
     page = comparison_page(policies, tables)
     assert "<h1>&lt;[b]one&gt; and two</h1>" in page and "<[b]" not in page
     assert '<th scope="col" class="number">&lt;[b]one&gt; (ppo)</th>' in page
@@ -164,5 +165,6 @@ def test_a_page_replaces_no_file_unless_asked(tmp_path):
     with pytest.raises(ConfigError) as refusal:
         compare.callback(None, Console(), tmp_path, ["1"], tmp_path / "notes.html", overwrite=False)
     assert refusal.value.message == (
-        f"--page: found {tmp_path}/notes.html. Fix: name another file, or add --overwrite"
+        f"--page: found {tmp_path}/notes.html, expected a new file. Fix: name another one, or add "
+        "--overwrite"
     )

@@ -1,12 +1,288 @@
-"""`kedro rlhf doctor`: a line for each check, and an exit code."""
+"""`kedro rlhf doctor`: its checks on machines that other programs pretend, and the command."""
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from collections import namedtuple
+from importlib import metadata
 from pathlib import Path
 
-from rlhf_pipeline.commands.machine_checks import CHECKS
+import psutil
+import pytest
+
+from rlhf_pipeline.commands import doctor as machine
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import ConfigError, pip_install
+from rlhf_pipeline.sizing.fit import size_text
+from rlhf_pipeline.sizing.hardware import GIB
+
+Usage = namedtuple("Usage", "total used free")
+DECLARED = ["click>=8.1", "numpy>=2", 'gguf>=999; extra == "gguf"']
+TORCH = """
+import sys, types
+__version__, version = "2.13.0", types.SimpleNamespace(cuda="13.0")
+class cuda:
+    device_count = staticmethod(lambda: {count})
+    is_available = staticmethod(lambda: {count} > 0)
+    get_device_name = staticmethod(lambda index: "NVIDIA A100")
+    nccl = types.SimpleNamespace(version=lambda: (2, 28, 9))
+class distributed:
+    is_nccl_available = staticmethod(lambda: {has_nccl})
+def ones(size, device):
+    {compute}
+    return types.SimpleNamespace(sum=lambda: types.SimpleNamespace(item=lambda: size))
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Examines a machine by a check; arguments replace fields of the embedded default."""
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def check(name, **fields):
+        default = {"root": tmp_path / "data", "launch": LaunchConfig(), "compiles": ()}
+        probe = name if callable(name) else machine.CHECKS[name]
+        return machine.examine(str(name), probe, machine.Setup(**default | fields))
+
+    return check
+
+
+@pytest.fixture
+def torch(tmp_path, monkeypatch):
+    """Puts a module `torch` in front of the real one that sees so many GPUs."""
+
+    def install(count, *, compute="pass", has_nccl=True):
+        folder = tmp_path / "pretended"
+        folder.mkdir(exist_ok=True)
+        text = TORCH.format(count=count, compute=compute, has_nccl=has_nccl)
+        (folder / "torch.py").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return install
+
+
+def test_a_broken_driver_is_a_failure_with_a_fix(check, nvidia_smi):
+    nvidia_smi(None)
+    found = check("gpu")
+    assert (found.check, found.state) == ("gpu", "failure")
+    assert "NVIDIA-SMI has failed" in found.found
+    assert "repair the driver" in found.fix
+
+
+def test_gpus_that_torch_can_use(check, nvidia_smi, torch):
+    nvidia_smi(2)
+    torch(2)
+    assert check("gpu").found.startswith("2 x NVIDIA A100; torch 2.13.0, CUDA 13.0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found", "fix"),
+    [
+        ({"count": 0}, "sees 0 of 2 GPUs with driver", "update the driver"),
+        ({"count": 1}, "sees 1 of 2 GPUs with driver", "update the driver"),
+        (
+            {"count": 2, "compute": "raise RuntimeError('no kernel image is available')"},
+            "torch fails: RuntimeError: no kernel image is available",
+            "install the torch that fits the driver and the GPU",
+        ),
+    ],
+)
+def test_gpus_that_torch_cannot_use(check, nvidia_smi, torch, arguments, found, fix):
+    nvidia_smi(2)
+    torch(**arguments)
+    finding = check("gpu")
+    assert finding.state == "failure"
+    assert found in finding.found
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize(
+    "program, state, found, fix",
+    [
+        (
+            "print(*['A100 in ' + each for each in sys.argv[1:]], sep=chr(10))",
+            *("ok", "equal those of the CPU: A100 in bf16, A100 in fp32", ""),
+        ),
+        ("sys.exit('attention: found 2. Fix: set it')", "failure", "attention: found 2.", "set it"),
+        ("pass", "failure", "torch sees no GPU", ""),
+    ],
+)
+def test_kernels_are_compared_in_a_process_of_their_own(
+    check, nvidia_smi, monkeypatch, tmp_path, program, state, found, fix
+):
+    nvidia_smi(1)
+    (tmp_path / "stand_in.py").write_text(f"import sys\n{program}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(machine, "SELF_CHECK", "stand_in")
+    row = check("kernels", precisions=("bf16", "fp32"))
+    assert (row.check, row.state, row.found, row.fix) == ("kernels", state, found, fix)
+
+
+def test_two_gpus_need_nccl(check, nvidia_smi, torch):
+    nvidia_smi(2)
+    torch(2, has_nccl=False)
+    assert check("gpu").found == "torch has no NCCL"
+    assert check("gpu").state == "failure"
+    nvidia_smi(1)
+    torch(1, has_nccl=False)
+    assert check("gpu").state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("free", "gpus", "state"),
+    [
+        (2 * GIB, 2, "ok"),
+        (GIB // 16, 0, "ok"),
+        (GIB // 16, 2, "failure"),  # Docker's default
+        (GIB // 32, 0, "failure"),
+    ],
+)
+def test_shared_memory_must_have_room_for_ranks_on_gpus(
+    check, nvidia_smi, monkeypatch, free, gpus, state
+):
+    nvidia_smi(gpus)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(4 * GIB, 0, free))
+    found = check("shared memory")
+    assert found.state == state
+    assert ("--shm-size" in found.fix) == (state == "failure")
+
+
+@pytest.mark.parametrize(
+    ("free", "state"), [(20 * GIB, "ok"), (5 * GIB, "warning"), (GIB // 2, "failure")]
+)
+def test_a_disk_that_is_almost_full(check, monkeypatch, free, state):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * GIB, 0, free))
+    found = check("disk")
+    assert found.state == state
+    assert found.found.startswith(f"{size_text(free)} free for")
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    """Sets the requirements that the package declares; versions stay those of the environment."""
+
+    def declare(*requirements, python=">=3.11,<3.14"):
+        monkeypatch.setattr(metadata, "requires", lambda name: [*requirements])
+        monkeypatch.setattr(metadata, "metadata", lambda name: {"Requires-Python": python})
+
+    return declare
+
+
+def test_libraries_in_their_ranges(check, declared):
+    declared(*DECLARED)  # gguf belongs to an extra
+    assert check("libraries").found == "2 libraries in their tested ranges"
+
+
+def test_libraries_that_are_missing_or_of_another_version_are_named(check, declared):
+    declared(*DECLARED, "pytest>=900", "no-such-library<2")
+    found = check("libraries")
+    assert found.state == "failure"
+    installed = metadata.version("pytest")
+    assert found.found == f"pytest {installed}, expected >=900; no-such-library is missing"
+    assert found.fix == f"{pip_install()}'pytest>=900' 'no-such-library<2'"
+
+
+def test_python_is_compared_with_the_declared_range(check, declared):
+    declared(python=">=3.11,<3.14")
+    assert check("python").state == "ok"
+    declared(python=">=3.99")
+    found = check("python")
+    assert (found.state, found.found) == (
+        "failure",
+        f"{platform.python_version()}, expected >=3.99",
+    )
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch, nvidia_smi, tmp_path):
+    """A machine with a GPU, and no program but nvidia-smi."""
+    for name in ("CXX", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    nvidia_smi(1)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    return tmp_path / "bin"
+
+
+@pytest.mark.parametrize("parameter", ["sft.deepspeed.offload_optimizer (true)", "ppo.generator"])
+def test_a_machine_without_a_compiler_needs_one_for_what_a_gpu_compiles(
+    check, nothing_installed, parameter
+):
+    found = check("compiler")
+    assert (found.state, found.fix) == ("ok", "")
+    assert found.found.startswith("missing: a C++ compiler, ninja;")
+    found = check("compiler", compiles=(parameter,))
+    assert (found.state, found.found) == ("failure", "missing: a C++ compiler, ninja")
+    assert found.fix.endswith(f"; or change {parameter}")
+
+
+def test_neither_cudas_compiler_nor_an_activated_environment_is_needed(
+    check, nothing_installed, monkeypatch
+):
+    """ninja lies beside the interpreter; the ranks find it there."""
+    (nothing_installed / "ninja").touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CXX", shutil.which("g++", path=os.defpath))
+    assert check("compiler", compiles=("ppo.generator (vllm)",)).state == "ok"
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Makes the block `launch` of two nodes; their ranks run on this machine."""
+    source = str(Path(machine.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
+
+    def make(command):
+        place = {"address": "127.0.0.1", "nodes": 2, "processes": 1}
+        return LaunchConfig(mode="command", command=command, **place)
+
+    return make
+
+
+def test_ranks_start_on_each_node(check, launch):
+    found = check("nodes", launch=launch("env NODE={node} {command}"))
+    assert (found.state, found.found) == ("ok", "2 ranks start on 2 machines")
+
+
+def test_a_node_that_cannot_be_started_is_a_failure_with_the_output(check, launch):
+    failing = launch("sh -c 'echo cannot resolve worker-1; exit 3' {command}")
+    found = check("nodes", launch=failing)
+    assert (found.check, found.state) == ("nodes", "failure")
+    assert "found exit code 3" in found.found and "cannot resolve worker-1" in found.found
+
+
+def test_ranks_that_do_not_start_are_reported_in_time_and_ended(check, launch, monkeypatch):
+    monkeypatch.setattr(machine, "START_S", 0.5)
+    hanging = launch("sh -c 'exec sleep 600' {command}")
+    found = check("nodes", launch=hanging)
+    assert "found ranks that do not start within 0.5 s" in found.found
+    commands = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert ["sleep", "600"] not in commands
+
+
+def explained(_):
+    raise ConfigError("place: found 1, expected 2. Fix: set 2 at s3://me:secret@host/file")
+
+
+def unexpected(_):
+    raise ZeroDivisionError("first line\nsecond line")
+
+
+def test_an_error_is_a_failure_with_its_fix(check):
+    found = check(explained)
+    assert (found.found, found.fix) == (
+        "place: found 1, expected 2.",
+        "set 2 at s3://...@host/file",
+    )
+    found = check(unexpected)
+    assert (found.state, found.found) == ("failure", "ZeroDivisionError: first line")
+    assert found.fix == "repair what the message names"
+
 
 PROJECT = Path(__file__).parents[2]
 
@@ -32,9 +308,11 @@ def test_a_sound_machine_has_no_failure_and_torch_stays_out_of_the_driver(tmp_pa
     assert code == 0, printed + log
     lines = printed.splitlines()
     assert lines[0].split() == ["check", "state", "found"]
-    assert len([line for line in lines if " ok " in line or " warning " in line]) == len(CHECKS)
+    assert len([line for line in lines if " ok " in line or " warning " in line]) == len(
+        machine.CHECKS
+    )
     imported = {line.rpartition("|")[2].strip() for line in log.splitlines()}
-    assert "rlhf_pipeline.commands.machine_checks" in imported
+    assert "rlhf_pipeline.stages.launch.node_program" in imported
     assert imported & {"torch", "transformers", "deepspeed"} == set()
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -58,7 +59,8 @@ def walked(policy, workspace):
     """The walk, and the tree that it printed."""
     found = [path.parent for path in workspace.glob("*/*/export/manifest.json")]
     places = {content_digest(path): path for folder in found for path in (folder, folder / "sub")}
-    walk, tree = Walk(places, workspace), Tree("champion")
+    ledger = SimpleNamespace(by_digest=places, workspace=workspace, with_files=Path)
+    walk, tree = Walk(ledger), Tree("champion")
     walk.visit(tree, "policy", policy)
     console = Console(file=io.StringIO(), width=200)
     console.print(tree)

@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from kedro.framework.startup import bootstrap_project
 from rich.console import Console
 
+from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands.plan import make_plan, show
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.hardware import named
 
 PROJECT = Path(__file__).parents[2]
 
@@ -75,7 +79,9 @@ def test_rates_that_cannot_move_the_policy_are_a_warning(tmp_path):
 
 def test_the_tables_of_a_large_model_fit_80_columns():
     loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
-    found = make_plan(loader["parameters"], list(BLOCKS), model="opt-1.3b", gpus="2x8x80")
+    found = make_plan(
+        loader["parameters"], list(BLOCKS), model="opt-1.3b", hardware=named(None, "2x8x80")
+    )
     output = io.StringIO()
     show(found, Console(file=output, width=80))
     printed = output.getvalue()
@@ -122,6 +128,40 @@ def test_mistakes(tmp_path, options, message):
     code, _, log = plan(tmp_path, *options)
     assert code != 0
     assert message in " ".join(log.split())
+
+
+HUB = "split.sources=[{name: Dahoas/rm-static}]"
+TWO_NODES = ["--model=opt-1.3b", "--gpus=2x8x80"]
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "expected"),
+    [
+        (["--env=tiny"], [], "The parameters are valid for 2 ranks.\n"),
+        (["--env=opt-30b-2x8x80", "--gpus=2x8x80", "-p", "dpo"], [],
+         "The parameters are valid for 16 ranks.\n"),
+        # 4-bit weights need neither a GPU nor their library here.
+        (["--model=opt-1.3b", "--gpus=1x24"],
+         [HUB, "sft.lora.quantize=nf4", "sft.deepspeed.precision=bf16"],
+         "The parameters are valid for 1 rank.\n"),
+        (["--env=tiny"], ["launch.processes=3", "sft.batch_size=2"],
+         "  - sft.batch_size (--params): found 2, expected a multiple of 3 ranks "),
+        (["--model=opt-1.3b", "--gpus=3x80"], [HUB],
+         "found 32, expected a multiple of 3 ranks (launch.processes). Fix: use 30 or 33"),
+        (TWO_NODES, [HUB, "launch.processes=8"],
+         "launch: found 8 ranks with mode local and processes 8, expected 16: 8 on each of 2 "
+         "nodes. Fix: set launch.processes to 8, and launch.mode to command with launch.nodes 2"),
+        (["--model=opt-1.3b", "--gpus=8x80"], [HUB, "split.max_prompt_tokens=2000"],
+         "  - ppo.sampling.max_response_tokens: found 256, expected at most 48: the model's 2048 "
+         "positions"),
+    ],
+)  # fmt: skip
+def test_the_parameters_are_checked_for_the_hardware(monkeypatch, options, params, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = ["rlhf", "plan", "--check", *options, f"--params={','.join(params)}"]
+    done = CliRunner().invoke(cli, arguments, obj=bootstrap_project(PROJECT))
+    assert done.exit_code == int("Fix" in done.output or "expected" in done.output)
+    assert expected in done.output
 
 
 @pytest.mark.slow

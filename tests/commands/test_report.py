@@ -102,12 +102,6 @@ def test_the_registration_of_the_same_run_gives_the_verdict(project, tmp_path):
     assert "<h1>PPO is not promoted.</h1>" in page.read_text()
 
 
-def test_the_page_of_a_copied_folder_is_beside_it(project, tmp_path):
-    copied = project.publish("2026-01-01").rename(tmp_path / "copied")
-    printed = project.report(str(copied))
-    assert printed == f"page: {(tmp_path / 'copied.html').as_uri()}\n"
-
-
 def test_a_policy_stands_for_its_newest_published_evaluation(project, tmp_path):
     """Not for the newer copy of it in the workspace, which has no registration."""
     evaluation = project.publish("2026-01-01")

@@ -12,11 +12,6 @@ from rlhf_pipeline.config.base_model import BaseModelConfig, find_family, positi
 from rlhf_pipeline.errors import ConfigError
 
 
-def test_code_and_pickles_are_not_trusted_by_default():
-    config = BaseModelConfig(path="facebook/opt-350m")
-    assert (config.trust_remote_code, config.unpickle_weights) == (False, False)
-
-
 @pytest.mark.parametrize("option", ["trust_remote_code", "unpickle_weights"])
 def test_trust_without_a_path_is_refused(option):
     with pytest.raises(ValidationError, match="without path, expected path"):

@@ -13,8 +13,7 @@ from rlhf_pipeline.config.evaluate import (
     task_inputs,
 )
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import CallableReward, ModelJudge
+from rlhf_pipeline.config.rewards import ModelJudge
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 
@@ -25,6 +24,8 @@ CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
         ({"model": "org/reward-model", "retokenize": True}, "reward-model"),
         ({"model": "/models/other/"}, "other"),
         ({"reference": "last_number"}, "last_number"),
+        ("my.py:f", "f"),
+        ({"callable": "package.module:g", "name": "short"}, "short"),
         ({"openai": CHAT}, "judge"),
         ({"openai": CHAT, "name": "chat"}, "chat"),
     ],
@@ -52,17 +53,6 @@ def test_best_of_n_is_a_power_of_two(number, works):
             EvaluateConfig(best_of_n=number)
 
 
-def test_a_judge_is_a_function_in_one_line_or_as_a_block():
-    config = EvaluateConfig.model_validate(
-        {"judges": ["my.py:f", {"callable": "package.module:g", "name": "short"}]}
-    )
-    assert config.judges == (
-        CallableReward(callable="my.py:f"),
-        CallableReward(callable="package.module:g", name="short"),
-    )
-    assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
-
-
 @pytest.mark.parametrize(
     ("judges", "message"),
     [
@@ -87,11 +77,6 @@ def test_other_judges_are_refused(judges, message):
     with pytest.raises(ValidationError) as refusal:
         EvaluateConfig.model_validate({"judges": judges})
     assert any(message in fault["msg"] for fault in refusal.value.errors())
-
-
-def test_a_missing_file_is_reported_under_the_parameter_of_the_judges():
-    (fault,) = reward_faults([CallableReward(callable="missing.py:f")], "evaluate.judges")
-    assert fault.startswith("evaluate.judges.0: missing.py:f")
 
 
 def test_evaluation_may_be_greedy_and_training_may_not():

@@ -26,11 +26,6 @@ def test_sizes_of_a_step():
     )
 
 
-def test_the_language_model_loss_is_off_by_default():
-    assert PPOConfig.model_validate(GAE).ptx is None
-    assert PPOConfig.model_validate(GAE | {"ptx": {"batch_size": 4}}).ptx.coef == 27.8
-
-
 @pytest.mark.parametrize("advantage", ["rloo", "grpo", "reinforce"])
 def test_no_critic_is_needed(advantage):
     config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
@@ -72,12 +67,6 @@ def test_no_critic_is_needed(advantage):
          "reinforce reads it"),
         (GAE | {"critic_warmup_steps": 4},
          "critic_warmup_steps: found 4, expected less than steps 4"),
-        (GAE | {"dual_clip": 1.0}, "greater than 1"),
-        (GAE | {"entropy_coef": -0.1}, "greater than or equal to 0"),
-        (GAE | {"kl": {"stop_update": 0.0}}, "greater than 0"),
-        (GAE | {"kl": {"estimator": "k3"}}, "Extra inputs are not permitted"),
-        (GAE | {"kl": {"place": "metric"}}, "'reward' or 'loss'"),
-        (GAE | {"kl": {"explosion": 0.0}}, "greater than 0"),
         (GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},
          "explosion: found 5, expected more than maximum 5. Fix: raise it, or set it to null"),
         (GAE | {"kl": {"maximum": 150.0}}, "explosion: found 100, expected more than maximum 150"),

@@ -21,12 +21,6 @@ NF4 = {"quantize": "nf4"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora": {"rank": 0}}, "greater than 0"),
-        ({"lora": {"alpha": 0}}, "greater than 0"),
-        ({"lora": {"target_modules": []}}, "at least 1 item"),
-        ({"lora": {"target_modules": "q_proj"}}, "'all-linear'"),
-        ({"lora": {"dropout": 0.1}}, "Extra inputs are not permitted"),
-        ({"lora": {"quantize": "int8"}}, "'nf4'"),
         ({"lora": NF4 | {"train_rest": True}},
          "train_rest: found true with quantize nf4, expected false"),
         ({"lora": NF4, "deepspeed": {"zero_stage": 3}},
@@ -46,17 +40,6 @@ def test_only_bf16_gradients_add_up_in_bf16(precision):
     block = {"deepspeed": {"precision": precision, "accumulate": "bf16"}}
     with pytest.raises(ValidationError, match=f"found bf16, expected fp32 with {precision}"):
         SFTConfig.model_validate(SUPERVISED | block)
-
-
-def test_lora_is_off_without_a_block():
-    assert SFTConfig.model_validate(SUPERVISED).lora is None
-    lora = SFTConfig.model_validate(SUPERVISED | {"lora": {}}).lora
-    assert (lora.rank, lora.alpha, lora.target_modules, lora.train_rest) == (
-        16,
-        32.0,
-        "all-linear",
-        False,
-    )
 
 
 @pytest.mark.parametrize("reference", [{"precision": "bf16"}, {"zero_stage": 0}, {"zero_stage": 3}])

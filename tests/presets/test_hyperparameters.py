@@ -2,7 +2,6 @@
 
 import pytest
 
-from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.presets.preset import SOURCES, hyperparameters
 from rlhf_pipeline.sizing.models import MODELS
 
@@ -86,8 +85,3 @@ def test_weight_decay_is_for_whole_weights():
     decay = "sft.optimizer.weight_decay"
     assert hyperparameters("llama-2-7b", "full")[decay] == (0.1, "Llama 2")
     assert hyperparameters("llama-2-7b", "lora")[decay] == (0.0, "Dettmers 2023")
-
-
-def test_an_unknown_model_is_refused():
-    with pytest.raises(ConfigError, match=r"model: found 'opt-1.b' \(did you mean opt-1.3b\?\)"):
-        hyperparameters("opt-1.b", "full")

@@ -128,19 +128,3 @@ def test_the_largest_sizes_that_fit_are_taken(refuse):
     refuse(lambda block: size(block) > (4096, 16))
     found = placed("evaluate", "1x80")
     assert (found["micro_batch_tokens"], found["sampling.batch_size_per_gpu"]) == (4096, 16)
-
-
-def test_by_the_memory_model():
-    # 16 bytes for each of 0.125 billion weights are 2 GB; for each of 66 billion, 1 TB.
-    parameters = {
-        "sft": SUPERVISED | {"optimizer": {"learning_rate": 1e-5}},
-        "split": {"sources": [{}], "max_prompt_tokens": 256, "max_response_tokens": 256},
-    }
-    small, large = find_model("opt-125m").shape, find_model("opt-66b").shape
-    found = place("sft", parameters, small, named(None, "1x24"), "full")
-    assert found[0] == {"deepspeed": PLAIN, "micro_batch_tokens": 8192}
-    assert place("sft", parameters, large, named(None, "1x80"), "full") is None
-    # Sharded over 64 GPUs, 16 GB.
-    sharded, memory = place("sft", parameters, large, named(None, "8x8x80"), "full")
-    assert sharded["deepspeed"] == {"zero_stage": 3, "precision": "bf16"}
-    assert 16e9 < memory.peak < 40e9

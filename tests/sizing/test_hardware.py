@@ -31,7 +31,7 @@ def test_options(gpu, gpus, nodes, ranks, gibibytes):
     ("gpu", "gpus", "message"),
     [
         ("a100", None, r"--gpu: found 'a100' \(did you mean a10\?\)|--gpu: found 'a100'"),
-        (None, "8", "--gpus: found '8', expected GPUS x GB such as 8x80"),
+        (None, "8", "--gpus: found '8', expected GPUs x GiB such as 8x80"),
         (None, "0x80", "--gpus: found '0x80'"),
     ],
 )

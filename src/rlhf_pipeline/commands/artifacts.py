@@ -40,17 +40,17 @@ class Policy:
     name: str
     """The version, alias or path that the user gave."""
     stage: str
-    """The stage that trained it."""
+    """The stage that trained the policy."""
     made_from: dict[str, Manifest]
     """The manifests of the policy and of all artifacts that it was made from, by stage."""
     evaluations: tuple[tuple[Path, str], ...]
-    """Its evaluations, newest first, and its name in each."""
+    """The evaluations of the policy, newest first, and its name in each."""
     folder: Path | None = None
-    """Its artifact."""
+    """The artifact."""
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Its metrics in the newest evaluation."""
+        """The metrics of the policy in its newest evaluation."""
         if not self.evaluations:
             return {}
         folder, name = self.evaluations[0]

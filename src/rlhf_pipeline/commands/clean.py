@@ -23,14 +23,14 @@ from rlhf_pipeline.tracking.store import tracking_uri
 
 
 @click.command(cls=Command)
-@click.option("--yes", is_flag=True, help="Remove the listed files; the default only lists them.")
+@click.option("--yes", is_flag=True, help="Remove the files instead of listing them.")
 @click.option(
-    "--unfinished", is_flag=True, help="Also remove unfinished stages, which could resume."
+    "--unfinished", is_flag=True, help="Include unfinished stages, which could still resume."
 )
 @click.option(
     "--versions",
     is_flag=True,
-    help="Also remove published versions that are neither the newest nor registered.",
+    help="Include published versions that are neither the newest nor registered.",
 )
 def clean(
     catalog: CatalogProtocol,
@@ -40,9 +40,9 @@ def clean(
     unfinished: bool,
     versions: bool,
 ) -> None:
-    """Remove what no published version needs.
+    """List or remove the files that no published version needs.
 
-    These are work directories, downloads, and the rest of interrupted publications.
+    These are work directories, downloads, and the remains of interrupted publications.
     """
     ledger = Ledger(catalog, project)
     workspace, datasets = ledger.workspace, ledger.datasets.values()

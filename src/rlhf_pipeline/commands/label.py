@@ -19,11 +19,19 @@ from rlhf_pipeline.labelling.votes import locked
 
 @click.command(cls=Command)
 @click.argument("evaluation", required=False)
-@click.option("--pairs", help="File with columns prompt, first, second, instead of EVALUATION.")
-@click.option("--output", help="File of the votes.  [default: 01_raw/votes.jsonl of the data]")
+@click.option(
+    "--pairs",
+    metavar="FILE",
+    help="Compare the pairs of this file (columns prompt, first, second) instead of EVALUATION.",
+)
+@click.option(
+    "--output",
+    metavar="FILE",
+    help="File to which the votes are added.  [default: 01_raw/votes.jsonl below root]",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--port", default=8700, show_default=True, help="Port to listen on; 0 picks a free one."
+    "--port", default=8700, show_default=True, help="Port to listen on; 0 picks a free port."
 )
 def label(
     catalog: CatalogProtocol,
@@ -34,9 +42,10 @@ def label(
     host: str,
     port: int,
 ) -> None:
-    """Let people compare answers on a page until Ctrl-C; their votes are data for `split`.
+    """Let people compare answers on a page until Ctrl-C.
 
-    EVALUATION is a version of an evaluation, its folder, or a policy as for `kedro rlhf compare`.
+    The votes become a file of comparisons, which a source in `split.sources` can read. EVALUATION
+    is a version that `kedro rlhf runs` lists, its folder, or a policy, as for `kedro rlhf report`.
     """
     if (evaluation is None) == (pairs is None):
         raise click.UsageError("use either EVALUATION or --pairs")

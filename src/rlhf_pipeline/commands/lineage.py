@@ -1,6 +1,5 @@
 import json
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,12 +32,12 @@ CONTENT = re.compile("[0-9a-f]{64}")
 def lineage(catalog: CatalogProtocol, console: Console, project: Path, policy: str) -> None:
     """Show what POLICY was made from, down to the data, and verify every byte.
 
-    POLICY is a version or an alias of the registered model, or the folder of an artifact; the
+    POLICY is a version or an alias of the registered model, or the folder of an artifact. The
     default is the champion. The command fails if a file was changed, added or removed, or an input
-    is not on this machine; the message names the first changed file of each artifact.
+    is not on this machine. The message names the first such file of each artifact.
     """
     ledger = Ledger(catalog, project)
-    walk = Walk(ledger.by_digest, ledger.workspace, ledger.with_files)
+    walk = Walk(ledger)
     tree = Tree(f"[bold]{escape(policy)}", guide_style="dim")
     walk.visit(tree, "policy", ledger.folder(policy))
     console.print(tree, highlight=False)
@@ -51,10 +50,7 @@ def lineage(catalog: CatalogProtocol, console: Console, project: Path, policy: s
 class Walk:
     """Visits artifacts and what they were made from."""
 
-    places: dict[str, Path]
-    workspace: Path
-    with_files: Callable[[Path], Path] = Path
-    """Downloads the files of a folder of which only the outline is here."""
+    ledger: Ledger
     faults: list[str] = field(default_factory=list)
     files: int = 0
     size: int = 0
@@ -63,7 +59,7 @@ class Walk:
 
     def visit(self, branch: Tree, name: str, folder: Path) -> None:
         """Add an artifact, or a folder in one, and its inputs below it."""
-        folder = self.with_files(folder)
+        folder = self.ledger.with_files(folder)
         artifact = artifact_of_folder(folder)
         manifest = Manifest.read(artifact)
         label = escape(printable(f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"))
@@ -80,12 +76,14 @@ class Walk:
         )
         self.files += len(manifest.files)
         self.size += size
-        outside = dict(self._outside(artifact))
+        work = work_directory(artifact, self.ledger.workspace)
+        paths = {} if work is None else json.loads((work / "job.json").read_text())["inputs"]
         for source, digest in manifest.inputs.items():
-            if digest in self.places:
-                self.visit(below, source, self.places[digest])
+            if digest in self.ledger.by_digest:
+                self.visit(below, source, self.ledger.by_digest[digest])
             else:
-                self._leaf(below, source, digest, outside.get(source))
+                outside = Path(paths[source]) if source in paths else None
+                self._leaf(below, source, digest, outside)
 
     def _check(self, artifact: Path) -> str | None:
         try:
@@ -95,17 +93,10 @@ class Walk:
             return str(error)
         return None
 
-    def _outside(self, artifact: Path) -> Iterator[tuple[str, Path]]:
-        """The inputs of the stage that made an artifact, by name."""
-        work = work_directory(artifact, self.workspace)
-        if work is not None:
-            for name, path in json.loads((work / "job.json").read_text())["inputs"].items():
-                yield name, Path(path)
-
     def _leaf(self, branch: Tree, name: str, digest: str, path: Path | None) -> None:
         """Add an input that no stage made: a file, or an identity such as a commit on the hub."""
         if path is None:
-            if CONTENT.fullmatch(digest):  # of a stage whose results are gone
+            if CONTENT.fullmatch(digest):  # the results of its stage are gone
                 self.faults.append(f"{name}: found no content {digest[:16]} on this machine")
                 branch.add(f"[red]{escape(self.faults[-1])}")
             else:
@@ -125,7 +116,7 @@ class Walk:
 
 
 def digest_of(path: Path) -> str:
-    """The content of an input that this workspace does not contain."""
+    """The digest of an input that this workspace does not contain."""
     if path.is_file():
         return file_digest(path)
     if not path.is_dir():

@@ -9,7 +9,8 @@ from kedro.framework.project import pipelines, settings
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.checks import check_values
+from rlhf_pipeline.checks import check as check_parameters
+from rlhf_pipeline.checks import check_values, length_faults, refuse
 from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
@@ -18,7 +19,7 @@ from rlhf_pipeline.commands.command import (
     json_option,
     pipeline_option,
 )
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS
@@ -26,10 +27,10 @@ from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
-from rlhf_pipeline.sizing.models import base_model_shape, find_model
+from rlhf_pipeline.sizing.models import base_model_shape, find_model, published
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, limits, measured, stage_work
-from rlhf_pipeline.stages.launch.resources import hardware_at_hand
+from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
 
 COLUMNS = {
     "weights": "weights",
@@ -45,7 +46,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer."""
+    """What the stages of a pipeline need on some hardware."""
 
     model: str
     shape: Shape
@@ -60,36 +61,40 @@ class Plan:
 
 @click.command(cls=Command, params=[*CONFIGURATION])
 @pipeline_option
-@click.option("--model", metavar="NAME", help="Published model to plan for, such as opt-1.3b.")
+@click.option("--model", metavar="NAME", help="Plan for this published model, such as opt-1.3b.")
+@click.option("--gpu", metavar="NAME", help="Plan for this GPU: its name (a100-80) or its GiB.")
 @click.option(
-    "--gpu",
-    metavar="NAME",
-    help="Plan for this GPU (a100-80, or its GiB) instead of this machine's.",
+    "--gpus",
+    metavar="8x80",
+    help="Number of GPUs x GiB of each (8x80), or nodes x GPUs x GiB (2x8x80).",
 )
 @click.option(
-    "--gpus", metavar="8x80", help="GPUs x GiB of each, or nodes x GPUs x GiB, such as 2x8x80."
-)
-@click.option(
-    "--check", is_flag=True, help="Check jobs and DeepSpeed settings instead of the memory."
+    "--check",
+    is_flag=True,
+    help="Only check the parameters for that hardware, as `kedro run` does.",
 )
 @json_option
 def plan(
-    project: Path, pipeline: str, check: bool, as_json: bool, gpu: Any, gpus: Any,
+    project: Path, pipeline: str, check: bool, as_json: bool, gpu: str | None, gpus: str | None,
     **configuration: Any,
 ) -> None:  # fmt: skip
-    """Show memory, steps and disk of each stage before anything is loaded, and whether it fits."""
-    check_names([pipeline], {})
-    output = console(width=100)
-    if check:
-        from rlhf_pipeline.commands.check import check as dry_run
+    """Show the memory, steps and disk that each stage needs, and whether it fits.
 
-        dry_run(project, output, pipeline=pipeline, gpu=gpu, gpus=gpus, **configuration)
-        return
+    Nothing is loaded or downloaded. Without --gpu and --gpus, the plan is for this machine.
+    """
+    check_names([pipeline], {})
     loader = loader_of(project, **configuration)
-    parameters, split = read(loader)
+    hardware = None if gpu is None and gpus is None else named(gpu, gpus)
+    if check:
+        ranks = check_on(hardware, loader)
+        print(f"The parameters are valid for {ranks} rank{'s' * (ranks > 1)}.")
+        return
+    parameters = loader["parameters"]
+    check_values(parameters, loader.origin)  # accepts what only other machines can run
     nodes = {node.name for node in pipelines[pipeline].nodes}
-    found = make_plan(parameters, nodes, split, model=configuration["model"], gpu=gpu, gpus=gpus)
-    print(to_json(found)) if as_json else show(found, output)
+    splits = Path(loader["catalog"]["split"]["filepath"])
+    found = make_plan(parameters, nodes, splits, model=configuration["model"], hardware=hardware)
+    print(to_json(found)) if as_json else show(found, console(width=100))
 
 
 def loader_of(
@@ -109,39 +114,49 @@ def loader_of(
     )
 
 
-def read(loader: LayeredConfigLoader) -> tuple[dict[str, Any], Path]:
-    """The parameters, and the folder of published splits.
+def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
+    """Check the parameters as `kedro run` does on some hardware; return the number of all ranks.
 
-    Unlike `kedro run`, it accepts those that only other machines can run. Raises ConfigError with
-    the faults that every machine refuses.
+    None stands for this machine. Raises ConfigError for parameters that fit neither each other nor
+    the hardware.
     """
-    parameters = loader["parameters"]
-    check_values(parameters, loader.origin)
-    return parameters, Path(loader["catalog"]["split"]["filepath"])
+    gpus = gpu_count() if hardware is None else hardware.ranks
+    blocks = check_parameters(
+        loader["parameters"], gpus=gpus, origin=loader.origin, elsewhere=hardware is not None
+    )
+    if (model := published(str(blocks["base_model"].path))) is not None:
+        limit = positions(model.config)
+        refuse(length_faults(limit, blocks["split"], blocks["ppo"], blocks["evaluate"]))
+    launch = blocks["launch"]
+    ranks = rank_count(launch, gpus)
+    if hardware is not None and ranks != hardware.world:
+        mode = "local" if hardware.nodes == 1 else f"command with launch.nodes {hardware.nodes}"
+        raise ConfigError(
+            f"launch: found {ranks} ranks with mode {launch.mode} and processes {launch.processes},"
+            f" expected {hardware.world}: {hardware.ranks} on each of {hardware.nodes} nodes. Fix: "
+            f"set launch.processes to {hardware.ranks}, and launch.mode to {mode}"
+        )
+    return ranks
 
 
 def make_plan(
     parameters: Mapping[str, Any],
     nodes: Collection[str],
-    published: Path | None = None,
+    splits: Path | None = None,
     *,
     model: str | None = None,
-    gpu: str | None = None,
-    gpus: str | None = None,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Plan the stages among the nodes of a pipeline.
 
-    `published` is the folder of the published splits, whose rows count if the parameters are
-    theirs; `model` is the short name of a model in place of `base_model`. Without `gpu` and `gpus`,
-    the plan is for the hardware at hand.
+    `splits` is the folder of the published splits, whose rows count if the parameters are theirs;
+    `model` is the short name of a model that replaces `base_model`. Without `hardware`, the plan is
+    for this machine.
     """
     name, shape = model_shape(parameters, model)
-    if gpu is None and gpus is None:
-        hardware = hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
-    else:
-        hardware = named(gpu, gpus)
+    hardware = hardware or hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
     split = SplitConfig.model_validate(parameters["split"])
-    lengths = None if published is None else measured(published, split)
+    lengths = None if splits is None else measured(splits, split)
     known = limits(split) if lengths is None else lengths
     stages = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
     return Plan(
@@ -187,7 +202,8 @@ def to_json(plan: Plan) -> str:
 
 
 def _stage(plan: Plan, stage: str) -> dict[str, Any]:
-    fit, memory = plan.fits[stage], plan.fits[stage].memory
+    fit = plan.fits[stage]
+    memory = fit.memory
     return {
         "stage": stage,
         "peak": memory.peak,
@@ -225,18 +241,23 @@ def show(plan: Plan, output: Console) -> None:
         output.print(movement_warning(plan.works["ppo"]), highlight=False)
 
 
-def _memory_table(plan: Plan) -> Table:
+def _table(first: str, *numbers: str) -> Table:
+    """An empty table of numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("stage, model", no_wrap=True)
-    for name in (*COLUMNS.values(), "other", "all"):
+    table.add_column(first, no_wrap=True)
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = _table("stage, model", *COLUMNS.values(), "other", "all")
+    empty = [""] * (len(COLUMNS) + 1)
     for stage, fit in plan.fits.items():
         memory = fit.memory
         color = "green" if fit.fits else "red"
         at = f" [dim]({memory.largest.name})" if memory.largest.model != stage else ""
-        table.add_row(
-            f"[bold]{stage}[/]{at}", *[""] * len(COLUMNS), "", f"[bold {color}]{_gib(memory.peak)}"
-        )
+        table.add_row(f"[bold]{stage}[/]{at}", *empty, f"[bold {color}]{_gib(memory.peak)}")
         for model in memory.models:
             parts = memory.parts_of(model)
             shown = [parts.pop(name, 0) for name in COLUMNS]
@@ -244,19 +265,13 @@ def _memory_table(plan: Plan) -> Table:
             cells = [_gib(value) if value else "" for value in (*shown, other)]
             name = model.name.removeprefix(f"{stage}.")
             table.add_row(f"  {name}", *cells, _gib(sum(shown) + other))
-        table.add_row(
-            "  [dim]libraries", *[""] * len(COLUMNS), "", f"[dim]{_gib(memory.libraries)}"
-        )
+        table.add_row("  [dim]libraries", *empty, f"[dim]{_gib(memory.libraries)}")
     return table
 
 
 def _work_table(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("stage", no_wrap=True)
     counts = ("batch", "a\nrank", "passes", "steps", "tokens", "FLOP")
-    sizes = ("check-\npoints", "models", "main\nmemory")
-    for name in (*counts, *sizes):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("stage", *counts, "check-\npoints", "models", "main\nmemory")
     for stage, work in plan.works.items():
         main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
         table.add_row(
@@ -285,7 +300,7 @@ def verdict(stage: str, fit: Fit) -> str:
 
 
 def movement_warning(work: Work) -> str:
-    """What PPO's learning rate and number of updates are too small for."""
+    """Why PPO's learning rates are too small, and the parameters to raise."""
     return (
         f"[yellow]ppo hardly trains[/]: the learning rates of its {work.updates} updates sum to "
         f"{work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise ppo.steps, "

@@ -21,22 +21,26 @@ from rlhf_pipeline.sizing.models import MODELS
 @click.command(cls=Command)
 @click.argument("model", required=False)
 @click.option(
-    "--gpus", help="GPUs x GiB of each, such as 1x24, or nodes x GPUs x GiB, such as 2x8x80."
+    "--gpus",
+    metavar="8x80",
+    help="Number of GPUs x GiB of each (8x80), or nodes x GPUs x GiB (2x8x80).",
 )
 @click.option(
     "--method",
     type=click.Choice(METHODS),
     default="full",
     show_default=True,
-    help="Weights that train: all, adapters, or adapters beside 4-bit weights.",
+    help="What trains: all weights, adapters, or adapters beside 4-bit weights.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="Folder of the environment.  [default: conf/<name of the preset>]",
+    help="Folder to write.  [default: conf/MODEL-GPUS]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an earlier environment.")
-@click.option("--list", "listing", is_flag=True, help="Show what fits where, and write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace the files of an earlier environment.")
+@click.option(
+    "--list", "listing", is_flag=True, help="Show which models fit which GPUs, and write nothing."
+)
 def preset(
     console: Console,
     project: Path,
@@ -49,7 +53,8 @@ def preset(
 ) -> None:
     """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
 
-    Its hyper-parameters are published ones, and its memory settings the cheapest that fit.
+    Its hyper-parameters are published values, and its memory settings are the cheapest ones that
+    fit. Run it with `kedro run --env=NAME`.
     """
     if listing:
         show_table(console, model)

@@ -18,15 +18,21 @@ from rlhf_pipeline.runtime.manifest import Manifest
 
 @click.command(cls=Command)
 @click.argument("evaluation", required=False)
-@click.option("--open/--no-open", "show", default=True, help="Open the page in a browser.")
+@click.option(
+    "--open/--no-open",
+    "show",
+    default=True,
+    help="Open the page in a browser, which is the default.",
+)
 def report(
     catalog: CatalogProtocol, console: Console, project: Path, evaluation: str | None, show: bool
 ) -> None:
     """Show the page of EVALUATION with its verdict, results, curves and answers.
 
-    EVALUATION is a version that `kedro rlhf runs` lists, a folder, or a policy (a version or an
-    alias of the registered model, or a folder), whose newest evaluation counts. The default is the
-    newest evaluation. The command makes a page that is missing.
+    EVALUATION is a version that `kedro rlhf runs` lists, or the folder of an evaluation. The name
+    of a policy (a version or an alias of the registered model, or a folder) selects the newest
+    evaluation of that policy. The default is the newest of all evaluations. If the page does not
+    exist yet, the command makes it.
     """
     ledger = Ledger(catalog, project)
     folder = ledger.evaluation(evaluation).resolve()
@@ -54,21 +60,15 @@ def runs(catalog: CatalogProtocol, console: Console, project: Path) -> None:
         return
     table = plain_table("version", "policy", "seed", "win rate against SFT", "judge", "KL")
     for folder in sorted(found.values(), key=lambda folder: folder.parent.name):
-        table.add_row(*run_row(folder))
+        compared = json.loads((folder / EVALUATION).read_text())
+        candidate, judge = compared["candidate"], compared.get("judge") or REWARD_MODEL
+        rate = compared["win_rates"][judge]
+        table.add_row(
+            folder.parent.name,
+            candidate,
+            str(Manifest.read(folder).seed),
+            f"{rate['rate']:.1%} [{rate['lower']:.1%}, {rate['upper']:.1%}]",
+            "reward model" if judge == REWARD_MODEL else judge,
+            f"{compared['policies'][candidate]['kl']:z.2f}",
+        )
     console.print(table)
-
-
-def run_row(folder: Path) -> list[str]:
-    """The cells of an evaluation in the list."""
-    manifest = Manifest.read(folder)
-    compared = json.loads((folder / EVALUATION).read_text())
-    candidate, judge = compared["candidate"], compared.get("judge") or REWARD_MODEL
-    rate = compared["win_rates"][judge]
-    return [
-        folder.parent.name,
-        candidate,
-        str(manifest.seed),
-        f"{rate['rate']:.1%} [{rate['lower']:.1%}, {rate['upper']:.1%}]",
-        "reward model" if judge == REWARD_MODEL else judge,
-        f"{compared['policies'][candidate]['kl']:z.2f}",
-    ]

@@ -23,7 +23,7 @@ from rlhf_pipeline.tracking.store import connect, experiment_id, is_server, trac
 
 LOOPBACK = "127.0.0.1"
 TRUST = "RLHF_TRUST_REMOTE_CODE"
-"""Environment variable; "true" lets Python code that ships with a policy run."""
+"""Environment variable. "true" allows Python code that ships with a policy to run."""
 TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
 SILENT = {
     "DO_NOT_TRACK": "1",
@@ -31,7 +31,7 @@ SILENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",
 }
-"""Environment of the programs: they ask no server of their own accord."""
+"""Environment of the programs, with which they contact no server on their own."""
 
 
 @click.command(cls=Command)
@@ -42,7 +42,7 @@ SILENT = {
     "--host",
     default=LOOPBACK,
     show_default=True,
-    help="Address to listen on; 0.0.0.0 opens the server to every network.",
+    help="Address to listen on. 0.0.0.0 opens the server to every network.",
 )
 def serve(
     catalog: CatalogProtocol,
@@ -52,10 +52,11 @@ def serve(
     port: int,
     host: str,
 ) -> None:
-    """Serve POLICY to OpenAI's clients until Ctrl-C, on this machine alone.
+    """Serve POLICY to clients of OpenAI's API until Ctrl-C.
 
-    The server is `vllm serve` where vLLM is installed, else `transformers serve`. SERVER_OPTIONS go
-    to that program as they are: `kedro rlhf serve champion -- --log-level=info`.
+    POLICY is a version or an alias of the registered model, or the folder of an artifact. The
+    default is the champion. The server is `vllm serve` if vLLM is installed, or else `transformers
+    serve`. It gets SERVER_OPTIONS as they are: `kedro rlhf serve champion -- --log-level=info`.
     """
     has_vllm = find_spec("vllm") is not None
     if not has_vllm:
@@ -78,16 +79,16 @@ def serve(
     default=512,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Longest answer, in tokens.",
+    help="Length of the longest answer, in tokens.",
 )
 @click.option(
     "--temperature",
     default=1.0,
     show_default=True,
     type=click.FloatRange(0, 2),
-    help="Temperature of sampling; 0 takes the most likely token.",
+    help="Temperature of sampling. 0 always takes the most likely token.",
 )
-@click.option("--seed", type=int, help="Seed of the random numbers; repeats a conversation.")
+@click.option("--seed", type=int, help="Seed of sampling. The same seed repeats a conversation.")
 def chat(
     catalog: CatalogProtocol,
     console: Console,
@@ -97,7 +98,11 @@ def chat(
     temperature: float,
     seed: int | None,
 ) -> None:
-    """Talk to POLICY in the terminal, by `transformers chat`."""
+    """Talk to POLICY in the terminal, by `transformers chat`.
+
+    POLICY is a version or an alias of the registered model, or the folder of an artifact. The
+    default is the champion.
+    """
     require_serving()
     folder = Ledger(catalog, project).language_model(policy).resolve()
     console.out(f"{policy} is {folder}", style="dim", highlight=False)
@@ -127,12 +132,12 @@ def chat(
 
 
 @click.command(cls=Command)
-@click.option("--port", default=5000, show_default=True, help="Port to listen on at 127.0.0.1.")
+@click.option("--port", default=5000, show_default=True, help="Port to listen on.")
 def ui(project: Path, console: Console, port: int) -> None:
-    """Show runs, metrics and registered models in MLflow, on this machine alone.
+    """Show runs, metrics and registered models in MLflow's pages until Ctrl-C.
 
-    With a tracking server in MLFLOW_TRACKING_URI, the command prints the link to its pages and
-    starts nothing.
+    Only this machine can open the pages. If MLFLOW_TRACKING_URI names a tracking server, the
+    command prints the link to the pages of that server, and starts nothing.
     """
     uri = tracking_uri(project)
     remote = is_server(uri)
@@ -160,11 +165,8 @@ def runs_page(server: str, project: Path) -> str:
 def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:
     """The command that serves a model; start it in the parent of the folder."""
     trusts = ["--trust-remote-code"] if os.environ.get(TRUST) == "true" else []
-    where = [f"--host={host}", f"--port={port}"]
-    return [
-        *(sys.executable, "-P", "-m", program, "serve", folder.name),
-        *(*where, *trusts, *options),
-    ]
+    start = [sys.executable, "-P", "-m", program, "serve", folder.name]
+    return [*start, f"--host={host}", f"--port={port}", *trusts, *options]
 
 
 def answers(port: int) -> bool:
@@ -186,6 +188,6 @@ def require_free(port: int, command: str, fix: str) -> None:
     with closing(socket.socket()) as probe:
         if probe.connect_ex((LOOPBACK, port)) == 0:
             raise ConfigError(
-                f"--port: another program answers at {port}, perhaps an earlier one of this. Fix: "
-                f"{fix}, or use `kedro rlhf {command} --port={port + 1}`"
+                f"--port: another program answers at {port}, perhaps an earlier `kedro rlhf "
+                f"{command}`. Fix: {fix}, or use `kedro rlhf {command} --port={port + 1}`"
             )

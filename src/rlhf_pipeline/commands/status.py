@@ -41,7 +41,10 @@ class Row:
 @click.command(cls=Command)
 @pipeline_option
 def status(catalog: CatalogProtocol, console: Console, pipeline: str) -> None:
-    """Show what each stage would do (reuse its result, resume, or run), and why."""
+    """Show what each stage would do, and why.
+
+    A stage reuses its finished result, resumes from a checkpoint, or runs. Nothing is launched.
+    """
     check_names([pipeline], {})
     table = plain_table("stage", "would", "recipe")
     table.add_column("", overflow="fold")
@@ -75,9 +78,8 @@ def _visit(
     """Plan the stages of a node; return a row if its own stage cannot be planned."""
     (output,) = node.outputs
     if node.name not in stage_specs():
-        launches = "params:stages" in node.inputs
-        details = "every time" + "; may evaluate the champion first" * launches
-        return Row(node.name, "run", details=details)
+        launches = "; may evaluate the champion first" if "params:stages" in node.inputs else ""
+        return Row(node.name, "run", details=f"every time{launches}")
     missing = [
         name for name in node.inputs if name not in results and _versions(catalog, name) == []
     ]

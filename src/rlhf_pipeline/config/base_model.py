@@ -41,11 +41,11 @@ class Family:
     """The family's names by standard names: `max_position_embeddings` is GPT-2's `n_positions`."""
 
     def resolve(self, architecture: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields under the family's own names.
+        """The fields under the family's own names.
 
         Unknown fields that are null are left out: null unsets a field that another environment sets
-        for another family. Raises ValueError if a field is unknown, is determined by the tokenizer,
-        or is set under two names.
+        for another family. Raises ValueError for a field that is unknown, that the tokenizer
+        determines, or that is set under two names.
         """
         fields: dict[str, Any] = {}
         unknown = []

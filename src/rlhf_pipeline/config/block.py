@@ -37,11 +37,11 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     def recipe(self) -> dict[str, Any]:
-        """Return all values that can change the result, as JSON types: no operational fields."""
+        """All values that can change the result, as JSON types, without operational fields."""
         return self.model_dump(mode="json", context=RECIPE)
 
     def _faults(self) -> Iterator[str]:
-        """Why values that are valid alone do not fit each other; the first reason is shown."""
+        """Why values that are valid alone do not fit each other. The user sees the first reason."""
         yield from ()
 
     @model_validator(mode="after")
@@ -59,9 +59,9 @@ class Block(BaseModel):
 
 
 def operational(default: Any, **kwargs: Any) -> Any:
-    """Define a field that does not change the result (log interval, port): no fingerprint has it.
+    """A field that does not change the result (log interval, port), and so no fingerprint.
 
-    Takes the arguments of pydantic's `Field`, except `json_schema_extra`.
+    The arguments are those of pydantic's `Field`, except `json_schema_extra`.
     """
     return Field(default, json_schema_extra=OPERATIONAL, **kwargs)
 

@@ -57,10 +57,10 @@ class TasksConfig(Block):
     names: tuple[str, ...] = Field(min_length=1)
     """Tasks, groups and tags of the harness, or files of your own tasks (FILE.yaml)."""
     limit: PositiveInt | None = None
-    """Largest number of documents of each task, the first ones. None: all."""
+    """Number of documents of each task to evaluate, from the first one on. None: all documents."""
     few_shot: NonNegativeInt | None = None
-    """Solved examples before each question. None: as the task says. A task that
-    has no examples gets none."""
+    """Solved examples before each question. None: as many as the task says. A task that has no
+    examples gets none."""
     batch_size_per_gpu: PositiveInt = 8
     """Documents per forward pass on each rank."""
 
@@ -97,7 +97,8 @@ class EvaluateConfig(Block):
     """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
     that was trained at stage 3, else 0. One model at a time is in memory."""
     generator: Annotated[str, GENERATOR] = "transformers"
-    """What samples the answers of all policies, the champion's as well; see `ppo.generator`."""
+    """Program that samples the answers of all policies, also the champion's; see
+    `ppo.generator`."""
     gather_for_generation: bool = operational(True)
     """For a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
     whole model on every GPU. False: gather each layer at every token, which is much slower."""
@@ -109,8 +110,8 @@ class EvaluateConfig(Block):
     has one."""
     best_of_n: int = Field(default=0, ge=0)
     """A power of two: for n = 1, 2, 4, ... up to this number, also report the best of n answers of
-    SFT by the reward model, a bound for PPO. Costs that many answers of SFT to every prompt; those
-    of `answers_per_prompt` are among them. 0: off."""
+    SFT by the reward model, which is a bound for PPO. SFT then gives so many answers to every
+    prompt, which include those of `answers_per_prompt`. 0: no such report."""
     tasks: TasksConfig | None = None
     """Benchmark tasks that each policy also solves. None: no tasks."""
 
@@ -188,10 +189,10 @@ class RegisterConfig(Block):
     the one against the champion, must be above this value. 0.5 requires a policy that is better
     beyond chance; a mean above 0.5 is not enough."""
     min_gain: float = Field(default=0.1, ge=0)
-    """Least gain over SFT with equal draws: lower end of the 95% interval, in units of the scores'
-    spread. Many wins by a hair's breadth do not count."""
+    """Smallest allowed gain over SFT with equal draws: the lower end of its 95% interval, in units
+    of the scores' spread. Many wins by very small differences are not enough."""
     require_independent_judge: bool = False
-    """Whether the judge that decides must be one that training has not optimized."""
+    """Whether training must not have optimized the judge that decides."""
     max_kl: float = Field(default=10.0, gt=0)
     """Largest KL from SFT, nats per response. Far from SFT the reward model's score still rises
     while the true quality falls: the policy exploits the reward model."""
@@ -207,7 +208,7 @@ class RegisterConfig(Block):
     max_task_drop: float = Field(default=0.05, ge=0, le=1)
     """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`)."""
     min_score_spread: PositiveFloat = 0.1
-    """Least standard deviation of the candidate's scores, relative to that of SFT's scores."""
+    """Smallest allowed standard deviation of the candidate's scores, relative to SFT's scores."""
 
 
 _NAMES = re.compile(r"""^[ \t]*(?:-|["']?(?:task|group|tag)["']?:)[ \t]*(.+)""", re.MULTILINE)

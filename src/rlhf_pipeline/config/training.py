@@ -36,11 +36,12 @@ class HybridConfig(Block):
     """
 
     inference_tp_size: PositiveInt = 1
-    """Ranks that share a copy and answer their prompts together; must divide their number."""
+    """Number of ranks that share a copy and answer their prompts together. It must divide the
+    number of all ranks."""
     max_out_tokens: PositiveInt | None = None
-    """Largest number of tokens of a prompt and its response together. None: no limit."""
+    """Largest number of tokens in a prompt and its response together. None: no limit."""
     tp_gather_partition_size: PositiveInt = operational(8)
-    """Layers whose weights are gathered at a time."""
+    """Number of layers whose weights are gathered at once."""
     pin_parameters: bool = operational(True)
     """Keep the memory of the copy between rollouts. False: free it while the actor trains."""
     release_inference_cache: bool = operational(False)
@@ -166,14 +167,11 @@ class TrainedModelConfig(Block):
         return self.lora is not None and not self.lora.train_rest
 
     def _faults(self) -> Iterator[str]:
-        if (
-            self.lora is not None
-            and self.lora.quantize is not None
-            and self.deepspeed.zero_stage == 3
-        ):
+        quantize = None if self.lora is None else self.lora.quantize
+        if quantize is not None and self.deepspeed.zero_stage == 3:
             yield (
-                f"deepspeed.zero_stage: found 3 with lora.quantize {self.lora.quantize}, expected "
-                "0 to 2: 4-bit weights cannot be sharded. Fix: set zero_stage to 2"
+                f"deepspeed.zero_stage: found 3 with lora.quantize {quantize}, expected 0 to 2: "
+                "4-bit weights cannot be sharded. Fix: set zero_stage to 2"
             )
 
 
@@ -259,7 +257,8 @@ class SavingConfig(Block):
     `checkpoint_every` steps and after the last step. A stage that resumes repeats the steps and
     evaluations since its newest checkpoint, with the same result."""
     keep_last: PositiveInt = operational(2)
-    """Newest checkpoints kept until the stage finishes: one to resume from, and fallbacks."""
+    """Number of newest checkpoints kept until the stage finishes: one to resume from, and
+    fallbacks."""
     keep_best: PositiveInt = operational(1)
     """Number of best evaluated models kept. The best one is exported."""
 
@@ -330,7 +329,8 @@ class DPOConfig(SupervisedConfig):
     """Strength of the KL constraint to the reference. A smaller value lets the policy move further
     for the same preferences."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of wrong preferences (conservative DPO, Mitchell 2023). 0: all are trusted."""
+    """Assumed share of wrong preferences (conservative DPO, Mitchell 2023). 0: all preferences are
+    right."""
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
     reference is the policy with its adapters disabled."""

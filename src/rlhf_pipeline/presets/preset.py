@@ -66,15 +66,9 @@ class Preset:
 
 
 def make_preset(model: str, gpus: str, method: Method) -> Preset:
-    """The preset of a model on some hardware.
+    """The preset of a model, by its short name, on hardware such as 8x80 or 2x8x80.
 
-    Args:
-        model: a short name, see `sizing.models`.
-        gpus: GPUs x GB of each, or nodes x GPUs x GB.
-        method: whole weights, adapters, or adapters beside 4-bit weights.
-
-    Raises:
-        ConfigError: the model is unknown, or does not fit; the message says what does.
+    Raises ConfigError if the model is unknown or does not fit; the message says what fits.
     """
     preset = find_preset(model, gpus, method)
     if preset is not None:

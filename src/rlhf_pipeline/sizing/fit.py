@@ -46,14 +46,14 @@ class Need:
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer for one stage."""
+    """Whether a stage fits its hardware, and what makes it fit."""
 
     memory: StageMemory
     hardware: Hardware
     changes: Changes | None
-    """Empty: it fits as it is. None: no known change makes it fit."""
+    """Empty if the stage fits as it is; None if no known change makes it fit."""
     memory_after: StageMemory
-    """With the changes, the smallest one that was found."""
+    """The memory with the changes, or else the smallest one that was tried."""
 
     @property
     def fits(self) -> bool:
@@ -61,7 +61,7 @@ class Fit:
 
     @property
     def before(self) -> Need:
-        """What does not suffice; if the stage fits, what a rank needs."""
+        """The memory that is not enough; if the stage fits, that of a rank."""
         rank, main = needs(self.memory, self.hardware)
         return rank if main.is_met or not rank.is_met else main
 
@@ -119,42 +119,36 @@ def find_fit(
     if fits(memory, hardware):
         return Fit(memory, hardware, {}, memory)
 
-    def after(changes: Changes) -> StageMemory | None:
+    def after(steps: Sequence[Changes]) -> StageMemory | None:
         try:
-            return plan_stage(stage, changed(parameters, changes), shape, hardware, lengths)
+            return plan_stage(stage, changed(parameters, *steps), shape, hardware, lengths)
         except ValidationError:  # the change does not fit the other parameters
             return None
 
     def suffices(steps: Sequence[Changes]) -> bool:
-        found = after(_merged(steps))
+        found = after(steps)
         return found is not None and fits(found, hardware)
+
+    def excess(memory: StageMemory) -> float:
+        return max(need.found / (need.available or need.found) for need in needs(memory, hardware))
 
     steps = list(_steps(stage, parameters, hardware))
     trials = [[step] for step in steps] + [steps[: end + 1] for end in range(len(steps))]
     chosen = next((trial for trial in trials if suffices(trial)), None)
     if chosen is None:
-        tried = [memory, *filter(None, map(after, map(_merged, trials)))]
-        return Fit(memory, hardware, None, min(tried, key=lambda each: _excess(each, hardware)))
+        tried = [memory, *filter(None, map(after, trials))]
+        return Fit(memory, hardware, None, min(tried, key=excess))
     for step in reversed(chosen):
         rest = [each for each in chosen if each is not step]
         chosen = rest if suffices(rest) else chosen
-    changes = _merged(chosen)
-    return Fit(memory, hardware, changes, after(changes) or memory)
+    changes = {name: value for step in chosen for name, value in step.items()}
+    return Fit(memory, hardware, changes, after(chosen) or memory)
 
 
-def _excess(memory: StageMemory, hardware: Hardware) -> float:
-    known = [need for need in needs(memory, hardware) if need.available]
-    return max((need.found / (need.available or 1) for need in known), default=0.0)
-
-
-def _merged(steps: Sequence[Changes]) -> Changes:
-    return {name: value for step in steps for name, value in step.items()}
-
-
-def changed(parameters: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
-    """The parameters with other values."""
+def changed(parameters: Mapping[str, Any], *changes: Changes) -> dict[str, Any]:
+    """The parameters with other values; later changes win."""
     copy = deepcopy(dict(parameters))
-    for name, value in changes.items():
+    for name, value in (item for each in changes for item in each.items()):
         *places, last = name.split(".")
         block = copy
         for place in places:

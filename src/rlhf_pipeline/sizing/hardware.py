@@ -12,32 +12,22 @@ from rlhf_pipeline.errors import ConfigError, suggestion
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, by its data sheet."""
-
-    memory: int
-    """Bytes."""
-    flops: float
-    """Peak of dense bf16 matrix products in FLOP/s; of fp16 where the GPU has no bf16."""
-
-
 GPUS = {
-    "t4": Gpu(16 * GIB, 65e12),
-    "v100-32": Gpu(32 * GIB, 125e12),
-    "rtx3090": Gpu(24 * GIB, 71e12),
-    "rtx4090": Gpu(24 * GIB, 165e12),
-    "l4": Gpu(24 * GIB, 121e12),
-    "a10": Gpu(24 * GIB, 125e12),
-    "a6000": Gpu(48 * GIB, 155e12),
-    "l40s": Gpu(48 * GIB, 362e12),
-    "a100-40": Gpu(40 * GIB, 312e12),
-    "a100-80": Gpu(80 * GIB, 312e12),
-    "h100": Gpu(80 * GIB, 989e12),
-    "h200": Gpu(141 * GIB, 989e12),
-    "b200": Gpu(180 * GIB, 2250e12),
+    "t4": 16,
+    "v100-32": 32,
+    "rtx3090": 24,
+    "rtx4090": 24,
+    "l4": 24,
+    "a10": 24,
+    "a6000": 48,
+    "l40s": 48,
+    "a100-40": 40,
+    "a100-80": 80,
+    "h100": 80,
+    "h200": 141,
+    "b200": 180,
 }
-"""Source: NVIDIA's data sheets, without sparsity."""
+"""GiB of memory by name, as NVIDIA's data sheets say."""
 
 
 @dataclass(frozen=True)
@@ -71,33 +61,25 @@ class Hardware:
             return self.gpu_memory
         return None if self.main_memory is None else self.main_memory // self.ranks
 
-    @property
-    def flops(self) -> float | None:
-        """Peak of one GPU in FLOP/s; None if it is not known."""
-        return GPUS[self.name].flops if self.name in GPUS else None
-
 
 def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
     """The hardware of this machine, which stands for all nodes.
 
-    Args:
-        ranks: those of each node.
-        gpus: numbers or UUIDs of this machine's GPUs, as for nvidia-smi. Without any, the ranks are
-            on the CPU. The memory of the smallest GPU counts. If nvidia-smi does not list them, no
-            memory is known.
+    `ranks` are those of each node. `gpus` are the numbers or UUIDs of this machine's GPUs, as for
+    nvidia-smi; without any, the ranks are on the CPU. The memory of the smallest GPU counts. If
+    nvidia-smi does not list them, no memory is known.
     """
     here = Hardware(max(ranks), len(ranks), main_memory=main_memory(), total=sum(ranks))
-    unknown = replace(here, main_memory=None)
     if not gpus:
         return here
-    if shutil.which("nvidia-smi") is None:
-        return unknown
-    command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
-    command.append(f"--id={','.join(gpus)}")
-    listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    listing = ""
+    if shutil.which("nvidia-smi") is not None:
+        command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+        command.append(f"--id={','.join(gpus)}")
+        listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     found = [line.split(", ", 1) for line in listing.splitlines() if line.split(",")[0].isdigit()]
     if not found:
-        return unknown
+        return replace(here, main_memory=None)
     mebibytes, name = min((int(memory), name) for memory, name in found)
     return replace(here, gpu_memory=mebibytes * 2**20, name=name)
 
@@ -130,29 +112,21 @@ def _text(path: Path) -> str:
 def named(gpu: str | None, gpus: str | None) -> Hardware:
     """The hardware of the options `--gpu` and `--gpus`.
 
-    Args:
-        gpu: a name in `GPUS`, or gibibytes; None: as `gpus` says.
-        gpus: GPUS x GB of each, such as 8x80, or NODES x GPUS x GB, such as 2x8x80. None: one GPU.
-
-    Raises:
-        ConfigError: an option has another form.
+    `gpu` is a name in `GPUS` or gibibytes, and wins over the size in `gpus`, such as 8x80 or
+    2x8x80; without `gpus` there is one GPU. Raises ConfigError if an option has another form.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", gpus or "1x80")
     if match is None:
         raise ConfigError(
-            f"--gpus: found {gpus!r}, expected GPUS x GB such as 8x80, or NODES x GPUS x GB "
+            f"--gpus: found {gpus!r}, expected GPUs x GiB such as 8x80, or nodes x GPUs x GiB "
             "such as 2x8x80"
         )
-    memory = _memory(gpu or match[3])
-    return Hardware(int(match[2]), int(match[1] or 1), memory, name=gpu if gpu in GPUS else "GPU")
-
-
-def _memory(gpu: str) -> int:
-    if gpu.isdigit() and int(gpu):
-        return int(gpu) * GIB
-    if gpu not in GPUS:
+    size = gpu or match[3]
+    if size not in GPUS and not re.fullmatch(r"[1-9]\d*", size):
         raise ConfigError(
-            f"--gpu: found {gpu!r}{suggestion(gpu, GPUS)}, expected gibibytes or one of "
+            f"--gpu: found {size!r}{suggestion(size, GPUS)}, expected gibibytes or one of "
             f"{', '.join(GPUS)}"
         )
-    return GPUS[gpu].memory
+    memory = GIB * (GPUS[size] if size in GPUS else int(size))
+    name = size if size in GPUS else "GPU"
+    return Hardware(int(match[2]), int(match[1] or 1), memory, name=name)

@@ -299,27 +299,19 @@ def generation(
     gathered: int,
     together: int = 1,
 ) -> Phase:
-    """Sampling of responses.
+    """Sampling of responses by the model of the parameter block `name`.
 
-    Args:
-        name: the parameter block of the model.
-        shape: its sizes.
-        numbers: its precision, and where it is.
-        rows: responses at a time and rank.
-        prompt: tokens of the longest prompt.
-        response: tokens of the longest response.
-        gathered: bytes of weights that exist for it alone.
-        together: ranks that share the key-value heads and answer the prompts of all of them.
+    A rank samples so many `rows` at a time; `prompt` and `response` are the tokens of the longest
+    ones. `gathered` bytes of weights exist for it alone. `together` ranks share the key-value heads
+    and answer the prompts of all of them.
     """
     cache_size = numbers.size if numbers.on_gpu else 4
     room = rows * (prompt + response)
     parts = {
         "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
         "activations": together * rows * prompt * passing(shape, numbers),
-        "logits": together
-        * rows
-        * shape.vocab
-        * (numbers.size + 4 * 8),  # the distribution is in float64
+        # The distribution is in float64.
+        "logits": together * rows * shape.vocab * (numbers.size + 4 * 8),
     }
     if gathered:
         parts["gathered weights"] = gathered

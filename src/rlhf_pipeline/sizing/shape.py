@@ -40,14 +40,10 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, vocab_size: int | None = None) -> "Shape":
-        """Read a config.json, or `base_model.architecture`.
+        """Read a config.json, or `base_model.architecture`; the defaults of the family fill gaps.
 
-        Args:
-            config: `model_type` and its fields; the defaults of the family fill the gaps.
-            vocab_size: in place of that of the configuration.
-
-        Raises:
-            ConfigError: a size is missing, for example because the model comes with its own code.
+        `vocab_size` replaces that of the configuration. Raises ConfigError if a size is missing,
+        for example because the model comes with its own code, or for a mixture of experts.
         """
         name = str(config.get("model_type"))
         try:
@@ -112,23 +108,16 @@ class Shape:
     @property
     def linear_layers(self) -> tuple[tuple[int, int], ...]:
         """Inputs and outputs of the linear layers in one transformer layer."""
-        attention = (
-            (self.hidden, self.queries),
-            (self.hidden, self.keys),
-            (self.hidden, self.keys),
-            (self.queries, self.hidden),
-        )
-        up = (self.hidden, self.intermediate)
-        down = (self.intermediate, self.hidden)
-        return (*attention, *((up, up) if self.is_gated else (up,)), down)
+        query, key = (self.hidden, self.queries), (self.hidden, self.keys)
+        up, down = (self.hidden, self.intermediate), (self.intermediate, self.hidden)
+        ups = (up, up) if self.is_gated else (up,)
+        return (query, key, key, (self.queries, self.hidden), *ups, down)
 
     @property
     def matrices(self) -> int:
         """Weights of all linear layers, without embeddings and output layer."""
         projections = 2 * self.hidden * self.embedding if self.embedding != self.hidden else 0
-        return self.layers * sum(rows * columns for rows, columns in self.linear_layers) + (
-            projections
-        )
+        return self.layers * sum(a * b for a, b in self.linear_layers) + projections
 
     @property
     def embeddings(self) -> int:

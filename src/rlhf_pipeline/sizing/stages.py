@@ -88,17 +88,11 @@ def plan_stage(
     hardware: Hardware,
     lengths: Mapping[str, Lengths] | None = None,
 ) -> StageMemory:
-    """The memory of a stage.
+    """The memory of a stage: sft, reward_model, ppo, dpo or evaluate.
 
-    Args:
-        stage: sft, reward_model, ppo, dpo or evaluate.
-        parameters: the blocks as plain values, by name: that of the stage, and `split`.
-        shape: the sizes of the base model.
-        hardware: the ranks.
-        lengths: rows and tokens by phase; None: as the limits of the split allow.
-
-    Raises:
-        pydantic.ValidationError: a block is invalid.
+    `parameters` are the blocks as plain values, by name: that of the stage, and `split`; `shape` is
+    the base model's. `lengths` are rows and tokens by phase; without them, they are as long as the
+    split allows. Raises pydantic.ValidationError if a block is invalid.
     """
     load = Load.of(stage, parameters, hardware, lengths)
     if isinstance(load.config, EvaluateConfig):

@@ -74,7 +74,7 @@ class Load:
         hardware: Hardware,
         lengths: Mapping[str, Lengths] | None,
     ) -> "Load":
-        """The load of a stage; the arguments are those of `plan_stage`."""
+        """What a stage computes; the arguments are those of `plan_stage`."""
         config = BLOCKS[stage].model_validate(parameters[stage])
         if lengths is None:
             lengths = limits(SplitConfig.model_validate(parameters["split"]))
@@ -261,13 +261,8 @@ def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
             flops += training_flops(model.config, shape, tokens, row, head=not model.scalar)
     updates = config.steps * config.ppo_epochs * config.updates_per_epoch
     rates = None if config.actor.lora else rate_sum(config.actor.optimizer, updates)
-    return {
-        "steps": config.steps,
-        "updates": updates,
-        "tokens": tokens,
-        "flops": flops,
-        "rate_sum": rates,
-    }
+    work = {"steps": config.steps, "updates": updates, "tokens": tokens, "flops": flops}
+    return work | {"rate_sum": rates}
 
 
 def rate_sum(config: OptimizerConfig, updates: int) -> float:

@@ -1,28 +1,22 @@
-"""Every preset passes the plan and the dry run.
+"""Every preset passes the checks of a run on its GPUs, its plan fits, and DeepSpeed accepts its
+settings. The environments in conf/ are what the table gives."""
 
-The dry run: valid parameters, valid jobs, settings that DeepSpeed accepts.
-And the environments in conf/ are what the table gives.
-"""
-
-import functools
 import json
 from pathlib import Path
 
 import pytest
+from deepspeed_settings import engine_settings, refusal
 
-from rlhf_pipeline.commands.check import dry_run, environment_of
+from rlhf_pipeline.checks import check
 from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.commands.preset import files
-from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.distributed.dry_run import engine_settings, refusal
-from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.presets.preset import HARDWARE, METHODS, find_preset, make_preset
-from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.models import MODELS, find_model
-from rlhf_pipeline.stages.cache import fingerprint
+from rlhf_pipeline.stages.launch.resources import rank_count
 
 COMMITTED = (
     ("llama-3-8b", "1x80", "lora"),
@@ -31,41 +25,23 @@ COMMITTED = (
 )
 """The presets in conf/: one GPU, one machine, several machines."""
 CONF = Path(__file__).parents[2] / "conf"
-PLANNED = ("sft", "reward_model", "ppo", "dpo", "evaluate")
-STAGES = {
-    *("base_model", "source", "split", "sft", "reward_model"),
-    *("ppo", "evaluate", "dpo", "evaluate_dpo"),
-}
 
 
-@pytest.fixture
-def settings_of(tmp_path, monkeypatch):
-    """Returns the distinct DeepSpeed settings of a preset with their ranks, after a dry run."""
-    code = functools.cache(fingerprint.code_digests)  # the same for all presets
-    monkeypatch.setattr(fingerprint, "code_digests", code)
-    pipelines = register_pipelines()
-    pipeline = pipelines["full"] + pipelines["dpo"]
-
-    def run(preset, parameters):
-        model = find_model(preset.model)
-        plan = make_plan(parameters, STAGES, gpus=preset.gpus)
-        assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(PLANNED, True)
-        for name, fit in plan.fits.items():
-            assert fit.memory.peak == preset.memory[name].peak
-        with environment_of(preset.hardware):
-            jobs, ranks = dry_run(parameters, preset.hardware, pipeline, tmp_path / preset.name)
-        assert jobs.keys() == STAGES
-        read = {name: LaunchedJob.read(path) for name, path in jobs.items()}
-        companion = read["sft"].block("sft", SFTConfig)
-        machine = {"hidden_size": model.shape.hidden, "on_gpu": True}
-        assert ranks == preset.hardware.world
-        return {
-            (json.dumps(settings), ranks)
-            for job in read.values()
-            for settings in engine_settings(job, companion, **machine).values()
-        }
-
-    return run
+def settings_of(preset, parameters):
+    """The distinct DeepSpeed settings of a preset, with their ranks, after all checks."""
+    hardware = preset.hardware
+    plan = make_plan(parameters, [*BLOCKS], hardware=hardware)
+    assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(BLOCKS, True)
+    for name, fit in plan.fits.items():
+        assert fit.memory.peak == preset.memory[name].peak
+    blocks = check(parameters, gpus=hardware.ranks, elsewhere=True)
+    assert rank_count(blocks["launch"], hardware.ranks) == hardware.world
+    machine = {"hidden_size": find_model(preset.model).shape.hidden, "on_gpu": True}
+    return {
+        (json.dumps(settings), hardware.world)
+        for stage in BLOCKS
+        for settings in engine_settings(blocks[stage], blocks["sft"], **machine).values()
+    }
 
 
 def with_values(parameters, preset):
@@ -78,7 +54,7 @@ def refusals(settings):
 
 
 @pytest.mark.parametrize("chosen", COMMITTED, ids="-".join)
-def test_an_environment_in_conf_is_what_the_table_gives(chosen, settings_of):
+def test_an_environment_in_conf_is_what_the_table_gives(chosen):
     preset = make_preset(*chosen)
     for name, text in files(preset, preset.name).items():
         assert (CONF / preset.name / name).read_text() == text, (
@@ -91,7 +67,7 @@ def test_an_environment_in_conf_is_what_the_table_gives(chosen, settings_of):
 
 
 @pytest.mark.long
-def test_every_preset_of_the_table_passes_the_dry_run(settings_of, capsys):
+def test_every_preset_of_the_table_is_accepted(capsys):
     given = {"base_model": {"path": "x/y"}, "split": {"sources": [{"name": "Dahoas/rm-static"}]}}
     base = LayeredConfigLoader(str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS)[
         "parameters"
