@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import Project
 
 TESTS = Path(__file__).parent
@@ -17,6 +18,7 @@ print(world.on_gpu(), world.get_accelerator().device_name())
 """
 
 
+@pytest.mark.long
 def test_tests_compute_on_the_cpu_of_a_machine_with_gpus(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent / 'src'}:{TESTS}")

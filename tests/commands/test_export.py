@@ -104,7 +104,7 @@ def check_sums(folder):
 
 
 @pytest.mark.slow
-def test_a_clean_process_loads_the_same_model(published, export, tmp_path):
+def test_a_clean_process_loads_the_same_model(published, export, tmp_path, request):
     target = tmp_path / "it's ~ a [strange] * name; $(touch x) & é"
     printed = export(published, target, max_shard_size="20KB", license_name="apache-2.0")
     assert printed.startswith(f"{published} is in {target}: ")
@@ -122,6 +122,7 @@ def test_a_clean_process_loads_the_same_model(published, export, tmp_path):
     with pytest.raises(ConfigError, match=f"found {len(files)} files, expected none"):
         export(published, target)
     first = shutil.copytree(target, f"{target} 1")
+    request.getfixturevalue("here")
     export(published, target, overwrite=True, precision="bf16")
     found, lines = logits_elsewhere(tmp_path, first, target)
     for precision, logits in zip(("fp32", "bf16"), found, strict=True):

@@ -83,6 +83,7 @@ def test_the_import_contracts_hold(tree):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.long
 def test_finished_stages_are_reused(trained):
     for stage in ("source synthetic", "base_model", "split", "sft", "reward_model"):
         assert f"{stage}: reused" in trained.output
@@ -90,6 +91,7 @@ def test_finished_stages_are_reused(trained):
     assert "simpo: running" in trained.output
 
 
+@pytest.mark.long
 def test_the_stage_trained_from_its_defaults(trained):
     (work,) = trained.recipes("simpo")
     job = json.loads((work / "job.json").read_text())
@@ -103,6 +105,7 @@ def test_the_stage_trained_from_its_defaults(trained):
     assert manifest["metrics"]["validation/loss"] > 0
 
 
+@pytest.mark.long
 def test_the_policy_was_evaluated_against_sft(trained):
     folder = trained.newest("08_reporting/simpo_evaluation")
     evaluation = json.loads((folder / "evaluation.json").read_text())
@@ -116,6 +119,7 @@ def test_the_policy_was_evaluated_against_sft(trained):
     assert "SIMPO's answer" in trained.output
 
 
+@pytest.mark.long
 def test_the_policy_was_registered(trained):
     candidate = trained.client().get_model_version_by_alias("rlhf-policy-tiny", "candidate")
     assert Path(candidate.source) == trained.newest("06_models/simpo_model")

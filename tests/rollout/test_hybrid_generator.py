@@ -60,7 +60,13 @@ def case(lab, family, model, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name.endswith(("0", "1")) else name
+        for name in CASES
+    ],
+)
 def test_a_sharded_copy_samples_what_the_actor_samples(cells, name):
     for before, after in cells[name]:
         assert before[1] and after[1]

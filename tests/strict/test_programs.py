@@ -15,7 +15,6 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
     "sft": ("sft", trained(3), True),
     "reward model": ("reward_model", trained(2), False),
     "dpo": ("dpo", trained(1), False),
-    "ppo": ("ppo", {"actor": trained(0), "critic": trained(1), "ema": {"decay": 0.9}}, False),
     "ppo, sharded": (
         "ppo", {"actor": trained(3), "critic": trained(2), "ema": {"decay": 0.9}}, True
     ),
@@ -41,6 +40,7 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
 }  # fmt: skip
 FURTHER = {
     **{f"sft at ZeRO-{stage}": ("sft", trained(stage), True) for stage in (0, 1, 2)},
+    "ppo": ("ppo", {"actor": trained(0), "critic": trained(1), "ema": {"decay": 0.9}}, False),
     "dpo, sharded": ("dpo", trained(3), False),
     "ppo in fp16": ("ppo", {"actor": trained(2, "fp16"), "critic": trained(3, "fp16")}, False),
 }
