@@ -71,7 +71,7 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
     assert not executed.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})

@@ -78,6 +78,7 @@ def test_a_failed_rank_gives_exit_code_1(launched):
 PROGRAMS = "training.sft training.reward_model training.ppo training.dpo evaluation.evaluate"
 
 
+@pytest.mark.long
 def test_programs_import_neither_mlflow_nor_peft_and_leave_no_trace():
     imports = "; ".join(f"import rlhf_pipeline.{name}" for name in PROGRAMS.split())
     code = (

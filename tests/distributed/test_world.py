@@ -56,6 +56,7 @@ def test_numbers_that_all_ranks_have_are_read_but_not_summed(monkeypatch):
     assert world.sums(sums) == {"tokens": 6.0, "loss": 3.0}
 
 
+@pytest.mark.long
 def test_two_ranks_meet_in_a_file_and_exchange_json(tmp_path):
     """Nothing listens at MASTER_PORT, so nobody else can join there."""
     shared = {
