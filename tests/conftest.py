@@ -6,6 +6,7 @@ import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed's import, which decides for the process
 
+import gc
 import json
 import shutil
 import signal
@@ -41,10 +42,32 @@ CHANGE_THE_PROJECT = {"test_full.py", "test_labelling.py", "test_published_input
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Run the tests of a file, and all tests that change the full run, in the same worker."""
+    """Run the tests of a file, and all tests that change the full run, in the same worker.
+
+    The first worker makes the full run while the second one runs slow tests that need no full run.
+    Quick tests come last, so the workers end at about the same time.
+    """
+    turns = {}
     for item in items:
         name = item.path.name
-        item.add_marker(pytest.mark.xdist_group("project" if name in CHANGE_THE_PROJECT else name))
+        group = "project" if name in CHANGE_THE_PROJECT else name
+        item.add_marker(pytest.mark.xdist_group(group))
+        turns[group] = min(turns.get(group, 9), _turn(item))
+    turns["project"] = 0
+    items.sort(key=lambda item: turns[item.get_closest_marker("xdist_group").args[0]])
+
+
+def _turn(item) -> int:
+    """The place of a test in the order of the run."""
+    if item.get_closest_marker("slow") is None:
+        return 3
+    return 2 if "project" in item.fixturenames else 1
+
+
+def pytest_collection_finish():
+    """Spare garbage collections the million objects of the imported libraries."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

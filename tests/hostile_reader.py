@@ -1,8 +1,8 @@
 """Reads files as the project does, each in a child process; prints what came of each as JSON.
 
-Arguments: a file with a JSON list of pairs, the kind of the file and its path. Results: the
-message of the error that is shown to the user, or the number of unused rows; how the child ended;
-and its largest resident memory in MiB.
+Each line of its input is a JSON pair, the kind of the file and its path. Results: the message of
+the error that is shown to the user, or the number of unused rows; how the child ended; and its
+largest resident memory in MiB. With the argument `models`, it imports what reads models.
 """
 
 from __future__ import annotations
@@ -122,11 +122,13 @@ def _message(kind: str, path: Path) -> str:
 
 
 if __name__ == "__main__":
-    order = json.loads(Path(sys.argv[1]).read_text())
     # Once for all children, which would spend most of their time on it.
-    import rlhf_pipeline.data.formats
+    if sys.argv[1:] == ["models"]:
+        import rlhf_pipeline.models.base_model
+    else:
+        import datasets  # noqa: F401
 
-    if order[0][0] in ("gguf", "model", "table"):
-        import rlhf_pipeline.models.base_model  # noqa: F401
-    for kind, path in order:
+        import rlhf_pipeline.data.formats  # noqa: F401
+    for line in sys.stdin:
+        kind, path = json.loads(line)
         print(json.dumps(read(kind, Path(path))), flush=True)

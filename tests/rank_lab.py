@@ -15,6 +15,7 @@ them. A case returns JSON types; it judges tensors on the ranks. Workers of pyte
 results. As a program, this file runs under DeepSpeed's launcher with a request and a folder.
 """
 
+import gc
 import importlib.util
 import json
 import sys
@@ -29,12 +30,17 @@ from filelock import FileLock
 
 @dataclass(frozen=True)
 class Lab:
-    """What a case gets: its rank, and a model of each family."""
+    """What a case gets: its rank, models by family, inputs by name, and an empty folder."""
 
     world: Any
     models: Mapping[str, Path]
+    inputs: Mapping[str, Path]
+    """The inputs of all programs, for `tiny_job`."""
+    folder: Path
 
 
+FAMILIES = ("gpt_neox", "qwen2", "qwen3")
+"""Those of `lab.models`, beside Llama."""
 FILES: dict[str, list[str]] = {}
 """The names of the cases to run, by test file."""
 
@@ -50,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def _results(on_ranks, make_model, tmp_path_factory, request):
+def _results(on_ranks, make_model, program_inputs, tmp_path_factory, request):
     """The results of all cases by file, from one launch by whichever worker is first."""
     shared = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
@@ -58,8 +64,9 @@ def _results(on_ranks, make_model, tmp_path_factory, request):
     with FileLock(shared / "rank_lab.lock"):
         found = shared / "rank_lab.json"
         if not found.exists():
-            models = {"llama": make_model("llama", seed=1)}
-            folder = on_ranks(__file__, {"models": models, "files": FILES})
+            models = {name: make_model(name, seed=3) for name in ("llama", *FAMILIES)}
+            argument = {"models": models, "inputs": program_inputs, "files": FILES}
+            folder = on_ranks(__file__, argument)
             found.write_text((folder / "cells.json").read_text())
         return json.loads(found.read_text())
 
@@ -74,18 +81,24 @@ def main(argument: dict[str, Any], folder: Path) -> None:
     """Run the cases one after the other; the first rank writes what they return."""
     from rlhf_pipeline.distributed.world import join
 
-    lab = Lab(
-        join(1, timeout_s=600), {name: Path(path) for name, path in argument["models"].items()}
+    world = join(1, timeout_s=600)
+    models, inputs = (
+        {name: Path(path) for name, path in argument[kind].items()} for kind in ("models", "inputs")
     )
+    modules = {}
+    for file in argument["files"]:
+        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+        modules[file] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[file])
+    gc.freeze()  # programs collect garbage, which takes half a second in the imported libraries
     found: dict[str, dict[str, Any]] = {}
     for file, names in argument["files"].items():
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
         for name in names:
             print(f"rank lab: {Path(file).stem}: {name}", flush=True)
-            found.setdefault(file, {})[name] = module.case(lab, *module.CASES[name])
-    if lab.world.rank == 0:
+            lab = Lab(world, models, inputs, folder / Path(file).stem / name)
+            lab.folder.mkdir(parents=True, exist_ok=True)
+            found.setdefault(file, {})[name] = modules[file].case(lab, *modules[file].CASES[name])
+    if world.rank == 0:
         (folder / "cells.json").write_text(json.dumps(found))
 
 

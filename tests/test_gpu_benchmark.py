@@ -125,7 +125,7 @@ def test_options_of_long_contexts_are_the_parameters(gpu, tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prompts_and_responses_of_long_contexts_are_whole(gpu, monkeypatch):
     """Every row is 512 + 512 tokens."""
     monkeypatch.setattr(gpu, "WORDS", 200)

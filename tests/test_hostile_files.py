@@ -12,7 +12,9 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -33,29 +35,40 @@ MIB = 2**20
 LIMIT_MIB = 1024
 
 
-def outcomes(kind: str, files: dict[str, Path], tmp_path: Path) -> dict[str, dict[str, object]]:
-    """What came of each file."""
-    order = tmp_path / "order.json"
-    order.write_text(json.dumps([(kind, str(path)) for path in files.values()]))
-    command = [sys.executable, str(READER), str(order)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found = map(json.loads, done.stdout.splitlines())
-    return dict(zip(files, found, strict=True))
+@pytest.fixture(scope="module")
+def readers() -> Iterator[Callable[[bool], subprocess.Popen[str]]]:
+    """The processes that read rows and those that read models, each started once."""
+    with ExitStack() as running:
+
+        @cache
+        def reader(models: bool) -> subprocess.Popen[str]:
+            command = [sys.executable, str(READER), *["models"] * models]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            return running.enter_context(subprocess.Popen(command, text=True, **pipes))
+
+        yield reader
 
 
-def check(kind: str, files: dict[str, Path], tmp_path: Path, expected: int) -> None:
-    """Every file ends in a message, within the limits."""
-    found = outcomes(kind, files, tmp_path)
-    assert len(found) == expected
-    faults = {
-        name: each
-        for name, each in found.items()
-        if each["code"] != 0
-        or not each["message"]
-        or "Traceback" in str(each["message"])
-        or int(str(each["mib"])) > LIMIT_MIB
-    }
-    assert faults == {}
+Check = Callable[[str, dict[str, Path], int], None]
+
+
+@pytest.fixture
+def check(readers: Callable[[bool], subprocess.Popen[str]]) -> Check:
+    """Checks that every file of a kind ends in a message, within the limits."""
+
+    def check(kind: str, files: dict[str, Path], expected: int) -> None:
+        assert len(files) == expected
+        reader, faults = readers(kind in ("gguf", "model", "table")), {}
+        for name, path in files.items():
+            print(json.dumps((kind, str(path))), file=reader.stdin, flush=True)
+            found = json.loads(reader.stdout.readline())
+            in_memory = found["mib"] <= LIMIT_MIB
+            stack = "Traceback" in found["message"]
+            if found["code"] != 0 or not found["message"] or stack or not in_memory:
+                faults[name] = found
+        assert faults == {}
+
+    return check
 
 
 def bomb(piece: bytes, mib: int, begin: bytes = b"") -> bytes:
@@ -202,12 +215,14 @@ def parquets() -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("make", "expected"), [(lines, 23), (arrays, 17), (tables, 24), (parquets, 17)]
 )
-def test_files_of_rows(make: Callable[[], dict[str, bytes]], expected: int, tmp_path: Path) -> None:
+def test_files_of_rows(
+    check: Check, make: Callable[[], dict[str, bytes]], expected: int, tmp_path: Path
+) -> None:
     files = {}
     for name, content in make().items():
         files[name] = tmp_path / name
         files[name].write_bytes(content)
-    check("rows", files, tmp_path, expected)
+    check("rows", files, expected)
 
 
 def stream_of(column: pa.Array, name: str = "prompt") -> bytes:
@@ -240,7 +255,7 @@ def arrow_faults(whole: bytes) -> dict[str, bytes]:
     }
 
 
-def test_saved_data_sets(tmp_path: Path) -> None:
+def test_saved_data_sets(check: Check, tmp_path: Path) -> None:
     import datasets
 
     whole = tmp_path / "whole"
@@ -260,10 +275,10 @@ def test_saved_data_sets(tmp_path: Path) -> None:
         folder = files[f"{file} {name}"] = tmp_path / f"{file}-{name}"
         shutil.copytree(whole, folder)
         (folder / file).write_bytes(new)
-    check("rows", files, tmp_path, 14)
+    check("rows", files, 14)
 
 
-def test_tables_of_artifacts(tmp_path: Path) -> None:
+def test_tables_of_artifacts(check: Check, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     with RecordsWriter(whole) as writer:
         for text in TEXTS:
@@ -283,14 +298,14 @@ def test_tables_of_artifacts(tmp_path: Path) -> None:
             folder = files[f"{file} {name}"] = tmp_path / f"{file}-{name}"
             shutil.copytree(whole, folder)
             (folder / file).write_bytes(new)
-    check("records", files, tmp_path, 8)
+    check("records", files, 8)
     tokens = stream_of(pa.array([[1] * 5, [2] * 6, [3] * 5, [4] * 4], pa.list_(pa.int32())))
     numbers = {}
     for name, new in arrow_faults(tokens).items():
         if name != "not-utf8":
             numbers[name] = tmp_path / f"{name}.arrow"
             numbers[name].write_bytes(new)
-    check("table", numbers, tmp_path, 9)
+    check("table", numbers, 9)
 
 
 def header(tensors: int, fields: int, content: bytes = b"") -> bytes:
@@ -330,7 +345,7 @@ def gguf_files(whole: bytes) -> dict[str, bytes]:
     }
 
 
-def test_gguf_files(tmp_path: Path) -> None:
+def test_gguf_files(check: Check, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "whole"), "llama")
     writer.add_tensor("token_embd.weight", np.zeros((64, 64), np.float32))
     writer.write_header_to_file()
@@ -341,7 +356,7 @@ def test_gguf_files(tmp_path: Path) -> None:
     for name, content in gguf_files((tmp_path / "whole").read_bytes()).items():
         files[name] = tmp_path / f"{name}.gguf"
         files[name].write_bytes(content)
-    check("gguf", files, tmp_path, 21)
+    check("gguf", files, 21)
 
 
 def safetensors(fields: object, data: bytes = b"", length: int | None = None) -> bytes:
@@ -354,7 +369,7 @@ def weights(shape: list[int], begin: int, end: int, kind: str = "F32") -> bytes:
     return safetensors({"model.embed_tokens.weight": tensor}, b"\0" * 64)
 
 
-def test_models(tmp_path: Path, make_model: Callable[..., Path]) -> None:
+def test_models(check: Check, tmp_path: Path, make_model: Callable[..., Path]) -> None:
     damaged = {
         ("config.json", "open"): b"{",
         ("config.json", "list"): b"[1]",
@@ -380,10 +395,10 @@ def test_models(tmp_path: Path, make_model: Callable[..., Path]) -> None:
         folder = files[f"{file} {name}"] = tmp_path / f"{file}-{name}"
         shutil.copytree(whole, folder)
         (folder / file).write_bytes(content)
-    check("model", files, tmp_path, 18)
+    check("model", files, 18)
 
 
-def test_records_of_artifacts_checkpoints_and_votes(tmp_path: Path) -> None:
+def test_records_of_artifacts_checkpoints_and_votes(check: Check, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     (whole / "weights").write_text("abc")
@@ -398,7 +413,7 @@ def test_records_of_artifacts_checkpoints_and_votes(tmp_path: Path) -> None:
     for name, content in artifacts.items():
         shutil.copytree(whole, files[name])
         (files[name] / "manifest.json").write_bytes(content)
-    check("artifact", files, tmp_path, 8)
+    check("artifact", files, 8)
 
     seals = {
         "cut": b"{", "list": b"[]", "text": b'{"rank0": "x"}', "deep": b"[" * DEEP,
@@ -410,7 +425,7 @@ def test_records_of_artifacts_checkpoints_and_votes(tmp_path: Path) -> None:
         checkpoint.mkdir(parents=True)
         seal(checkpoint, {})
         (checkpoint / "seal.json").write_bytes(content)
-    check("checkpoints", sealed, tmp_path, 6)
+    check("checkpoints", sealed, 6)
 
     ballots = {
         "array": b"[]\n", "deep": b"[" * DEEP + b"\n", "nul": b"\0" * 1000 + b"\n",
@@ -419,4 +434,4 @@ def test_records_of_artifacts_checkpoints_and_votes(tmp_path: Path) -> None:
     boxes = {name: tmp_path / f"{name}.jsonl" for name in ballots}
     for name, content in ballots.items():
         boxes[name].write_bytes(content)
-    check("votes", boxes, tmp_path, 4)
+    check("votes", boxes, 4)

@@ -133,15 +133,10 @@ MISTAKES = {
 
 
 COMMANDS = {
-    "unknown nested parameter of status": (
-        "rlhf status --env=tiny --params=ppo.kl.coeff=0.2",
-        ["ppo.kl.coeff (--params): unknown parameter (did you mean coef?)"],
-    ),
     "unknown node": (
         "run --env=tiny --from-nodes=pppo",
         ["--from-nodes: found 'pppo' (did you mean ppo?)"],
     ),
-    "unknown option": ("run --parms=seed=5", ["No such option '--parms'"]),
     "results that nothing has made yet": (
         "run --env=tiny --from-nodes=ppo --params=root={tmp}/data",
         ["no version of reward_model, sft_model, split is published", "--pipeline=full"],

@@ -109,8 +109,6 @@ def test_without_conf_the_commands_use_that_of_the_package(installed, tmp_path):
     printed = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY)
     assert re.search(r"^ppo +run +[0-9a-f]{8} +downstream of split, sft", printed, re.M), printed
     assert "INFO" not in printed  # the logging of the package, not Kedro's
-    default = installed(tmp_path, "rlhf-pipeline", "rlhf", "status")
-    assert re.search(r"^ppo +run", default, re.M), default
     assert not [*tmp_path.iterdir()]
 
 
@@ -124,7 +122,7 @@ def test_parameters_in_conf_local_count_without_other_configuration(installed, t
     assert changed == {"ppo"}  # what follows has no fingerprint before PPO has finished
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_preset_is_written_planned_and_known_to_status(installed, tmp_path):
     installed(tmp_path, "rlhf-pipeline", "rlhf", "preset", "qwen2.5-0.5b", "--gpus=1x24")
     env = "--env=qwen2.5-0.5b-1x24"

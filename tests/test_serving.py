@@ -122,7 +122,7 @@ def test_a_request_without_prompts_is_refused(served):
         served.predict(pandas.DataFrame({"question": ["a"]}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mlflow_serves_the_registered_version(policy, start_server, tmp_path):
     from mlflow import MlflowClient
 

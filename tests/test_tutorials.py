@@ -55,7 +55,14 @@ def run(command: str, root: Path) -> str:
     return done.stdout
 
 
-@tutorials
+@pytest.mark.parametrize(
+    "name",
+    ["own-data"]
+    + [
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("own-reward", "grpo", "human-feedback")
+    ],
+)
 def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
     """Its parameters fit each other and its files exist; nothing trains."""
     copy_of_the_project(tmp_path)

@@ -50,7 +50,13 @@ def test_the_modules_run_without_the_safe_path(executed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("python_path", ["{program}", "{program}:", ":{program}"])
+@pytest.mark.parametrize(
+    "python_path",
+    [
+        *(pytest.param(path, marks=pytest.mark.long) for path in ("{program}", "{program}:")),
+        ":{program}:",
+    ],
+)
 def test_ranks(executed, tmp_path, monkeypatch, python_path):
     """An empty part of PYTHONPATH means the working folder."""
     (tmp_path / "program").mkdir()
@@ -63,7 +69,7 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
     assert not executed.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})

@@ -316,6 +316,7 @@ def test_a_sound_machine_has_no_failure_and_torch_stays_out_of_the_driver(tmp_pa
     assert imported & {"torch", "transformers", "deepspeed"} == set()
 
 
+@pytest.mark.long
 def test_the_compiler_is_asked_for_by_the_parameters_that_need_it_on_a_gpu(tmp_path, nvidia_smi):
     nvidia_smi(1)
     (tmp_path / "vllm.py").touch()  # as if it were installed

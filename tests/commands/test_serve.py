@@ -70,7 +70,7 @@ def test_the_server_answers_openais_clients_until_ctrl_c(published, tmp_path):
         server.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_conversation_in_a_terminal(published, tmp_path):
     options = ("--max-tokens=6", "--temperature=0")
     chat = pexpect.spawn(

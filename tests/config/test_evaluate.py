@@ -155,7 +155,7 @@ def test_a_misspelt_task_is_refused_with_the_nearest_name(tmp_path):
 
 
 @harness
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_name_of_the_harness_is_known():
     from lm_eval.tasks import TaskManager
 

@@ -194,7 +194,7 @@ def test_a_task_that_cannot_be_loaded_is_named(policies, files, world, tmp_path)
         Tasks(TasksConfig(names=(files["letters"],), limit=2), many)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_no_tensor_is_in_the_wrong_memory(policies, files, world, zero_stage):
     """Otherwise the device refuses; results equal those on the CPU."""
     config = TasksConfig(names=tuple(files.values()))

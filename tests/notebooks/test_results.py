@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "results.ipynb"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs_and_draws(project, monkeypatch):
     monkeypatch.setenv("RLHF_DATA", str(project.root))
     notebook = nbformat.read(NOTEBOOK, as_version=4)

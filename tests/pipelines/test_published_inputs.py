@@ -16,11 +16,13 @@ pytestmark = pytest.mark.slow
         ("--from-nodes=ppo", "seed=5", ["seed 1234 -> 5"]),
         ("--nodes=ppo", "sft.optimizer.learning_rate=0.01",
          ["  reward_model, sft_model: sft.optimizer.learning_rate 0.003 -> 0.01"]),
-        ("--pipeline=ppo", "split.test_fraction=0.2,seed=5",
-         ["split.test_fraction 0.1 -> 0.2", "seed 1234 -> 5"]),
-        ("--from-inputs=reward_model", "reward_model.epochs=2",
-         ["  reward_model: reward_model.epochs 1.0 -> 2.0"]),
-        ("--from-nodes=evaluate", "ppo.kl.coef=0.3", ["  ppo_model: ppo.kl.coef 0.", " -> 0.3"]),
+        pytest.param("--pipeline=ppo", "split.test_fraction=0.2,seed=5",
+                     ["split.test_fraction 0.1 -> 0.2", "seed 1234 -> 5"],
+                     marks=pytest.mark.long),
+        pytest.param("--from-inputs=reward_model", "reward_model.epochs=2",
+                     ["  reward_model: reward_model.epochs 1.0 -> 2.0"], marks=pytest.mark.long),
+        pytest.param("--from-nodes=evaluate", "ppo.kl.coef=0.3",
+                     ["  ppo_model: ppo.kl.coef 0.", " -> 0.3"], marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_inputs_of_other_parameters_are_refused(project, options, params, changes):
@@ -47,19 +49,13 @@ def test_a_mixture_is_on_record_when_it_is_accepted(project):
     assert tagged[0].data.tags["rlhf.mixture"].startswith("reward_model: sft.epochs 1.0 -> 2.0")
 
 
-@pytest.fixture
-def own_project(tmp_path):
-    return Project(tmp_path / "root")
-
-
-def refused(project, env, params=""):
-    printed = project.kedro("--nodes=sft", env=env, params=params, check=False)
-    assert "the published inputs were made with other parameters" in printed
-    return printed
-
-
-def test_another_data_file_is_refused(own_project, tmp_path, monkeypatch):
-    """The path of a source is no part of the recipe, but the bytes of its files are."""
+def test_another_data_file_and_changed_bytes_of_a_local_model_are_refused(
+    project, tmp_path, monkeypatch
+):
+    """The paths of a source and of a model are no part of the recipe, but their bytes are."""
+    own, model = Project(tmp_path / "root"), tmp_path / "model"
+    shutil.copytree(project.newest("02_base_model/base_model"), model)
+    params = f"base_model.path={model},split.max_prompt_tokens=64,split.max_response_tokens=48"
 
     def set_file(name, verb):
         turn = "\n\nHuman: please {verb} number {i}\n\nAssistant: {answer} {i}"
@@ -70,18 +66,15 @@ def test_another_data_file_is_refused(own_project, tmp_path, monkeypatch):
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
         monkeypatch.setenv("HH_RLHF_PATH", str(tmp_path / name))
 
+    def refused():
+        printed = own.kedro("--nodes=sft", env="hh-rlhf", params=params, check=False)
+        assert "the published inputs were made with other parameters" in printed
+        return printed
+
     set_file("one.jsonl", "count")
-    own_project.kedro("--to-nodes=split", env="hh-rlhf")
-    set_file("two.jsonl", "name")
-    assert re.search(
-        r"source Anthropic/hh-rlhf \S+two\.jsonl .*is new", refused(own_project, "hh-rlhf")
-    )
-
-
-def test_changed_bytes_of_a_local_model_are_refused(project, own_project, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(project.newest("02_base_model/base_model"), model)
-    params = f"base_model.path={model},split.max_prompt_tokens=64,split.max_response_tokens=48"
-    own_project.kedro("--to-nodes=split", params=params)
+    own.kedro("--to-nodes=split", env="hh-rlhf", params=params)
     (model / "README.md").write_text("a note")
-    assert "input bytes changed" in refused(own_project, "tiny", params)
+    assert "input bytes changed" in refused()
+    (model / "README.md").unlink()
+    set_file("two.jsonl", "name")
+    assert re.search(r"source Anthropic/hh-rlhf \S+two\.jsonl .*is new", refused())

@@ -111,7 +111,9 @@ ROWS = [([20 + n % 9, 1], [40 + n % 7, 1]) for n in range(144)]
 """The first token of an answer tells which one is better."""
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3))]
+)
 def test_the_gate_refuses_the_coin_of_any_seed(gate, seed):
     with pytest.raises(StageError, match=r"reward_model\.gate: found an accuracy of"):
         gate(shuffled(ROWS, seed))

@@ -1,9 +1,6 @@
 """A copy sharded over two ranks answers as the actor itself does, at any ZeRO stage."""
 
-import json
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from rlhf_pipeline.config.training import HybridConfig, SamplingConfig, TrainedM
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
-from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
@@ -33,12 +29,11 @@ CASES = {
 }
 
 
-def rollouts(case, models, world):
+def rollouts(checkpoint, world, model, options):
     """Tokens and the gap of log-probabilities, before and after an optimizer step."""
-    family, model, options = CASES[case]
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}} | model)
-    engine = train_engine(partial(load_policy, models[family]), config, 2)
-    contract = TokenContract.read(models[family])
+    engine = train_engine(partial(load_policy, checkpoint), config, 2)
+    contract = TokenContract.read(checkpoint)
     hybrid = HybridGenerator(
         engine, contract, HybridConfig(inference_tp_size=world.size, **options), world
     )
@@ -60,23 +55,20 @@ def rollouts(case, models, world):
     return found
 
 
-def main(models, folder):
-    world = join(1, timeout_s=600)
-    found = {case: rollouts(case, models, world) for case in CASES}
-    (folder / f"{world.rank}.json").write_text(json.dumps(found))
-
-
-@pytest.fixture(scope="module")
-def two_ranks(make_model, on_ranks):
-    models = {family: make_model(family, seed=3) for family, _, _ in CASES.values()}
-    folder = on_ranks(__file__, models)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def case(lab, family, model, options):
+    return lab.world.gather(rollouts(lab.models[family], lab.world, model, options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_sharded_copy_samples_what_the_actor_samples(two_ranks, case):
-    for before, after in (found[case] for found in two_ranks):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name.endswith(("0", "1")) else name
+        for name in CASES
+    ],
+)
+def test_a_sharded_copy_samples_what_the_actor_samples(cells, name):
+    for before, after in cells[name]:
         assert before[1] and after[1]
         assert max(before[2], after[2]) < 1e-5
         assert before[0] != after[0]  # the step has moved the actor, and the copy followed
@@ -133,7 +125,3 @@ def test_more_ranks_than_heads_of_keys_and_values_are_refused(make_model):
         r"of this qwen2\. Fix: set it to 2",
     ):
         styles(model, 4)
-
-
-if __name__ == "__main__":
-    main({key: Path(value) for key, value in json.loads(sys.argv[1]).items()}, Path(sys.argv[2]))

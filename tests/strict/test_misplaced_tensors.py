@@ -11,7 +11,7 @@ from rlhf_pipeline.distributed import engine_state
 from rlhf_pipeline.distributed.world import World
 
 
-def test_a_sum_over_ranks_of_a_tensor_in_main_memory(strict, inputs, tmp_path, monkeypatch):
+def test_a_sum_over_ranks_of_a_tensor_in_main_memory(strict, program_inputs, tmp_path, monkeypatch):
     """NCCL sums tensors of the device only; supervised training counts tokens in main memory."""
 
     def sum_in_place(world: World, tensor: torch.Tensor) -> torch.Tensor:
@@ -21,10 +21,10 @@ def test_a_sum_over_ranks_of_a_tensor_in_main_memory(strict, inputs, tmp_path, m
 
     monkeypatch.setattr(World, "sum", sum_in_place)
     with pytest.raises(MisplacedTensorError, match="allreduce_"):
-        MAIN["sft"](tiny_job("sft", inputs, tmp_path, trained(0)))
+        MAIN["sft"](tiny_job("sft", program_inputs, tmp_path, trained(0)))
 
 
-def test_adam_s_step_in_main_memory(strict, inputs, tmp_path, monkeypatch):
+def test_adam_s_step_in_main_memory(strict, program_inputs, tmp_path, monkeypatch):
     """Fused AdamW reads it on the device, at the first step after a checkpoint is loaded."""
     start = engine_state._start_optimizer
 
@@ -34,15 +34,15 @@ def test_adam_s_step_in_main_memory(strict, inputs, tmp_path, monkeypatch):
             state["step"] = state["step"].cpu()
 
     monkeypatch.setattr(engine_state, "_start_optimizer", start_in_main_memory)
-    job = tiny_job("sft", inputs, tmp_path, trained(2))
+    job = tiny_job("sft", program_inputs, tmp_path, trained(2))
     MAIN["sft"](job)
     with pytest.raises(MisplacedTensorError, match="_fused_adamw_"):
         MAIN["sft"](replace(job, resume_from=1))
 
 
-def test_a_batch_in_main_memory(strict, inputs, tmp_path, monkeypatch):
+def test_a_batch_in_main_memory(strict, program_inputs, tmp_path, monkeypatch):
     from rlhf_pipeline.models.sequences import Sequences
 
     monkeypatch.setattr(Sequences, "to", lambda sequences, device: sequences)
     with pytest.raises(MisplacedTensorError, match="embedding"):
-        MAIN["dpo"](tiny_job("dpo", inputs, tmp_path, trained(0)))
+        MAIN["dpo"](tiny_job("dpo", program_inputs, tmp_path, trained(0)))

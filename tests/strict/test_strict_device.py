@@ -122,10 +122,10 @@ def test_nothing_is_left_behind():
     assert not hasattr(torch, "privateuseone")
 
 
-def test_training_gives_the_same_numbers_as_on_the_cpu(world, inputs, tmp_path):
+def test_training_gives_the_same_numbers_as_on_the_cpu(world, program_inputs, tmp_path):
     blocks = {"actor": trained(2), "critic": trained(1)}
     for name in ("cpu", "strict"):
-        job = tiny_job("ppo", inputs, tmp_path / name, blocks)
+        job = tiny_job("ppo", program_inputs, tmp_path / name, blocks)
         if name == "cpu":
             MAIN["ppo"](job)
         else:

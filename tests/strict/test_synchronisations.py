@@ -15,9 +15,11 @@ def own_waits(strict, phase: str) -> dict[int | None, int]:
 
 
 @pytest.mark.parametrize("program", ["sft", "dpo"])
-def test_an_optimizer_step_of_supervised_training_waits_twice(strict, inputs, tmp_path, program):
+def test_an_optimizer_step_of_supervised_training_waits_twice(
+    strict, program_inputs, tmp_path, program
+):
     """For its metrics, and for whether a rank received SIGTERM; four micro batches add nothing."""
-    MAIN[program](tiny_job(program, inputs, tmp_path, trained(2) | {"evaluations": 1}))
+    MAIN[program](tiny_job(program, program_inputs, tmp_path, trained(2) | {"evaluations": 1}))
     # The last step waits for its metrics here, and for SIGTERM after it has saved its model.
     assert own_waits(strict, "update") == {1: 2, 2: 1}
 
@@ -32,18 +34,18 @@ def test_an_optimizer_step_of_supervised_training_waits_twice(strict, inputs, tm
     ids=["one minibatch", "critic alone", "four minibatches"],
 )
 def test_an_optimizer_step_of_ppo_waits_at_most_twice(
-    strict, inputs, tmp_path, changes, optimizer_steps
+    strict, program_inputs, tmp_path, changes, optimizer_steps
 ):
     """A rollout waits for its metrics, for SIGTERM, and with `stop_update` after each epoch."""
     blocks = {"actor": trained(1), "critic": trained(1), "evaluations": 1}
-    MAIN["ppo"](tiny_job("ppo", inputs, tmp_path, blocks | changes))
+    MAIN["ppo"](tiny_job("ppo", program_inputs, tmp_path, blocks | changes))
     waits = own_waits(strict, "update")[1]
     assert waits == 2 + (2 if "kl" in changes else 0)
     assert waits <= 2 * optimizer_steps
 
 
 def test_generation_waits_once_for_each_micro_batch_and_scoring_once_for_each_model(
-    strict, inputs, tmp_path
+    strict, program_inputs, tmp_path
 ):
     """A generated token never waits. Scoring waits for its metrics and its moments, too.
 
@@ -53,7 +55,7 @@ def test_generation_waits_once_for_each_micro_batch_and_scoring_once_for_each_mo
         "actor": trained(1), "critic": trained(1), "evaluations": 1, "micro_batch_tokens": 16,
         "sampling": {"max_response_tokens": 6, "batch_size_per_gpu": 4},
     }  # fmt: skip
-    MAIN["ppo"](tiny_job("ppo", inputs, tmp_path, blocks))
+    MAIN["ppo"](tiny_job("ppo", program_inputs, tmp_path, blocks))
     assert own_waits(strict, "rollout") == {1: 2, 2: 2}  # eight responses
     assert own_waits(strict, "scoring") == {1: 4 + 2 + 1, 2: 4 + 2}
     assert {wait.kind for wait in strict.waits if wait.own and wait.phase == "rollout"} == {"cpu"}

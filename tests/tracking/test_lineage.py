@@ -227,7 +227,7 @@ def test_a_reused_stage_sends_its_data_and_report_to_a_new_store(tracker, stages
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_through_a_server(served, stages, tmp_path):
     from mlflow.artifacts import download_artifacts
 

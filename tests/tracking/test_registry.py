@@ -145,7 +145,7 @@ def test_a_champion_with_other_tokens_cannot_answer(client, find, tmp_path):
     assert found.folder is None and "other tokens" in found.fault
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", served.tracking_uri)
     champion = policy(tmp_path / "champion", "old")

@@ -218,7 +218,7 @@ def test_resumed_ppo_equals_uninterrupted_ppo_after_its_driver_was_killed(ppo):
     require_equal(directory, ppo.finish("uninterrupted"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ppo_obeys_sigterm_after_the_step_in_whose_rollout_it_came(ppo):
     directory = ppo.interrupt("interrupted", 1, terminate_driver)
     assert [path.name for path in list_checkpoints(directory / "checkpoints")] == [

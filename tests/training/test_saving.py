@@ -44,6 +44,7 @@ def trained(load, **deepspeed):
     return engine
 
 
+@pytest.mark.long
 def test_another_process_computes_the_same_logits_with_transformers_alone(
     world, ppo_inputs, tmp_path
 ):
