@@ -257,7 +257,7 @@ RERUNS_NOTHING = {
     "command": ("commands/status.py", r'"may run": "cyan"', '"may run": "blue"'),
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
     "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
-    "registry": ("pipelines/table.py", r"POLICIES = \(", 'POLICIES = (("another_policy", ""),'),
+    "registry": ("pipelines/table.py", r'"policy", {', '"policy", {"another": "another_policy", '),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
 }

@@ -1,7 +1,7 @@
 """The judges: each one scores the answers of every policy.
 
-A judge of another package is a function, see docs/extending.md; one of ours is a function and a line
-in `load_judges`. Metrics, win rates and reports follow from the judge's name.
+A judge of another package is a function (docs/extending.md); one of ours has a line in
+`load_judges`, too. Metrics, win rates and reports follow from the judge's name.
 """
 
 import re
