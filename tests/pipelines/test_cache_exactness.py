@@ -245,7 +245,8 @@ RERUNS_NOTHING = {
     "comment and blank line": ("rl/losses.py", r"\n    return ", "\n\n    # Text.\n    return "),
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
-    "registry": ("pipelines/table.py", r"POLICIES = \(", 'POLICIES = (("another_policy", ""),'),
+    "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
+    "registry": ("pipelines/table.py", r'"policy", {', '"policy", {"another": "another_policy", '),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
 }
