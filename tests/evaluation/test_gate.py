@@ -88,8 +88,7 @@ def test_wins_by_a_hair_are_no_improvement():
 
 
 def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
-    """200 equal candidates, each the only try; and ten tries on one set of prompts, 60 times."""
-    config = RegisterConfig(min_gain=0.0)  # the win rate alone decides
+    """By the win rate alone: 200 candidates, each the only try; 60 times ten on equal prompts."""
     rng = np.random.default_rng(5)
     short = [" ".join(text.split()[:4]) for text in TEXTS]  # most of the time goes into words
 
@@ -98,7 +97,8 @@ def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
 
     def promoted(tries, baseline):
         candidate = policy(rng, 0.0, texts=short[PROMPTS:])
-        return not decide(Evidence(candidate, baseline, "gold", True, tries=tries), config).refusals
+        verdict = decide(Evidence(candidate, baseline, "gold", True, tries=tries), CONFIG)
+        return not any("win rate" in refusal for refusal in verdict.refusals)
 
     single = sum(promoted(1, equal()) for _ in range(200))
     assert single <= 10  # 2.5% are 5; binomial, 99th percentile
