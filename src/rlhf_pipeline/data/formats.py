@@ -170,8 +170,8 @@ def _csv_rows(stream: Stream) -> Numbered:
                 fix = "Fix: close its quote; double a quote inside a field."
                 raise _FileFault(line, f"the row does not end ({error}). {fix}") from None
             if not header:
-                fault = f"the header line is not CSV ({error}). Fix: correct it."
-                raise _FileFault(line, fault) from None
+                reason = f"the header line is not CSV ({error}). Fix: correct it."
+                raise _FileFault(line, reason) from None
             yield line, Unused(f"not CSV ({error})")
             continue
         if fields is None:

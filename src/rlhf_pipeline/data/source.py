@@ -158,7 +158,7 @@ def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
         found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
         if not any(Path(file).stat().st_size for file in found):
             continue
-        bad = []
+        bad: list[tuple[str, str]] = []
         try:
             for where, row in read(source.model_copy(update={"samples": 1000}), seed=0):
                 if not isinstance(row, Unused) or not row.bad:

@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from typing import NamedTuple
 
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.sources.adapter import (
@@ -29,6 +30,13 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+class _Rated(NamedTuple):
+    place: str
+    prompt: str
+    response: str
+    helpfulness: float
+
+
 def _pairs(rows: Rows) -> Records:
     """HelpSteer2: choose the more helpful answer of each pair of rows; ties are skipped.
 
@@ -37,28 +45,29 @@ def _pairs(rows: Rows) -> Records:
     several turns has the form
     "{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
     """
-    first: tuple[str, str, str, float] | None = None
+    first: _Rated | None = None
     for place, row in rows:
         rated = outcome(_rated, place, row)
         if isinstance(rated, Unused):
             yield place, rated
         elif first is None:
             first = rated
-        elif first[1] == rated[1]:
-            opening, later = turns(first[1], _TURN)
+        elif first.prompt == rated.prompt:
+            opening, later = turns(first.prompt, _TURN)
             prompt = (Message("user", opening), *later)
-            answers, scores = (first[2], rated[2]), (first[3], rated[3])
-            yield first[0], outcome(preferred, prompt, answers, scores)
+            answers = (first.response, rated.response)
+            scores = (first.helpfulness, rated.helpfulness)
+            yield first.place, outcome(preferred, prompt, answers, scores)
             first = None
         else:
-            yield first[0], Unused("the next row answers another prompt")
+            yield first.place, Unused("the next row answers another prompt")
             first = rated
     if first is not None:  # `samples` ended between the two rows
-        yield first[0], Unused("no row follows", bad=False)
+        yield first.place, Unused("no row follows", bad=False)
 
 
-def _rated(place: str, row: Row) -> tuple[str, str, str, float]:
-    return place, text(row, "prompt"), text(row, "response"), number(row, "helpfulness")
+def _rated(place: str, row: Row) -> _Rated:
+    return _Rated(place, text(row, "prompt"), text(row, "response"), number(row, "helpfulness"))
 
 
 def _trees(rows: Rows) -> Records:
