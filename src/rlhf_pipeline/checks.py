@@ -23,7 +23,6 @@ from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.context import forced_stages
-from rlhf_pipeline.stages.job import PROJECT, STAGES
 from rlhf_pipeline.stages.launch.resources import node_layout
 
 Origin = Callable[[str], str | None]
@@ -33,8 +32,6 @@ OTHERS = ("seed", "force", "inputs")
 """Parameters that are not blocks."""
 ELSEWHERE = ("root", "store")
 """Parameters that the catalog reads."""
-GIVEN = dict.fromkeys(name.removeprefix("params:") for name in (STAGES, PROJECT))
-"""Parameters whose values the hooks provide. Kedro-Viz runs no hooks; it finds null."""
 TOKENIZER = ("*token*.json", "*.model", "vocab.*")
 """Files of which a folder with a tokenizer has one, whatever its kind."""
 
@@ -66,7 +63,7 @@ def check_values(
     faults = [
         f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
         for name in parameters
-        if name not in (*known, *ELSEWHERE) and not (name in GIVEN and parameters[name] is None)
+        if name not in (*known, *ELSEWHERE)
     ]
     for name, kind in kinds.items():
         blocks[name], found = validated(name, kind, parameters.get(name, {}))

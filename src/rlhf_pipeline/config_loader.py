@@ -7,7 +7,6 @@ from typing import Any, cast
 from kedro.config import MissingConfigException, OmegaConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
-from rlhf_pipeline.checks import GIVEN
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.errors import ConfigError, short_path, suggestion
 
@@ -142,7 +141,7 @@ class LayeredConfigLoader(OmegaConfigLoader):
         merged = OmegaConf.unsafe_merge(*files.values())
         parameters = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
         self._values = dict(leaves(parameters))
-        return GIVEN | parameters
+        return parameters
 
     def _suffix(self, *, has_embedded_model: bool) -> str:
         if self._environment not in (self.base_env, LOCAL):

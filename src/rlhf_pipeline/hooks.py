@@ -14,7 +14,7 @@ from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
 
-from rlhf_pipeline.checks import GIVEN, check
+from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config_loader import check_environment
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
@@ -60,7 +60,16 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
 
 def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
     """Give the nodes the object that runs their stages."""
-    catalog[STAGES] = MemoryDataset(stages, copy_mode="assign")
+    _fill(catalog, STAGES, stages)
+
+
+def _fill(catalog: CatalogProtocol, name: str, value: Any) -> None:
+    """Put a value into an entry, which Kedro would replace with a warning."""
+    entry = catalog.get(name)
+    if entry is None:
+        catalog[name] = MemoryDataset(value, copy_mode="assign")
+    else:
+        entry.save(value)
 
 
 def whole_run(run_params: Mapping[str, Any], pipeline: Pipeline) -> str:
@@ -130,8 +139,7 @@ class PreflightHook:
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
         parameters = loader["parameters"]
         blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
-        given = {name: value for name, value in parameters.items() if name not in GIVEN}
-        loader["parameters"] = given | blocks
+        loader["parameters"] = parameters | blocks
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
@@ -196,7 +204,7 @@ class StagesHook:
         self._stored = context.stored
         context = replace(context, mixture=changes)
         provide_stages(catalog, StageRunner(context))
-        catalog[PROJECT] = MemoryDataset(self._project, copy_mode="assign")
+        _fill(catalog, PROJECT, self._project)
         self._tracker = tracker
         tracker.describe(run_name(run_params), run_tags(run_params) | mixture_tag(changes), chosen)
 
