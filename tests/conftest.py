@@ -47,21 +47,21 @@ def pytest_collection_modifyitems(items):
     The first worker makes the full run while the second one runs slow tests that need no full run.
     Quick tests come last, so the workers end at about the same time.
     """
-    turns = {}
+    slow, reads_the_run = set(), set()
     for item in items:
         name = item.path.name
         group = "project" if name in CHANGE_THE_PROJECT else name
         item.add_marker(pytest.mark.xdist_group(group))
-        turns[group] = min(turns.get(group, 9), _turn(item))
-    turns["project"] = 0
-    items.sort(key=lambda item: turns[item.get_closest_marker("xdist_group").args[0]])
+        if item.get_closest_marker("slow") is not None:
+            slow.add(group)
+        if "project" in item.fixturenames:
+            reads_the_run.add(group)
 
+    def turn(item) -> int:
+        group = item.get_closest_marker("xdist_group").args[0]
+        return 0 if group == "project" else 3 if group not in slow else 1 + (group in reads_the_run)
 
-def _turn(item) -> int:
-    """The place of a test in the order of the run."""
-    if item.get_closest_marker("slow") is None:
-        return 3
-    return 2 if "project" in item.fixturenames else 1
+    items.sort(key=turn)
 
 
 def pytest_collection_finish():

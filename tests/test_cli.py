@@ -193,6 +193,7 @@ def test_ui_prints_the_page_with_the_runs_and_serves_it(tmp_path):
         "PYTHONPATH": str(PROJECT / "src"),
         "PATH": "/usr/bin:/bin",  # without the environment's programs
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "MLFLOW_WORKERS": "1",
     }
     server = subprocess.Popen(
         command,
