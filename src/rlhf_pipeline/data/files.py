@@ -29,7 +29,7 @@ from rlhf_pipeline.errors import DataError, PipelineError, install, without_secr
 Format = Literal["jsonl", "json", "csv", "parquet", "txt"]
 
 _CHECKSUMS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
-"""Fields in which a store reports the identity of a file's bytes; the best one comes first."""
+"""Fields in which stores report the identity of a file's bytes, best first."""
 _QUERY_VARIABLE = re.compile(r"(https?://[^?]*\?)\$(\w+)")
 _BLOCK = 2**20
 
@@ -47,19 +47,6 @@ class File:
     """Path in the store."""
     store: fsspec.AbstractFileSystem
 
-    @contextmanager
-    def open(self) -> Iterator[Stream]:
-        """Open the file as bytes, decompressed."""
-        with explain_store_errors(self.url):
-            stored = io.BufferedReader(self.store.open(self.path, "rb"), _BLOCK)
-        with stored:
-            if not self.name.lower().endswith(".gz"):
-                yield stored
-                return
-            # Another buffer would lose the valid lines of a block that ends in damage.
-            with gzip.GzipFile(fileobj=stored) as unpacked:
-                yield unpacked
-
     @property
     def local(self) -> Path | None:
         """Local path; None for a remote file."""
@@ -71,15 +58,19 @@ class File:
         return self.path if self.local else str(self.store.unstrip_protocol(self.path))
 
     @property
+    def display_name(self) -> str:
+        """The name in messages: the URL without secrets."""
+        return without_secrets(self.url)
+
+    @property
     def format(self) -> Format:
         """The format, by suffix; raises DataError for an unknown suffix."""
         suffix = PurePosixPath(self.name.lower().removesuffix(".gz")).suffix.removeprefix(".")
         if suffix not in get_args(Format):
             known = ", ".join(f".{format}" for format in get_args(Format))
             raise DataError(
-                f"{without_secrets(self.url)}: found an unknown file format, expected {known}, "
-                "each also with .gz. Fix: convert or rename the file, or select the data files "
-                "with a glob."
+                f"{self.display_name}: unknown file format; expected {known}, each also with .gz. "
+                "Fix: convert or rename the file, or select the data files with a glob."
             )
         return cast(Format, suffix)
 
@@ -145,6 +136,19 @@ def origin(path: str) -> Origin:
 
 
 @contextmanager
+def open_stream(file: File) -> Iterator[Stream]:
+    """Open a file as bytes, decompressed."""
+    stored: io.BufferedReader = io.BufferedReader(_StoredFile(file), _BLOCK)
+    with stored:
+        if not file.name.lower().endswith(".gz"):
+            yield stored
+            return
+        # Without another buffer, which would lose the valid lines of a block that ends in damage.
+        with gzip.GzipFile(fileobj=stored) as unpacked:
+            yield unpacked
+
+
+@contextmanager
 def explain_store_errors(url: str, kind: type[PipelineError] = DataError) -> Iterator[None]:
     """Turn any error of a store into an error of this kind with URL, reason and fix.
 
@@ -155,15 +159,15 @@ def explain_store_errors(url: str, kind: type[PipelineError] = DataError) -> Ite
     except PipelineError:
         raise
     except Exception as error:
-        raise kind(f"{without_secrets(url)}: {_explain(error, details_of(url, error))}") from None
-
-
-def details_of(url: str, error: Exception) -> str:
-    """The type of an error of a store, with its message unless the URL has a secret to repeat."""
-    # fsspec's HTTP store reports every error as a missing file; the cause is the real error.
-    cause = error.__cause__ or error
-    message = shorten(without_secrets(str(cause)), 300) if without_secrets(url) == url else ""
-    return ": ".join(filter(None, (type(cause).__name__, message)))
+        shown = without_secrets(url)
+        # fsspec's HTTP store reports every error as a missing file; the cause is the real error.
+        cause = error.__cause__ or error
+        # The store's message may repeat a secret of the URL.
+        details = shorten(without_secrets(str(cause)), 300) if shown == url else ""
+        name = type(cause).__name__
+        raise kind(
+            f"{shown}: {_explain(error, ': '.join(filter(None, (name, details))))}"
+        ) from None
 
 
 def _with_query(path: str) -> str:
@@ -184,10 +188,8 @@ def _explain(error: Exception, details: str) -> str:
             reason = "the store needs a package that is not installed"
             fix = f"for S3: {install('s3')}"
         case FileNotFoundError():
-            reason, fix = (
-                "not found",
-                "correct the path; a relative one starts at the current folder.",
-            )
+            reason = "not found"
+            fix = "correct the path; a relative one starts at the current folder."
         case PermissionError():
             reason = "access denied"
             fix = "correct the permissions of the file, or the credentials of the store."
@@ -206,9 +208,8 @@ def _identity(file: File) -> str:
                 return f"{name} {checksum}, {info['size']} bytes"
         if "url" in info:  # HTTP: `ukey` does not depend on the content
             raise DataError(
-                f"{without_secrets(file.url)}: the server sends no ETag, checksum or date, so a "
-                "changed file would not be noticed. Fix: download the file, and set `path` to the "
-                "copy."
+                f"{file.display_name}: the server sends no ETag, checksum or date, so a changed "
+                "file would not be noticed. Fix: download the file, and set `path` to the copy."
             )
         return str(file.store.ukey(file.path))
 
@@ -236,3 +237,36 @@ def _distinct_names(paths: Sequence[str]) -> list[str]:
         depth for depth in count(1) if len({tuple(part[-depth:]) for part in parts}) == len(parts)
     )
     return ["/".join(part[-depth:]) for part in parts]
+
+
+class _StoredFile(io.RawIOBase):
+    """The bytes of a file as stored. Errors of the store become DataErrors."""
+
+    def __init__(self, file: File) -> None:
+        self._url = file.url
+        with explain_store_errors(self._url):
+            self._file = file.store.open(file.path, "rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        with explain_store_errors(self._url):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with explain_store_errors(self._url):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

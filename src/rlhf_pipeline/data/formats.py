@@ -7,86 +7,85 @@ written by `save_to_disk` of the datasets library.
 import csv
 import io
 import json
+import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_pipeline.data.files import File, Stream, details_of, explain_store_errors, find_files
+from rlhf_pipeline.data.files import File, Stream, explain_store_errors, find_files, open_stream
 from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import Row
-from rlhf_pipeline.errors import DataError, PipelineError, without_secrets
+from rlhf_pipeline.errors import DataError, without_secrets
 
 MAX_CHARACTERS = 16 * 2**20
-"""Limit for a line of JSON Lines or text and a field of CSV: a longer one is a broken file."""
+"""Limit for a row of JSON or CSV and a line of text. Python's objects take 25 times the bytes."""
 _PIECE = 2**20
 _BATCH_ROWS = 1_000
+_BOM = b"\xef\xbb\xbf"
+_BLANK = re.compile(r"[ \t\n\r]*")
+_DAMAGE = (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError)
+"""Exceptions for a damaged file; UnicodeDecodeError stems from the name of a Parquet column."""
 
 Numbered = Iterator[tuple[int, Row | Unused]]
 """Rows by their number or line, from 1."""
 
 
-class _FileFault(Exception):  # noqa: N818 - a fault of the file
-    """A reader cannot continue. The arguments are the line, and a message with reason and fix."""
-
-
 def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[str, Row | Unused]]:
     """Yield every row with its place, file after file by name.
 
-    Memory is constant, except for a JSON array. A place is "name.jsonl:17", by line (JSON arrays,
-    Parquet and saved data sets: by row) from 1. A broken row is `Unused`; the rows after it are
-    read. `columns` are those that the caller reads, dotted if nested, or empty for all; rows may
-    lack all others. `split` is that of a saved DatasetDict. Raises DataError if a file is not
-    found, not reachable, damaged or empty.
+    Memory is constant. A place is "name.jsonl:17", by line (JSON arrays, Parquet and saved data
+    sets: by row) from 1. A broken row is `Unused`; the rows after it are read. `columns` are those
+    that the caller reads, dotted if nested, or empty for all; rows may lack all others. `split` is
+    that of a saved DatasetDict. Raises DataError if a file is not found, not reachable, damaged or
+    empty.
     """
     location = find_files(path)
     if location.saved is not None:
-        name = location.saved.rpartition("/")[2]
+        folder = location.saved
+        name = folder.rpartition("/")[2]
         if any(file.name == "dataset_dict.json" for file in location.files):
             name += f"/{split}"
-        rows = _saved_rows(location.saved, columns, split)
-        yield from _with_places(name, location.saved, rows)
+        yield from _with_places(name, without_secrets(folder), _saved_rows(folder, columns, split))
     else:
         for file in location.files:
-            yield from _with_places(file.name, file.url, _file_rows(file, columns))
+            yield from _with_places(file.name, file.display_name, _file_rows(file, columns))
 
 
 def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
-    readers: dict[str, Callable[[Stream], Numbered]] = {
-        "jsonl": _json_lines,
-        "json": _json_rows,
-        "csv": _csv_rows,
-        "txt": _text_rows,
-        "parquet": partial(_parquet_rows, columns=columns),
-    }
-    with file.open() as stream:
+    with open_stream(file) as stream:
+        readers: dict[str, Callable[[Stream], Numbered]] = {
+            "jsonl": _json_lines,
+            "json": _json_rows,
+            "csv": _csv_rows,
+            "txt": _text_rows,
+            "parquet": partial(_parquet_rows, columns=columns),
+        }
         yield from readers[file.format](stream)
 
 
-def _with_places(name: str, url: str, rows: Numbered) -> Iterator[tuple[str, Row | Unused]]:
+def _with_places(name: str, shown: str, rows: Numbered) -> Iterator[tuple[str, Row | Unused]]:
     line = 0
     try:
         for line, row in rows:
             yield f"{name}:{line}", row
     except _FileFault as fault:
-        raise DataError("{}:{}: {}".format(without_secrets(url), *fault.args)) from None
-    except PipelineError:
-        raise
-    except Exception as error:  # stores, decompressors and Arrow raise errors of all types
-        remote = "check endpoint, credentials and network, or upload the file again."
+        raise DataError("{}:{}: {}".format(shown, *fault.args)) from None
+    except _DAMAGE as error:
         raise DataError(
-            f"{without_secrets(url)}:{line + 1}: the file cannot be read from here on "
-            f"({details_of(url, error)}). Fix: "
-            f"{remote if '://' in url else 'download or create the file again.'}"
+            f"{shown}:{line + 1}: the file is damaged from here on ({shorten(str(error), 300)}). "
+            "Fix: download or create the file again."
         ) from error
     if line == 0:
         raise DataError(
-            f"{without_secrets(url)}: the file contains no rows. Fix: download or create the file "
-            "again, or set `path` to another one."
+            f"{shown}: the file contains no rows. Fix: download or create the file again, or set "
+            "`path` to another one."
         )
 
 
@@ -103,9 +102,10 @@ def _saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
         saved = datasets.load_from_disk(folder)
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
+            shown = without_secrets(folder)
             raise DataError(
-                f"{without_secrets(folder)}: split {split!r} not found. Fix: set the source's "
-                f"`split` to one of: {', '.join(saved)}."
+                f"{shown}: split {split!r} not found. Fix: set the source's `split` to one of: "
+                f"{', '.join(saved)}."
             )
         saved = saved[split]
     yield from data_set_rows(saved, _requested_columns(columns, saved.column_names))
@@ -147,7 +147,7 @@ def _rows_of_batch(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
 
 def _text_rows(stream: Stream) -> Numbered:
     """The file as one document; a longer one is cut at line ends, after a million characters."""
-    file = _decode(stream)
+    file = _decode(stream, newline="\n")
     line = 1
     while piece := file.read(_PIECE):
         piece += file.readline(MAX_CHARACTERS)
@@ -158,43 +158,33 @@ def _text_rows(stream: Stream) -> Numbered:
 
 def _csv_rows(stream: Stream) -> Numbered:
     """RFC 4180: a quoted field may contain commas, doubled quotes and line breaks."""
-    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
-    reader = csv.reader(_decode(stream, newline=""), strict=True)
-    header: list[str] = []
-    while True:
-        line = reader.line_num + 1
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            if str(error).startswith(("unexpected end of data", "field larger")):
-                fix = "Fix: close its quote; double a quote inside a field."
-                raise _FileFault(line, f"the row does not end ({error}). {fix}") from None
-            if not header:
-                reason = f"the header line is not CSV ({error}). Fix: correct it."
-                raise _FileFault(line, reason) from None
-            yield line, Unused(f"not CSV ({error})")
-            continue
-        if fields is None:
-            return
-        if not header:
-            if fault := _header_fault(fields):
-                raise _FileFault(line, fault)
-            header = fields
-        elif fields and len(fields) != len(header):
+    lines = _records(_decode(stream, newline=""))
+    first, header = next(lines, (1, []))
+    if isinstance(header, Unused):
+        raise _FileFault(first, f"the header line is {header.reason}. Fix: correct it.")
+    if fault := _header_fault(header):
+        raise _FileFault(first, fault)
+    for line, fields in lines:
+        if isinstance(fields, Unused):
+            yield line, fields
+        elif len(fields) != len(header):
             relation = "fewer" if len(fields) < len(header) else "more"
             yield line, Unused(f"{relation} fields than the header has")
-        elif fields:
-            valid = is_utf8("".join(fields))
-            yield line, dict(zip(header, fields, strict=True)) if valid else Unused(NOT_UTF8)
+        elif not is_utf8("".join(fields)):
+            yield line, Unused(NOT_UTF8)
+        else:
+            yield line, dict(zip(header, fields, strict=True))
 
 
 def _header_fault(header: list[str]) -> str | None:
-    names = "".join(header)
+    names, found = "".join(header), Counter(header)
     if "\0" in names:
         return "the header line has NUL bytes. Fix: convert the file from UTF-16 to UTF-8."
     if not is_utf8(names):
         return f"the header line is {NOT_UTF8}. Fix: {TO_UTF8}"
-    if twice := [name for name, count in Counter(header).items() if count > 1]:
+    if found[""] > 1:
+        return f"{found['']} columns of the header have no name. Fix: name or remove them."
+    if twice := [name for name, count in found.items() if count > 1]:
         return f"the header has column {twice[0]!r} twice. Fix: rename or remove one."
     if len(header) == 1 and (delimiter := next((d for d in ";\t|" if d in names), None)):
         return (
@@ -204,45 +194,89 @@ def _header_fault(header: list[str]) -> str | None:
     return None
 
 
+def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
+    """The fields of every row that is not blank, with the line where the row begins."""
+    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
+    characters = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal characters
+        for line in _lines(file):
+            characters += len(line)
+            if characters > MAX_CHARACTERS:
+                raise csv.Error(_too_long())
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
+    while True:
+        begin, characters = reader.line_num + 1, 0
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if str(error) in ("unexpected end of data", _too_long()):
+                fix = "Fix: close its quote; double a quote inside a field."
+                raise _FileFault(begin, f"the row does not end ({error}). {fix}") from None
+            yield begin, Unused(f"not CSV ({error})")
+        else:
+            if fields:
+                yield begin, fields
+
+
 def _json_rows(stream: Stream) -> Numbered:
     """An array if the file starts with "[", else JSON Lines."""
-    head = stream.peek(1).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return _array_rows(stream) if head.startswith(b"[") else _json_lines(stream)
+    head = stream.peek(1).removeprefix(_BOM).lstrip()
+    return _array(stream) if head.startswith(b"[") else _json_lines(stream)
 
 
-def _array_rows(stream: Stream) -> Numbered:
-    text = _decode(stream).read()
+def _array(stream: Stream) -> Numbered:
+    window = _Window(_decode(stream, newline="\n"))
     try:
-        values = json.loads(text)
+        window.next_mark()
+        window.at += 1
+        number, more = 0, window.next_mark() != "]"
+        while more:
+            number += 1
+            yield number, window.next_element()
+            mark = window.next_mark()
+            if mark not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", window.text, window.at)
+            more = mark == ","
+            window.at += more
+        window.at += 1
+        if window.next_mark():
+            raise json.JSONDecodeError("Extra data", window.text, window.at)
     except (ValueError, RecursionError) as error:
+        at = error.pos if isinstance(error, json.JSONDecodeError) else window.at
         raise _FileFault(
-            getattr(error, "lineno", 1),
+            window.line + window.text.count("\n", 0, at),
             f"the JSON array is broken ({_describe_error(error)}). Fix: correct it, or write one "
             "object per line (.jsonl).",
         ) from None
-    valid = is_utf8(text)
-    for number, value in enumerate(values, start=1):
-        yield number, _object(value, "" if valid else json.dumps(value, ensure_ascii=False))
 
 
 def _json_lines(stream: Stream) -> Numbered:
-    file = _decode(stream)
-    lines = iter(partial(file.readline, MAX_CHARACTERS + 1), "")
-    for number, line in enumerate(lines, start=1):
+    # Only "\n" ends a line of JSON Lines.
+    for number, line in enumerate(_lines(_decode(stream, newline="\n")), start=1):
         if len(line) > MAX_CHARACTERS:
-            fault = f"the row has more than {MAX_CHARACTERS} characters"
-            raise _FileFault(number, f"{fault}. Fix: write one object per line, or split it.")
+            raise _FileFault(number, f"{_too_long()}. Fix: write one object per line, or split it.")
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if "\0" in line:
-                fault = "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
-            else:
-                fault = f"not JSON ({_describe_error(error)})" if is_utf8(line) else NOT_UTF8
             if line.strip():
-                yield number, Unused(fault)
+                yield number, Unused(_line_fault(line, error))
         else:
             yield number, _object(row, line)
+
+
+def _lines(file: io.TextIOWrapper) -> Iterator[str]:
+    """The lines of a file; of a longer one than a row may be, the beginning."""
+    return iter(partial(file.readline, MAX_CHARACTERS + 1), "")
+
+
+def _too_long() -> str:
+    return f"the row has more than {MAX_CHARACTERS} characters"
 
 
 def _object(value: Any, written: str) -> Row | Unused:
@@ -254,6 +288,14 @@ def _object(value: Any, written: str) -> Row | Unused:
     return value
 
 
+def _line_fault(line: str, error: Exception) -> str:
+    if "\0" in line:
+        return "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
+    if not is_utf8(line):
+        return NOT_UTF8
+    return f"not JSON ({_describe_error(error)})"
+
+
 def _describe_error(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return error.msg
@@ -261,9 +303,52 @@ def _describe_error(error: Exception) -> str:
     return "nested too deeply" if deep else "a number of too many digits"
 
 
-def _decode(stream: Stream, newline: str = "\n") -> io.TextIOWrapper:
-    """Read the stream as UTF-8 with or without BOM; `is_utf8` detects invalid parts.
-
-    Only "\\n" ends a line, except in CSV, whose reader gets all line ends (`newline=""`).
-    """
+def _decode(stream: Stream, newline: str) -> io.TextIOWrapper:
+    """Read the stream as UTF-8 with or without BOM; `is_utf8` detects invalid parts."""
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+class _FileFault(Exception):  # noqa: N818 - a fault of the file
+    """A reader cannot continue. The arguments are the line, and a message with reason and fix."""
+
+
+class _Window:
+    def __init__(self, file: io.TextIOWrapper) -> None:
+        self._file = file
+        self.text, self.at = "", 0
+        self.line = 1
+        """Line of the file in which `text` begins."""
+
+    def next_mark(self) -> str:
+        """The next character that is not blank; empty at the end of the file."""
+        while True:
+            self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or not self._grow():
+                return self.text[self.at : self.at + 1]
+
+    def next_element(self) -> Row | Unused:
+        """Raises JSONDecodeError, or another ValueError or RecursionError, at what is no JSON."""
+        self.next_mark()
+        while True:
+            size = len(self.text) - self.at
+            more = min(size, MAX_CHARACTERS - size)
+            try:
+                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:  # broken, or cut
+                if size > MAX_CHARACTERS:
+                    error.msg += f", or {_too_long()}"
+                if size > MAX_CHARACTERS or not self._grow(more):
+                    raise
+                continue
+            if end + len("e+") >= len(self.text) and self._grow(more):
+                continue  # a number may be cut
+            begin, self.at = self.at, end
+            return _object(value, self.text[begin:end])
+
+    def _grow(self, size: int = 0) -> bool:
+        """Read on, and forget what is before `at`; False at the end of the file."""
+        piece = self._file.read(max(size, _PIECE))
+        if piece:
+            self.line += self.text.count("\n", 0, self.at)
+            self.text, self.at = self.text[self.at :] + piece, 0
+        return bool(piece)

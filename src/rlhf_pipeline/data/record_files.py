@@ -88,9 +88,11 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
     start = 0
     for batch in table.to_batches():
         low, high = np.searchsorted(rows, (start, start + len(batch)))
-        taken = batch.column("prompt").take(pa.array(rows[low:high] - start))
-        for prompt in taken.to_pylist():
-            yield prompt[prompt[0]["role"] == "system"]["content"]
+        prompts = batch.column("prompt").take(pa.array(rows[low:high] - start))
+        at, turns = prompts.offsets.to_numpy()[:-1], prompts.values
+        roles = turns.field("role").take(pa.array(at)).to_pylist()
+        has_system = np.array(roles, object) == "system"
+        yield from turns.field("content").take(pa.array(at + has_system)).to_pylist()
         start += len(batch)
 
 
