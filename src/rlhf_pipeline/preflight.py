@@ -179,10 +179,10 @@ def check_memory(
 def check_blocks(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
     """Raise ConfigError if a policy among the nodes has no parameters."""
     for name in [name for name in POLICIES if name in nodes and blocks[name] is None]:
-        others = " or ".join(f"--pipeline={pipeline_of(one)}" for one in policy_stages())
+        others = [f"--pipeline={pipeline_of(one)}" for one in policy_stages() if one != name]
         raise ConfigError(
             f"{name}: found null, expected the parameters of the node {name}. Fix: set {name}, or "
-            f"choose another pipeline: {others}"
+            f"choose another pipeline: {' or '.join(others)}"
         )
 
 
