@@ -110,7 +110,7 @@ def answer(address: str, body: dict[str, str] | None = None) -> dict:
 SHOWN = {
     "own-data": ("reward_model: finished", "page: file://"),
     "own-reward": ("evaluate: finished", "brief", "page: file://"),
-    "grpo": ("ppo: finished", "registry"),
+    "grpo": ("grpo: finished", "registry"),
     "human-feedback": ("reward_model: finished", "registry"),
 }
 """What the commands of a tutorial print, among other things."""

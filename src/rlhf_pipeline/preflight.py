@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.checks import length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import TrainedReward
+from rlhf_pipeline.config.rewards import TrainedReward, as_judges
+from rlhf_pipeline.config.roads import READERS, unused_phases
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.data.split_page import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.pipelines.table import parameter_blocks, policy_stages
+from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import find_fit, size_text
@@ -59,7 +61,9 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     warnings = check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
-    check_phases(blocks["split"].weights, nodes)
+    check_blocks(blocks, nodes)
+    check_phases(blocks, nodes)
+    warnings += unused_phases(blocks["split"], nodes)
     launch = blocks["launch"]
     free_port(launch.master_port)
     if launch.memory_check != "off":
@@ -94,15 +98,21 @@ def check_inputs(
     A model of the hub is first seen here, and so are the true answers in a split and the accuracy
     of a reward model.
     """
-    split, ppo, evaluate = (blocks[name] for name in ("split", "ppo", "evaluate"))
+    split, evaluate, trained = (blocks[name] for name in ("split", "evaluate", "reward_model"))
+    policies = {name: blocks[name] for name in POLICIES if blocks[name] is not None}
     for name in {"base_model", "sft_model"} & inputs.keys():
-        refuse(length_faults(positions_in(inputs[name]), split, ppo, evaluate))
+        faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
+        refuse(faults)
     if "split" in inputs:
-        trains_another = "ppo" not in nodes and policy_stages().keys() & nodes
-        rewards = () if trains_another or "params:evaluate" in inputs else ppo.rewards
-        require_true_answers(inputs["split"], rewards, evaluate.judges)
-    if node == "ppo":
-        check_gate(inputs["reward_model"], blocks["reward_model"].gate, ppo)
+        named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
+        asked = policy_stages().keys() & named or {"ppo"}
+        rewards = [one for name in policies if name in asked for one in policies[name].rewards]
+        judges = evaluate.judges if trained or evaluate.judges else as_judges(rewards)
+        if "params:evaluate" in inputs:
+            rewards = []
+        require_true_answers(inputs["split"], rewards, judges)
+    if node in policies and trained is not None:
+        check_gate(inputs["reward_model"], trained.gate, policies[node])
 
 
 def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
@@ -146,6 +156,8 @@ def check_memory(
     kind = "GPU" if hardware.on_gpu else "share of main memory"
     faults, warnings = [], []
     for stage in [name for name in BLOCKS if any(node.startswith(name) for node in nodes)]:
+        if parameters[stage] is None:
+            continue
         fit = find_fit(stage, parameters, shape, hardware)
         memory = fit.memory
         if memory.certain > limit:
@@ -164,15 +176,24 @@ def check_memory(
     return faults + warnings
 
 
-def check_phases(weights: Sequence[float], nodes: Collection[str]) -> None:
-    """Raise ConfigError if the nodes train a phase for which their split has no prompts.
+def check_blocks(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
+    """Raise ConfigError if a policy among the nodes has no parameters."""
+    for name in [name for name in POLICIES if name in nodes and blocks[name] is None]:
+        others = [f"--pipeline={pipeline_of(one)}" for one in policy_stages() if one != name]
+        raise ConfigError(
+            f"{name}: found null, expected the parameters of the node {name}. Fix: set {name}, or "
+            f"choose another pipeline: {' or '.join(others)}"
+        )
 
-    `weights` is `split.weights`, in the order of `PHASES`.
-    """
+
+def check_phases(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
+    """Raise ConfigError if the nodes train a phase for which their split has no prompts."""
+    weights = blocks["split"].weights
+    trained = {node for node in nodes if blocks.get(node) is not None}
     empty = [
         phase
         for phase, weight in zip(PHASES, weights, strict=True)
-        if weight == 0 and {"split", phase} <= set(nodes)
+        if weight == 0 and trained & {*READERS[phase]} and "split" in nodes
     ]
     if empty:
         raise ConfigError(

@@ -18,6 +18,7 @@ from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.pipelines.table import PASSES_ON, as_used
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
 from rlhf_pipeline.stages.cache.fingerprint import recipe
@@ -56,7 +57,8 @@ def changes_since(
     Code, libraries and the number of ranks are not parameters. Inputs without changes are missing.
     """
     found = {}
-    makers = sum((pipelines[name] for name in pipelines), Pipeline([]))
+    blocks = {name: catalog.load(f"params:{name}") for name in PASSES_ON}
+    makers = as_used(sum((pipelines[name] for name in pipelines), Pipeline([])), blocks)
     for name, artifact in inputs.items():
         comparison = _Comparison(artifact, context)
         results: dict[str, Any] = {STAGES: comparison, **inputs}

@@ -4,7 +4,7 @@ import pytest
 
 from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.reward_files import reads_references, reward_faults
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge, TrainedReward
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceReward, TrainedReward
 
 SCORES = """
 raise SystemExit  # nothing is executed
@@ -59,7 +59,7 @@ def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, s
 
 
 def test_a_judge_of_the_kind_reference_reads_true_answers():
-    assert reads_references(ReferenceJudge(reference="exact"))
+    assert reads_references(ReferenceReward(reference="exact"))
     assert not reads_references(TrainedReward())
 
 

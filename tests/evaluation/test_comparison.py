@@ -264,3 +264,17 @@ def test_the_best_of_n_by_the_reward_model():
     low, high = (curve[1][f"score_{end}"] for end in ("lower", "upper"))
     assert low < 1.5 < high
     assert [point["n"] for point in best_of_n(draws[:2])] == [1, 2]
+
+
+def test_without_a_reward_model_the_first_judge_chooses_the_best_of_n():
+    draws = [
+        [replace(answer(n, "a", 0, None), scores={"gold": gold, "words": words}) for n in range(2)]
+        for gold, words in [(3.0, 0.0), (1.0, 2.0)]
+    ]
+    curve = best_of_n(draws)
+    assert [point["words_score"] for point in curve] == [0.0, 2.0]
+    assert [point["gold_score"] for point in curve] == [3.0, 1.0]
+    assert "score" not in curve[0]
+    only_pairs = [[replace(answer(0, "a", 0, None), scores={"gold": None})]]
+    with pytest.raises(StageError, match=r"evaluate\.best_of_n: found no judge"):
+        best_of_n(only_pairs)

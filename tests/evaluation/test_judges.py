@@ -6,8 +6,9 @@ import pytest
 from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.evaluation.judges import AGREES, load_judges, optimized_judges
+from rlhf_pipeline.evaluation.judges import load_judges, optimized_judges
 from rlhf_pipeline.rollout.records import Answered
+from rlhf_pipeline.rollout.true_answers import AGREES
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -49,6 +50,7 @@ def test_a_row_without_a_true_answer_has_no_score():
         ([{"weight": 1.0, "callable": "my.py:f"}], {"f"}, ["f"]),
         ([{"weight": 1.0, "callable": "my.py:g"}], set(), ["g"]),
         ([{"weight": 1.0, "callable": "my.py:reads"}], {"exact"}, ["reads"]),
+        ([{"weight": 1.0, "reference": "contains"}], {"exact"}, ["contains"]),
         ([{"weight": 1.0, "callable": "gone.py:f"}], {"f", "exact"}, ["f"]),  # nobody can know
     ],
 )

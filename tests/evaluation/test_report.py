@@ -132,6 +132,18 @@ def test_another_candidate_is_called_by_its_name():
     assert printed(evaluation) == TERMINAL.replace("PPO", "DPO")
 
 
+def test_without_sft_the_baseline_is_the_base_model():
+    evaluation = deepcopy(EVALUATION)
+    evaluation["policies"] = {"base_model": SFT, "ppo": PPO}
+    found = " ".join(printed(evaluation).split())
+    assert "prefers PPO's answer to the base model's on" in found
+    assert " base model " in found
+    assert "SFT" not in found
+    labels = [label for label, *_ in metric_rows(evaluation)]
+    assert "KL from the base model (nats)" in labels
+    assert not any("SFT" in label for label in labels)
+
+
 def test_a_rounded_zero_has_no_sign():
     evaluation = deepcopy(EVALUATION)
     evaluation["policies"]["ppo"]["kl"] = -0.001

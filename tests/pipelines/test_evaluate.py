@@ -5,10 +5,16 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines.dpo import SPEC as DPO
 from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate
 from rlhf_pipeline.pipelines.ppo import SPEC as PPO
+
+TRAINED = RewardModelConfig(
+    epochs=1, batch_size=2, micro_batch_tokens=32, optimizer={"learning_rate": 1e-3}
+)
 
 
 class Recorder:
@@ -19,10 +25,10 @@ class Recorder:
         return Path("evaluation")
 
 
-def job_of(policy, **config):
+def job_of(policy, *, trained=TRAINED, block=None, **config):
     stages = Recorder()
     folders = [Path(name) for name in ("split", "sft", "candidate", "reward_model")]
-    evaluate(policy)(*folders, EvaluateConfig(**config), 7, stages)
+    evaluate(policy)(*folders, trained, block, EvaluateConfig(**config), 7, stages)
     return stages.job
 
 
@@ -67,3 +73,15 @@ def test_what_samples_the_answers_is_a_library(candidate):
 def test_a_judge_without_a_file_is_refused():
     with pytest.raises(ConfigError, match=r"missing\.py:f"):
         job_of(PPO, judges=["missing.py:f"])
+
+
+def test_without_a_reward_model_the_rewards_judge_unless_there_are_judges():
+    penalty = {"reference": "contains", "weight": -1}
+    block = GRPOConfig(rewards=[{"reference": "exact", "weight": 2}, "json:dumps", penalty])
+    job = job_of(PPO, trained=None, block=block)
+    assert "reward_model" not in job.inputs
+    assert [judge.label for judge in job.config["evaluate"].judges] == ["exact", "dumps"]
+    assert "judges.1" in job.inputs
+    job = job_of(PPO, trained=None, block=block, judges=[{"reference": "last_number"}])
+    assert [judge.label for judge in job.config["evaluate"].judges] == ["last_number"]
+    assert job_of(PPO, block=block).config["evaluate"].judges == ()

@@ -5,6 +5,7 @@ from importlib import metadata
 import pytest
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.ppo import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
@@ -12,6 +13,7 @@ from rlhf_pipeline.stages.cache.code import library_version
 from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
+TRAINED = RewardModelConfig(epochs=1, batch_size=2, micro_batch_tokens=32, **MODEL)
 
 
 class Fingerprints:
@@ -42,7 +44,7 @@ def key(tmp_path):
             critic=MODEL,
             ptx=ptx,
         )
-        return ppo(folder, folder / "sft", folder / "sft", config, 0, Fingerprints())
+        return ppo(folder, folder / "sft", folder / "sft", TRAINED, config, 0, Fingerprints())
 
     return key
 

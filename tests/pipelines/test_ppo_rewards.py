@@ -77,7 +77,7 @@ def test_the_reward_of_a_function_rises_and_its_source_is_part_of_the_recipe(art
 
     def run():
         context = RunContext(tmp_path / "workspace", LaunchConfig(processes=2))
-        return ppo(*artifacts, config, 1, StageRunner(context))
+        return ppo(*artifacts, None, config, 1, StageRunner(context))
 
     export = run()
     lines = [

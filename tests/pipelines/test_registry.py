@@ -79,7 +79,7 @@ def test_an_environment_overrides_single_keys_of_a_block():
     assert ppo.actor.optimizer.learning_rate == 1.5e-4  # embedded
 
 
-@pytest.mark.parametrize("name", ["full", "dpo"])
+@pytest.mark.parametrize("name", ["full", "dpo", "grpo"])
 def test_the_layers_of_the_drawing_follow_each_other(name):
     """kedro-viz shows no layers if a later one leads back to an earlier one."""
     bootstrap_project(PROJECT)

@@ -10,8 +10,8 @@ from deepspeed_settings import engine_settings, refusal
 from rlhf_pipeline.checks import check
 from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.commands.preset import files
-from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.presets.placement import STAGES
 from rlhf_pipeline.presets.preset import HARDWARE, METHODS, find_preset, make_preset
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
@@ -30,8 +30,8 @@ CONF = Path(__file__).parents[2] / "conf"
 def settings_of(preset, parameters):
     """The distinct DeepSpeed settings of a preset, with their ranks, after all checks."""
     hardware = preset.hardware
-    plan = make_plan(parameters, [*BLOCKS], hardware=hardware)
-    assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(BLOCKS, True)
+    plan = make_plan(parameters, [*STAGES], hardware=hardware)
+    assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(STAGES, True)
     for name, fit in plan.fits.items():
         assert fit.memory.peak == preset.memory[name].peak
     blocks = check(parameters, gpus=hardware.ranks, elsewhere=True)
@@ -39,7 +39,7 @@ def settings_of(preset, parameters):
     machine = {"hidden_size": find_model(preset.model).shape.hidden, "on_gpu": True}
     return {
         (json.dumps(settings), hardware.world)
-        for stage in BLOCKS
+        for stage in STAGES
         for settings in engine_settings(blocks[stage], blocks["sft"], **machine).values()
     }
 

@@ -88,7 +88,7 @@ def test_a_copy_that_is_too_small_for_an_answer_is_refused(engine, make_model, w
     with pytest.raises(
         StageError,
         match=r"max_out_tokens: found 16, expected at least 17: a prompt of 5 tokens and "
-        r"ppo\.sampling\.max_response_tokens \(12\)\. Fix: raise it, or set it to null",
+        r"sampling\.max_response_tokens \(12\)\. Fix: raise it, or set it to null",
     ):
         generator.generate([[5], [5, 6, 7, 8, 9]], SAMPLING, [(0,), (1,)])
 

@@ -335,8 +335,9 @@ def test_the_present_champion_answers_the_same_prompts(
     stages = Stages(evaluated(tmp_path / "c", {"sft": baseline, "champion": better}, seed=7))
     split, reward_model = tmp_path / "split", tmp_path / "reward_model"
     registration = register_node(
-        split, sft.folder, ppo.folder, reward_model, evaluation, RegisterConfig(),
-        SimpleNamespace(sources=[]), EvaluateConfig(), 7, stages, str(tmp_path), tmp_path,
+        split, sft.folder, ppo.folder, reward_model, SimpleNamespace(), None, evaluation,
+        RegisterConfig(), SimpleNamespace(sources=[]), EvaluateConfig(), 7, stages, str(tmp_path),
+        tmp_path,
     )  # fmt: skip
     assert stages.job.spec.name == "evaluate_champion" and stages.job.seed == 7
     assert stages.job.inputs == {

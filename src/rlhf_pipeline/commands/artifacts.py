@@ -13,6 +13,7 @@ from kedro.io import AbstractDataset, CatalogProtocol
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.evaluation.comparison import BASE_MODEL
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.tracking.registry import registered_folder
@@ -135,7 +136,7 @@ class Ledger:
         ):
             raise ArtifactError(
                 f"{folder}: found an artifact of stage {Manifest.read(folder).stage}, expected a "
-                "language model. Fix: name the model of stage sft, ppo or dpo"
+                "language model. Fix: name the model of stage sft, ppo, grpo or dpo"
             )
         verify(folder)
         return folder
@@ -168,13 +169,15 @@ class Ledger:
             for _, manifest in self.ancestors(folder)
         }
         digest, found = content_digest(folder), []
+        stage = Manifest.read(folder).stage
         for path in self.artifacts:
             if (path / EVALUATION).is_file():
                 for source, content in Manifest.read(path).inputs.items():
                     if content == digest and source.endswith("_model") and source != "reward_model":
-                        found.append((self.with_files(path), source.removesuffix("_model")))
+                        own = BASE_MODEL if stage == BASE_MODEL else source.removesuffix("_model")
+                        found.append((self.with_files(path), own))
         newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
-        return Policy(name, Manifest.read(folder).stage, made_from, tuple(newest), folder)
+        return Policy(name, stage, made_from, tuple(newest), folder)
 
     def evaluation(self, name: str | None) -> Path:
         """The evaluation with a version, in a folder, or of a policy; without a name the newest.

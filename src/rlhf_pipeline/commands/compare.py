@@ -14,13 +14,14 @@ from rlhf_pipeline.commands.artifacts import Ledger, Policy
 from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import (
+    BASE_MODEL,
     Answer,
     complete_judges,
     judge_title,
     read_answers,
     scores_by,
 )
-from rlhf_pipeline.evaluation.report import ABSENT, METRICS, counted, metric_value
+from rlhf_pipeline.evaluation.report import ABSENT, METRICS, counted, metric_value, title
 from rlhf_pipeline.reporting.charts import frontier, training_charts
 from rlhf_pipeline.reporting.page import render
 from rlhf_pipeline.runtime.files import write_atomically
@@ -114,8 +115,10 @@ def metric_table(policies: Sequence[Policy]) -> Table:
     names = dict.fromkeys(
         name for found in metrics for name in found if not name.endswith(("_lower", "_upper"))
     )
+    is_base = any("sft" not in p.made_from and BASE_MODEL in p.made_from for p in policies)
     for name in names:
         label, form = METRICS.get(name, (name.replace("_", " "), "z.2f"))
+        label = label.replace("SFT", title(BASE_MODEL)) if is_base else label
         table.add_row(label, *(escape(metric_value(found, name, form)) for found in metrics))
     return table
 

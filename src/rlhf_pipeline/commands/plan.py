@@ -20,11 +20,14 @@ from rlhf_pipeline.commands.command import (
     pipeline_option,
 )
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.roads import shares_text
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import base_model_shape, find_model, published
@@ -56,6 +59,7 @@ class Plan:
     fits: Mapping[str, Fit]
     """By stage."""
     works: Mapping[str, Work]
+    split: SplitConfig
     """By stage."""
 
 
@@ -89,8 +93,8 @@ def plan(
         ranks = check_on(hardware, loader)
         print(f"The parameters are valid for {ranks} rank{'s' * (ranks > 1)}.")
         return
-    parameters = loader["parameters"]
-    check_values(parameters, loader.origin)  # accepts what only other machines can run
+    # The check accepts what only other machines can run.
+    parameters = plain(check_values(loader["parameters"], loader.origin))
     nodes = {node.name for node in pipelines[pipeline].nodes}
     splits = Path(loader["catalog"]["split"]["filepath"])
     found = make_plan(parameters, nodes, splits, model=configuration["model"], hardware=hardware)
@@ -126,7 +130,8 @@ def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
     )
     if (model := published(str(blocks["base_model"].path))) is not None:
         limit = positions(model.config)
-        refuse(length_faults(limit, blocks["split"], blocks["ppo"], blocks["evaluate"]))
+        policies = [blocks[name] for name in POLICIES if blocks[name] is not None]
+        refuse(length_faults(limit, blocks["split"], policies, blocks["evaluate"]))
     launch = blocks["launch"]
     ranks = rank_count(launch, gpus)
     if hardware is not None and ranks != hardware.world:
@@ -158,7 +163,8 @@ def make_plan(
     split = SplitConfig.model_validate(parameters["split"])
     lengths = None if splits is None else measured(splits, split)
     known = limits(split) if lengths is None else lengths
-    stages = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
+    named = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
+    stages = [stage for stage in named if parameters[stage] is not None]
     return Plan(
         model=name,
         shape=shape,
@@ -166,6 +172,7 @@ def make_plan(
         is_measured=lengths is not None,
         fits={stage: find_fit(stage, parameters, shape, hardware, known) for stage in stages},
         works={stage: stage_work(stage, parameters, shape, hardware, known) for stage in stages},
+        split=split,
     )
 
 
@@ -234,11 +241,12 @@ def show(plan: Plan, output: Console) -> None:
     output.print("\n[bold]Work of all ranks; disk and main memory of a node, GiB")
     output.print(_work_table(plan))
     source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
-    output.print(f"[dim]Rows and lengths: {source}.\n")
+    output.print(f"[dim]Rows and lengths: {source}. {shares_text(plan.split)}.\n")
     for stage, fit in plan.fits.items():
         output.print(verdict(stage, fit), highlight=False)
-    if "ppo" in plan.works and plan.works["ppo"].cannot_move:
-        output.print(movement_warning(plan.works["ppo"]), highlight=False)
+    for stage in POLICIES:
+        if stage in plan.works and plan.works[stage].cannot_move:
+            output.print(movement_warning(stage, plan.works[stage]), highlight=False)
 
 
 def _table(first: str, *numbers: str) -> Table:
@@ -299,12 +307,12 @@ def verdict(stage: str, fit: Fit) -> str:
     return f"{text}Fix: {fit.fix} ({after})"
 
 
-def movement_warning(work: Work) -> str:
+def movement_warning(stage: str, work: Work) -> str:
     """Why PPO's learning rates are too small, and the parameters to raise."""
     return (
-        f"[yellow]ppo hardly trains[/]: the learning rates of its {work.updates} updates sum to "
-        f"{work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise ppo.steps, "
-        "ppo.ppo_epochs or ppo.actor.optimizer.learning_rate"
+        f"[yellow]{stage} hardly trains[/]: the learning rates of its {work.updates} updates sum "
+        f"to {work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise "
+        f"{stage}.steps, {stage}.ppo_epochs or {stage}.actor.optimizer.learning_rate"
     )
 
 

@@ -58,7 +58,7 @@ def runs(catalog: CatalogProtocol, console: Console, project: Path) -> None:
     if not found:
         console.print("No evaluation is published here. Fix: `kedro run --pipeline=full`")
         return
-    table = plain_table("version", "policy", "seed", "win rate against SFT", "judge", "KL")
+    table = plain_table("version", "policy", "seed", "win rate against the baseline", "judge", "KL")
     for folder in sorted(found.values(), key=lambda folder: folder.parent.name):
         compared = json.loads((folder / EVALUATION).read_text())
         candidate, judge = compared["candidate"], compared.get("judge") or REWARD_MODEL

@@ -11,9 +11,10 @@ from kedro.pipeline.node import Node
 from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, check_names, pipeline_option, plain_table
+from rlhf_pipeline.config.roads import shares_text
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.hooks import provide_stages, run_context
-from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.pipelines.table import PASSES_ON, stage_specs
 from rlhf_pipeline.preflight import check_pipeline
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
@@ -52,6 +53,7 @@ def status(catalog: CatalogProtocol, console: Console, pipeline: str) -> None:
         state = f"[{STYLES.get(row.state, 'default')}]{row.state}"
         table.add_row(f"[bold]{row.stage}", state, row.recipe, row.details)
     console.print(table)
+    console.print(f"[dim]{shares_text(catalog.load('params:split'))}", highlight=False)
 
 
 def planned_rows(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
@@ -92,6 +94,8 @@ def _visit(
     known = len(planner.stages)
     try:
         results[output] = node.func(*inputs.values())
+        if node.name in PASSES_ON and results[output] == inputs[PASSES_ON[node.name]]:
+            return Row(node.name, "skip", details=f"null: {PASSES_ON[node.name]} is passed on")
     except FileNotFoundError:
         # The node reads a result that is still pending, so its own stage cannot be planned.
         started = list(planner.stages.values())[known:]

@@ -20,7 +20,7 @@ from pydantic import (
 
 from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import GENERATOR
-from rlhf_pipeline.config.rewards import CallableReward, Judge
+from rlhf_pipeline.config.rewards import Judge, RewardSource
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
     FrozenDeepSpeedConfig,
@@ -44,6 +44,9 @@ JUDGE_PREFIX = "judges."
 
 TASK_PREFIX = "tasks."
 """Inputs of the evaluation job: the files of own tasks (`evaluate.tasks`)."""
+
+SFT_MODEL = "sft_model"
+"""Input of the evaluation job: the baseline, which is the base model if `sft` is null."""
 
 SFT_ROWS = "sft_rows"
 """Input of the evaluation job: the rows of SFT, whose validation rows are held-out answers."""
@@ -106,12 +109,13 @@ class EvaluateConfig(Block):
     """Further judges, see `config.rewards`: Python functions (FILE.py:FUNCTION, or a block with
     `callable` and `name`; see `rlhf_pipeline.rollout.function_reward`), reward models, true answers
     and chat models. The first one that training has not optimized decides about a promotion. The
-    reward model always judges; the gold score judges, and decides, if the source of every prompt
-    has one."""
+    reward model always judges; without it (`reward_model: null`) and without judges here, the
+    rewards that the policy was trained on do. The gold score judges, and decides, if the source of
+    every prompt has one."""
     best_of_n: int = Field(default=0, ge=0)
     """A power of two: for n = 1, 2, 4, ... up to this number, also report the best of n answers of
-    SFT by the reward model, which is a bound for PPO. SFT then gives so many answers to every
-    prompt, which include those of `answers_per_prompt`. 0: no such report."""
+    SFT by the reward model, or without it by the first judge: a bound for PPO. SFT then gives so
+    many answers to every prompt, which include those of `answers_per_prompt`. 0: no such report."""
     tasks: TasksConfig | None = None
     """Benchmark tasks that each policy also solves. None: no tasks."""
 
@@ -147,7 +151,7 @@ class EvaluateConfig(Block):
     def _check_judges(cls, judges: tuple[Judge, ...]) -> tuple[Judge, ...]:
         labels = [judge.label for judge in judges]
         for judge in judges:
-            if isinstance(judge, CallableReward) and judge.weight != 1.0:
+            if isinstance(judge, RewardSource) and judge.weight != 1.0:
                 raise ValueError(
                     f"found weight {judge.weight} of judge {judge.label}, expected none, because "
                     "judges are not summed. Fix: remove weight"
@@ -165,10 +169,10 @@ class EvaluateConfig(Block):
 
 
 class CandidateConfig(Block):
-    """The policy compared with the SFT baseline. The pipeline sets this block, not the user."""
+    """The policy compared with the baseline. The pipeline sets this block, not the user."""
 
     name: str
-    """Stage that trained the policy: "ppo" or "dpo"."""
+    """Stage that trained the policy, such as "ppo" or "dpo"."""
 
 
 Promote = Literal["never", "gate", "always"]

@@ -1,7 +1,7 @@
 """PPO with actor, reference, reward model and critic, or with advantages without a critic."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -94,6 +94,9 @@ class PtxConfig(Block):
 
 class PPOConfig(SavingConfig):
     """Proximal policy optimization (Schulman et al. 2017) on the score of `rewards`."""
+
+    stage: ClassVar[str] = "ppo"
+    """Name of the stage and of its parameter block."""
 
     steps: PositiveInt
     """Number of steps. Each generates, scores and trains on `rollout_batches` *
@@ -200,6 +203,11 @@ class PPOConfig(SavingConfig):
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
     @property
+    def needs_reward_model(self) -> bool:
+        """Whether the trained reward model is a reward, or the critic starts from it."""
+        return self.critic is not None or uses_trained(self.rewards)
+
+    @property
     def reward_model_companion(self) -> TrainedModelConfig:
         """The model in training whose ZeRO stage and precision the reward model follows."""
         return self.critic or self.actor
@@ -207,14 +215,17 @@ class PPOConfig(SavingConfig):
     def models(self) -> list[StageModel]:
         """The models that the stage loads; the first one is exported."""
         averaged = self.ema is not None
-        found: list[StageModel] = [TrainedModel("ppo.actor", self.actor, averaged=averaged)]
+        found: list[StageModel] = [
+            TrainedModel(f"{self.stage}.actor", self.actor, averaged=averaged)
+        ]
         if not self.actor.is_own_reference:
-            found.append(FrozenModel("ppo.reference", self.reference.beside(self.actor.deepspeed)))
+            frozen = self.reference.beside(self.actor.deepspeed)
+            found.append(FrozenModel(f"{self.stage}.reference", frozen))
         if self.critic is not None:
-            found.append(TrainedModel("ppo.critic", self.critic, scalar=True))
+            found.append(TrainedModel(f"{self.stage}.critic", self.critic, scalar=True))
         if uses_trained(self.rewards):
             frozen = self.reward_model.beside(self.reward_model_companion.deepspeed)
-            found.append(FrozenModel("ppo.reward_model", frozen, scalar=True))
+            found.append(FrozenModel(f"{self.stage}.reward_model", frozen, scalar=True))
         return found
 
     @property

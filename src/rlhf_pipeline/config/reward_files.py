@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import defined, parameters, signature
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceJudge
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceReward
 from rlhf_pipeline.errors import ConfigError
 
 Carried = Mapping[str, Collection[str]]
@@ -31,10 +31,10 @@ def reward_faults(
 
 
 def reads_references(source: Block) -> bool:
-    """Whether a reward or a judge reads the true answers: a judge of the kind `reference`, or a
+    """Whether a reward or a judge reads the true answers: one of the kind `reference`, or a
     function with a parameter `references`, as far as `defined` finds it."""
     if not isinstance(source, CallableReward):
-        return isinstance(source, ReferenceJudge)
+        return isinstance(source, ReferenceReward)
     return "references" in parameters(defined(source.callable))
 
 

@@ -23,13 +23,16 @@ from rlhf_pipeline.config.doors import Door
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
 
+REWARDED = ("ppo", "grpo")
+"""The stages that maximize rewards, by the names of their blocks."""
+
 REWARD = Door("reward", {})
 """Functions that score responses: rewards, and judges."""
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 _NAME = re.compile(r"[\w.-]+")
 _REWARD_FORMS = (
     "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
-    "model, callable and path"
+    "model, callable, path and reference"
 )
 
 
@@ -39,8 +42,8 @@ class RewardSource(Block):
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of the centred score in the sum. 0: the source is reported without effect."""
     name: str | None = None
-    """Name in the metric `reward/<name>`. None: "trained", or the name of the function or
-    folder."""
+    """Name in the metric `reward/<name>`. None: "trained", the name of the function or folder, or
+    the kind of agreement with the true answer."""
 
 
 class TrainedReward(RewardSource):
@@ -107,6 +110,22 @@ class ModelReward(RewardSource):
         return self.name or self.folder.resolve().name
 
 
+class ReferenceReward(RewardSource):
+    """1 for a response that agrees with the true answer of its prompt, else 0.
+
+    The true answers are the column `columns.reference` of a source.
+    """
+
+    reference: Literal["exact", "contains", "last_number"]
+    """What counts as right, without regard to case, white space and a final full stop. exact: the
+    answer is the true answer; contains: it contains it; last_number: its last number is that of the
+    true answer."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.reference
+
+
 def _short_form(value: Any) -> Any:
     if value == "trained":
         return {"model": value}
@@ -127,9 +146,10 @@ def _kind(*kinds: str) -> Callable[[Any], str | None]:
 Reward = Annotated[
     Annotated[TrainedReward, Tag("model")]
     | Annotated[CallableReward, Tag("callable")]
-    | Annotated[ModelReward, Tag("path")],
+    | Annotated[ModelReward, Tag("path")]
+    | Annotated[ReferenceReward, Tag("reference")],
     Discriminator(
-        _kind("model", "callable", "path"),
+        _kind("model", "callable", "path", "reference"),
         custom_error_type="reward",
         custom_error_message=_REWARD_FORMS,
     ),
@@ -211,21 +231,6 @@ class ModelJudge(Block):
         )
 
 
-class ReferenceJudge(Block):
-    """The true answer, where the data have one (`columns.reference` of a source)."""
-
-    reference: Literal["exact", "contains", "last_number"]
-    """What counts as right, without regard to case, white space and a final full stop. exact: the
-    answer is the true answer; contains: it contains it; last_number: its last number is that of the
-    true answer."""
-    name: str | None = None
-    """Name of the judge. None: the kind of agreement."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.reference
-
-
 class ChatConfig(Block):
     """A chat model behind an OpenAI-compatible server, and what it is asked."""
 
@@ -267,7 +272,7 @@ class PairwiseJudge(Block):
 Judge = Annotated[
     Annotated[CallableReward, Tag("callable")]
     | Annotated[ModelJudge, Tag("model")]
-    | Annotated[ReferenceJudge, Tag("reference")]
+    | Annotated[ReferenceReward, Tag("reference")]
     | Annotated[PairwiseJudge, Tag("openai")],
     Discriminator(
         _kind("callable", "model", "reference", "openai"),
@@ -276,6 +281,24 @@ Judge = Annotated[
     ),
     BeforeValidator(lambda judge: {"callable": judge} if isinstance(judge, str) else judge),
 ]
+
+
+def as_judges(rewards: Sequence[Reward]) -> tuple[Judge, ...]:
+    """The rewards that a policy maximizes as judges, without the trained reward model."""
+    found: list[Judge] = []
+    for reward in rewards:
+        if isinstance(reward, ModelReward) and reward.weight > 0:
+            found.append(
+                ModelJudge(
+                    model=reward.path,
+                    name=reward.label,
+                    retokenize=reward.retokenize,
+                    precision=reward.precision,
+                )
+            )
+        elif isinstance(reward, CallableReward | ReferenceReward) and reward.weight > 0:
+            found.append(reward.model_copy(update={"weight": 1.0}))
+    return tuple(found)
 
 
 def local_source(judge: Judge) -> Block:

@@ -190,7 +190,8 @@ class SplitConfig(Block):
     weights: tuple[float, float, float] = (2, 4, 4)
     """Weights of SFT, reward model and PPO in the distinct conversations that are not held out;
     only their ratio matters. The default 2, 4, 4 is DeepSpeed-Chat's, for comparable results. What
-    some phases cannot use is divided among the other phases."""
+    some phases cannot use is divided among the other phases. A phase that no stage uses, because
+    `sft`, `reward_model`, or `ppo` and `grpo` are null, has weight 0 whatever this says."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the distinct conversations for the validation of all three phases. No phase
     trains on them."""

@@ -1,6 +1,7 @@
 from collections.abc import Mapping
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import DPOConfig, RewardModelConfig, SFTConfig
 
@@ -10,7 +11,7 @@ StageConfig = SupervisedStage | PPOConfig | EvaluateConfig
 BLOCKS: Mapping[str, type[StageConfig]] = {
     "sft": SFTConfig,
     "reward_model": RewardModelConfig,
-    "ppo": PPOConfig,
+    **POLICIES,
     "dpo": DPOConfig,
     "evaluate": EvaluateConfig,
 }

@@ -116,7 +116,8 @@ def _usable_weights(
         raise DataError(
             f"{conversations} distinct conversations serve only phases of weight 0 "
             f"({', '.join(able) or 'none'}). Fix: give one of these phases a "
-            "weight in split.weights, change `phases` of their sources, or remove these sources."
+            "weight in split.weights and a stage that is not null, change `phases` of their "
+            "sources, or remove these sources."
         )
     return usable
 

@@ -6,7 +6,7 @@ The driver imports this module, so it must not import torch.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -30,6 +30,7 @@ from rlhf_pipeline.statistics import (
 from rlhf_pipeline.text_statistics import common_phrase, distinct_n, refuses, repetition
 
 BASELINE = "sft"
+BASE_MODEL = "base_model"  # the baseline without SFT
 
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 
@@ -78,6 +79,11 @@ def reward_title(names: Sequence[str]) -> str:
         f"{weight}{times}{'the reward model' if name == 'trained' else name}"
         for weight, times, name in parts
     )
+
+
+def baseline_of(evaluation: Mapping[str, Any]) -> str:
+    """The policy that the candidate is compared with: "sft", or without SFT "base_model"."""
+    return str(next(iter(evaluation["policies"])))
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
@@ -251,7 +257,8 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
 def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
     """The mean scores of the best of n answers of one policy, for n = 1, 2, 4, ...
 
-    The reward model chooses among the first n draws. A policy that has this KL and lower scores
+    The reward model chooses among the first n draws; without it, the first judge that scored every
+    answer, the gold score last. A policy that has this KL and lower scores
     got less out of the reward model than a choice among answers of SFT:
 
         KL <= log n - (n - 1) / n
@@ -263,22 +270,24 @@ def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
         draws: the answers to the same prompts in order, once for each draw.
     """
     judges, curve, n = complete_judges([a for given in draws for a in given]), [], 1
+    if not judges:
+        raise StageError(
+            "evaluate.best_of_n: found no judge that scores single answers, expected one to choose "
+            "among them. Fix: add one to evaluate.judges, or set best_of_n to 0"
+        )
+    by = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD))
+    name = score_name(by)
     while n <= len(draws):
-        best = [max(tried, key=_by_reward_model) for tried in zip(*draws[:n], strict=True)]
-        score, lower, upper = mean_with_interval(scores_by(best, REWARD_MODEL))
+        tried = zip(*draws[:n], strict=True)
+        best = [max(given, key=lambda a: float(a.scores[by] or 0)) for given in tried]
+        score, lower, upper = mean_with_interval(scores_by(best, by))
         curve.append(
             {"n": n, "kl": math.log(n) - (n - 1) / n}
             | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
-            | {"score": score, "score_lower": lower, "score_upper": upper}
+            | {name: score, f"{name}_lower": lower, f"{name}_upper": upper}
         )
         n *= 2
     return curve
-
-
-def _by_reward_model(answer: Answer) -> float:
-    score = answer.scores[REWARD_MODEL]
-    assert score is not None, "the reward model scores every answer"
-    return score
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:

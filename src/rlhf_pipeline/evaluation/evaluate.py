@@ -22,6 +22,7 @@ from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_PREFIX,
     REWARD_MODEL,
+    SFT_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
     CandidateConfig,
@@ -33,6 +34,7 @@ from rlhf_pipeline.distributed.engine import free_memory
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import (
+    BASE_MODEL,
     BASELINE,
     Answer,
     best_of_n,
@@ -89,7 +91,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     folders = policy_folders(job, candidate.name)
-    setup = load(job, config, candidate.name, contract, world)
+    baseline = next(iter(folders))
+    setup = load(job, config, contract, world)
     judges = load_judges(job, config)
     rows = job.inputs.get(SFT_ROWS)
     held_out = None if rows is None else held_out_answers(rows, setup)
@@ -105,9 +108,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     draws = judge_all(scored, job, judges, setup)
     if world.rank != 0:
         return {}
-    curve = best_of_n([draws[BASELINE, draw] for draw in range(best)]) if best else None
+    curve = best_of_n([draws[baseline, draw] for draw in range(best)]) if best else None
     answers = {name: in_order(name, draws, config.answers_per_prompt) for name in folders}
-    drawn = in_order(BASELINE, draws, config.baseline_draws)
+    drawn = in_order(baseline, draws, config.baseline_draws)
     answers, drawn, replies = judge_pairs(answers, drawn, config, job.directory.parents[1] / CACHE)
     more = {"best_of_n": curve, "perplexity": perplexities, "pairwise_judges": replies}
     optimized, rewards = optimized_judges(job, candidate.name, config)
@@ -118,36 +121,36 @@ def main(job: LaunchedJob) -> dict[str, float]:
     evaluation |= {name: value for name, value in more.items() if value}
     if tasks is not None:
         tasks.add_to(evaluation)
-    trained = Manifest.read(job.inputs["reward_model"]).metrics
+    model = job.inputs.get("reward_model")
+    trained = {} if model is None else Manifest.read(model).metrics
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
-    write_answers(answers | {f"{BASELINE}_again": further}, job.export)
+    write_answers(answers | {f"{baseline}_again": further}, job.export)
     return headline(evaluation)
 
 
 def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
     """The baseline, the candidate, and as "ppo_ema" the average of its weights, if any.
 
-    The champion competes without its average.
+    Without SFT, the baseline is the base model. The champion competes without its average.
     """
-    model = job.inputs[f"{candidate}_model"]
-    folders = {BASELINE: job.inputs[f"{BASELINE}_model"], candidate: model}
+    model, baseline = job.inputs[f"{candidate}_model"], job.inputs[SFT_MODEL]
+    name = BASE_MODEL if Manifest.read(baseline).stage == BASE_MODEL else BASELINE
+    folders = {name: baseline, candidate: model}
     if candidate != CHAMPION and (model / "ema").is_dir():
         folders[f"{candidate}_ema"] = model / "ema"
     return folders
 
 
-def load(
-    job: LaunchedJob, config: EvaluateConfig, candidate: str, contract: TokenContract, world: World
-) -> Setup:
+def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
     """Load the prompts of this rank and the tokenizer."""
     table = load_rows(job.inputs["prompts"] / "test.arrow", world)
     rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
     prompts = table.columns(rows)
     trust = job.trust_remote_code
-    tokenizer = load_tokenizer(job.inputs[f"{BASELINE}_model"], trust_remote_code=trust)
+    tokenizer = load_tokenizer(job.inputs[SFT_MODEL], trust_remote_code=trust)
     return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
 
 
@@ -163,6 +166,7 @@ def answer_all(
     The baseline comes last: it also reads the answers of the others. Returns the answers by draw,
     and the perplexity of held-out answers by policy.
     """
+    baseline = next(iter(folders))
     found: dict[Draw, tuple[Sequences, Tensor]] = {}
     scored: dict[Draw, Scored] = {}
     perplexities: dict[str, float] = {}
@@ -179,14 +183,14 @@ def answer_all(
             longest_prompt=lambda: max(map(len, setup.prompts["prompt_ids"])),
             place="evaluate.generator",
         )
-        for draw in range(baseline_draws if name == BASELINE else setup.config.answers_per_prompt):
+        for draw in range(baseline_draws if name == baseline else setup.config.answers_per_prompt):
             sequences = answer(generator, setup, draw)
             found[name, draw] = sequences, read(policy, sequences)
         if held_out is not None:
             perplexities[name] = perplexity(policy, held_out, setup)
         if tasks is not None:
             tasks.do(policy, name)
-        if name == BASELINE:
+        if name == baseline:
             for given, (sequences, own) in found.items():
                 scored[given] = Scored(
                     sequences,
@@ -225,12 +229,13 @@ def judge_all(
 
     tokens, world = setup.config.micro_batch_tokens, setup.world
     own = partial(by_reward_model, micro_batch_tokens=tokens, world=world)
-    with_model(
-        load_scores,
-        job.inputs["reward_model"],
-        setup,
-        lambda model: judge_by(REWARD_MODEL, partial(own, model=model)),
-    )
+    if "reward_model" in job.inputs:
+        with_model(
+            load_scores,
+            job.inputs["reward_model"],
+            setup,
+            lambda model: judge_by(REWARD_MODEL, partial(own, model=model)),
+        )
     for name, judge in chain(judges.items(), model_judges(job, setup)):
         judge_by(name, judge)
         del judge

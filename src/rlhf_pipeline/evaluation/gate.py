@@ -22,9 +22,10 @@ class Evidence:
     """What is known about a candidate: answers of all policies to the same prompts, in order."""
 
     candidate: list[Answer]
-    baseline: list[Answer]  # the answers of SFT
+    baseline: list[Answer]  # the answers of SFT, or without SFT those of the base model
     judge: str  # the judge that decides
     independent: bool  # whether the candidate's training has not optimized that judge
+    against: str = "SFT"  # the baseline as it stands in a sentence
     champion: list[Answer] | None = None
     """The answers of the present champion. None: the model has none, or the candidate is it."""
     champion_judge: str | None = None
@@ -104,7 +105,7 @@ def allowed_error(tries: int) -> float:
 def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> Iterator[Check]:
     """The candidate beats SFT and the champion, by the judge that decides."""
     interval = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
-    rivals = {"SFT": (evidence.baseline, evidence.judge)}
+    rivals = {evidence.against: (evidence.baseline, evidence.judge)}
     if evidence.champion is not None:
         rivals["the champion"] = evidence.champion, evidence.champion_judge or evidence.judge
     for name, (answers, judge) in rivals.items():
@@ -121,8 +122,8 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
     both = evidence.candidate, evidence.baseline
     ours, theirs = (scores_by(given, evidence.judge) for given in both)
     _, lower, _ = standardized_gain(ours, theirs, alpha)
-    what, found = "gain over SFT in units of the scores' spread", f"{lower:.2f} as {interval}"
-    least = config.min_gain
+    what = f"gain over {evidence.against} in units of the scores' spread"
+    found, least = f"{lower:.2f} as {interval}", config.min_gain
     yield Check(what, found, f"at least {least:g}", "min_gain", lower >= least)
 
 
@@ -144,16 +145,17 @@ def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
 def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     """The candidate did not win by a known cheat, and has unlearned no task."""
     pairs = list(zip(evidence.candidate, evidence.baseline, strict=True))
-    changed = float(np.mean([ours.response != theirs.response for ours, theirs in pairs]))
-    yield Check("answers that differ from SFT's", f"{changed:.0%}", "some", None, changed > 0)
+    changed, sft = float(np.mean([a.response != b.response for a, b in pairs])), evidence.against
+    yield Check(f"answers that differ from {sft}'s", f"{changed:.0%}", "some", None, changed > 0)
     ours, theirs = summary(evidence.candidate), summary(evidence.baseline)
 
     kl, most = ours["kl"], config.max_kl
     found = f"{kl:.2f} nats per response"
-    yield Check("KL from SFT", found, f"at most {most:g}", "max_kl", kl <= most)
+    yield Check(f"KL from {sft}", found, f"at most {most:g}", "max_kl", kl <= most)
 
     ratio, most = ours["response_tokens"] / theirs["response_tokens"], config.max_length_ratio
-    what, expected = "length of an answer relative to SFT's", f"between {1 / most:.2g} and {most:g}"
+    what = f"length of an answer relative to {sft}'s"
+    expected = f"between {1 / most:.2g} and {most:g}"
     yield Check(what, f"{ratio:.2f}", expected, "max_length_ratio", 1 / most <= ratio <= most)
 
     ends, least = ours["eos_fraction"], theirs["eos_fraction"] - config.max_eos_drop
@@ -173,12 +175,12 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     judge, least = evidence.judge, config.min_score_spread
     spread = _spread(evidence.candidate, judge, _spread(evidence.baseline, judge))
     expected = f"at least {least:g}: a saturated judge gives all answers one score"
-    what = "spread of the scores relative to SFT's"
+    what = f"spread of the scores relative to {sft}'s"
     yield Check(what, f"{spread:.2f}", expected, "min_score_spread", spread >= least)
 
     for name, task in evidence.tasks.items():
         change, interval = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
-        what = f"{task['metric']} of task {name} against SFT"
+        what = f"{task['metric']} of task {name} against {sft}"
         found = f"{task['value']:.3f}, a change of {change:+.3f} (95%: {interval})"
         expected = f"a fall of at most {config.max_task_drop:g}"
         passed = change + config.max_task_drop > -1e-9  # differences of shares are rounded

@@ -4,10 +4,8 @@ A judge of another package is a function, see docs/extending.md; one of ours is 
 line in `load_judges`. Metrics, win rates and reports follow from the judge's name.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +18,10 @@ from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, Eval
 from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
+    REWARDED,
     CallableReward,
     ModelJudge,
-    ReferenceJudge,
+    ReferenceReward,
     Reward,
     Rewards,
     TrainedReward,
@@ -38,11 +37,10 @@ from rlhf_pipeline.models.scalar_head import TokenScores
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.reward_sources import ModelSource
+from rlhf_pipeline.rollout.true_answers import AGREES
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
-
-_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -101,32 +99,9 @@ def load_judges(job: LaunchedJob, config: EvaluateConfig) -> dict[str, Judge]:
             function = import_function(judge, job, f"{JUDGE_PREFIX}{index}")
             source = FunctionSource(judge.callable, function)
             judges[judge.label] = partial(by_source, source=source)
-        elif isinstance(judge, ReferenceJudge):
+        elif isinstance(judge, ReferenceReward):
             judges[judge.label] = partial(by_reference, agrees=AGREES[judge.reference])
     return judges
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number of a text, without separators of thousands: "1,234.50" is 1234.5."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
-
-
-def _normal(text: str) -> str:
-    """Text without differences in case and white space, and without a final full stop."""
-    return " ".join(text.casefold().split()).removesuffix(".")
-
-
-def _same_last_number(true: str, given: str) -> bool:
-    return (number := last_number(given)) is not None and number == last_number(true)
-
-
-AGREES: dict[str, Callable[[str, str], bool]] = {
-    "exact": lambda true, given: _normal(true) == _normal(given),
-    "contains": lambda true, given: _normal(true) in _normal(given),
-    "last_number": _same_last_number,
-}
-"""Whether an answer (second) agrees with the true answer (first), by `ReferenceJudge.reference`."""
 
 
 def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[tuple[str, Judge]]:
@@ -159,9 +134,10 @@ def optimized_judges(
     rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    if "ppo" not in trained.config and not {"comparisons", "reward_model"} & trained.inputs.keys():
+    own = next((block for name, block in trained.config.items() if name in REWARDED), None)
+    if own is None and not {"comparisons", "reward_model"} & trained.inputs.keys():
         return set(), []
-    given = trained.config["ppo"]["rewards"] if "ppo" in trained.config else ["trained"]
+    given = ["trained"] if own is None else own["rewards"]
     rewards: Sequence[Reward] = TypeAdapter(Rewards).validate_python(given)
     found, names, reads_truth = set(), [], False
     optimized: set[tuple[str | None, str | None]] = set()
@@ -181,6 +157,8 @@ def optimized_judges(
             except ConfigError:
                 unknown = True
             reads_truth |= unknown or reads_references(reward)
+        elif isinstance(reward, ReferenceReward):
+            reads_truth = True
         else:
             optimized.add((content, None))
     for index, judge in enumerate(config.judges):
@@ -192,7 +170,7 @@ def optimized_judges(
             case ModelJudge():
                 same = (job.digests[place], None) in optimized
             case _:
-                same = reads_truth and isinstance(judge, ReferenceJudge)
+                same = reads_truth and isinstance(judge, ReferenceReward)
         if same:
             found.add(judge.label)
-    return found, names if "ppo" in trained.config else []
+    return found, [] if own is None else names

@@ -1,8 +1,8 @@
-"""The words of an evaluation: the candidate, PPO or DPO, beside SFT.
+"""The words of an evaluation: the candidate, PPO or DPO, beside SFT or the base model.
 
 The evaluation is a dict of JSON types:
 
-    candidate   "ppo" or "dpo"
+    candidate   "ppo", "grpo" or "dpo"
     prompts     number of prompts
     answers_per_prompt      answers of each policy to each of them
     decoding    settings of the decoding
@@ -11,7 +11,8 @@ The evaluation is a dict of JSON types:
     optimized   the judges that it has optimized
     rewards     names of the rewards that it has maximized; none for DPO
     reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
-    policies    by policy: metrics; `m_lower` and `m_upper` are the 95% interval of the metric `m`
+    policies    by policy, the baseline first: metrics; `m_lower` and `m_upper` are the 95% interval
+                of the metric `m`
     win_rates   of the candidate against SFT, by judge: of answers that were drawn independently;
                 `paired` is that of answers with equal draws, with its test and the gain
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
@@ -24,7 +25,13 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.evaluation.comparison import BASELINE, judge_title, reward_title, score_name
+from rlhf_pipeline.evaluation.comparison import (
+    BASE_MODEL,
+    baseline_of,
+    judge_title,
+    reward_title,
+    score_name,
+)
 
 METRICS = {
     "kl": ("KL from SFT (nats)", "z.2f"),
@@ -56,7 +63,9 @@ KINDS = {
 def print_summary(evaluation: dict[str, Any], console: Console) -> None:
     """Print the verdict in one sentence for each judge, the deciding one first, and its bar."""
     console.print(Text(summary(evaluation)))
-    console.print(_bar(evaluation["win_rates"][evaluation["judge"]], evaluation["candidate"]))
+    baseline = title(baseline_of(evaluation)).removeprefix("the ")
+    rate = evaluation["win_rates"][evaluation["judge"]]
+    console.print(_bar(rate, evaluation["candidate"], baseline))
 
 
 def summary(evaluation: dict[str, Any]) -> str:
@@ -65,8 +74,8 @@ def summary(evaluation: dict[str, Any]) -> str:
     rate = evaluation["win_rates"][deciding]
     paired, controlled = rate["paired"], rate["length_controlled"]
     found = verdict(deciding, rate, evaluation["candidate"]).removesuffix(".")
-    found += f": it prefers {policy}'s answer to SFT's on {_interval(rate)} of "
-    found += counted(rate["n"], evaluation["answers_per_prompt"])
+    found += f": it prefers {policy}'s answer to {title(baseline_of(evaluation))}'s on "
+    found += f"{_interval(rate)} of {counted(rate['n'], evaluation['answers_per_prompt'])}"
     if paired["rate"] != rate["rate"]:
         found += f", and on {_interval(paired)} with equal draws"
     sentences = [f"{found}."]
@@ -104,7 +113,7 @@ def _interval(rate: dict[str, float]) -> str:
     return f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})"
 
 
-def _bar(rate: dict[str, float], candidate: str) -> Text:
+def _bar(rate: dict[str, float], candidate: str, baseline: str = "SFT") -> Text:
     """Wins, ties and losses as a bar of characters that differ without colours, too."""
     edges = [0.0]
     for kind in KINDS:
@@ -116,12 +125,13 @@ def _bar(rate: dict[str, float], candidate: str) -> Text:
         )
     ]
     counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
-    return Text.assemble((title(candidate), "bold"), " ", *blocks, (" SFT", "bold"), f"  {counts}")
+    names = ((title(candidate), "bold"), (f" {baseline}", "bold"))
+    return Text.assemble(names[0], " ", *blocks, names[1], f"  {counts}")
 
 
 def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
-    return policy.upper().replace("_", " ")
+    return "the base model" if policy == BASE_MODEL else policy.upper().replace("_", " ")
 
 
 def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -130,6 +140,7 @@ def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
     Unknown metrics come last.
     """
     policies, candidate = evaluation["policies"], evaluation["candidate"]
+    baseline = baseline_of(evaluation)
     present = dict.fromkeys(
         name for metrics in policies.values() for name in metrics
         if not name.endswith(("_lower", "_upper"))
@@ -137,12 +148,12 @@ def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
     known = {
         score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
         for judge in evaluation["win_rates"]
-    } | METRICS
+    } | {n: (label.replace("SFT", title(baseline)), form) for n, (label, form) in METRICS.items()}
     known |= {n: (n.replace("tasks/", "task ", 1), "z.3f") for n in present if n[:6] == "tasks/"}
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
         label, form = known.get(name, (name.replace("_", " "), ".4g"))
-        ours, theirs = policies[candidate].get(name), policies[BASELINE].get(name)
+        ours, theirs = policies[candidate].get(name), policies[baseline].get(name)
         both = ours is not None and theirs is not None
         difference = f"{ours - theirs:+{form}}" if both else ABSENT
         values = (metric_value(metrics, name, form) for metrics in policies.values())

@@ -17,7 +17,7 @@ from transformers import set_seed
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.evaluation.comparison import BASELINE
+from rlhf_pipeline.evaluation.comparison import baseline_of
 from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.statistics import mean_with_interval, share_with_interval
@@ -132,7 +132,7 @@ class Tasks:
                     metrics |= {f"{name}_lower": lower, f"{name}_upper": upper}
         changes = evaluation["tasks"] = {}
         for (task, metric), (value, ours) in self._results[evaluation["candidate"]].items():
-            _, theirs = self._results[BASELINE].get((task, metric), (value, None))
+            _, theirs = self._results[baseline_of(evaluation)].get((task, metric), (value, None))
             if task not in changes and ours and theirs:
                 pairs = zip(ours, theirs, strict=True)
                 change, lower, upper = mean_with_interval([a - b for a, b in pairs])

@@ -1,6 +1,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
 from rlhf_pipeline.config.evaluate import (
@@ -10,7 +11,8 @@ from rlhf_pipeline.config.evaluate import (
     EvaluateConfig,
     task_inputs,
 )
-from rlhf_pipeline.config.rewards import Judge, ModelJudge, local_source
+from rlhf_pipeline.config.rewards import Judge, ModelJudge, as_judges, local_source
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.hub import commit_of
 from rlhf_pipeline.pipelines.ppo import reward_inputs
@@ -35,6 +37,8 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         sft_model: Path,
         candidate_model: Path,
         reward_model: Path,
+        trained: RewardModelConfig | None,
+        policy_config: Any,
         config: EvaluateConfig,
         seed: int,
         stages: Stages,
@@ -45,8 +49,11 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             SFT_ROWS: split / "sft",
             "sft_model": sft_model,
             f"{policy.name}_model": candidate_model,
-            "reward_model": reward_model,
         }
+        if trained is None:
+            config = judged_by_rewards(config, policy_config)
+        else:
+            inputs["reward_model"] = reward_model
         judges, identities = judge_inputs(config.judges)
         blocks, spec = {"evaluate": config, "candidate": candidate}, SPEC.for_candidate(policy.name)
         if config.tasks is not None:
@@ -57,6 +64,13 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         return stages.run(Job(spec, blocks, files, seed, identities))
 
     return node
+
+
+def judged_by_rewards(config: EvaluateConfig, policy: Any) -> EvaluateConfig:
+    """The evaluation without a reward model: unless it has judges, they are the rewards that the
+    policy's training has maximized."""
+    rewards = getattr(policy, "rewards", ())
+    return config.model_copy(update={"judges": config.judges or as_judges(rewards)})
 
 
 def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, str]]:

@@ -6,32 +6,49 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-SPEC = StageSpec(
-    name="ppo",
-    program="rlhf_pipeline.training.ppo",
-    blocks={"ppo": PPOConfig},
-    batch_sizes=("ppo.rollout_batch_size", "ppo.minibatch_size", "ppo.ptx.batch_size"),
-    headline_metrics=("objective/score", "objective/kl", "validation/score"),
-)
-READS = "split sft_model reward_model"
+
+def spec_of(block: type[PPOConfig]) -> StageSpec:
+    """The stage that runs the program of PPO with this block."""
+    sizes = ("rollout_batch_size", "minibatch_size", "ptx.batch_size")
+    return StageSpec(
+        name=block.stage,
+        program="rlhf_pipeline.training.ppo",
+        blocks={block.stage: block},
+        batch_sizes=tuple(f"{block.stage}.{size}" for size in sizes),
+        headline_metrics=("objective/score", "objective/kl", "validation/score"),
+    )
+
+
+SPEC = spec_of(PPOConfig)
+READS = "split sft_model reward_model params:reward_model"
 
 
 def ppo(
-    split: Path, sft_model: Path, reward_model: Path, config: PPOConfig, seed: int, stages: Stages
+    split: Path,
+    sft_model: Path,
+    reward_model: Path,
+    trained: RewardModelConfig | None,
+    config: PPOConfig | None,
+    seed: int,
+    stages: Stages,
 ) -> Path:
-    """Train the SFT model by PPO on the scores of `ppo.rewards`."""
+    """Train the SFT model on the scores of `ppo.rewards`; with another block, of its rewards."""
+    assert config is not None, "checked before the run"
     rewards, reward_identities = reward_inputs(config.rewards)
-    inputs = {"prompts": split / "ppo", "sft_model": sft_model, "reward_model": reward_model}
+    inputs = {"prompts": split / "ppo", "sft_model": sft_model}
+    if trained is not None:
+        inputs["reward_model"] = reward_model
     inputs |= rewards
     if config.ptx is not None:
         inputs["pretraining"] = split / "pretraining"
-    spec = SPEC
+    spec = spec_of(type(config))
     if config.generator == "vllm":
-        spec = replace(SPEC, libraries=(*SPEC.libraries, "vllm"))
-    return stages.run(Job(spec, {"ppo": config}, inputs, seed, reward_identities))
+        spec = replace(spec, libraries=(*spec.libraries, "vllm"))
+    return stages.run(Job(spec, {spec.name: config}, inputs, seed, reward_identities))
 
 
 def reward_inputs(

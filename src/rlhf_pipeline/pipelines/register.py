@@ -4,6 +4,7 @@ from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig, RegisterConfig
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
@@ -17,6 +18,8 @@ def register(
     sft_model: Path,
     candidate_model: Path,
     reward_model: Path,
+    trained: RewardModelConfig | None,
+    policy_config: Any,
     evaluation: Path,
     config: RegisterConfig,
     sources: SplitConfig,
@@ -37,7 +40,8 @@ def register(
     answered = None
     if champion is not None and champion.folder is not None:
         models = sft_model, champion.folder, reward_model
-        answered = evaluate(CHAMPION)(split, *models, judging, seed, stages)
+        blocks = trained, policy_config, judging
+        answered = evaluate(CHAMPION)(split, *models, *blocks, seed, stages)
     registration = register_evaluated(
         sft_model, candidate_model, evaluation, champion, answered, config, sources.sources, project
     )

@@ -13,8 +13,10 @@ SPEC = StageSpec(
 
 
 def reward_model(
-    split: Path, sft_model: Path, config: RewardModelConfig, seed: int, stages: Stages
+    split: Path, sft_model: Path, config: RewardModelConfig | None, seed: int, stages: Stages
 ) -> Path:
-    """Train the SFT model with a scalar head on comparisons."""
+    """Train the SFT model with a scalar head on comparisons; null passes it on as it is."""
+    if config is None:
+        return sft_model
     inputs = {"comparisons": split / "reward_model", "sft_model": sft_model}
     return stages.run(Job(SPEC, {"reward_model": config}, inputs, seed))

@@ -12,7 +12,9 @@ SPEC = StageSpec(
 )
 
 
-def sft(split: Path, base_model: Path, config: SFTConfig, seed: int, stages: Stages) -> Path:
-    """Fine-tune the base model on demonstrations."""
+def sft(split: Path, base_model: Path, config: SFTConfig | None, seed: int, stages: Stages) -> Path:
+    """Fine-tune the base model on demonstrations; null passes it on as it is."""
+    if config is None:
+        return base_model
     inputs = {"demonstrations": split / "sft", "base_model": base_model}
     return stages.run(Job(SPEC, {"sft": config}, inputs, seed))

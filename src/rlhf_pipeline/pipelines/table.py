@@ -3,7 +3,7 @@
 A new algorithm is a module and a name at the door `POLICY`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +18,16 @@ from rlhf_pipeline.pipelines import base_model, evaluate, register, report, rewa
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
 POLICY = Door(
-    "policy", {"ppo": "rlhf_pipeline.pipelines.ppo", "dpo": "rlhf_pipeline.pipelines.dpo"}
+    "policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in ("ppo", "dpo", "grpo")}
 )
 """Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
 node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""
 
 SHARED = ("base_model", "split", "sft", "reward_model")
 """Nodes that the pipelines of all policies share."""
+
+PASSES_ON = {"sft": "base_model", "reward_model": "sft_model"}
+"""The data set that a node of `SHARED` whose block is null passes on, by the name of the node."""
 
 LAST = ("evaluate", "register", "report")
 """Nodes after the training of a policy."""
@@ -70,7 +73,7 @@ def pipeline_of(policy: str) -> str:
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """`full`, the default, trains by PPO; `dpo` by DPO instead. The others are parts of `full`."""
+    """`full`, the default, trains by PPO; `dpo` and `grpo` by these. The others are parts of it."""
     nodes = _nodes()
 
     def pipeline(*names: str) -> Pipeline:
@@ -82,13 +85,26 @@ def register_pipelines() -> dict[str, Pipeline]:
     }
     return {
         "data_preparation": pipeline("base_model", "split"),
-        "sft": pipeline("sft"),
-        "reward_model": pipeline("reward_model"),
+        "sft": pipeline(*SHARED[:3]),
+        "reward_model": pipeline(*SHARED),
         "ppo": pipeline("ppo"),
         "evaluation": pipeline(*LAST),
         **whole,
         "__default__": whole["full"],
     }
+
+
+def as_used(pipeline: Pipeline, blocks: Mapping[str, Any]) -> Pipeline:
+    """The pipeline in which a node whose block is null reads only what it passes on."""
+    passing = {name: read for name, read in PASSES_ON.items() if blocks[name] is None}
+    return Pipeline(
+        [
+            Node(lambda path: path, passing[node.name], node.outputs[0], name=node.name)
+            if node.name in passing
+            else node
+            for node in pipeline.nodes
+        ]
+    )
 
 
 def _nodes() -> dict[str, Node]:
@@ -107,9 +123,10 @@ def _nodes() -> dict[str, Node]:
             data_set_of(each, name) for each in ("evaluation", "registration", "evaluation_page")
         )
         blocks = f"params:register params:split params:evaluate {stage} workspace {PROJECT}"
+        trained = f"split {models} params:reward_model params:{name}"
         after: list[tuple[Callable[..., Any], str, str]] = [
-            (evaluate.evaluate(module.SPEC), f"split {models} params:evaluate {stage}", evaluation),
-            (register.register, f"split {models} {evaluation} {blocks}", registration),
+            (evaluate.evaluate(module.SPEC), f"{trained} params:evaluate {stage}", evaluation),
+            (register.register, f"{trained} {evaluation} {blocks}", registration),
             (report.report, f"{evaluation} {registration} {models}", page),
         ]
         train = getattr(module, name)

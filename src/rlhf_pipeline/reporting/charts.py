@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.evaluation.comparison import BASELINE
+from rlhf_pipeline.config.rewards import REWARDED
+from rlhf_pipeline.evaluation.comparison import baseline_of
+from rlhf_pipeline.evaluation.report import title
 
 POINTS = 400
 """Points of a line; those of a longer training are means over equally many steps."""
@@ -38,7 +40,7 @@ class Chart:
     """The step of the exported model."""
 
 
-SCORE = "Score by ppo.rewards"
+SCORE = "Score by the rewards"
 """Title of the score of trainings that may have different rewards."""
 
 # fmt: off
@@ -82,7 +84,7 @@ def training_charts(
     """
     several = len(trainings) > 1
     present = {each for records in trainings.values() for r in records for each in r["metrics"]}
-    for title, pattern, note, healthy in PPO if stage == "ppo" else OTHERS:
+    for heading, pattern, note, healthy in PPO if stage in REWARDED else OTHERS:
         metric = pattern.format(stage)
         names = {metric: "training", f"validation/{metric.partition('/')[2]}": "held-out"}
         shown = [each for each in names if each in present]
@@ -95,7 +97,7 @@ def training_charts(
         known = [exported[each] for each in names if each in exported]
         if lines:
             yield Chart(
-                title.replace(SCORE, score), f"Healthy: {note}", "step", lines, healthy=healthy,
+                heading.replace(SCORE, score), f"Healthy: {note}", "step", lines, healthy=healthy,
                 value=f"{known[-1]:z#.3g}" if known else "", mark=exported.get("step"),
             )  # fmt: skip
 
@@ -131,7 +133,7 @@ def frontier(
     the training optimized nothing else.
     Gao, Schulman, Hilton, "Scaling Laws for Reward Model Overoptimization", 2023.
     """
-    for metric, title in (("score", score), ("gold_score", "Gold score")):
+    for metric, heading in (("score", score), ("gold_score", "Gold score")):
         paths = {
             name: [
                 (r["metrics"]["validation/kl"], r["metrics"][f"validation/{metric}"],
@@ -145,11 +147,11 @@ def frontier(
             metric != "score" or evaluation["rewards"] in ([], ["trained"])
         ):
             paths["test prompts"] = [
-                (policy["kl"], policy[metric], name.upper())
+                (policy["kl"], policy[metric], title(name))
                 for name, policy in evaluation["policies"].items()
-                if name in (BASELINE, evaluation["candidate"]) and metric in policy
+                if name in (baseline_of(evaluation), evaluation["candidate"]) and metric in policy
             ]
-            paths["best of n by SFT"] = [
+            paths[f"best of n by {title(baseline_of(evaluation))}"] = [
                 (each["kl"], each[metric], f"best of {each['n']}")
                 for each in evaluation.get("best_of_n", []) if metric in each
             ]  # fmt: skip
@@ -163,7 +165,7 @@ def frontier(
             note = (
                 "Healthy: it rises to the right. A curve that bends down shows over-optimization."
             )
-            yield Chart(f"{title} against √KL", note, "√KL from SFT, KL in nats", series)
+            yield Chart(f"{heading} against √KL", note, "√KL from SFT, KL in nats", series)
 
 
 def histogram(title: str, note: str, x: str, values: Mapping[str, Sequence[float]]) -> Chart:

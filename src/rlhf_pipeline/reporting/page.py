@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.evaluation.comparison import (
     ANSWERS,
     BASELINE,
+    baseline_of,
     judge_title,
     read_evaluation,
     reward_title,
@@ -72,6 +73,7 @@ def evaluation_page(
         heading=heading,
         summary=summary(compared),
         compared=compared,
+        baseline=title(baseline_of(compared)),
         caveats={judge: caveat(compared, judge) for judge in compared["win_rates"]},
         registration=registration,
         manifest=manifest,
@@ -116,7 +118,7 @@ def _sections(
     answers: Answers,
     reward_report: Mapping[str, Any] | None,
 ) -> Iterable[tuple[str, str, list[Chart]]]:
-    candidate = compared["candidate"]
+    candidate, baseline = compared["candidate"], baseline_of(compared)
     records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
     score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"
 
@@ -125,7 +127,7 @@ def _sections(
         return [*training_charts(stage, {stage: records.get(stage, [])}, exported, score)]
 
     def distribution(name: str, note: str, x: str, field: str) -> Chart:
-        both = {title(policy): answers[policy] for policy in (candidate, BASELINE)}
+        both = {title(policy): answers[policy] for policy in (candidate, baseline)}
         values = {policy: [a[field] for a in given] for policy, given in both.items()}
         return histogram(name, f"Suspicious: {note}", x, values)
 
@@ -151,7 +153,13 @@ def _sections(
         ("SFT", trains, training(BASELINE)),
     ):
         if each[2]:
-            yield each
+            yield each[0], each[1], [_named(chart, title(baseline)) for chart in each[2]]
+
+
+def _named(chart: Chart, baseline: str) -> Chart:
+    """The chart with the name of the baseline in place of SFT."""
+    title, x = (text.replace("SFT", baseline) for text in (chart.title, chart.x))
+    return replace(chart, title=title, x=x)
 
 
 def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
@@ -159,7 +167,7 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
 
     The columns of the judges come first, the deciding one before the others.
     """
-    candidate = compared["candidate"]
+    candidate, baseline = compared["candidate"], baseline_of(compared)
     judges = sorted(compared["win_rates"], key=lambda judge: judge != compared["judge"])
     names = [judge_title(judge).removeprefix("the ").removesuffix(" judge") for judge in judges]
     columns = [{"name": name, "judge": True, "digits": 2} for name in names]
@@ -177,7 +185,8 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
                 [short(pair[1]["kl"])],
             ],
         }
-        for number, pair in enumerate(zip(answers[BASELINE], answers[candidate], strict=True), 1)
+        for number, pair in enumerate(zip(answers[baseline], answers[candidate], strict=True), 1)
     ]
     unit = "pairs" if compared.get("answers_per_prompt", 1) > 1 else "prompts"
-    return {"names": ["SFT", title(candidate)], "unit": unit, "columns": columns, "rows": rows}
+    policies = [title(policy).removeprefix("the ") for policy in (baseline, candidate)]
+    return {"names": policies, "unit": unit, "columns": columns, "rows": rows}

@@ -99,8 +99,8 @@ class HybridGenerator:
         if limit is not None and needed > limit:
             response = sampling.max_response_tokens
             raise StageError(
-                f"ppo.hybrid.max_out_tokens: found {limit}, expected at least {needed}: a prompt "
-                f"of {needed - response} tokens and ppo.sampling.max_response_tokens ({response}). "
+                f"hybrid.max_out_tokens: found {limit}, expected at least {needed}: a prompt "
+                f"of {needed - response} tokens and sampling.max_response_tokens ({response}). "
                 "Fix: raise it, or set it to null"
             )
 
@@ -150,7 +150,7 @@ class ShardedCopy:
         if dim is not None:
             if shape[dim] % self.group.size:
                 raise ConfigError(
-                    f"ppo.hybrid.inference_tp_size: found {self.group.size}, expected a divisor of "
+                    f"hybrid.inference_tp_size: found {self.group.size}, expected a divisor of "
                     f"{shape[dim]}, dimension {dim} of {path}.{name}"
                 )
             shape[dim] //= self.group.size
@@ -175,8 +175,7 @@ def own_group(world: World, size: int) -> Group:
     """
     if world.size % size:
         raise StageError(
-            f"ppo.hybrid.inference_tp_size: found {size}, expected a divisor of the "
-            f"{world.size} ranks"
+            f"hybrid.inference_tp_size: found {size}, expected a divisor of the {world.size} ranks"
         )
     if size == world.size:
         return Group(world.rank, size, None)
@@ -197,14 +196,14 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
     family = model.config.model_type
     if not plan:
         raise ConfigError(
-            f"ppo.hybrid.inference_tp_size: {family} has no tensor-parallel plan in transformers. "
+            f"hybrid.inference_tp_size: {family} has no tensor-parallel plan in transformers. "
             "Fix: set it to 1"
         )
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % size:
         raise ConfigError(
-            f"ppo.hybrid.inference_tp_size: found {size}, expected a divisor of the {heads} heads "
+            f"hybrid.inference_tp_size: found {size}, expected a divisor of the {heads} heads "
             f"of keys and values of this {family}. Fix: set it to {gcd(heads, size)}"
         )
     found = {}
@@ -216,7 +215,7 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
             found[path] = style
         elif style is not None and not style.startswith(WHOLE):
             raise ConfigError(
-                f"ppo.hybrid.inference_tp_size: found the style {style} in the plan of {family}, "
+                f"hybrid.inference_tp_size: found the style {style} in the plan of {family}, "
                 f"expected {', '.join(STYLES)}. Fix: set it to 1"
             )
     return found

@@ -1,4 +1,4 @@
-"""The score of a response: a weighted sum over the sources of `ppo.rewards`.
+"""The score of a response: a weighted sum over the sources of `ppo.rewards` or `grpo.rewards`.
 
     score = sum over sources of weight * (own score - own mean)          a function's mean is 0
 
@@ -24,6 +24,7 @@ from rlhf_pipeline.config.rewards import (
     INPUT_PREFIX,
     CallableReward,
     ModelReward,
+    ReferenceReward,
     Rewards,
     RewardSource,
     TrainedReward,
@@ -40,6 +41,7 @@ from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 from rlhf_pipeline.rollout.records import Answered, Scored
+from rlhf_pipeline.rollout.true_answers import agreement
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -149,14 +151,14 @@ class ModelSource:
             raise StageError(
                 f"{self.path}: found {len(rows[longest])} tokens to score, expected at most its "
                 f"{limit} positions: the response to {answered.prompts[longest]}. "
-                "Fix: lower split.max_prompt_tokens or ppo.sampling.max_response_tokens"
+                "Fix: lower split.max_prompt_tokens or sampling.max_response_tokens"
             )
         return rows
 
 
 @dataclass(frozen=True)
 class RewardSum:
-    """All sources of `ppo.rewards`, loaded."""
+    """All sources of rewards, loaded."""
 
     sources: dict[str, tuple[float, float, Source]]
     """Name to weight, clip range of the centred score, and source."""
@@ -203,7 +205,7 @@ def load_rewards(
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
 ) -> RewardSum:
-    """Load the sources of `ppo.rewards` for the policy with this contract and tokenizer.
+    """Load the sources of rewards for the policy with this contract and tokenizer.
 
     `score_clip` bounds the centred scores of reward models, which read groups of at most
     `micro_batch_tokens` tokens. `trained_mean` is the mean score of the trained reward model; None
@@ -222,10 +224,12 @@ def load_rewards(
                 return TrainedSource(trained_mean)
             case CallableReward():
                 return FunctionSource(reward.callable, import_function(reward, job, name))
+            case ReferenceReward():
+                return FunctionSource(reward.reference, agreement(reward.reference))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 model = ModelSource.load(
-                    reward, folder, f"ppo.{name}", contract, micro_batch_tokens, world
+                    reward, folder, f"{job.stage}.{name}", contract, micro_batch_tokens, world
                 )
                 if name not in job.inputs:
                     job.expect_unchanged(name, folder)

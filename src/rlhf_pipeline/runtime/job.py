@@ -93,9 +93,9 @@ class LaunchedJob:
         return cls(directory=path.parent, **fields)
 
 
-def as_json(config: Mapping[str, Block]) -> dict[str, Any]:
-    """Parameter blocks as JSON types, by name."""
-    return {name: block.model_dump(mode="json") for name, block in config.items()}
+def as_json(config: Mapping[str, Block | None]) -> dict[str, Any]:
+    """Parameter blocks as JSON types, by name; null for a block that is None."""
+    return {name: block and block.model_dump(mode="json") for name, block in config.items()}
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

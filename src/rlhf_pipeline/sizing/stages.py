@@ -88,7 +88,7 @@ def plan_stage(
     hardware: Hardware,
     lengths: Mapping[str, Lengths] | None = None,
 ) -> StageMemory:
-    """The memory of a stage: sft, reward_model, ppo, dpo or evaluate.
+    """The memory of a stage: sft, reward_model, ppo, grpo, dpo or evaluate.
 
     `parameters` are the blocks as plain values, by name: that of the stage, and `split`; `shape` is
     the base model's. `lengths` are rows and tokens by phase; without them, they are as long as the
@@ -118,7 +118,7 @@ def _add_rollouts(
     numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
     phases.append(
         generation(
-            "ppo.actor",
+            f"{config.stage}.actor",
             shape,
             numbers,
             rows=min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks)),
@@ -128,7 +128,7 @@ def _add_rollouts(
             together=config.hybrid.inference_tp_size if config.generator == "hybrid" else 1,
         )
     )
-    critic = next((own for model, own in found if model.name == "ppo.critic"), None)
+    critic = next((own for model, own in found if model.name == f"{config.stage}.critic"), None)
     if critic and load.rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
         # Scoring and update share the forward passes, so both models keep theirs at once.
         phases[0].parts["activations"] += critic[0].parts["activations"]

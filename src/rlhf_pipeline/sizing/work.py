@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig, SupervisedStage
@@ -79,7 +80,8 @@ class Load:
         if lengths is None:
             lengths = limits(SplitConfig.model_validate(parameters["split"]))
         if isinstance(config, EvaluateConfig):
-            trained = [parameters["sft"], parameters.get("ppo", {}).get("actor", {})]
+            actors = [(parameters.get(name) or {}).get("actor", {}) for name in POLICIES]
+            trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
             settings = [DeepSpeedConfig.model_validate(t.get("deepspeed", {})) for t in trained]
             models: Sequence[StageModel] = config.models(settings)
         else:

@@ -62,7 +62,7 @@ class StageSpec:
         return replace(
             self,
             name=node_of(self.name, candidate),
-            headline_metrics=("sft/score", f"{candidate}/score", *rates),
+            headline_metrics=("sft/score", "base_model/score", f"{candidate}/score", *rates),
         )
 
 

@@ -150,12 +150,14 @@ class MlflowTracker(StageListener):
 
     def log_verdict(self, fingerprint: str, evaluation: Mapping[str, Any]) -> None:
         """Log an evaluation to its run and to the parent, as columns of MLflow's list: the verdict,
-        the win rate by the judge that decides, and the reward model's score."""
+        the win rate by the judge that decides, and the score of the reward model or else its
+        score."""
         from mlflow.entities import Metric
 
         judge, candidate = evaluation["judge"], evaluation["candidate"]
         rate, scores = evaluation["win_rates"][judge], evaluation["policies"][candidate]
-        columns = {"eval/win_rate": rate["rate"], "eval/score": scores[score_name(REWARD_MODEL)]}
+        score = scores.get(score_name(REWARD_MODEL), scores.get(score_name(judge)))
+        columns = {"eval/win_rate": rate["rate"], "eval/score": score}
         with self._tolerate_failure("the verdict"):
             client, parent = self._connect()
             for run_id in filter(None, (parent, find_run(client, fingerprint))):

@@ -24,12 +24,13 @@ from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
+    baseline_of,
     deciding_judge,
     read_answers,
     read_evaluation,
 )
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
-from rlhf_pipeline.evaluation.report import summary
+from rlhf_pipeline.evaluation.report import summary, title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.tracking.registry import Champion
 from rlhf_pipeline.tracking.store import (
@@ -72,7 +73,7 @@ class Registration:
 
     model: str
     versions: dict[str, str]
-    """Stage ("sft", and "ppo" or "dpo") to version."""
+    """Stage ("sft" or "base_model", and that of the candidate) to version."""
     runs: dict[str, str]
     """Stage to the id of the run that trained the policy."""
     digests: dict[str, str]
@@ -105,7 +106,8 @@ def register_evaluated(
     """
     compared = read_evaluation(evaluation)
     candidate, judge = compared["candidate"], compared["judge"]
-    rate = compared["win_rates"][judge]
+    rate, baseline = compared["win_rates"][judge], baseline_of(compared)
+    name = "SFT" if baseline == BASELINE else "Base model as"
     # The run of the evaluation has the intervals; here they would hide the values.
     metrics = {
         policy: {
@@ -125,7 +127,7 @@ def register_evaluated(
     with request_limits(uploads=True):
         return register(
             connect(tracking_uri(project), project),
-            sft=Policy(sft_model, metrics[BASELINE], f"SFT baseline. Data: {data}"),
+            sft=Policy(sft_model, metrics[baseline], f"{name} baseline. Data: {data}"),
             candidate=Policy(
                 candidate_model, metrics[candidate], f"{summary(compared)} Data: {data}"
             ),
@@ -146,7 +148,8 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
     answers = read_answers(evaluation)
     evidence = Evidence(
         candidate=answers[compared["candidate"]],
-        baseline=answers[BASELINE],
+        baseline=answers[baseline_of(compared)],
+        against=title(baseline_of(compared)),
         judge=compared["judge"],
         independent=compared["independent"],
         champion_fault=None if champion is None else champion.fault,

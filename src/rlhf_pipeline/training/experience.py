@@ -129,8 +129,8 @@ def make_experience(
     )
     if isinstance(found, tuple) == (scored.values is None):
         raise StageError(
-            f"ppo.advantage: {config.advantage} returned {type(found).__name__}, expected "
-            "advantages, or with ppo.critic a tuple of advantages and returns"
+            f"{config.stage}.advantage: {config.advantage} returned {type(found).__name__}, "
+            f"expected advantages, or with {config.stage}.critic a tuple of advantages and returns"
         )
     if scored.values is None:
         is_of_tokens = found.shape == mask.shape

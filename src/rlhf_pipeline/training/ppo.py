@@ -1,10 +1,10 @@
-"""Stage program: PPO on the score of `ppo.rewards`, with a KL penalty to the SFT model.
+"""Stage program: PPO, or GRPO, on the score of `ppo.rewards`, with a KL penalty to the SFT model.
 
     deepspeed --module rlhf_pipeline.training.ppo job.json
 
 Four models: the actor trains, the reference is its frozen start, the critic trains, the reward
-model is frozen. Advantages other than GAE's need no critic. With `ppo.ptx`, a loss on plain text is
-added to the actor's (PPO-ptx).
+model is frozen. GRPO and other advantages than GAE's need no critic. With `ppo.ptx`, a loss on
+plain text is added to the actor's (PPO-ptx).
 
 Departures from InstructGPT (Ouyang et al. 2022):
 
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
@@ -66,7 +67,7 @@ from the seeds of every training step."""
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor; export the best evaluated model within the KL bound."""
-    config = job.block("ppo", PPOConfig)
+    config = job.block(job.stage, POLICIES[job.stage])
     contract = common_contract(
         {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
     )
@@ -259,13 +260,13 @@ def export(setup: Setup) -> dict[str, float]:
     Raises:
         StageError: no evaluated model was within the KL bound.
     """
-    metrics = {}
+    metrics, stage = {}, setup.config.stage
     for name, best in setup.best.items():
         if best.best is None:
             raise StageError(
-                f"ppo.kl.maximum: no evaluated actor was within {setup.config.kl.maximum} nats "
-                f"({name}/kl). Fix: lower ppo.actor.optimizer.learning_rate, raise ppo.kl.coef, or "
-                "evaluate more often (ppo.evaluations)"
+                f"{stage}.kl.maximum: no evaluated actor was within {setup.config.kl.maximum} nats "
+                f"({name}/kl). Fix: lower {stage}.actor.optimizer.learning_rate, raise "
+                f"{stage}.kl.coef, or evaluate more often ({stage}.evaluations)"
             )
         with policies(setup.models)[name]():
             metrics[name] = best.finish(setup.models.actor)

@@ -83,15 +83,15 @@ def rollout_fault(
     if bound is not None and not kl <= bound:  # `kl > bound` would miss NaN
         return (
             f"objective/kl: found {kl:.4g} nats per response {where}, expected at most "
-            f"ppo.kl.explosion ({bound:g}). The actor is too far from the reference. "
+            f"{config.stage}.kl.explosion ({bound:g}). The actor is too far from the reference. "
             f"Fix: {ppo_advice('objective/kl', config)}"
         )
     # An EOS ends a response and counts as one of its tokens.
     if metrics["rollout/response_tokens"] != metrics["rollout/eos_fraction"]:
         return None
     cause = (
-        "the actor has learned to end at once because ppo.rewards prefers that. Fix: raise "
-        f"ppo.kl.coef ({config.kl.coef:g}), or check the scores of short answers"
+        f"the actor has learned to end at once because {config.stage}.rewards prefers that. Fix: "
+        f"raise {config.stage}.kl.coef ({config.kl.coef:g}), or check the scores of short answers"
         if trained
         else "the SFT model ends at once. Fix: check its demonstrations, and whether the chat "
         "template ends a prompt with EOS"
@@ -106,7 +106,7 @@ def sampler_fault(metrics: dict[str, float], config: PPOConfig, step: int) -> st
         return None
     return (
         f"rollout/logprob_gap: found {gap:.4g} nats per token at step {step}, expected at most "
-        f"ppo.maximum_logprob_gap ({bound:g}). The responses do not come from the actor. Fix: set "
-        f"ppo.generator to transformers, or ppo.actor.deepspeed.precision "
-        f"({config.actor.deepspeed.precision}) to fp32"
+        f"{config.stage}.maximum_logprob_gap ({bound:g}). The responses do not come from the "
+        f"actor. Fix: set {config.stage}.generator to transformers, or "
+        f"{config.stage}.actor.deepspeed.precision ({config.actor.deepspeed.precision}) to fp32"
     )

@@ -244,7 +244,7 @@ def load_ppo_models(
             world,
             gather=config.gather_for_generation,
             longest_prompt=longest_prompt,
-            place="ppo.generator",
+            place=f"{config.stage}.generator",
             hybrid=config.hybrid,
         ),
         contract=contract,
@@ -262,8 +262,8 @@ def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches 
         return None
     if "pretraining" not in job.inputs:
         raise ArtifactError(
-            "ppo.ptx: the split has no plain text. Fix: set split.pretraining and run stage split, "
-            "or set ppo.ptx to null"
+            f"{config.stage}.ptx: the split has no plain text. Fix: set split.pretraining and run "
+            f"stage split, or set {config.stage}.ptx to null"
         )
     return TextBatches(
         load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed
@@ -275,8 +275,9 @@ def ppo_advice(metric: str, config: PPOConfig) -> str:
     if metric.endswith("/score"):  # the reward model does not train: it was damaged from the start
         companion = config.reward_model_companion.deepspeed
         precision = config.reward_model.beside(companion).precision
-        return f"check the reward model and ppo.reward_model.deepspeed.precision ({precision})"
+        place = f"{config.stage}.reward_model.deepspeed.precision"
+        return f"check the reward model and {place} ({precision})"
     if config.critic is not None and ("value" in metric or "critic" in metric):
-        return stability_advice("ppo.critic.", config.critic)
-    actor = stability_advice("ppo.actor.", config.actor)
-    return f"{actor}, or raise ppo.kl.coef ({config.kl.coef:g})"
+        return stability_advice(f"{config.stage}.critic.", config.critic)
+    actor = stability_advice(f"{config.stage}.actor.", config.actor)
+    return f"{actor}, or raise {config.stage}.kl.coef ({config.kl.coef:g})"

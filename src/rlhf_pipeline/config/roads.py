@@ -1,0 +1,96 @@
+"""Which stages train, and on which rows. It depends on the parameters alone: null trains nothing.
+
+`blocks` are all parameter blocks by name.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from rlhf_pipeline.config.grpo import POLICIES
+from rlhf_pipeline.config.rewards import as_judges, uses_trained
+from rlhf_pipeline.config.split import PHASES, Phase, SplitConfig
+from rlhf_pipeline.errors import ConfigError
+
+OPTIONAL = ("sft", "reward_model", *POLICIES)
+"""The blocks that may be null."""
+
+READERS: Mapping[Phase, Collection[str]] = {
+    "sft": ("sft",),
+    "reward_model": ("reward_model", "dpo"),
+    "ppo": tuple(POLICIES),
+}
+"""The nodes that train on the rows of each phase."""
+
+
+def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
+    """The phases on whose rows a stage may train.
+
+    Comparisons serve the reward model and DPO. Without a reward model, they serve DPO unless a
+    policy trains on prompts.
+    """
+    used = {name: blocks[name] is not None for name in OPTIONAL}
+    prompts = any(used[name] for name in POLICIES)
+    serves = used["sft"], used["reward_model"] or not prompts, prompts
+    return [phase for phase, serve in zip(PHASES, serves, strict=True) if serve]
+
+
+def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
+    """The split, with weight 0 for each phase that is not in use.
+
+    Raises ConfigError if no phase of a positive weight is left.
+    """
+    split: SplitConfig = blocks["split"]
+    phases = phases_in_use(blocks)
+    pairs = zip(PHASES, split.weights, strict=True)
+    weights = tuple(weight if phase in phases else 0.0 for phase, weight in pairs)
+    if not any(weights):
+        raise ConfigError(
+            f"split.weights: found {list(split.weights)}, expected more than 0 for one of the "
+            f"phases in use: {', '.join(phases)}. Fix: raise it, or remove split.weights"
+        )
+    return split if weights == split.weights else split.model_copy(update={"weights": weights})
+
+
+def shares(split: SplitConfig) -> dict[Phase, float]:
+    """The share of each phase of a positive weight in the conversations that train."""
+    weights = zip(PHASES, split.weights, strict=True)
+    return {phase: weight / sum(split.weights) for phase, weight in weights if weight}
+
+
+def shares_text(split: SplitConfig) -> str:
+    """Which share of the rows each phase gets, for a table's last line."""
+    found = ", ".join(f"{phase} {share:.0%}" for phase, share in shares(split).items())
+    return f"Training conversations by phase: {found}"
+
+
+def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
+    """Phases that get rows, but none of the nodes of a run trains on them, one line each."""
+    policies = [name for name in (*POLICIES, "dpo") if name in nodes]
+    for phase, share in shares(split).items() if policies and "split" in nodes else ():
+        if not {*READERS[phase]} & {*nodes}:
+            yield (
+                f"split: phase {phase} gets {share:.0%} of the training conversations, which "
+                f"pipeline {' and '.join(policies)} does not use. Fix: set {phase} to null"
+            )
+
+
+def faults_without_reward_model(blocks: Mapping[str, Any], *, has_gold: bool) -> Iterator[str]:
+    """Rewards and critics that need the reward model, and an evaluation without a judge, if
+    `reward_model` is null. `has_gold`: the gold score judges."""
+    if blocks["reward_model"] is not None:
+        return
+    policies = [blocks[name] for name in POLICIES if blocks[name] is not None]
+    for policy in policies:
+        if policy.needs_reward_model:
+            is_reward = uses_trained(policy.rewards)
+            found = "rewards: found trained" if is_reward else "critic: found a block"
+            yield (
+                f"{policy.stage}.{found}, but reward_model is null. Fix: set reward_model, or "
+                f"other rewards and no critic, or {policy.stage} to null"
+            )
+    by_rewards = [as_judges(policy.rewards) for policy in policies]
+    if not (blocks["evaluate"].judges or has_gold or (by_rewards and all(by_rewards))):
+        yield (
+            "evaluate.judges: found none, expected at least one, because reward_model is null. "
+            "Fix: add a judge, such as {reference: last_number}, or set reward_model"
+        )

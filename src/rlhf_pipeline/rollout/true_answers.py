@@ -1,0 +1,42 @@
+"""Whether a response agrees with the true answer of its prompt, for rewards and judges."""
+
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, without separators of thousands: "1,234.50" is 1234.5."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def _normal(text: str) -> str:
+    """Text without differences in case and white space, and without a final full stop."""
+    return " ".join(text.casefold().split()).removesuffix(".")
+
+
+def _same_last_number(true: str, given: str) -> bool:
+    return (number := last_number(given)) is not None and number == last_number(true)
+
+
+AGREES: dict[str, Callable[[str, str], bool]] = {
+    "exact": lambda true, given: _normal(true) == _normal(given),
+    "contains": lambda true, given: _normal(true) in _normal(given),
+    "last_number": _same_last_number,
+}
+"""Whether an answer (second) agrees with the true one (first), by `ReferenceReward.reference`."""
+
+
+def agreement(kind: str) -> Callable[..., list[float]]:
+    """The reward function of a kind of agreement: 1 for a response that agrees, else 0."""
+    agrees = AGREES[kind]
+
+    def reward(
+        prompts: Sequence[object], responses: Sequence[str], references: Sequence[str]
+    ) -> list[float]:
+        return [float(agrees(*pair)) for pair in zip(references, responses, strict=True)]
+
+    return reward

@@ -1,0 +1,108 @@
+"""Which stages train, and on which rows, if some blocks are null."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.checks import check, check_values
+from rlhf_pipeline.config.grpo import POLICIES, GRPOConfig
+from rlhf_pipeline.config.rewards import REWARDED
+from rlhf_pipeline.config.roads import shares_text, unused_phases
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.preflight import check_blocks, check_phases
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+CONF = Path(__file__).parents[2] / "conf"
+BY_ANSWERS = {
+    "rewards": [{"reference": "last_number"}],
+    "sampling": {"max_response_tokens": 48},
+}
+
+
+@pytest.fixture
+def parameters():
+    return LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights"),
+    [
+        ({}, (2, 4, 4)),
+        ({"sft": None}, (0, 4, 4)),
+        ({"ppo": None}, (2, 4, 0)),
+        ({"sft": None, "ppo": None}, (0, 4, 0)),  # all pairs serve the reward model and DPO
+        ({"ppo": None, "grpo": {}}, (2, 4, 4)),
+        ({"sft": None, "reward_model": None, "ppo": None}, (0, 4, 0)),  # DPO alone
+        ({"sft": None, "reward_model": None, "ppo": None, "grpo": BY_ANSWERS}, (0, 0, 4)),
+    ],
+)
+def test_a_phase_that_no_stage_uses_gets_no_rows(parameters, changes, weights):
+    assert check_values(parameters | changes)["split"].weights == weights
+
+
+def test_weights_of_phases_that_are_not_in_use_alone_are_refused(parameters):
+    parameters["split"]["weights"] = [1, 0, 0]
+    with pytest.raises(ConfigError, match=r"split\.weights: found \[1\.0, .* reward_model, ppo\."):
+        check_values(parameters | {"sft": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "ppo.rewards: found trained, but reward_model is null"),
+        ({"ppo": None, "grpo": {}}, "grpo.rewards: found trained, but reward_model is null"),
+        ({"ppo": {"rewards": ["json:dumps"]}}, "ppo.critic: found a block, but reward_model"),
+        ({"ppo": None, "split": {"sources": [{"name": "files", "path": "a.jsonl"}]}},
+         "evaluate.judges: found none, expected at least one"),
+        ({"ppo": None, "grpo": {"rewards": [{"reference": "exact", "weight": -1}]},
+          "split": {"sources": [{"name": "files", "path": "a.jsonl"}]}},
+         "evaluate.judges: found none, expected at least one"),
+    ],
+)  # fmt: skip
+def test_what_needs_the_reward_model_or_a_judge_is_refused_without_one(
+    parameters, changes, message
+):
+    given = {
+        name: {**parameters[name], **block} if block and parameters[name] else block
+        for name, block in changes.items()
+    }
+    with pytest.raises(ConfigError) as refusal:
+        check(parameters | {"reward_model": None} | given, gpus=0, elsewhere=True)
+    assert message in str(refusal.value)
+
+
+def test_rewards_judge_where_there_is_no_other_judge(parameters):
+    nothing = {"sft": None, "reward_model": None, "ppo": None}
+    check(parameters | nothing | {"grpo": BY_ANSWERS}, gpus=0, elsewhere=True)
+
+
+def test_a_pipeline_that_leaves_the_rows_of_a_phase_unused_says_so(parameters):
+    split = check_values(parameters)["split"]
+    dpo = ["base_model", "split", "sft", "reward_model", "dpo"]
+    assert list(unused_phases(split, dpo)) == [
+        "split: phase ppo gets 40% of the training conversations, which pipeline dpo does not use. "
+        "Fix: set ppo to null"
+    ]
+    assert not list(unused_phases(split, [*dpo, "ppo"]))
+    assert not list(unused_phases(split, ["base_model", "split", "sft"]))  # others may follow
+    assert shares_text(split).endswith("sft 20%, reward_model 40%, ppo 40%")
+
+
+def test_a_node_whose_block_is_null_needs_no_rows_and_a_policy_needs_its_block(parameters):
+    blocks = check_values(parameters | {"sft": None})
+    check_phases(blocks, {"split", "sft", "ppo"})
+    check_blocks(blocks, {"split", "ppo"})
+    with pytest.raises(ConfigError, match="grpo: found null, expected the parameters of the node"):
+        check_blocks(blocks, {"split", "grpo"})
+    blocks["split"] = blocks["split"].model_copy(update={"weights": (0, 0, 1)})
+    with pytest.raises(ConfigError, match="with 0 for reward_model"):
+        check_phases(blocks, {"split", "dpo"})
+
+
+def test_grpo_needs_no_parameter_and_names_its_models_after_its_block():
+    config = GRPOConfig()
+    assert [model.block for model in config.models()][:2] == ["grpo.actor", "grpo.reference"]
+    assert config.critic is None
+    assert config.advantage == "grpo"
+    assert tuple(POLICIES) == REWARDED

@@ -1,0 +1,106 @@
+"""From the base model by GRPO and by DPO, without SFT: real launches on two CPU ranks."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Project
+
+from rlhf_pipeline.runtime.manifest import Manifest
+
+pytestmark = pytest.mark.slow
+CONF = Path(__file__).parents[2] / "conf"
+SMALL = {"batch_size": 16, "micro_batch_tokens": 256, "evaluations": 1}
+
+
+@pytest.fixture
+def road(tmp_path):
+    """Runs a pipeline with a file of rows and these parameters; returns its project."""
+
+    def road(pipeline: str, rows: list[dict[str, str]], **parameters):
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        shutil.copytree(CONF, tmp_path / "conf")
+        (tmp_path / "conf" / "road").mkdir()
+        source = {"name": "files", "path": str(tmp_path / "rows.jsonl")}
+        source |= parameters.pop("source", {})
+        shared = {
+            "base_model": {
+                "vocab_size": 512,
+                "architecture": {"hidden_size": 32, "num_hidden_layers": 2},
+            },
+            "sft": None,
+            "ppo": None,
+            "split": {"sources": [source], "validation_fraction": 0.1, "test_fraction": 0.2},
+            "evaluate": {"prompts": 8, "best_of_n": 2, "sampling": {"max_response_tokens": 8}},
+        }
+        text = json.dumps(shared | parameters)  # YAML as well
+        (tmp_path / "conf" / "road" / "parameters.yml").write_text(text)
+        own = Project(tmp_path / "root")
+        own.arguments = f"--conf-source={tmp_path / 'conf'}", f"--pipeline={pipeline}"
+        own.output = own.kedro(*own.arguments, env="road")
+        return own
+
+    return road
+
+
+def evaluation_of(own, policy: str) -> dict:
+    folder = own.newest(f"08_reporting/{policy}_evaluation")
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def test_grpo_needs_a_model_and_prompts_whose_answers_can_be_checked(road):
+    own = road(
+        "grpo",
+        [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(80)],
+        source={"columns": {"prompt": "question", "reference": "answer"}},
+        reward_model=None,
+        grpo={
+            "rewards": [{"reference": "last_number"}],
+            "steps": 1,
+            "rollout_batch_size": 16,
+            "minibatch_size": 16,
+            "micro_batch_tokens": 256,
+            "evaluations": 1,
+            "evaluation_prompts": 8,
+            "sampling": {"max_response_tokens": 8},
+        },
+    )
+    evaluation = evaluation_of(own, "grpo")
+    assert list(evaluation["policies"]) == ["base_model", "grpo"]
+    assert (evaluation["judge"], evaluation["independent"]) == ("last_number", False)
+    assert evaluation["rewards"] == ["last_number"]
+    assert list(evaluation["win_rates"]) == ["last_number"]
+    assert "best_of_n" in evaluation
+    assert "GRPO's answer to the base model's" in " ".join(own.output.split())
+    page = own.newest("08_reporting/grpo_evaluation.html").read_text()
+    assert "GRPO was trained to maximize the score of last_number" in page
+    assert "SFT" not in page
+    baseline = own.newest("06_models/sft_model")
+    assert Manifest.read(baseline).stage == "base_model"
+    base_model = own.recipes("base_model")[0] / "export"
+    assert (baseline / "config.json").samefile(base_model / "config.json")  # a hard link
+    # The published inputs of a part of the pipeline come from the same parameters.
+    output = own.kedro(*own.arguments, "--from-nodes=grpo", env="road")
+    assert "grpo: reused" in output
+    status = own.kedro(*own.arguments, env="road", command="rlhf status")
+    assert "null: base_model is passed on" in status
+    assert "by phase: ppo 100%" in status
+
+
+def test_dpo_trains_the_base_model_on_all_pairs_that_are_not_held_out(road):
+    rows = [
+        {"prompt": f"Say {n}.", "chosen": f"It is {n}, my friend.", "rejected": "no"}
+        for n in range(80)
+    ]
+    own = road(
+        "dpo",
+        rows,
+        dpo=SMALL,
+        reward_model=SMALL | {"gate": None},
+    )
+    report = json.loads((own.newest("03_split/split") / "report.json").read_text())
+    assert report["files"]["reward_model/train.arrow"]["rows"] == 56  # 80 less 8 and 16 held out
+    evaluation = evaluation_of(own, "dpo")
+    assert list(evaluation["policies"]) == ["base_model", "dpo"]
+    assert evaluation["judge"] == "score"
