@@ -9,7 +9,8 @@ from typing import Any
 from ppo_runs import ppo_config
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
-from rlhf_pipeline.config.training import DPOConfig, RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.evaluation import evaluate
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.training import dpo, ppo, reward_model, sft

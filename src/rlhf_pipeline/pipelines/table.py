@@ -17,9 +17,7 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
-POLICY = Door(
-    "policy", {"ppo": "rlhf_pipeline.pipelines.ppo", "dpo": "rlhf_pipeline.pipelines.dpo"}
-)
+POLICY = Door("policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in ("ppo", "dpo", "kto")})
 """Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
 node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""
 
@@ -70,7 +68,7 @@ def pipeline_of(policy: str) -> str:
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """`full`, the default, trains by PPO; `dpo` by DPO instead. The others are parts of `full`."""
+    """`full`, the default, trains by PPO; `dpo` by DPO and `kto` by KTO instead. The others are parts of `full`."""
     nodes = _nodes()
 
     def pipeline(*names: str) -> Pipeline:
