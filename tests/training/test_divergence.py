@@ -107,7 +107,7 @@ def run(make_inputs, world, tmp_path):
     return train
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo", "kto"])
 def test_a_step_that_is_not_logged_ends_the_stage_too(run, stage, tmp_path):
     """The first update does the damage, the second step shows it, the fourth would be logged."""
     failure, (line,) = run(stage, **model(WILD), log_every=100)

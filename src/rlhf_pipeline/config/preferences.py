@@ -102,3 +102,11 @@ class KTOConfig(ReferencedConfig):
 
     def models(self) -> list[StageModel]:
         return self.models_of("kto")
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        if self.batch_size == 1:
+            yield (
+                "batch_size: found 1, expected at least 2: the KL of a step needs answers to other "
+                "prompts. Fix: raise it"
+            )

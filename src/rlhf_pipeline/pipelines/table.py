@@ -68,7 +68,8 @@ def pipeline_of(policy: str) -> str:
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """`full`, the default, trains by PPO; `dpo` by DPO and `kto` by KTO instead. The others are parts of `full`."""
+    """`full`, the default, trains by PPO, `dpo` and `kto` by these instead; the others are parts
+    of `full`."""
     nodes = _nodes()
 
     def pipeline(*names: str) -> Pipeline:
