@@ -132,9 +132,8 @@ class KTOTask:
         rewards = {
             f"{kind}_reward": sums[f"{kind}_reward"] / count[kind] for kind in count if count[kind]
         }
-        return rewards | {
-            name: sums[name] / sums["answers"] for name in ("loss", "kl", "agreement")
-        }
+        means = {name: sums[name] / sums["answers"] for name in ("loss", "kl", "agreement")}
+        return means | rewards
 
     def selection_score(self, metrics: dict[str, float]) -> float:
         """Lower held-out loss is better."""
