@@ -5,16 +5,16 @@ import shutil
 
 import pyarrow as pa
 import pytest
+from conftest import PROJECT, Project
 
 from rlhf_pipeline.runtime.manifest import verify
 
 pytestmark = pytest.mark.slow
 
 
-def test_kto_learns_from_thumbs_beside_comparisons(project, tmp_path):
-    """After a full run, with a file of TRL's unpaired preferences."""
-    own = type(project)(tmp_path)
-    shutil.copytree(project.root / "07_workspace", own.root / "07_workspace")
+def test_kto_learns_from_thumbs_beside_comparisons(tmp_path):
+    """The thumbs are a file of TRL's unpaired preferences."""
+    own = Project(tmp_path / "data")
     thumbs = tmp_path / "thumbs.jsonl"
     thumbs.write_text(
         "".join(
@@ -24,9 +24,12 @@ def test_kto_learns_from_thumbs_beside_comparisons(project, tmp_path):
         )
     )
     sources = [{"name": "synthetic", "samples": 600}, {"name": "files", "path": str(thumbs)}]
-    output = own.kedro("--pipeline=kto", params=f"split.sources={json.dumps(sources)}")
+    shutil.copytree(PROJECT / "conf", tmp_path / "conf")
+    parameters = tmp_path / "conf" / "local" / "parameters.yml"
+    parameters.write_text(json.dumps({"split": {"sources": sources}}))  # JSON is YAML
+    output = own.kedro("--pipeline=kto", f"--conf-source={tmp_path / 'conf'}")
     assert "evaluate_kto: running" in output and "dpo" not in output
-    with pa.ipc.open_stream(own.newest("05_model_input/split") / "kto" / "train.arrow") as stream:
+    with pa.ipc.open_stream(own.newest("03_split/split") / "kto" / "train.arrow") as stream:
         rows = stream.read_all().to_pylist()
     labels = [row["label"] for row in rows if row["id"].startswith("thumbs.jsonl")]
     assert len(rows) > 2 * len(labels) and {*labels} == {True, False}

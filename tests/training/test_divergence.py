@@ -33,6 +33,7 @@ TABLE = pa.table(
         "id": [str(i) for i in range(16)], "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(16)],
         "chosen_ids": ANSWERS, "rejected_ids": ANSWERS[::-1],
         "response_ids": ANSWERS, "loss_mask": [[True] * 3] * 16,
+        "label": [True, False] * 8,
         "source": ["files"] * 16, "messages": [[{"role": "user", "content": "?"}]] * 16,
     }
 )  # fmt: skip

@@ -18,8 +18,8 @@ _LITERAL_QUERY = re.compile(r"https?://[^?]*\?(?!\$\w+$)")
 class ColumnMap(Block):
     """The columns of your own files. A dot selects a nested column: `question.full_text`.
 
-    Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`, also with `label`;
-    `messages`; `text`; or `prompt` alone.
+    Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`; the last two also
+    with `label`; `messages`; `text`; or `prompt` alone.
     """
 
     prompt: str | None = None
@@ -37,7 +37,7 @@ class ColumnMap(Block):
     """A demonstration's answer, in the form of `chosen`."""
     label: str | None = None
     """Whether the `response` is good (true, 1) or bad (false, 0): feedback for KTO. No other phase
-    trains on it."""
+    trains on it. With `scores`: whether both `answers` are; null leaves it to the scores."""
     messages: str | None = None
     """A list of messages. The last one, by the assistant, is the demonstration."""
     reference: str | None = None
@@ -56,6 +56,7 @@ class ColumnMap(Block):
             {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
             {"prompt", "answers", "scores"}, {"prompt", "response"}, {"response"},
             {"prompt", "response", "label"}, {"response", "label"},
+            {"prompt", "answers", "scores", "label"},
             {"messages"}, {"text"}, {"prompt"},
         ]  # fmt: skip
         form = given - {"reference", "extra"} if self.text is None else given

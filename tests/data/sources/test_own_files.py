@@ -64,8 +64,16 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
         *(({"prompt": "q", "response": "a", "label": "up"},
            {"q": "Why?", "a": "Because.", "up": value}, Example(QUESTION, "Because.", label=label))
           for value, label in ((True, True), (0, False), ("1", True), ("False", False))),
-        ({"prompt": "q", "response": "a", "label": "up"}, {"q": "Why?", "a": "Because.", "up": 4},
-         Unused("column 'up' is neither true nor false, 1 nor 0")),
+        *((SCORED | {"label": "up"},
+           {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": score, "up": value}, expected)
+          for score, value, expected in (
+              (1, True, Example(QUESTION, "No.", "Because.", label=True)),
+              (1, False, Example(QUESTION, "No.", "Because.", label=False)),
+              (2, None, SIMPLE), (2, "", SIMPLE),
+          )),
+        *(({"prompt": "q", "response": "a", "label": "up"},
+           {"q": "Why?", "a": "Because.", "up": value},
+           Unused("column 'up' is neither true nor false, 1 nor 0")) for value in (None, 4)),
         ({"messages": "m"}, {"m": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": "m"}, {"m": [USER | {"role": "prompter"}, ANSWER | {"role": "bot"}]},
          Example(QUESTION, "Because.")),

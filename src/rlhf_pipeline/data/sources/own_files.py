@@ -99,22 +99,24 @@ def _record(row: Row, named: ColumnMap) -> Record:
     if any(prompt != prompts[0] for prompt in prompts):
         raise MalformedRowError("the columns contain different prompts")
     said = [dialogue[-1].content for dialogue in answers]
-    if named.scores is None:
-        example = Example(prompts[0], *said)
+    label = None if named.label is None else _label(row, named.label, named.scores is not None)
+    if named.scores is None or label is not None:
+        example = Example(prompts[0], *said, label=label)
     else:
         scores = (number(row, named.scores[0]), number(row, named.scores[1]))
         example = preferred(prompts[0], (said[0], said[1]), scores)
-    if named.label is not None:
-        example = replace(example, label=_label(row, named.label))
     if named.reference is not None:
         example = replace(example, reference=_reference(row, named.reference))
     return replace(example, extra=_extra(row, named.extra)) if named.extra else example
 
 
-def _label(row: Row, column: str) -> bool:
-    """Whether the answer is good: true or false, 1 or 0, also as text, since CSV has only text."""
-    named = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    if (found := named.get(str(row[column]).strip().lower())) is None:
+def _label(row: Row, column: str, may_be_null: bool) -> bool | None:
+    """Whether the answers are good: true or false, 1 or 0, also as text, since CSV has only text."""
+    value = row[column]
+    if may_be_null and value in (None, ""):
+        return None
+    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if (found := known.get(str(value).strip().lower())) is None:
         raise MalformedRowError(f"column {column!r} is neither true nor false, 1 nor 0")
     return found
 
