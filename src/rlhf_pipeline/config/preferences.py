@@ -1,7 +1,7 @@
 """DPO and KTO: a policy learns from preferences beside its frozen start."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -18,6 +18,9 @@ from rlhf_pipeline.config.training import (
 class ReferencedConfig(SupervisedConfig):
     """Fields common to DPO and KTO: a policy that trains beside its frozen start."""
 
+    stage: ClassVar[str]
+    """The stage of the block."""
+
     beta: PositiveFloat = 0.1
     """Strength of the KL constraint to the reference. A smaller value lets the policy move further
     for the same preferences."""
@@ -30,12 +33,12 @@ class ReferencedConfig(SupervisedConfig):
         """Whether a reference scores the answers, too."""
         return True
 
-    def models_of(self, stage: str) -> list[StageModel]:
+    def models(self) -> list[StageModel]:
         """The policy, and its reference if that is a model of its own."""
-        policy = TrainedModel(stage, self)
+        policy, frozen = TrainedModel(self.stage, self), self.reference.beside(self.deepspeed)
         if self.is_own_reference or not self.has_reference:
             return [policy]
-        return [policy, FrozenModel(f"{stage}.reference", self.reference.beside(self.deepspeed))]
+        return [policy, FrozenModel(f"{self.stage}.reference", frozen)]
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
@@ -47,6 +50,8 @@ class DPOConfig(ReferencedConfig):
 
     The best model has the lowest held-out loss.
     """
+
+    stage = "dpo"
 
     loss: Annotated[str, DPO_LOSS] = "sigmoid"
     """Loss of a comparison: sigmoid, that of the paper; ipo, hinge, robust, sigmoid_norm
@@ -71,9 +76,6 @@ class DPOConfig(ReferencedConfig):
         """What the loss asks for."""
         return DPO_LOSS.asked(self.loss)
 
-    def models(self) -> list[StageModel]:
-        return self.models_of("dpo")
-
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         unused = {"label_smoothing", "target_margin"} - self.asked
@@ -94,14 +96,13 @@ class KTOConfig(ReferencedConfig):
     The best model has the lowest held-out loss.
     """
 
+    stage = "kto"
+
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of good answers. The paper recommends a sum of all weights of good answers of 1 to 1.5
-    times that of bad answers."""
+    """Weight of good answers. All good answers together should weigh as much as all bad ones, or a
+    little more."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of bad answers."""
-
-    def models(self) -> list[StageModel]:
-        return self.models_of("kto")
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()

@@ -211,6 +211,7 @@ class RecordsWriter:
             return
         prompt, answers = record.prompt, [record.chosen or "", record.rejected or ""]
         identity = normalized_prompt(prompt)
+        label = [] if record.label is None else [str(record.label)]
         row = {
             "id": place,
             "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt],
@@ -218,17 +219,16 @@ class RecordsWriter:
             "rejected": record.rejected,
             "reference": record.reference,
             "extra": record.extra,
+            "label": record.label,
             "prompt_key": key(identity),
             "conversation_key": key(conversation(identity)),
-            "example_key": key(identity, *(answer.strip() for answer in answers)),
+            "example_key": key(identity, *(answer.strip() for answer in answers), *label),
         }
         writer = self._examples
-        if record.label is not None:
+        if label:
             writer = self._labelled = self._labelled or ArrowWriter(
                 self._folder / _LABELLED, self._schema.append(LABEL)
             )
-            row |= {"label": record.label}
-            row["example_key"] = key(row["example_key"].hex(), str(record.label))
         writer.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
 
     def __exit__(self, *_: object) -> None:

@@ -22,8 +22,8 @@ class Vote(Pair):
     """What one person thinks about one pair, a line of the file."""
 
     first_score: int
-    """1 if the first answer is better, or both are good; else 0. The source skips equal scores, unless
-    it reads `label`."""
+    """1 if the first answer is better, or both are good; else 0. The source skips equal
+    scores, unless it reads `label`."""
     second_score: int
     reason: str
     annotator: str

@@ -111,7 +111,7 @@ def _record(row: Row, named: ColumnMap) -> Record:
 
 
 def _label(row: Row, column: str, may_be_null: bool) -> bool | None:
-    """Whether the answers are good: true or false, 1 or 0, also as text, since CSV has only text."""
+    """Whether the answers are good: true, false, 1 or 0, also as text, since CSV has only text."""
     value = row[column]
     if may_be_null and value in (None, ""):
         return None
