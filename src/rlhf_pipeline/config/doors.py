@@ -121,26 +121,19 @@ REWARD_LOSS = Door(
     {"bradley_terry": "rlhf_pipeline.rl.losses:pairwise_loss"},
     "chosen_scores rejected_scores",
 )
-OF_REFERENCE = (
-    "ref_chosen_logprobs", "ref_rejected_logprobs", "chosen_log_ratios", "rejected_log_ratios"
-)  # fmt: skip
+OF_REFERENCE = "ref_chosen_logprobs ref_rejected_logprobs chosen_log_ratios rejected_log_ratios"
 """What only a reference can tell a loss of DPO."""
 DPO_LOSS = Door(
     "dpo_loss",
     {
-        name: f"rlhf_pipeline.rl.preference_losses:{function}"
-        for name, function in {
-            "sigmoid": "dpo_loss",
-            "ipo": "ipo_loss",
-            "hinge": "hinge_loss",
-            "robust": "robust_dpo_loss",
-            "sigmoid_norm": "normalized_dpo_loss",
-            "simpo": "simpo_loss",
-        }.items()
+        "sigmoid": "rlhf_pipeline.rl.preference_losses:dpo_loss",
+        "ipo": "rlhf_pipeline.rl.preference_losses:ipo_loss",
+        "hinge": "rlhf_pipeline.rl.preference_losses:hinge_loss",
+        "robust": "rlhf_pipeline.rl.preference_losses:robust_dpo_loss",
+        "sigmoid_norm": "rlhf_pipeline.rl.preference_losses:normalized_dpo_loss",
+        "simpo": "rlhf_pipeline.rl.preference_losses:simpo_loss",
     },
-    " ".join(
-        ("chosen_logprobs rejected_logprobs", *OF_REFERENCE, "chosen_lengths rejected_lengths")
-    ),
+    f"chosen_logprobs rejected_logprobs {OF_REFERENCE} chosen_lengths rejected_lengths",
 )
 GENERATOR = Door(
     "generator",

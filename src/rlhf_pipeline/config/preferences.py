@@ -69,7 +69,7 @@ class DPOConfig(ReferencedConfig):
 
     @property
     def has_reference(self) -> bool:
-        return not self.asked.isdisjoint(OF_REFERENCE)
+        return not self.asked.isdisjoint(OF_REFERENCE.split())
 
     @property
     def asked(self) -> set[str]:

@@ -157,13 +157,12 @@ class PhaseFile:
             **{f"{answer}_ids": text.ids for answer, text in row.answers.items()},
         }
         if self.table.takes_labelled:
+            is_good = {"chosen": True, "rejected": False}
+            if row.label is not None:
+                is_good = dict.fromkeys(is_good, row.label)
             return [
-                values
-                | {
-                    "response_ids": text.ids,
-                    "label": answer == "chosen" if row.label is None else row.label,
-                }
-                for answer, text in row.answers.items()
+                values | {"response_ids": text.ids, "label": is_good[name]}
+                for name, text in row.answers.items()
             ]
         return [values | demonstration(row, config) if self.table.phase == "sft" else values]
 
