@@ -22,7 +22,7 @@ where = ["src"]
 DOORS = {
     "split.sources": [{"name": "my_rlhf.sources:PKU", "path": "pairs.jsonl"}],
     "reward_model.loss": "my_rlhf.losses:hinge",
-    "dpo.loss": "my_rlhf.losses:ipo",
+    "dpo.loss": "my_rlhf.losses:apo_zero",
     "ppo.policy_loss": "gspo",
     "ppo.advantage": "my_rlhf.advantages:normalized",
     "ppo.critic": None,

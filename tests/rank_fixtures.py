@@ -200,7 +200,13 @@ def program_inputs(ppo_inputs, make_model, tmp_path_factory):
         "chosen_ids": [[20 + i] * (i % 4) + [1] for i in rows],
         "rejected_ids": [[40 + i] * (i % 5) + [1] for i in rows],
     }
-    tables = {"demonstrations": demonstrations, "comparisons": comparisons}
+    answers = prompts | {
+        "response_ids": demonstrations["response_ids"],
+        "label": [i % 3 != 0 for i in rows],
+    }
+    tables = {
+        "demonstrations": demonstrations, "comparisons": comparisons, "answers": answers
+    }  # fmt: skip
     folders = {
         name: write_table(pa.table(columns), tmp_path_factory.mktemp(name), contract)
         for name, columns in tables.items()

@@ -9,15 +9,17 @@ from typing import Any
 from ppo_runs import ppo_config
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
-from rlhf_pipeline.config.training import DPOConfig, RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.evaluation import evaluate
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
-from rlhf_pipeline.training import dpo, ppo, reward_model, sft
+from rlhf_pipeline.training import dpo, kto, ppo, reward_model, sft
 
 MAIN = {
     "sft": sft.main,
     "reward_model": reward_model.main,
     "dpo": dpo.main,
+    "kto": kto.main,
     "ppo": ppo.main,
     "evaluate": evaluate.main,
 }
@@ -26,6 +28,7 @@ INPUTS = {
     "sft": ("base_model", "demonstrations"),
     "reward_model": ("sft_model", "comparisons"),
     "dpo": ("sft_model", "comparisons"),
+    "kto": ("sft_model", "answers"),
     "ppo": ("prompts", "sft_model", "reward_model"),
     "evaluate": ("prompts", "demonstrations", "sft_model", "ppo_model", "reward_model"),
 }
@@ -70,6 +73,8 @@ def _blocks(program: str, changes: dict[str, Any]) -> dict[str, Any]:
             return {program: RewardModelConfig.model_validate(supervised | changes)}
         case "dpo":
             return {program: DPOConfig.model_validate(supervised | changes)}
+        case "kto":
+            return {program: KTOConfig.model_validate(supervised | changes)}
         case "ppo":
             config = generated | {"steps": STEPS, "evaluations": STEPS, "evaluation_prompts": 4}
             return {program: ppo_config(**(config | changes))}

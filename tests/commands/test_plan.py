@@ -86,9 +86,9 @@ def test_the_tables_of_a_large_model_fit_80_columns():
     show(found, Console(file=output, width=80))
     printed = output.getvalue()
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
-    table = printed[printed.index("Work of all ranks") :].splitlines()[3:8]
+    table = printed[printed.index("Work of all ranks") :].splitlines()[3:9]
     rows = {line.split()[0]: line.split() for line in table}
-    assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "evaluate"]
+    assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "kto", "evaluate"]
     assert all(re.fullmatch(r"\d\.\de\d+", row[-4]) for row in rows.values())  # FLOP
     assert rows["ppo"][-2] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
 

@@ -71,7 +71,7 @@ def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
          "found policy_loss 'gsppo' (did you mean gspo?), expected clip, gspo, PACKAGE.MODULE:"),
         ("evaluate.generator", "hybrid", "found generator 'hybrid', expected transformers, vllm, "),
         ("ppo.policy_loss", "my_losses:gspo", "my_losses:gspo: found no module my_losses. Fix: "),
-        ("ppo.policy_loss", "my_rlhf.losses:gsp", "found functions gspo, hinge, ipo in "),
+        ("ppo.policy_loss", "my_rlhf.losses:gsp", "found functions apo_zero, gspo, hinge in "),
         ("ppo.policy_loss", "my_rlhf.losses:hinge",
          "my_rlhf.losses:hinge cannot be called: missing a required argument: 'chosen_scores'. "
          "Fix: name its parameters after what they get, which is logprobs, old_logprobs, "

@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import DPOConfig, SavingConfig, SFTConfig
+from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.training import SavingConfig, SFTConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 2}
@@ -51,6 +52,29 @@ def test_a_reference_block_is_refused_with_adapters(reference):
         PPOConfig.model_validate(PPO | {"actor": policy} | reference)
     with pytest.raises(ValidationError, match=message):
         DPOConfig.model_validate(SUPERVISED | policy | reference)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss": "ipo", "label_smoothing": 0.1},
+         "label_smoothing: found 0.1 with loss ipo, expected 0.0: it has no effect. Fix: leave it "
+         "out, or choose another loss"),
+        ({"target_margin": 0.5}, "target_margin: found 0.5 with loss sigmoid, expected 1.0"),
+        ({"loss": "simpo", "reference": {"deepspeed": {"precision": "bf16"}}},
+         "reference: found a block with loss simpo, expected none"),
+    ],
+)  # fmt: skip
+def test_what_a_loss_cannot_use_is_refused(fields, message):
+    with pytest.raises(ValidationError) as refusal:
+        DPOConfig.model_validate(SUPERVISED | fields)
+    assert message in str(refusal.value)
+
+
+def test_only_a_loss_that_reads_a_reference_loads_one():
+    for loss, models in (("sigmoid", 2), ("robust", 2), ("sigmoid_norm", 2), ("simpo", 1)):
+        assert len(DPOConfig.model_validate(SUPERVISED | {"loss": loss}).models()) == models
+    DPOConfig.model_validate(SUPERVISED | {"loss": "robust", "label_smoothing": 0.1})
 
 
 @pytest.mark.parametrize("policy", [{"lora": None}, {"lora": {"train_rest": True}}])

@@ -15,6 +15,8 @@ from rlhf_pipeline.data.records import Example, Message, Text
 
 FILES = [
     "evaluation/test.arrow",
+    "kto/train.arrow",
+    "kto/validation.arrow",
     "ppo/train.arrow",
     "ppo/validation.arrow",
     "reward_model/train.arrow",
@@ -58,6 +60,10 @@ def test_files_and_columns(
             messages = [{"role": "user", "content": f"Question {n}?"}]
             if "loss_mask" in one:
                 assert found.pop("loss_mask") == [True] * len(one["response_ids"])
+            if file.startswith("kto"):
+                right = right if one["label"] else wrong
+                assert found == prompt | {"response_ids": right, "label": one["label"]}
+                continue
             assert found == prompt | {
                 "sft": {"response_ids": right},
                 "reward_model": {"chosen_ids": right, "rejected_ids": wrong},
@@ -65,8 +71,10 @@ def test_files_and_columns(
                 file.split("/")[0], {"source": "files", "messages": messages, "reference": None}
             )  # fmt: skip
         seen[file] = set(numbers)
-    validation = [seen.pop(f"{phase}/validation.arrow") for phase in ("sft", "reward_model", "ppo")]
-    assert validation[0] == validation[1] == validation[2]
+    phases = ("sft", "reward_model", "ppo", "kto")
+    validation = [seen.pop(f"{phase}/validation.arrow") for phase in phases]
+    assert validation[0] == validation[1] == validation[2] == validation[3]
+    assert seen.pop("kto/train.arrow") == seen["reward_model/train.arrow"]
     assert list(map(len, seen.values())) == [1, 3, 3, 2] and len(validation[0]) == 1
     assert set.union(validation[0], *seen.values()) == set(range(10))
 
@@ -91,7 +99,7 @@ def test_identical_input_gives_identical_bytes(
     texts = (write_records("texts", *(Text("A document.") for _ in range(50))),)
     reports = [prepare(own, out=name, seed=7, texts=texts) for name in "ab"]
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
-    assert len(digests(tmp_path / "a")) == 8
+    assert len(digests(tmp_path / "a")) == 10
     assert reports[0] == reports[1]
     prepare(own, out="c", seed=8, texts=texts)
     changed = {

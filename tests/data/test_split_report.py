@@ -76,7 +76,7 @@ def test_the_report(write_records, prepare: Prepare, ten) -> None:
         path: {"files (own.jsonl)": count} for path, count in counts.items()
     }
     assert len(report["overlap"]) == 10 and not any(report["overlap"].values())
-    assert len(report["files"]) == 7
+    assert len(report["files"]) == 9
     columns = {"rows", "duplicates_merged", "dropped", "truncated", "tokens"}
     assert set(report["files"]["sft/train.arrow"]) == columns
     assert report["pretraining"] is None
@@ -120,7 +120,7 @@ def test_headline(write_records, prepare: Prepare, ten) -> None:
     assert metrics.pop("data/tokens") > 0
     written = {"sft_train": 2, "sft_validation": 1, "reward_model_train": 3,
                "reward_model_validation": 1, "ppo_train": 3, "ppo_validation": 1,
-               "evaluation_test": 1}  # fmt: skip
+               "evaluation_test": 1, "kto_train": 6, "kto_validation": 2}  # fmt: skip
     assert metrics == {f"data/{name}_rows": count for name, count in written.items()} | {
         "data/rows": 13, "data/distinct_prompts": 10, "data/bad_rows": 0,
         "data/duplicates_merged": 2, "data/near_duplicates": 0, "data/dropped_rows": 0,

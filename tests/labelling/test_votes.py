@@ -46,6 +46,20 @@ def test_the_source_files_reads_votes_as_comparisons_and_skips_ties(votes):
     ]
 
 
+def test_with_its_label_a_tie_is_two_good_or_two_bad_answers(votes):
+    for number, scores in enumerate([(0, 1), (1, 1), (0, 0)]):
+        add_vote(votes, vote(number, scores=scores))
+    columns = ColumnMap(
+        prompt="prompt", answers=("first", "second"), scores=("first_score", "second_score"),
+        label="label",
+    )  # fmt: skip
+    source = SourceConfig(name="files", path=str(votes), columns=columns)
+    found = [row for _, row in read(source, 0)]
+    assert [(example.chosen[:3], example.label) for example in found] == [
+        ("Two", None), ("One", True), ("One", False),
+    ]  # fmt: skip
+
+
 def test_a_line_has_what_one_wants_to_know_later(votes):
     add_vote(votes, vote(0))
     fields = {"policies", "reason", "annotator", "shown_as_a", "time"}

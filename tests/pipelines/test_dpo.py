@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.training import DPOConfig
+from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.pipelines.dpo import SPEC
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.context import RunContext

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.rl.losses import (
-    dpo_loss,
     entropy_loss,
-    implicit_rewards,
     kl_loss,
     pairwise_loss,
     policy_loss,
@@ -248,63 +246,3 @@ def test_pairwise_loss_is_the_likelihood_of_the_preferences():
 def test_pairs_must_not_broadcast():
     with pytest.raises(ValueError, match=r"rejected_scores is \(3, 1\), chosen_scores is \(3,\)"):
         pairwise_loss(CHOSEN, REJECTED.unsqueeze(1))
-    inputs = LOGPROBS_OF_PAIRS | {"ref_rejected_logprobs": torch.zeros(3, 1)}
-    with pytest.raises(ValueError, match=r"ref_rejected_logprobs is \(3, 1\), chosen_logprobs"):
-        dpo_loss(**inputs, beta=0.5)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [pairwise_loss, lambda a, b: dpo_loss(a, b, torch.zeros(1), torch.zeros(1), beta=1.0)],
-    ids=["pairwise", "dpo"],
-)
-def test_an_extreme_mistake_has_a_finite_loss(loss):
-    exact(loss(torch.tensor([-500.0]), torch.tensor([500.0]))[0], torch.tensor(1000.0))
-
-
-# beta is 1/2. Log ratios of the chosen responses: 1, 0, -2. Their rewards: 1/2, 0, -1.
-# Log ratios of the rejected responses: 1, -2 ln 3, -2 + 2 ln 3. Rewards: 1/2, -ln 3, -1 + ln 3.
-LOGPROBS_OF_PAIRS = {
-    "chosen_logprobs": torch.tensor([-3.0, -2.0, -4.0]),
-    "rejected_logprobs": torch.tensor([-4.0, -3.1972246, -2.8027754]),
-    "ref_chosen_logprobs": torch.tensor([-4.0, -2.0, -2.0]),
-    "ref_rejected_logprobs": torch.tensor([-5.0, -1.0, -3.0]),
-}
-
-
-def test_dpo_loss_is_the_likelihood_of_the_preferences_under_the_implicit_rewards():
-    """-beta * (1 - sigmoid(margin)) / 3: -(1/2)(1/2)/3, -(1/2)(1/4)/3, -(1/2)(3/4)/3."""
-    inputs = {name: x.clone().requires_grad_() for name, x in LOGPROBS_OF_PAIRS.items()}
-    chosen_rewards, rejected_rewards = (
-        implicit_rewards(inputs[f"{name}_logprobs"], inputs[f"ref_{name}_logprobs"], beta=0.5)
-        for name in ("chosen", "rejected")
-    )
-    exact(chosen_rewards.detach(), torch.tensor([0.5, 0.0, -1.0]))
-    exact(rejected_rewards.detach(), torch.tensor([0.5, -1.0986123, 0.0986123]))
-    expected = torch.tensor([-0.0833333, -0.0416667, -0.125])
-    total, count = dpo_loss(**inputs, beta=0.5)
-    exact((total / count).detach(), torch.tensor(0.7890412))
-    (total / count).backward()
-    exact(inputs["chosen_logprobs"].grad, expected)
-    exact(inputs["rejected_logprobs"].grad, -expected)
-    assert inputs["ref_chosen_logprobs"].grad is inputs["ref_rejected_logprobs"].grad is None
-
-
-def test_dpo_loss_with_label_smoothing():
-    """e = 0.1, margins 0, ln 3: (0.6931472 + 0.9 * 0.2876821 + 0.1 * 1.3862944) / 2.
-
-    -beta * (1 - e - sigmoid(margin)) / 2: -(1/2)(0.9 - 0.5)/2, -(1/2)(0.9 - 0.75)/2. The minimum is
-    at the margin log(0.9 / 0.1) = 2.1972246.
-    """
-    inputs = {name: x[:2].clone().requires_grad_() for name, x in LOGPROBS_OF_PAIRS.items()}
-    loss = dpo_loss(**inputs, beta=0.5, label_smoothing=0.1)
-    check(loss, inputs["chosen_logprobs"], 0.5453453, [-0.1, -0.0375])
-    chosen, zero = torch.tensor([2.1972246], requires_grad=True), torch.zeros(1)
-    loss = dpo_loss(chosen, zero, zero, zero, beta=1.0, label_smoothing=0.1)
-    exact(mean_and_gradient(loss, chosen)[1], torch.zeros(1), atol=1e-6)
-
-
-def test_dpo_loss_of_the_reference_is_log_2():
-    chosen, rejected = torch.tensor([-3.0, -70.0]), torch.tensor([-5.0, -20.0])
-    total, count = dpo_loss(chosen, rejected, chosen, rejected, beta=0.1)
-    exact(total / count, torch.tensor(0.6931472))

@@ -15,6 +15,7 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
     "sft": ("sft", trained(3), True),
     "reward model": ("reward_model", trained(2), False),
     "dpo": ("dpo", trained(1), False),
+    "kto, sharded": ("kto", trained(3), True),
     "ppo, sharded": (
         "ppo", {"actor": trained(3), "critic": trained(2), "ema": {"decay": 0.9}}, True
     ),

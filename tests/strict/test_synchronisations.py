@@ -14,7 +14,7 @@ def own_waits(strict, phase: str) -> dict[int | None, int]:
     return Counter(wait.step for wait in strict.waits if wait.own and wait.phase == phase)
 
 
-@pytest.mark.parametrize("program", ["sft", "dpo"])
+@pytest.mark.parametrize("program", ["sft", "dpo", "kto"])
 def test_an_optimizer_step_of_supervised_training_waits_twice(
     strict, program_inputs, tmp_path, program
 ):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.preferences import KTOConfig
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed import engine as engines
@@ -23,14 +24,15 @@ from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import for_generation, whole_state_dict
 from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
+from rlhf_pipeline.training.kto import KTOTask
 from rlhf_pipeline.training.ppo_setup import set_up
 from rlhf_pipeline.training.sft import SFTTask
-from rlhf_pipeline.training.supervised import Setup, train_step
+from rlhf_pipeline.training.supervised import Setup, evaluate, train_step
 
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12], [13, 14, 15], [16, 17], [18], [19, 5, 6], [7, 8]]
 RESPONSES = [
@@ -128,6 +130,28 @@ def sft_steps(size, policy, world):
     return whole_state_dict(engine.module)
 
 
+def kto_steps(size, policy, world):
+    """The weights after five steps of KTO on good and bad answers, and its held-out metrics."""
+    config = KTOConfig.model_validate(
+        TRAINED | {"epochs": 1, "batch_size": 8, "micro_batch_tokens": size}
+    )
+    columns = {"prompt_ids": PROMPTS, "response_ids": RESPONSES}
+    table = Rows.of(pa.table(columns | {"label": [row % 3 > 0 for row in range(8)]}))
+    odd = Rows.of(pa.table({name: values[:7] for name, values in columns.items()}
+                           | {"label": [row % 2 > 0 for row in range(7)]}))  # fmt: skip
+    load = partial(load_policy, policy)
+    task = KTOTask(TokenContract.read(policy), freeze(load("fp32")), config)
+    engine = train_engine(load, config, total_steps=5)
+    setup = Setup(
+        engine=engine, task=task, config=config, training=table, validation=odd, world=world,
+        seed=1, best=None, guard=None, checkpoints=None, done=0,
+    )  # fmt: skip
+    for step in range(1, 6):
+        train_step(setup, step)
+    held_out = {f"held-out {name}": torch.tensor(x) for name, x in evaluate(setup).items()}
+    return whole_state_dict(engine.module) | held_out
+
+
 def ppo_steps(size, inputs, world, folder):
     """The weights of actor and critic after five steps of PPO; micro batches of `size` tokens."""
     config = PPOConfig.model_validate(
@@ -152,6 +176,7 @@ def main(inputs, folder):
     linear = torch.nn.functional.linear
     found = {name: gradient_steps(name, inputs["sft_model"], world) for name in GRADIENTS}
     found |= {("sft", size): sft_steps(size, inputs["sft_model"], world) for size in CUTS}
+    found |= {("kto", size): kto_steps(size, inputs["sft_model"], world) for size in CUTS}
     found |= {("ppo", size): ppo_steps(size, inputs, world, folder / str(size)) for size in CUTS}
     found["linear is unchanged"] = torch.nn.functional.linear is linear
     if world.rank == 0:
@@ -213,6 +238,7 @@ def largest_difference(one, other):
 def one_rank(world, ppo_inputs, tmp_path_factory):
     """The same steps on one rank, in this process."""
     found = {("sft", size): sft_steps(size, ppo_inputs["sft_model"], world) for size in CUTS}
+    found |= {("kto", size): kto_steps(size, ppo_inputs["sft_model"], world) for size in CUTS}
     return found | {
         ("ppo", size): ppo_steps(size, ppo_inputs, world, tmp_path_factory.mktemp("ppo"))
         for size in CUTS
@@ -221,7 +247,7 @@ def one_rank(world, ppo_inputs, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", CUTS)
-@pytest.mark.parametrize("stage", ["sft", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "kto", "ppo"])
 def test_five_steps_do_not_depend_on_micro_batches_and_ranks(one_rank, two_ranks, stage, size):
     """Eight rows per step: one row in a micro batch, some, or all of a rank."""
     whole = one_rank[stage, 1000]

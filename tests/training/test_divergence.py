@@ -33,6 +33,7 @@ TABLE = pa.table(
         "id": [str(i) for i in range(16)], "prompt_ids": [[5 + i] * (1 + i % 3) for i in range(16)],
         "chosen_ids": ANSWERS, "rejected_ids": ANSWERS[::-1],
         "response_ids": ANSWERS, "loss_mask": [[True] * 3] * 16,
+        "label": [True, False] * 8,
         "source": ["files"] * 16, "messages": [[{"role": "user", "content": "?"}]] * 16,
     }
 )  # fmt: skip
@@ -84,7 +85,7 @@ def make_inputs(make_policy, tmp_path_factory):
         save_model(scores, load_tokenizer(policy), reward_model)
         store_score_mean(reward_model, 0.0)
         models = {"base_model": policy, "sft_model": policy}
-        names = ("demonstrations", "comparisons", "prompts")
+        names = ("demonstrations", "comparisons", "answers", "prompts")
         return models | dict.fromkeys(names, rows) | {"reward_model": as_artifact(reward_model)}
 
     return cache(make)
@@ -107,7 +108,7 @@ def run(make_inputs, world, tmp_path):
     return train
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "reward_model", "dpo", "kto"])
 def test_a_step_that_is_not_logged_ends_the_stage_too(run, stage, tmp_path):
     """The first update does the damage, the second step shows it, the fourth would be logged."""
     failure, (line,) = run(stage, **model(WILD), log_every=100)

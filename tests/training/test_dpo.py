@@ -1,11 +1,12 @@
 """The loss of DPO, in any batch."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rlhf_pipeline.config.training import DPOConfig
+from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import grouped
 from rlhf_pipeline.models.loading import freeze, load_policy
@@ -123,6 +124,51 @@ def test_label_smoothing_reaches_the_loss(task, model):
     )
     assert there != pytest.approx(back, rel=1e-2)
     assert both == pytest.approx(0.8 * there + 0.2 * back, rel=1e-5)
+
+
+def test_a_loss_gets_the_lengths_and_its_rewards_are_those_of_a_mean_token(task, model):
+    """IPO in the middle of the rows: beta is 1/2, so the margin of mean log ratios aims at 1."""
+    freeze(model)
+    normalized = replace(task, config=CONFIG.model_copy(update={"loss": "ipo"}))
+    batch = task.collate(ROWS)
+    loss, sums = normalized.loss(model, batch, torch.tensor(3.0))
+    means = {
+        answer: [
+            reward_by_hand(model, task.reference, row, answer) / len(ROWS[f"{answer}_ids"][row])
+            for row in range(3)
+        ]
+        for answer in ("chosen", "rejected")
+    }
+    margins = [one - other for one, other in zip(*means.values(), strict=True)]
+    expected = sum((margin / BETA - 1) ** 2 for margin in margins) / 3
+    torch.testing.assert_close(loss.float(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(sums["margin"].float(), sum(margins), rtol=1e-4, atol=1e-6)
+
+
+def test_simpo_has_no_reference(start, model):
+    """Its rewards are beta times the log-probability of a mean token."""
+    freeze(model)
+    config = CONFIG.model_copy(update={"loss": "simpo"})
+    task = DPOTask(TokenContract.read(start), None, config)
+    _, sums = task.loss(model, task.collate(only(0)), torch.tensor(1.0))
+    ids = torch.tensor(ROWS["prompt_ids"][0] + ROWS["chosen_ids"][0])
+    logprobs = model(ids[None]).logits[0].log_softmax(-1)
+    expected = BETA * (logprobs[4, 20] + logprobs[5, 1]) / 2
+    torch.testing.assert_close(sums["chosen"].float(), expected, rtol=1e-4, atol=0)
+
+
+def test_sft_coef_adds_the_likelihood_of_the_chosen_answers(task, model):
+    freeze(model)
+    both = replace(task, config=CONFIG.model_copy(update={"sft_coef": 2.0}))
+    rows, one = task.collate(only(0)), torch.tensor(1.0)
+    loss, sums = both.loss(model, rows, one)
+    ids = torch.tensor(ROWS["prompt_ids"][0] + ROWS["chosen_ids"][0])
+    logprobs = model(ids[None]).logits[0].log_softmax(-1)
+    nll = -(logprobs[4, 20] + logprobs[5, 1]) / 2
+    plain, _ = task.loss(model, rows, one)
+    torch.testing.assert_close(loss, plain + 2 * nll, rtol=1e-5, atol=0)
+    metrics = both.metrics({name: value.item() for name, value in sums.items()})
+    assert metrics["chosen_nll"] == pytest.approx(nll.item(), rel=1e-5)
 
 
 def test_metrics_are_per_comparison_and_the_lowest_loss_is_the_best(task):

@@ -16,7 +16,8 @@ from rank_fixtures import write_table
 from safetensors.torch import load_file
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import DPOConfig, RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob

@@ -23,7 +23,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.definitions import defined, signature
+from rlhf_pipeline.config.definitions import defined, parameters, signature
 from rlhf_pipeline.errors import ConfigError, suggestion
 
 PLACE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -81,6 +81,15 @@ class Door:
                 "uninstall its package"
             ) from error
 
+    def asked(self, name: str) -> set[str]:
+        """What a function of the door asks for, by its source; all that the door offers if the
+        source does not tell, or the function is missing, which `door_faults` reports."""
+        try:
+            function = defined(self.place(name))
+        except ConfigError:
+            function = None
+        return parameters(function) if function else {*self.offers.split()}
+
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
@@ -112,10 +121,19 @@ REWARD_LOSS = Door(
     {"bradley_terry": "rlhf_pipeline.rl.losses:pairwise_loss"},
     "chosen_scores rejected_scores",
 )
+OF_REFERENCE = "ref_chosen_logprobs ref_rejected_logprobs chosen_log_ratios rejected_log_ratios"
+"""What only a reference can tell a loss of DPO."""
 DPO_LOSS = Door(
     "dpo_loss",
-    {"sigmoid": "rlhf_pipeline.rl.losses:dpo_loss"},
-    "chosen_logprobs rejected_logprobs ref_chosen_logprobs ref_rejected_logprobs",
+    {
+        "sigmoid": "rlhf_pipeline.rl.preference_losses:dpo_loss",
+        "ipo": "rlhf_pipeline.rl.preference_losses:ipo_loss",
+        "hinge": "rlhf_pipeline.rl.preference_losses:hinge_loss",
+        "robust": "rlhf_pipeline.rl.preference_losses:robust_dpo_loss",
+        "sigmoid_norm": "rlhf_pipeline.rl.preference_losses:normalized_dpo_loss",
+        "simpo": "rlhf_pipeline.rl.preference_losses:simpo_loss",
+    },
+    f"chosen_logprobs rejected_logprobs {OF_REFERENCE} chosen_lengths rejected_lengths",
 )
 GENERATOR = Door(
     "generator",

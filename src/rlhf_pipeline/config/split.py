@@ -18,8 +18,8 @@ _LITERAL_QUERY = re.compile(r"https?://[^?]*\?(?!\$\w+$)")
 class ColumnMap(Block):
     """The columns of your own files. A dot selects a nested column: `question.full_text`.
 
-    Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`; `messages`; `text`; or
-    `prompt` alone.
+    Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`; the last two also
+    with `label`; `messages`; `text`; or `prompt` alone.
     """
 
     prompt: str | None = None
@@ -35,6 +35,9 @@ class ColumnMap(Block):
     """Two columns of numbers. The answer with the higher score is preferred; ties are skipped."""
     response: str | None = None
     """A demonstration's answer, in the form of `chosen`."""
+    label: str | None = None
+    """Whether the `response` is good (true, 1) or bad (false, 0): feedback for KTO. No other phase
+    trains on it. With `scores`: whether both `answers` are; null leaves it to the scores."""
     messages: str | None = None
     """A list of messages. The last one, by the assistant, is the demonstration."""
     reference: str | None = None
@@ -52,6 +55,8 @@ class ColumnMap(Block):
         forms = [
             {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
             {"prompt", "answers", "scores"}, {"prompt", "response"}, {"response"},
+            {"prompt", "response", "label"}, {"response", "label"},
+            {"prompt", "answers", "scores", "label"},
             {"messages"}, {"text"}, {"prompt"},
         ]  # fmt: skip
         form = given - {"reference", "extra"} if self.text is None else given
@@ -81,8 +86,8 @@ class SourceConfig(Block):
     in most cases "train"."""
     columns: ColumnMap | None = None
     """For "files": the columns to read. None: the columns of TRL's formats (`prompt`, `chosen` and
-    `rejected`; `chosen` and `rejected`; `prompt` and `completion`; `messages`; `prompt` alone),
-    whichever the file has."""
+    `rejected`; `chosen` and `rejected`; `prompt` and `completion`, also with `label`; `messages`;
+    `prompt` alone), whichever the file has."""
     samples: PositiveInt | None = None
     """Number of rows that the synthetic source generates (None: 30,000), or maximum number of rows
     to read of any other source (None: all)."""
@@ -134,8 +139,9 @@ class BlendedSourceConfig(SourceConfig):
     """Share of the source's distinct prompts to use. A smaller share is part of a larger one."""
     phases: tuple[Phase | Literal["test"], ...] | None = Field(default=None, min_length=1)
     """Phases that may use the source. None: all that its rows can serve (demonstrations: SFT;
-    comparisons: all three; bare prompts: PPO). ["test"]: all its prompts belong to the final
-    evaluation, such as those of a benchmark, and their conversations leave all other sources."""
+    comparisons: all three; bare prompts: PPO; labelled answers: the reward model's part, for KTO).
+    ["test"]: all its prompts belong to the final evaluation, such as those of a benchmark, and
+    their conversations leave all other sources."""
 
     @property
     def is_test(self) -> bool:

@@ -3,9 +3,10 @@ from collections.abc import Mapping
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.training import DPOConfig, RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 
-SupervisedStage = SFTConfig | RewardModelConfig | DPOConfig
+SupervisedStage = SFTConfig | RewardModelConfig | DPOConfig | KTOConfig
 StageConfig = SupervisedStage | PPOConfig | EvaluateConfig
 
 BLOCKS: Mapping[str, type[StageConfig]] = {
@@ -13,6 +14,7 @@ BLOCKS: Mapping[str, type[StageConfig]] = {
     "reward_model": RewardModelConfig,
     **POLICIES,
     "dpo": DPOConfig,
+    "kto": KTOConfig,
     "evaluate": EvaluateConfig,
 }
 """The parameter blocks of the stages that load models onto ranks."""

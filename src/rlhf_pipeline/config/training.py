@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, reward modelling, DPO, and the blocks shared with PPO."""
+"""Supervised fine-tuning, reward modelling, and the blocks shared with DPO, KTO and PPO."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rlhf_pipeline.config.block import Block, Precision, Quantization, operational
-from rlhf_pipeline.config.doors import DPO_LOSS, REWARD_LOSS
+from rlhf_pipeline.config.doors import REWARD_LOSS
 
 BUCKET = 50_000_000
 """Elements in one collective: of gradients to reduce, or of weights to gather."""
@@ -272,13 +272,13 @@ class SavingConfig(Block):
 
 
 class SupervisedConfig(SavingConfig, TrainedModelConfig):
-    """Fields common to SFT, reward modelling and DPO: passes over a fixed data set."""
+    """Fields common to SFT, reward modelling, DPO and KTO: passes over a fixed data set."""
 
     epochs: PositiveFloat
     """Passes over the training rows; fractions are allowed."""
     batch_size: PositiveInt
-    """Rows (SFT) or comparisons (reward model, DPO) per optimizer step, over all ranks and micro
-    batches."""
+    """Rows (SFT), comparisons (reward model, DPO) or answers (KTO) per optimizer step, over all
+    ranks and micro batches."""
     micro_batch_tokens: PositiveInt
     """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation.
     A longer row is a forward pass of its own."""
@@ -314,33 +314,3 @@ class RewardModelConfig(SupervisedConfig):
 
     def models(self) -> list[StageModel]:
         return [TrainedModel("reward_model", self, scalar=True)]
-
-
-class DPOConfig(SupervisedConfig):
-    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons.
-
-    The best model has the lowest held-out loss.
-    """
-
-    loss: Annotated[str, DPO_LOSS] = "sigmoid"
-    """Loss of a comparison, from the log-probabilities of its two answers: sigmoid, that of the
-    paper, or a function of yours (docs/extending.md)."""
-    beta: PositiveFloat = 0.1
-    """Strength of the KL constraint to the reference. A smaller value lets the policy move further
-    for the same preferences."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of wrong preferences (conservative DPO, Mitchell 2023). 0: all preferences are
-    right."""
-    reference: FrozenModelConfig = FrozenModelConfig()
-    """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
-    reference is the policy with its adapters disabled."""
-
-    def models(self) -> list[StageModel]:
-        policy = TrainedModel("dpo", self)
-        if self.is_own_reference:
-            return [policy]
-        return [policy, FrozenModel("dpo.reference", self.reference.beside(self.deepspeed))]
-
-    def _faults(self) -> Iterator[str]:
-        yield from super()._faults()
-        yield from self.reference.faults_as_reference(self)

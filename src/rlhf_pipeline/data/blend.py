@@ -19,7 +19,7 @@ import pyarrow as pa
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.data.parts import PARTS, Part, among, assign, first_rows, fraction_of
 from rlhf_pipeline.data.phase_files import Table
-from rlhf_pipeline.data.record_files import first_turns, keys, phase_bits, serves
+from rlhf_pipeline.data.record_files import first_turns, keys, labelled, phase_bits, serves
 from rlhf_pipeline.data.records import normalized
 from rlhf_pipeline.errors import DataError
 
@@ -39,6 +39,8 @@ class Blend:
     """(N, 16) uint8: equal for equal prompts."""
     conversation_keys: np.ndarray
     """(N, 16) uint8: equal for prompts of one conversation, which are in one part."""
+    labelled: np.ndarray
+    """(N,) bool: whether the answers of a row are labelled good or bad."""
     references: pa.DictionaryArray
     """The true answer of the prompt of each of the N rows, or null."""
     starts: list[int]
@@ -60,6 +62,8 @@ class Blend:
         chosen = self.parts == PARTS.index(table.part)
         if table.phase is not None:
             chosen &= (self.serves & phase_bits([table.phase])) > 0
+        if table.phase == "reward_model" and not table.takes_labelled:
+            chosen &= ~self.labelled
         if table.answers:
             return chosen, 0
         candidates = np.flatnonzero(chosen)
@@ -132,7 +136,9 @@ def blend(
         name: [int(own.sum()) for own in np.split(rows_with, starts[1:-1])]
         for name, rows_with in fates.items()
     }
-    return Blend(parts, bits, prompts, conversations, references, starts.tolist(), counts)
+    return Blend(
+        parts, bits, prompts, conversations, labelled(rows), references, starts.tolist(), counts
+    )
 
 
 def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ _IDS = pa.list_(pa.int32())
 _PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
 _DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})
 _COMPARISON = pa.schema(_PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS})
+_ANSWER = pa.schema(_PROMPT | {"response_ids": _IDS, "label": pa.bool_()})
 _REWARDED = pa.schema(
     _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE), "reference": pa.string()}
 )
@@ -49,6 +50,9 @@ class Table:
     answers: tuple[Answer, ...]
     """The answers that its rows need. Without answers, it contains each distinct prompt once."""
     schema: pa.Schema
+    takes_labelled: bool = False
+    """Whether it also contains answers that are labelled good or bad, and each answer is a row: of
+    a comparison, the chosen one is good."""
 
 
 def _of_phase(phase: Phase, answers: tuple[Answer, ...], schema: pa.Schema) -> tuple[Table, Table]:
@@ -62,6 +66,10 @@ TABLES = (
     *_of_phase("sft", ("chosen",), _DEMONSTRATION),
     *_of_phase("reward_model", ("chosen", "rejected"), _COMPARISON),
     *_of_phase("ppo", (), _REWARDED),
+    Table("kto/train.arrow", "reward_model", "reward_model", ANSWERS, _ANSWER, takes_labelled=True),
+    Table(
+        "kto/validation.arrow", "validation", "reward_model", ANSWERS, _ANSWER, takes_labelled=True
+    ),
     Table("evaluation/test.arrow", "test", None, (), _REWARDED),
 )
 
@@ -103,16 +111,17 @@ class PhaseFile:
         for index in np.flatnonzero(self.wanted[numbers]).tolist():
             row = rows[index]
             prompt = row.dialogue if self.table.phase == "sft" else row.prompt
-            parts = [prompt, *(row.answers[answer] for answer in self.table.answers)]
+            answers = row.answers if self.table.takes_labelled else self.table.answers
+            parts = [prompt, *(row.answers[answer] for answer in answers)]
             if reason := next((part.dropped for part in parts if part.dropped), None):
                 self.dropped[reason] += 1
                 continue
             self.cut.update(part.cut for part in parts if part.cut)
             kept.append(index)
-            written.append(self._values(row, config))
+            written += self._values(row, config)
         if kept:
             self._writer.write(written)
-            self.rows += len(kept)
+            self.rows += len(written)
             self.written.append(numbers[kept])
             for name in filter(lambda name: name.endswith("_ids"), self.table.schema.names):
                 self.lengths[name].update(len(values[name]) for values in written)
@@ -136,8 +145,8 @@ class PhaseFile:
             "tokens": {column: summary(lengths) for column, lengths in self.lengths.items()},
         }
 
-    def _values(self, row: "Row", config: SplitConfig) -> dict[str, Any]:
-        """Column -> value, for the columns of this file and others."""
+    def _values(self, row: "Row", config: SplitConfig) -> list[dict[str, Any]]:
+        """The rows of the file by column, for the columns of this file and others."""
         values = {
             "id": row.id,
             "prompt_ids": row.prompt.ids,
@@ -147,7 +156,15 @@ class PhaseFile:
             "extra": row.extra,
             **{f"{answer}_ids": text.ids for answer, text in row.answers.items()},
         }
-        return values | demonstration(row, config) if self.table.phase == "sft" else values
+        if self.table.takes_labelled:
+            is_good = {"chosen": True, "rejected": False}
+            if row.label is not None:
+                is_good = dict.fromkeys(is_good, row.label)
+            return [
+                values | {"response_ids": text.ids, "label": is_good[name]}
+                for name, text in row.answers.items()
+            ]
+        return [values | demonstration(row, config) if self.table.phase == "sft" else values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +184,8 @@ class Row:
     """The true answer."""
     extra: str | None = None
     """Further columns as JSON."""
+    label: bool | None = None
+    """Whether the answers are good; None: they are a demonstration or a comparison."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +200,8 @@ class RowMaker:
         self, source: str, batch: ExampleBatch, tokenized: Sequence[Tokenized], parts: Iterable[int]
     ) -> list[Row]:
         """The examples of a batch as rows, see `make`; `parts` are indices into PARTS."""
-        extra = batch.extra or [None] * len(batch.ids)
-        examples = zip(batch.prompts, tokenized, parts, batch.reference, extra, strict=True)
+        extra, label = (column or [None] * len(batch.ids) for column in (batch.extra, batch.label))
+        examples = zip(batch.prompts, tokenized, parts, batch.reference, extra, label, strict=True)
         return [
             self.make(source, messages, tokens, PARTS[part], *others)
             for messages, tokens, part, *others in examples
@@ -196,6 +215,7 @@ class RowMaker:
         part: Part,
         reference: str | None = None,
         extra: str | None = None,
+        label: bool | None = None,
     ) -> Row:
         """The example as a row; raises DataError if it is too long and `over_long_*` is "error"."""
         config, bos_id = self.config, self.bos_id
@@ -210,7 +230,9 @@ class RowMaker:
             ids, by_assistant = tokens.turns
             dialogue = limited(tokens.id, "prompt", ids, config, bos_id)
             spoken = newest_values(ids, by_assistant, len(dialogue.ids), bos_id)
-        return Row(tokens.id, source, messages, prompt, answers, dialogue, spoken, reference, extra)
+        return Row(
+            tokens.id, source, messages, prompt, answers, dialogue, spoken, reference, extra, label
+        )
 
     def _keep_apart(self, prompt: Limited, part: Part) -> Limited:
         """Drop a cut prompt that equals one of another part.

@@ -1,6 +1,7 @@
 """The records of a source on disk: Arrow IPC streams, memory-mapped when read, and row counts.
 
 Examples and texts have a file each. A source contains one kind; the file of the other is empty.
+Examples whose answers are labelled good or bad have another file, which exists if there are some.
 """
 
 import json
@@ -30,6 +31,7 @@ from rlhf_pipeline.data.records import (
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+LABEL = pa.field("label", pa.bool_())
 EXTRA = pa.field("extra", pa.string())
 """Only in files of sources that carry further columns."""
 _KEY = pa.binary(16)
@@ -46,6 +48,7 @@ _EXAMPLES = pa.schema(
     ]
 )
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
+_LABELLED = "labelled.arrow"
 _COUNTS = "counts.json"
 _KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
 _BATCH_ROWS = 1_000
@@ -64,11 +67,16 @@ class ExampleBatch:
     reference: list[str | None]
     extra: list[str | None] | None = None
     """Further columns of each example as JSON; None: its source carries none."""
+    label: list[bool | None] | None = None
+    """Whether the answers of each example are good; None: its source has no labels."""
 
 
 def examples(folder: Path) -> pa.Table:
-    """A source's examples, memory-mapped."""
-    return mapped(folder / "examples.arrow")
+    """A source's examples, memory-mapped: those with a label come last."""
+    table, labelled = mapped(folder / "examples.arrow"), folder / _LABELLED
+    if not labelled.exists():
+        return table
+    return pa.concat_tables([table, mapped(labelled)], promote_options="default")
 
 
 def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
@@ -99,12 +107,22 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
 def serves(table: pa.Table) -> np.ndarray:
     """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
 
-    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO.
+    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO. Labelled answers
+    belong to the part of the reward model, where KTO finds them.
     """
     has_chosen = table.column("chosen").is_valid().to_numpy()
     has_rejected = table.column("rejected").is_valid().to_numpy()
     demonstration_or_prompt = np.where(has_chosen, phase_bits(["sft"]), phase_bits(["ppo"]))
-    return np.where(has_rejected, phase_bits(PHASES), demonstration_or_prompt).astype(np.uint8)
+    bits = np.where(has_rejected, phase_bits(PHASES), demonstration_or_prompt).astype(np.uint8)
+    bits[labelled(table)] = phase_bits(["reward_model"])
+    return bits
+
+
+def labelled(table: pa.Table) -> np.ndarray:
+    """Whether the answers of each example have a label, (N,) bool."""
+    if "label" not in table.column_names:
+        return np.zeros(table.num_rows, np.bool_)
+    return table.column("label").is_valid().to_numpy()
 
 
 def phase_bits(phases: Iterable[Phase]) -> int:
@@ -115,8 +133,11 @@ def phase_bits(phases: Iterable[Phase]) -> int:
 def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
     """A batch as Python values."""
     columns = ["id", "prompt", "chosen", "rejected", "reference"]
-    columns += ["extra"] if "extra" in batch.schema.names else []
-    return ExampleBatch(*(batch.column(name).to_pylist() for name in columns))
+    further = {name for name in ("extra", "label") if name in batch.schema.names}
+    return ExampleBatch(
+        *(batch.column(name).to_pylist() for name in columns),
+        **{name: batch.column(name).to_pylist() for name in further},
+    )
 
 
 def mapped(path: Path) -> pa.Table:
@@ -178,8 +199,9 @@ class RecordsWriter:
     """Context manager that writes records to a folder in batches."""
 
     def __init__(self, folder: Path, *, has_extra: bool = False) -> None:
-        schema = _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
-        self._examples = ArrowWriter(folder / "examples.arrow", schema)
+        self._folder, self._schema = folder, _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
+        self._examples = ArrowWriter(folder / "examples.arrow", self._schema)
+        self._labelled: ArrowWriter | None = None
         self._texts = ArrowWriter(folder / "texts.arrow", _TEXTS)
 
     def __enter__(self) -> "RecordsWriter":
@@ -191,6 +213,7 @@ class RecordsWriter:
             return
         prompt, answers = record.prompt, [record.chosen or "", record.rejected or ""]
         identity = normalized_prompt(prompt)
+        label = [] if record.label is None else [str(record.label)]
         row = {
             "id": place,
             "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt],
@@ -198,15 +221,22 @@ class RecordsWriter:
             "rejected": record.rejected,
             "reference": record.reference,
             "extra": record.extra,
+            "label": record.label,
             "prompt_key": key(identity),
             "conversation_key": key(conversation(identity)),
-            "example_key": key(identity, *(answer.strip() for answer in answers)),
+            "example_key": key(identity, *(answer.strip() for answer in answers), *label),
         }
-        self._examples.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
+        writer = self._examples
+        if label:
+            writer = self._labelled = self._labelled or ArrowWriter(
+                self._folder / _LABELLED, self._schema.append(LABEL)
+            )
+        writer.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
 
     def __exit__(self, *_: object) -> None:
-        self._examples.close()
-        self._texts.close()
+        for writer in (self._examples, self._texts, self._labelled):
+            if writer is not None:
+                writer.close()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import hashlib
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 NOT_UTF8 = "not UTF-8"
@@ -35,6 +35,9 @@ class Example:
     """The true answer, for rewards and judges that check responses. No phase trains on it."""
     extra: str | None = None
     """Further columns for rewards and judges: an object of JSON."""
+    label: bool | None = field(default=None, kw_only=True)
+    """Whether the answers are good, all of them, or bad: feedback for KTO alone. None: the answers
+    are a demonstration or a comparison."""
 
 
 @dataclass(frozen=True, slots=True)

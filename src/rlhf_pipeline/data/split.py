@@ -185,7 +185,9 @@ def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
     for phase, weight in zip(PHASES, config.weights, strict=True):
         for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
             path = f"{phase}/{part}.arrow"
-            if weight > 0 and fraction > 0 and not files[path].rows:
+            # A split may have labelled answers instead of comparisons: it serves KTO alone.
+            rows = files[f"kto/{part}.arrow" if phase == "reward_model" else path].rows
+            if weight > 0 and fraction > 0 and not rows:
                 raise DataError(
                     f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
                     "use, raise split.validation_fraction, or set the phase's weight in "

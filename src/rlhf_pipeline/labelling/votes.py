@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
-from pydantic import ValidationError
+from pydantic import ValidationError, computed_field
 
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.labelling.pairs import Pair
@@ -22,12 +22,18 @@ class Vote(Pair):
     """What one person thinks about one pair, a line of the file."""
 
     first_score: int
-    """1 if the first answer is better, or both are good; else 0. The source skips equal scores."""
+    """1 if the first answer is better, or both are good; else 0. The source skips equal
+    scores, unless it reads `label`."""
     second_score: int
     reason: str
     annotator: str
     shown_as_a: str
     time: str
+
+    @computed_field
+    def label(self) -> bool | None:
+        """Whether both answers are good, or both bad; None if one is better. For KTO."""
+        return bool(self.first_score) if self.first_score == self.second_score else None
 
 
 def read_votes(file: Path) -> list[Vote]:

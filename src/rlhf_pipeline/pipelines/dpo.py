@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from rlhf_pipeline.config.training import DPOConfig
+from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 SPEC = StageSpec(

@@ -18,7 +18,7 @@ from rlhf_pipeline.pipelines import base_model, evaluate, register, report, rewa
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
 POLICY = Door(
-    "policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in ("ppo", "dpo", "grpo")}
+    "policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in ("ppo", "grpo", "dpo", "kto")}
 )
 """Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
 node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""
@@ -73,7 +73,8 @@ def pipeline_of(policy: str) -> str:
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """`full`, the default, trains by PPO; `dpo` and `grpo` by these. The others are parts of it."""
+    """`full`, the default, trains by PPO; `grpo`, `dpo` and `kto` by these instead. The others are
+    parts of `full`."""
     nodes = _nodes()
 
     def pipeline(*names: str) -> Pipeline:

@@ -12,7 +12,7 @@ from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 
 Method = Literal["full", "lora", "qlora"]
-STAGES = ("sft", "reward_model", "ppo", "dpo", "evaluate")
+STAGES = ("sft", "reward_model", "ppo", "dpo", "kto", "evaluate")
 TOKENS = ((8192, 4096, 2048), (1024,))
 """Sizes of a micro batch to try, in tokens. The last ones leave a GPU idle, so anything else is
 tried before."""

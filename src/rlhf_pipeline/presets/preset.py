@@ -30,7 +30,7 @@ HARDWARE = (
     *("2x8x80", "4x8x80", "8x8x80"),
 )
 """The hardware of the table, smaller first. Other hardware has presets as well."""
-TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo")
+TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo", "kto")
 
 
 class Value(NamedTuple):

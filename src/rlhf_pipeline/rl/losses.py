@@ -35,50 +35,7 @@ def pairwise_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossSum:
     """
     check_same_shape(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
     margin = chosen_scores.float() - rejected_scores.float()
-    return -logsigmoid(margin).sum(), _count(margin)
-
-
-def dpo_loss(
-    chosen_logprobs: Tensor,
-    rejected_logprobs: Tensor,
-    ref_chosen_logprobs: Tensor,
-    ref_rejected_logprobs: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> LossSum:
-    """Negative log-likelihood of the preferences under Bradley-Terry with implicit rewards.
-
-        m_i  = r(chosen_i) - r(rejected_i)     r: `implicit_rewards`
-        L    = -sum_i ((1 - e) * log sigmoid(m_i) + e * log sigmoid(-m_i))
-
-    Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7. With e > 0: conservative
-    DPO (Mitchell, https://ericmitchell.ai/cdpo.pdf), which assumes that a preference is wrong with
-    probability e. Its minimum is at the margin log((1 - e) / e) instead of infinity.
-
-    Args:
-        chosen_logprobs, rejected_logprobs: (N,), of whole responses under the policy; the only
-            arguments with a gradient.
-        ref_chosen_logprobs, ref_rejected_logprobs: (N,), under the reference.
-        beta: scale of the implicit rewards, reward per nat of log ratio.
-        label_smoothing: e, in [0, 0.5).
-    """
-    check_same_shape(
-        chosen_logprobs=chosen_logprobs,
-        rejected_logprobs=rejected_logprobs,
-        ref_chosen_logprobs=ref_chosen_logprobs,
-        ref_rejected_logprobs=ref_rejected_logprobs,
-    )
-    chosen_rewards = implicit_rewards(chosen_logprobs, ref_chosen_logprobs, beta=beta)
-    rejected_rewards = implicit_rewards(rejected_logprobs, ref_rejected_logprobs, beta=beta)
-    margin = chosen_rewards - rejected_rewards
-    likelihood = (1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)
-    return -likelihood.sum(), _count(margin)
-
-
-def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float) -> Tensor:
-    """DPO's rewards of responses, (N,) float32: r(y) = beta * (log pi(y) - log pi_ref(y))."""
-    return beta * (logprobs.float() - ref_logprobs.detach().float())
+    return -logsigmoid(margin).sum(), count_of(margin)
 
 
 def policy_loss(
@@ -198,5 +155,6 @@ def value_loss(
     return 0.5 * squared_error.sum(), mask.sum()
 
 
-def _count(terms: Tensor) -> Tensor:
+def count_of(terms: Tensor) -> Tensor:
+    """The number of terms as a tensor on their device."""
     return torch.full((), terms.numel(), device=terms.device)

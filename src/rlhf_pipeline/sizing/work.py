@@ -10,11 +10,11 @@ from typing import Any
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.preferences import KTOConfig, ReferencedConfig
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig, SupervisedStage
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
-    DPOConfig,
     OptimizerConfig,
     SavingConfig,
     StageModel,
@@ -91,7 +91,8 @@ class Load:
             own = replace(lengths["ppo"], response=tokens, longest_response=tokens)
             batch = config.minibatch_size if isinstance(config, PPOConfig) else config.prompts
         else:
-            own, batch = lengths["sft" if stage == "sft" else "reward_model"], config.batch_size
+            phase = stage if stage in lengths else "reward_model"  # DPO has its comparisons
+            own, batch = lengths[phase], config.batch_size
         rows = _micro_batches(batch, own, config.micro_batch_tokens, hardware.world)
         return cls(config, models, own, batch, rows)
 
@@ -139,7 +140,11 @@ def limits(split: SplitConfig) -> dict[str, Lengths]:
             rows["reward_model"], prompt, 2 * response, prompt, 2 * response, copies=2
         ),
         "ppo": Lengths(rows["ppo"], prompt, 0, prompt, 0),
-    }
+        "kto": Lengths(
+            None if rows["reward_model"] is None else 2 * rows["reward_model"],
+            prompt, response, prompt, response,
+        ),
+    }  # fmt: skip
 
 
 def expected_rows(split: SplitConfig, index: int) -> int | None:
@@ -164,9 +169,10 @@ def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
     if made.recipe() != split.recipe():
         return None
     files = json.loads((newest.parent / "report.json").read_text())["files"]
-    rows = {phase: files[f"{phase}/train.arrow"] for phase in PHASES}
-    # A phase of weight 0 has no rows, and so no lengths.
-    return limits(split) | {name: _of_file(file) for name, file in rows.items() if file["rows"]}
+    rows = {phase: files.get(f"{phase}/train.arrow") for phase in (*PHASES, "kto")}
+    # A phase of weight 0 has no rows, and so no lengths; an earlier version had no file for KTO.
+    known = {name: _of_file(file) for name, file in rows.items() if file and file["rows"]}
+    return limits(split) | known
 
 
 def _of_file(file: Mapping[str, Any]) -> Lengths:
@@ -245,8 +251,10 @@ def _supervised(config: SupervisedStage, load: Load, shape: Shape) -> dict[str, 
     tokens = steps * config.batch_size * row
     context, head = row / load.lengths.copies, not load.models[0].scalar
     flops = training_flops(config, shape, tokens, context, head=head)
-    if isinstance(config, DPOConfig):
-        flops += forward_flops(shape, tokens, context)
+    if isinstance(config, ReferencedConfig) and config.has_reference:
+        # KTO: also both models on mismatched pairs
+        passes = 3 if isinstance(config, KTOConfig) else 1
+        flops += passes * forward_flops(shape, tokens, context)
     return {"steps": steps, "updates": steps, "tokens": tokens, "flops": flops}
 
 

@@ -3,31 +3,26 @@
     deepspeed --module rlhf_pipeline.training.dpo job.json
 
 Two models: the policy trains, the reference is its frozen start. With LoRA, the reference is the
-policy with its adapters off. Both process the same micro batch, so the log-probabilities of the
-reference are computed on the fly and never stored.
+policy with its adapters off; some losses have none. Both process the same micro batch, so the
+log-probabilities of the reference are computed on the fly and never stored.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.doors import DPO_LOSS, by_name
-from rlhf_pipeline.config.training import DPOConfig, FrozenModel
+from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
-from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.models.lora import WithoutAdapters
-from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.losses import implicit_rewards
-from rlhf_pipeline.rl.masking import masked_row_sums
+from rlhf_pipeline.rl.preference_losses import chosen_nll, log_ratios
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
+from rlhf_pipeline.training.reference import answer_logprobs, load_reference, reference_logprobs
 from rlhf_pipeline.training.supervised import train
 
 
@@ -36,42 +31,53 @@ class DPOTask(PairTask):
     """`dpo.loss` on the log-probabilities of two answers under the policy and its reference."""
 
     reference: nn.Module | None
-    """The frozen start of the policy. None: the policy itself with its adapters off."""
+    """The frozen start of the policy. None: the policy itself with its adapters off, or none."""
     config: DPOConfig
     name: str = "dpo"
 
     def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
-        reference = self.reference if self.reference is not None else WithoutAdapters(model)
-        with torch.no_grad():
-            ref_chosen, ref_rejected = chosen_and_rejected(self.logprobs(reference, batch.answers))
-        chosen, rejected = chosen_and_rejected(self.logprobs(model, batch.answers))
+        config, answers = self.config, batch.answers
+        lengths = answers.action_mask.sum(1)
+        ref_logprobs = torch.zeros(len(answers), device=lengths.device)
+        if config.has_reference:
+            ref_logprobs = reference_logprobs(self.reference, model, answers, self.contract)
+        logprobs = answer_logprobs(model, answers, self.contract)
+        ratios = log_ratios(logprobs, ref_logprobs)
+        chosen, rejected = chosen_and_rejected(logprobs)
+        ref_chosen, ref_rejected = chosen_and_rejected(ref_logprobs)
+        chosen_ratios, rejected_ratios = chosen_and_rejected(ratios)
+        chosen_lengths, rejected_lengths = chosen_and_rejected(lengths)
         total, _ = by_name(
-            DPO_LOSS.load(self.config.loss), self.config,
+            DPO_LOSS.load(config.loss), config,
             chosen_logprobs=chosen, rejected_logprobs=rejected,
             ref_chosen_logprobs=ref_chosen, ref_rejected_logprobs=ref_rejected,
+            chosen_log_ratios=chosen_ratios, rejected_log_ratios=rejected_ratios,
+            chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths,
         )  # fmt: skip
+        sums: Sums = {}
+        if config.sft_coef:
+            sums["nll"], _ = chosen_nll(chosen, chosen_lengths)
+            total = total + config.sft_coef * sums["nll"]
         loss = total / pairs
-        rewards = partial(implicit_rewards, beta=self.config.beta)
-        chosen_rewards = rewards(chosen.detach(), ref_chosen)
-        rejected_rewards = rewards(rejected.detach(), ref_rejected)
-        return loss, {
+        # The rewards are those that the loss compares: of a mean token if it reads the lengths.
+        is_mean = "chosen_lengths" in config.asked
+        rewards = config.beta * (ratios.detach() / lengths if is_mean else ratios.detach())
+        chosen_rewards, rejected_rewards = chosen_and_rejected(rewards)
+        return loss, sums | {
             **ranking_sums(chosen_rewards, rejected_rewards),
             "loss": loss * pairs,
             "rejected": rejected_rewards.double().sum(),
         }
 
-    def logprobs(self, policy: nn.Module, answers: Sequences) -> Tensor:
-        """Log-probability of each whole answer, EOS included, (2N,)."""
-        logprobs = response_logprobs(policy, answers, vocab_size=self.contract.vocab_size)
-        return masked_row_sums(logprobs, answers.action_mask)
-
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss; accuracy (a tie counts half), mean margin and means of the implicit rewards.
 
         A mean chosen reward below 0 means that the chosen answers, too, have become less likely.
+        With `dpo.sft_coef` also their negative log-likelihood, nats per token.
         """
         pairs = sums["pairs"]
-        return {
+        likelihood = {"chosen_nll": sums["nll"] / pairs} if "nll" in sums else {}
+        return likelihood | {
             "loss": sums["loss"] / pairs,
             "accuracy": sums["correct"] / pairs,
             "margin": sums["margin"] / pairs,
@@ -85,10 +91,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("dpo", DPOConfig)
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
-    frozen = [model.config for model in config.models() if isinstance(model, FrozenModel)]
-    reference = frozen_model(load, frozen[0], world) if frozen else None
-    task = DPOTask(contract, reference, config)
+    task = DPOTask(contract, load_reference(job, config, world), config)
     return train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
 
 

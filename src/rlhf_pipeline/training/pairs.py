@@ -1,5 +1,5 @@
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -53,6 +53,9 @@ class PairTask:
 
     def weight(self, batch: Pairs) -> Tensor:
         return torch.tensor(len(batch), dtype=torch.float64)
+
+    def at_step(self, setup: object, table: object, rows: object) -> Self:
+        return self
 
     def selection_score(self, metrics: dict[str, float]) -> float:
         """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""

@@ -43,6 +43,9 @@ class SFTTask:
     def weight(self, batch: Sequences) -> Tensor:
         return batch.action_mask.sum().double()
 
+    def at_step(self, setup: object, table: object, rows: object) -> "SFTTask":
+        return self
+
     def loss(self, model: nn.Module, batch: Sequences, tokens: Tensor) -> tuple[Tensor, Sums]:
         logprobs = response_logprobs(model, batch, vocab_size=self.contract.vocab_size)
         total, count = sft_loss(logprobs, batch.action_mask)

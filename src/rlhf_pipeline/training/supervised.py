@@ -1,10 +1,10 @@
-"""The training loop of SFT, reward model and DPO.
+"""The training loop of SFT, reward model, DPO and KTO.
 
 Passes over a fixed data set, held-out evaluations, and the best evaluated model as the export.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -43,7 +43,7 @@ BLOCK = 1024  # held-out rows of a rank that are in memory together
 
 
 class Batch(Protocol):
-    """Rows of one batch: `Sequences` or `Pairs`."""
+    """Rows of one batch: `Sequences`, `Pairs` or `LabelledAnswers`."""
 
     @property
     def lengths(self) -> Tensor:
@@ -67,7 +67,13 @@ class Task(Protocol):
         """Columns of a prepared table as a batch."""
 
     def weight(self, batch: Any) -> Tensor:
-        """The terms of the loss: tokens or pairs."""
+        """The terms of the loss: tokens, pairs or answers."""
+
+    def at_step(self, setup: "Setup", table: Rows, rows: np.ndarray, /) -> "Task":
+        """The task with what its loss has to know of all rows of a step or of an evaluation.
+
+        All ranks call it together, before the micro batches; `rows` are those of all ranks.
+        """
 
     def loss(self, model: nn.Module, batch: Any, terms: Tensor, /) -> tuple[Tensor, Sums]:
         """Loss of a micro batch, and its contribution to the metrics as additive sums.
@@ -191,6 +197,7 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     """Take one optimizer step on a global batch; return its metrics."""
     engine, task, config, world = setup.engine, setup.task, setup.config, setup.world
     rows = step_rows(setup.training.num_rows, config.batch_size, step - 1, setup.seed)
+    setup = replace(setup, task=task.at_step(setup, setup.training, rows))
     batch = task.collate(setup.training.columns(own_share(rows, world)))
     terms = world.sum(task.weight(batch))
     learning_rate = engine.get_lr()[0]
@@ -221,6 +228,8 @@ def evaluate(setup: Setup) -> dict[str, float]:
     """Held-out metrics over all rows; the ranks divide the rows."""
     heartbeat.at("evaluation")
     setup.engine.eval()
+    everything = np.arange(setup.validation.num_rows)
+    setup = replace(setup, task=setup.task.at_step(setup, setup.validation, everything))
     sums: Sums = {}
     for loss, counts in held_out_losses(setup):
         found = loss()[1]

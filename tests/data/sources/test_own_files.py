@@ -61,6 +61,19 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
         ({"prompt": "q", "response": "a"}, {"q": "Why?", "a": "Because."},
          Example(QUESTION, "Because.")),
         ({"response": "a"}, {"a": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
+        *(({"prompt": "q", "response": "a", "label": "up"},
+           {"q": "Why?", "a": "Because.", "up": value}, Example(QUESTION, "Because.", label=label))
+          for value, label in ((True, True), (0, False), ("1", True), ("False", False))),
+        *((SCORED | {"label": "up"},
+           {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": score, "up": value}, expected)
+          for score, value, expected in (
+              (1, True, Example(QUESTION, "No.", "Because.", label=True)),
+              (1, False, Example(QUESTION, "No.", "Because.", label=False)),
+              (2, None, SIMPLE), (2, "", SIMPLE),
+          )),
+        *(({"prompt": "q", "response": "a", "label": "up"},
+           {"q": "Why?", "a": "Because.", "up": value},
+           Unused("column 'up' is neither true nor false, 1 nor 0")) for value in (None, 4)),
         ({"messages": "m"}, {"m": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": "m"}, {"m": [USER | {"role": "prompter"}, ANSWER | {"role": "bot"}]},
          Example(QUESTION, "Because.")),
@@ -183,6 +196,15 @@ def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> Non
         ({"prompt": DIALOGUE, "completion": [ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": [*DIALOGUE, ANSWER], "id": 7}, Example(PROMPT, "Because.")),
         ({"prompt": DIALOGUE}, Example(PROMPT)),
+        # TRL's unpaired preference formats: standard and conversational.
+        (
+            {"prompt": "Why?", "completion": "Because.", "label": True},
+            Example(QUESTION, "Because.", label=True),
+        ),
+        (
+            {"prompt": DIALOGUE, "completion": [ANSWER], "label": False},
+            Example(PROMPT, "Because.", label=False),
+        ),
     ],
 )
 def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example) -> None:
@@ -199,8 +221,8 @@ def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example) 
         ),
         (["chosen", "rejected", "messages"], "columns: {chosen: chosen, rejected: rejected} or "
          "columns: {messages: messages}"),
-        # Thumbs: the completion may be a bad one.
-        (["prompt", "completion", "label"], "columns: {prompt: prompt, response: completion}"),
+        # The label may mark the bad ones.
+        (["messages", "label"], "columns: {messages: messages}"),
         (["prompt", "answer"], "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"),
         (["prompt", " chosen", "rejected"],
          "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"),

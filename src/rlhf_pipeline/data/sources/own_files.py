@@ -31,6 +31,7 @@ _FORMS = (
     {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
     {"chosen": "chosen", "rejected": "rejected"},
     {"prompt": "prompt", "response": "completion"},
+    {"prompt": "prompt", "response": "completion", "label": "label"},
     {"messages": "messages"},
 )
 """Column maps of TRL's formats."""
@@ -45,9 +46,10 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     if {*names} == {"prompt"}:  # beside it, another column may be the answer
         return ColumnMap(prompt="prompt")
     found = [form for form in _FORMS if {*form.values()} <= {*names}]
-    # The first form contains the second one. TRL's `label` marks bad answers, too.
-    if found and "label" not in names and found[1:] in ([], [_FORMS[1]]):
-        return ColumnMap.model_validate(found[0])
+    whole = [form for form in found if not any({*form} < {*other} for other in found)]
+    # `label` marks bad answers, so a form without it would learn them.
+    if len(whole) == 1 and ("label" in whole[0] or "label" not in names):
+        return ColumnMap.model_validate(whole[0])
     lines = [f"columns: {form}".replace("'", "") for form in found or [_EXAMPLE]]
     raise ColumnError(
         f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "
@@ -97,14 +99,26 @@ def _record(row: Row, named: ColumnMap) -> Record:
     if any(prompt != prompts[0] for prompt in prompts):
         raise MalformedRowError("the columns contain different prompts")
     said = [dialogue[-1].content for dialogue in answers]
-    if named.scores is None:
-        example = Example(prompts[0], *said)
+    label = None if named.label is None else _label(row, named.label, named.scores is not None)
+    if named.scores is None or label is not None:
+        example = Example(prompts[0], *said, label=label)
     else:
         scores = (number(row, named.scores[0]), number(row, named.scores[1]))
         example = preferred(prompts[0], (said[0], said[1]), scores)
     if named.reference is not None:
         example = replace(example, reference=_reference(row, named.reference))
     return replace(example, extra=_extra(row, named.extra)) if named.extra else example
+
+
+def _label(row: Row, column: str, may_be_null: bool) -> bool | None:
+    """Whether the answers are good: true, false, 1 or 0, also as text, since CSV has only text."""
+    value = row[column]
+    if may_be_null and value in (None, ""):
+        return None
+    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if (found := known.get(str(value).strip().lower())) is None:
+        raise MalformedRowError(f"column {column!r} is neither true nor false, 1 nor 0")
+    return found
 
 
 def _extra(row: Row, columns: tuple[str, ...]) -> str:

@@ -1,0 +1,113 @@
+"""DPO and KTO: a policy learns from preferences beside its frozen start."""
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from rlhf_pipeline.config.doors import DPO_LOSS, OF_REFERENCE
+from rlhf_pipeline.config.training import (
+    FrozenModel,
+    FrozenModelConfig,
+    StageModel,
+    SupervisedConfig,
+    TrainedModel,
+)
+
+
+class ReferencedConfig(SupervisedConfig):
+    """Fields common to DPO and KTO: a policy that trains beside its frozen start."""
+
+    stage: ClassVar[str]
+    """The stage of the block."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the KL constraint to the reference. A smaller value lets the policy move further
+    for the same preferences."""
+    reference: FrozenModelConfig = FrozenModelConfig()
+    """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
+    reference is the policy with its adapters disabled."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference scores the answers, too."""
+        return True
+
+    def models(self) -> list[StageModel]:
+        """The policy, and its reference if that is a model of its own."""
+        policy, frozen = TrainedModel(self.stage, self), self.reference.beside(self.deepspeed)
+        if self.is_own_reference or not self.has_reference:
+            return [policy]
+        return [policy, FrozenModel(f"{self.stage}.reference", frozen)]
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        yield from self.reference.faults_as_reference(self)
+
+
+class DPOConfig(ReferencedConfig):
+    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons.
+
+    The best model has the lowest held-out loss.
+    """
+
+    stage = "dpo"
+
+    loss: Annotated[str, DPO_LOSS] = "sigmoid"
+    """Loss of a comparison: sigmoid, that of the paper; ipo, hinge, robust, sigmoid_norm
+    (length-normalized), simpo (without a reference); or a function of yours (docs/extending.md).
+    docs/dpo.md compares them."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed share of wrong preferences: conservative DPO (Mitchell 2023), or loss robust. 0: all
+    preferences are right."""
+    target_margin: NonNegativeFloat = 1.0
+    """Loss simpo: the margin by which the chosen answer should win. 1.0 with beta 2.0 is published
+    (Meng et al. 2024)."""
+    sft_coef: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of the chosen answers, of each the mean over its tokens
+    (Pang et al. 2024). It keeps them likely."""
+
+    @property
+    def has_reference(self) -> bool:
+        return not self.asked.isdisjoint(OF_REFERENCE.split())
+
+    @property
+    def asked(self) -> set[str]:
+        """What the loss asks for."""
+        return DPO_LOSS.asked(self.loss)
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        unused = {"label_smoothing", "target_margin"} - self.asked
+        unused |= set() if self.has_reference else {"reference"}
+        for name in sorted(unused):
+            default, value = type(self).model_fields[name].default, getattr(self, name)
+            if value != default:
+                found, expected = ("a block", "none") if name == "reference" else (value, default)
+                yield (
+                    f"{name}: found {found} with loss {self.loss}, expected {expected}: it has no "
+                    "effect. Fix: leave it out, or choose another loss"
+                )
+
+
+class KTOConfig(ReferencedConfig):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024) on good and bad answers.
+
+    The best model has the lowest held-out loss.
+    """
+
+    stage = "kto"
+
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of good answers. All good answers together should weigh as much as all bad ones, or a
+    little more."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of bad answers."""
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        if self.batch_size == 1:
+            yield (
+                "batch_size: found 1, expected at least 2: the KL of a step needs answers to other "
+                "prompts. Fix: raise it"
+            )

@@ -1,0 +1,153 @@
+"""Stage program: Kahneman-Tversky optimization of the SFT model on good and bad answers.
+
+    deepspeed --module rlhf_pipeline.training.kto job.json
+
+Policy and reference are those of DPO. The KL that answers are judged against is estimated once for
+a whole step, on all ranks, before its micro batches: neither ranks nor micro batches change it.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.config.preferences import KTOConfig
+from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.distributed.batches import Rows, even_share, micro_batches, own_share
+from rlhf_pipeline.distributed.optimizer_step import Sums
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.rl.preference_losses import kto_loss, log_ratios
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.training.reference import answer_logprobs, load_reference, reference_logprobs
+from rlhf_pipeline.training.supervised import BLOCK, Setup, train
+
+
+@dataclass(frozen=True)
+class LabelledAnswers:
+    """Answers that are known to be good or bad."""
+
+    sequences: Sequences
+    is_good: Tensor  # (N,) bool
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N, 1, 2) tokens of prompt and response."""
+        return self.sequences.lengths
+
+    def rows(self, index: Tensor) -> "LabelledAnswers":
+        return LabelledAnswers(self.sequences.rows(index), self.is_good[index])
+
+    def to(self, device: torch.device) -> "LabelledAnswers":
+        is_good = self.is_good.to(device, non_blocking=True)
+        return LabelledAnswers(self.sequences.to(device), is_good)
+
+
+@dataclass(frozen=True)
+class KTOTask:
+    """KTO's loss on the log ratios of answers to the reference, against the KL of the step."""
+
+    contract: TokenContract
+    reference: nn.Module | None
+    """The frozen start of the policy. None: the policy itself with its adapters off."""
+    config: KTOConfig
+    kl: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """0-dim, from `at_step`."""
+    name: str = "kto"
+
+    def collate(self, rows: dict[str, list[Any]]) -> LabelledAnswers:
+        sequences = collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id)
+        return LabelledAnswers(sequences, torch.tensor(rows["label"]))
+
+    def weight(self, batch: LabelledAnswers) -> Tensor:
+        return torch.tensor(len(batch), dtype=torch.float64)
+
+    @torch.no_grad()
+    def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
+        """The task with the KL of the rows: the mean log ratio of mismatched pairs, at least 0.
+
+        A mismatched pair is the prompt of one row with the answer of the row half of all rows away:
+        neighbours of a table may answer one prompt.
+        """
+        engine, world, tokens = setup.engine, setup.world, setup.config.micro_batch_tokens
+        prompts = even_share(rows, world)
+        answers = even_share(np.roll(rows, len(rows) // 2), world)
+        own = len(own_share(rows, world))  # without the row that fills a gap
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        for start in range(0, len(prompts), BLOCK):
+            block = slice(start, start + BLOCK)
+            columns = table.columns(prompts[block])
+            columns["response_ids"] = table.columns(answers[block])["response_ids"]
+            pairs = self.collate(columns)
+            (groups,) = micro_batches([pairs.lengths], tokens, engine, world)
+            for index in groups:
+                is_own = (index < own - start).to(world.device, non_blocking=True)
+                ratios = self.log_ratios(engine, pairs.rows(index).to(world.device).sequences)
+                total += ratios.double().where(is_own, 0.0).sum()
+                heartbeat.tick()
+        mean = world.sum(total) / len(rows)
+        return replace(self, kl=mean.clamp(min=0).float())
+
+    def loss(
+        self, model: nn.Module, batch: LabelledAnswers, answers: Tensor
+    ) -> tuple[Tensor, Sums]:
+        config, is_good = self.config, batch.is_good
+        ratios = self.log_ratios(model, batch.sequences)
+        total, count = kto_loss(
+            ratios, is_good, self.kl, beta=config.beta,
+            desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight,
+        )  # fmt: skip
+        rewards = config.beta * ratios.detach().double()
+        side = (rewards - config.beta * self.kl).sign()
+        return total / answers, {
+            "answers": count,
+            "loss": total,
+            "kl": self.kl * count,
+            "agreement": (1 + side.where(is_good, -side)).sum() / 2,
+            "good": is_good.sum(),
+            "good_reward": rewards.where(is_good, 0.0).sum(),
+            "bad_reward": rewards.where(~is_good, 0.0).sum(),
+        }
+
+    def log_ratios(self, model: nn.Module, answers: Sequences) -> Tensor:
+        """log pi - log pi_ref of each whole answer, EOS included, (N,)."""
+        ref_logprobs = reference_logprobs(self.reference, model, answers, self.contract)
+        return log_ratios(answer_logprobs(model, answers, self.contract), ref_logprobs)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Loss; KL in nats; agreement; mean implicit rewards of good and bad answers, if there are.
+
+        Agreement is the share of answers on the side of the KL that their label says; one at the KL
+        counts half.
+        """
+        count = {"good": sums["good"], "bad": sums["answers"] - sums["good"]}
+        rewards = {
+            f"{kind}_reward": sums[f"{kind}_reward"] / count[kind] for kind in count if count[kind]
+        }
+        means = {name: sums[name] / sums["answers"] for name in ("loss", "kl", "agreement")}
+        return means | rewards
+
+    def selection_score(self, metrics: dict[str, float]) -> float:
+        """Lower held-out loss is better."""
+        return -metrics["loss"]
+
+
+def main(job: LaunchedJob) -> dict[str, float]:
+    """Train; export the model with the lowest held-out loss."""
+    config = job.block("kto", KTOConfig)
+    contract = common_contract(job.inputs)
+    world = join(job.seed, timeout_s=job.collective_timeout_s)
+    task = KTOTask(contract, load_reference(job, config, world), config)
+    return train(job, config, task, load_policy, world, start="sft_model", rows="answers")
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,133 @@
+"""The loss of KTO and its KL, in any batch and on any number of ranks."""
+
+import copy
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from rlhf_pipeline.config.preferences import KTOConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import Rows, grouped
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.training.kto import KTOTask
+from rlhf_pipeline.training.supervised import Setup
+
+ROWS = {
+    "prompt_ids": [[5, 6, 7, 8, 9], [10], [11, 12], [13, 14, 15], [16]],
+    "response_ids": [[20, 1], [21, 22, 23, 24, 1], [1], [25, 26, 1], [27, 1]],
+    "label": [True, False, False, True, True],
+}
+TABLE = Rows.of(pa.table(ROWS))
+CONFIG = KTOConfig.model_construct(
+    beta=0.5, desirable_weight=2.0, undesirable_weight=1.0, batch_size=4, micro_batch_tokens=16
+)
+
+
+@pytest.fixture(scope="module")
+def task(make_model):
+    start = make_model("llama", seed=1)
+    return KTOTask(TokenContract.read(start), freeze(load_policy(start, "fp32")), CONFIG)
+
+
+@pytest.fixture
+def model(make_model):
+    """A policy with the same tokens as the reference and other weights."""
+    return load_policy(make_model("llama", seed=2), "fp32")
+
+
+def ratio_by_hand(model, reference, prompt, answer):
+    """Sum of the log ratios of the answer's tokens, without padding."""
+    prompt, answer = ROWS["prompt_ids"][prompt], ROWS["response_ids"][answer]
+    ids = torch.tensor(prompt + answer)
+    one, other = (each(ids[None]).logits[0].log_softmax(-1) for each in (model, reference))
+    places = range(len(prompt), len(ids))
+    return sum(one[at - 1, ids[at]] - other[at - 1, ids[at]] for at in places)
+
+
+def setup_of(task, model, world, tokens=16):
+    config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
+    return Setup(
+        engine=model, task=task, config=config, training=TABLE, validation=TABLE, world=world,
+        seed=1, best=None, guard=None, checkpoints=None, done=0,
+    )  # fmt: skip
+
+
+def loss_by_hand(model, reference, kl):
+    total = 0.0
+    for row, label in enumerate(ROWS["label"]):
+        above = CONFIG.beta * (ratio_by_hand(model, reference, row, row) - kl)
+        total = total + (2 * (1 - above.sigmoid()) if label else above.sigmoid())
+    return total / 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_the_kl_is_that_of_all_rows_with_the_answers_of_others(
+    task, model, on_threads, ranks, tokens
+):
+    """Of five rows, row i meets the answer of row i - 2; no rank has the same number of rows.
+
+    Policy and reference are exchanged if the mean is negative.
+    """
+    freeze(model)
+    mean = sum(ratio_by_hand(model, task.reference, row, row - 2) for row in range(5)) / 5
+    policy, reference = (model, task.reference) if mean > 0 else (task.reference, model)
+
+    def kl_of(policy, reference):
+        def at_step(world):
+            trained, frozen = copy.deepcopy((policy, reference))  # a thread has its own models
+            own = KTOTask(task.contract, frozen, CONFIG)
+            setup = setup_of(own, trained, world, tokens)
+            return own.at_step(setup, TABLE, np.arange(5)).kl.item()
+
+        return on_threads(ranks, at_step)
+
+    assert kl_of(policy, reference) == pytest.approx([abs(mean.item())] * ranks, rel=1e-4)
+    assert kl_of(reference, policy) == [0.0] * ranks  # a negative mean is no KL
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 1000])
+def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, tokens):
+    kl = torch.tensor(0.7)
+    own = KTOTask(task.contract, task.reference, CONFIG, kl)
+    expected = loss_by_hand(model, task.reference, kl)
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    batch, sums = own.collate(ROWS), {}
+    assert own.weight(batch).item() == 5
+    for index in grouped(batch.lengths, tokens, padded=False):
+        loss, found = own.loss(model, batch.rows(index), own.weight(batch))
+        loss.backward()
+        sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+    metrics = own.metrics(sums)
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["kl"] == pytest.approx(0.7)
+    good = sum(ratio_by_hand(model, task.reference, row, row).item() for row in (0, 3, 4)) / 3
+    assert metrics["good_reward"] == pytest.approx(0.5 * good, rel=1e-3)
+
+
+def test_a_policy_equal_to_the_reference_is_at_the_kl(task, on_threads):
+    """Every value is 1/2: (3 * 2 / 2 + 2 / 2) / 5, and every answer is on neither side."""
+    (own,) = on_threads(
+        1,
+        lambda world: task.at_step(setup_of(task, task.reference, world), TABLE, np.arange(5)),
+    )
+    batch = own.collate(ROWS)
+    loss, sums = own.loss(task.reference, batch, own.weight(batch))
+    assert loss.item() == pytest.approx(0.8)
+    metrics = own.metrics({name: value.item() for name, value in sums.items()})
+    assert metrics == pytest.approx(
+        {"loss": 0.8, "kl": 0.0, "agreement": 0.5, "good_reward": 0.0, "bad_reward": 0.0}
+    )
+    assert task.selection_score({"loss": 0.8}) < task.selection_score({"loss": 0.5})
+
+
+def test_metrics_of_a_step_without_bad_answers():
+    sums = {"answers": 2.0, "loss": 1.0, "kl": 0.4, "agreement": 1.5, "good": 2.0,
+            "good_reward": 3.0, "bad_reward": 0.0}  # fmt: skip
+    assert KTOTask(None, None, CONFIG).metrics(sums) == {
+        "loss": 0.5, "kl": 0.2, "agreement": 0.75, "good_reward": 1.5,
+    }  # fmt: skip
