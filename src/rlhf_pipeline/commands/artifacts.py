@@ -136,7 +136,7 @@ class Ledger:
         ):
             raise ArtifactError(
                 f"{folder}: found an artifact of stage {Manifest.read(folder).stage}, expected a "
-                "language model. Fix: name the model of stage sft, ppo, grpo or dpo"
+                "language model. Fix: name the model of stage sft, ppo, grpo, dpo or kto"
             )
         verify(folder)
         return folder

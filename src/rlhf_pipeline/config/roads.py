@@ -16,7 +16,7 @@ OPTIONAL = ("sft", "reward_model", *POLICIES)
 
 READERS: Mapping[Phase, Collection[str]] = {
     "sft": ("sft",),
-    "reward_model": ("reward_model", "dpo"),
+    "reward_model": ("reward_model", "dpo", "kto"),
     "ppo": tuple(POLICIES),
 }
 """The nodes that train on the rows of each phase."""
@@ -25,8 +25,8 @@ READERS: Mapping[Phase, Collection[str]] = {
 def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
     """The phases on whose rows a stage may train.
 
-    Comparisons serve the reward model and DPO. Without a reward model, they serve DPO unless a
-    policy trains on prompts.
+    Comparisons serve the reward model, DPO and KTO. Without a reward model, they serve DPO and KTO
+    unless a policy trains on prompts.
     """
     used = {name: blocks[name] is not None for name in OPTIONAL}
     prompts = any(used[name] for name in POLICIES)
@@ -65,7 +65,7 @@ def shares_text(split: SplitConfig) -> str:
 
 def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
     """Phases that get rows, but none of the nodes of a run trains on them, one line each."""
-    policies = [name for name in (*POLICIES, "dpo") if name in nodes]
+    policies = [name for name in (*POLICIES, "dpo", "kto") if name in nodes]
     for phase, share in shares(split).items() if policies and "split" in nodes else ():
         if not {*READERS[phase]} & {*nodes}:
             yield (
