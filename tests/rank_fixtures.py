@@ -205,7 +205,7 @@ def program_inputs(ppo_inputs, make_model, tmp_path_factory):
         "label": [i % 3 != 0 for i in rows],
     }
     tables = {
-        "demonstrations": demonstrations, "comparisons": comparisons, "answers": answers
+        "demonstrations": demonstrations, "comparisons": comparisons, "labelled": answers
     }  # fmt: skip
     folders = {
         name: write_table(pa.table(columns), tmp_path_factory.mktemp(name), contract)

@@ -88,7 +88,7 @@ SHOWN = {
     "export": "verified; SHA256SUMS has every digest",
     "lineage": "every byte is as it was recorded",
     "report": "page: file://",
-    "runs": "win rate against SFT",
+    "runs": "win rate against the baseline",
 }
 """What a command prints of the results."""
 

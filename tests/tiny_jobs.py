@@ -28,7 +28,7 @@ INPUTS = {
     "sft": ("base_model", "demonstrations"),
     "reward_model": ("sft_model", "comparisons"),
     "dpo": ("sft_model", "comparisons"),
-    "kto": ("sft_model", "answers"),
+    "kto": ("sft_model", "comparisons", "labelled"),
     "ppo": ("prompts", "sft_model", "reward_model"),
     "evaluate": ("prompts", "demonstrations", "sft_model", "ppo_model", "reward_model"),
 }
@@ -73,8 +73,8 @@ def _blocks(program: str, changes: dict[str, Any]) -> dict[str, Any]:
             return {program: RewardModelConfig.model_validate(supervised | changes)}
         case "dpo":
             return {program: DPOConfig.model_validate(supervised | changes)}
-        case "kto":
-            return {program: KTOConfig.model_validate(supervised | changes)}
+        case "kto":  # both answers of eight comparisons, and eight labelled ones
+            return {program: KTOConfig.model_validate(supervised | {"batch_size": 24} | changes)}
         case "ppo":
             config = generated | {"steps": STEPS, "evaluations": STEPS, "evaluation_prompts": 4}
             return {program: ppo_config(**(config | changes))}

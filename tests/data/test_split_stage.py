@@ -42,7 +42,7 @@ def test_the_stage_writes_data_report_and_token_contract(
     assert [one["id"] for one in load("sft/train.arrow", out=export)] == [
         f"own{n}:0" for n in range(12)
     ]
-    folders = {"sft", "reward_model", "ppo", "evaluation", "pretraining"}
+    folders = {"sft", "reward_model", "ppo", "kto", "evaluation", "pretraining"}
     assert {path.name for path in export.iterdir() if path.is_dir()} == folders
     assert all(TokenContract.read(export / folder) == contract for folder in folders)
     report = json.loads((export / "report.json").read_text())

@@ -85,7 +85,7 @@ def make_inputs(make_policy, tmp_path_factory):
         save_model(scores, load_tokenizer(policy), reward_model)
         store_score_mean(reward_model, 0.0)
         models = {"base_model": policy, "sft_model": policy}
-        names = ("demonstrations", "comparisons", "answers", "prompts")
+        names = ("demonstrations", "comparisons", "labelled", "prompts")
         return models | dict.fromkeys(names, rows) | {"reward_model": as_artifact(reward_model)}
 
     return cache(make)

@@ -11,7 +11,7 @@ from rlhf_pipeline.config.preferences import KTOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, grouped
 from rlhf_pipeline.models.loading import freeze, load_policy
-from rlhf_pipeline.training.kto import KTOTask
+from rlhf_pipeline.training.kto import KTOTask, read_answers
 from rlhf_pipeline.training.supervised import Setup
 
 ROWS = {
@@ -67,12 +67,12 @@ def loss_by_hand(model, reference, kl):
 def test_the_kl_is_that_of_all_rows_with_the_answers_of_others(
     task, model, on_threads, ranks, tokens
 ):
-    """Of five rows, row i meets the answer of row i - 2; no rank has the same number of rows.
+    """Of five rows, row i meets the answer of row i - 1; no rank has the same number of rows.
 
     Policy and reference are exchanged if the mean is negative.
     """
     freeze(model)
-    mean = sum(ratio_by_hand(model, task.reference, row, row - 2) for row in range(5)) / 5
+    mean = sum(ratio_by_hand(model, task.reference, row, row - 1) for row in range(5)) / 5
     policy, reference = (model, task.reference) if mean > 0 else (task.reference, model)
 
     def kl_of(policy, reference):
@@ -131,3 +131,34 @@ def test_metrics_of_a_step_without_bad_answers():
     assert KTOTask(None, None, CONFIG).metrics(sums) == {
         "loss": 0.5, "kl": 0.2, "agreement": 0.75, "good_reward": 1.5,
     }  # fmt: skip
+
+
+def test_a_comparison_is_one_good_and_one_bad_answer(tmp_path):
+    """Labelled answers follow; no row a third of the table away answers the same prompt."""
+    ids, n = pa.list_(pa.int32()), 4
+    pairs = pa.table(
+        {
+            "prompt_ids": pa.array([[10 + i] for i in range(n)], ids),
+            "chosen_ids": pa.array([[20 + i] for i in range(n)], ids),
+            "rejected_ids": pa.array([[30 + i] for i in range(n)], ids),
+        }
+    )
+    labelled = pa.table(
+        {
+            "id": ["a"],
+            "prompt_ids": pa.array([[50]], ids),
+            "response_ids": pa.array([[51]], ids),
+            "label": [False],
+        }
+    )
+    for folder, table in (("comparisons", pairs), ("labelled", labelled)):
+        (tmp_path / folder).mkdir()
+        with pa.ipc.new_stream(tmp_path / folder / "train.arrow", table.schema) as stream:
+            stream.write_table(table)
+    found = read_answers(tmp_path / "comparisons" / "train.arrow", tmp_path / "labelled")
+    rows = found.columns(np.arange(found.num_rows))
+    assert rows["prompt_ids"] == [[10], [11], [12], [13]] * 2 + [[50]]
+    assert [ids for (ids,) in rows["response_ids"]] == [20, 21, 22, 23, 30, 31, 32, 33, 51]
+    assert rows["label"] == [True] * 4 + [False] * 5
+    away = np.roll(rows["prompt_ids"], found.num_rows // 3, axis=0).tolist()
+    assert all(one != other for one, other in zip(rows["prompt_ids"], away, strict=True))

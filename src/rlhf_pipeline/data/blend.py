@@ -62,8 +62,8 @@ class Blend:
         chosen = self.parts == PARTS.index(table.part)
         if table.phase is not None:
             chosen &= (self.serves & phase_bits([table.phase])) > 0
-        if table.phase == "reward_model" and not table.takes_labelled:
-            chosen &= ~self.labelled
+        if table.phase == "reward_model":
+            chosen &= self.labelled == table.labelled
         if table.answers:
             return chosen, 0
         candidates = np.flatnonzero(chosen)

@@ -50,9 +50,8 @@ class Table:
     answers: tuple[Answer, ...]
     """The answers that its rows need. Without answers, it contains each distinct prompt once."""
     schema: pa.Schema
-    takes_labelled: bool = False
-    """Whether it also contains answers that are labelled good or bad, and each answer is a row: of
-    a comparison, the chosen one is good."""
+    labelled: bool = False
+    """Whether it contains labelled answers alone, one in each row."""
 
 
 def _of_phase(phase: Phase, answers: tuple[Answer, ...], schema: pa.Schema) -> tuple[Table, Table]:
@@ -66,10 +65,8 @@ TABLES = (
     *_of_phase("sft", ("chosen",), _DEMONSTRATION),
     *_of_phase("reward_model", ("chosen", "rejected"), _COMPARISON),
     *_of_phase("ppo", (), _REWARDED),
-    Table("kto/train.arrow", "reward_model", "reward_model", ANSWERS, _ANSWER, takes_labelled=True),
-    Table(
-        "kto/validation.arrow", "validation", "reward_model", ANSWERS, _ANSWER, takes_labelled=True
-    ),
+    Table("kto/train.arrow", "reward_model", "reward_model", ANSWERS, _ANSWER, labelled=True),
+    Table("kto/validation.arrow", "validation", "reward_model", ANSWERS, _ANSWER, labelled=True),
     Table("evaluation/test.arrow", "test", None, (), _REWARDED),
 )
 
@@ -111,7 +108,7 @@ class PhaseFile:
         for index in np.flatnonzero(self.wanted[numbers]).tolist():
             row = rows[index]
             prompt = row.dialogue if self.table.phase == "sft" else row.prompt
-            answers = row.answers if self.table.takes_labelled else self.table.answers
+            answers = row.answers if self.table.labelled else self.table.answers
             parts = [prompt, *(row.answers[answer] for answer in answers)]
             if reason := next((part.dropped for part in parts if part.dropped), None):
                 self.dropped[reason] += 1
@@ -156,14 +153,9 @@ class PhaseFile:
             "extra": row.extra,
             **{f"{answer}_ids": text.ids for answer, text in row.answers.items()},
         }
-        if self.table.takes_labelled:
-            is_good = {"chosen": True, "rejected": False}
-            if row.label is not None:
-                is_good = dict.fromkeys(is_good, row.label)
-            return [
-                values | {"response_ids": text.ids, "label": is_good[name]}
-                for name, text in row.answers.items()
-            ]
+        if self.table.labelled:
+            answers = row.answers.values()
+            return [values | {"response_ids": text.ids, "label": row.label} for text in answers]
         return [values | demonstration(row, config) if self.table.phase == "sft" else values]
 
 

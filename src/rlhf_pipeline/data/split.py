@@ -185,8 +185,9 @@ def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
     for phase, weight in zip(PHASES, config.weights, strict=True):
         for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
             path = f"{phase}/{part}.arrow"
-            # A split may have labelled answers instead of comparisons: it serves KTO alone.
-            rows = files[f"kto/{part}.arrow" if phase == "reward_model" else path].rows
+            rows = files[path].rows
+            if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
+                rows += files[f"kto/{part}.arrow"].rows
             if weight > 0 and fraction > 0 and not rows:
                 raise DataError(
                     f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "

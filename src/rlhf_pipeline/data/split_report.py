@@ -86,18 +86,16 @@ def build_report(
 def headline(report: dict[str, Any]) -> dict[str, float]:
     """The report as metrics: rows, bad, merged and dropped rows, prompts, tokens, files."""
     sources, files = report["sources"].values(), report["files"]
-    # The answers of KTO are those of the comparisons, and labelled ones.
-    own = {path: file for path, file in files.items() if not path.startswith("kto/")}
     metrics = {
         "data/rows": sum(source["rows"] for source in sources),
         "data/bad_rows": sum(sum(source["bad"].values()) for source in sources),
         "data/duplicates_merged": sum(source["duplicates_merged"] for source in sources),
         "data/near_duplicates": sum(source["near_duplicates"] for source in sources),
         "data/distinct_prompts": sum(report["distinct_prompts"].values()),
-        "data/dropped_rows": sum(sum(file["dropped"].values()) for file in own.values()),
-        "data/truncated_texts": sum(sum(file["truncated"].values()) for file in own.values()),
+        "data/dropped_rows": sum(sum(file["dropped"].values()) for file in files.values()),
+        "data/truncated_texts": sum(sum(file["truncated"].values()) for file in files.values()),
         "data/tokens": sum(
-            tokens["total"] for file in own.values() for tokens in file["tokens"].values()
+            tokens["total"] for file in files.values() for tokens in file["tokens"].values()
         ),
     }
     metrics |= {

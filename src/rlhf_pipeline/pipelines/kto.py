@@ -15,5 +15,6 @@ READS = "split sft_model"
 
 def kto(split: Path, sft_model: Path, config: KTOConfig, seed: int, stages: Stages) -> Path:
     """Train the SFT model by KTO on answers that are known to be good or bad."""
-    inputs = {"answers": split / "kto", "sft_model": sft_model}
+    comparisons, labelled = split / "reward_model", split / "kto"
+    inputs = {"comparisons": comparisons, "labelled": labelled, "sft_model": sft_model}
     return stages.run(Job(SPEC, {"kto": config}, inputs, seed))

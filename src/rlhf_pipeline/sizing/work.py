@@ -169,10 +169,34 @@ def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
     if made.recipe() != split.recipe():
         return None
     files = json.loads((newest.parent / "report.json").read_text())["files"]
-    rows = {phase: files.get(f"{phase}/train.arrow") for phase in (*PHASES, "kto")}
-    # A phase of weight 0 has no rows, and so no lengths; an earlier version had no file for KTO.
-    known = {name: _of_file(file) for name, file in rows.items() if file and file["rows"]}
-    return limits(split) | known
+    rows: dict[str, Any] = {phase: files[f"{phase}/train.arrow"] for phase in PHASES}
+    rows["kto"] = _answers(rows["reward_model"], files.get("kto/train.arrow"))
+    # A phase of weight 0 has no rows, and so no lengths.
+    return limits(split) | {name: _of_file(file) for name, file in rows.items() if file["rows"]}
+
+
+def _answers(comparisons: Mapping[str, Any], labelled: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Both answers of each comparison, and labelled ones, described as one file.
+
+    A split of an earlier version has no labelled ones.
+    """
+    columns: dict[str, list[Mapping[str, int]]] = {"prompt_ids": [], "response_ids": []}
+    for file, copies in ((comparisons, 2), (labelled or {"tokens": {}}, 1)):
+        for name, counts in file["tokens"].items():
+            is_prompt = name == "prompt_ids"
+            columns["prompt_ids" if is_prompt else "response_ids"] += [counts] * (
+                copies if is_prompt else 1
+            )
+    return {
+        "rows": 2 * comparisons["rows"] + (labelled["rows"] if labelled else 0),
+        "tokens": {
+            name: {
+                "total": sum(counts["total"] for counts in found),
+                "max": max((counts["max"] for counts in found), default=0),
+            }
+            for name, found in columns.items()
+        },
+    }
 
 
 def _of_file(file: Mapping[str, Any]) -> Lengths:

@@ -7,13 +7,17 @@ a whole step, on all ranks, before its micro batches: neither ranks nor micro ba
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.preferences import KTOConfig
+from rlhf_pipeline.data.record_files import mapped
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import Rows, even_share, micro_batches, own_share
 from rlhf_pipeline.distributed.optimizer_step import Sums
@@ -74,12 +78,13 @@ class KTOTask:
     def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
         """The task with the KL of the rows: the mean log ratio of mismatched pairs, at least 0.
 
-        A mismatched pair is the prompt of one row with the answer of the row half of all rows away:
-        neighbours of a table may answer one prompt.
+        A mismatched pair is the prompt of one row with the answer of the row a third of all rows
+        away: in a table, neither neighbours nor rows half of the table away answer other prompts
+        for certain, see `read_answers`.
         """
         engine, world, tokens = setup.engine, setup.world, setup.config.micro_batch_tokens
         prompts = even_share(rows, world)
-        answers = even_share(np.roll(rows, len(rows) // 2), world)
+        answers = even_share(np.roll(rows, len(rows) // 3), world)
         own = len(own_share(rows, world))  # without the row that fills a gap
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         for start in range(0, len(prompts), BLOCK):
@@ -146,7 +151,21 @@ def main(job: LaunchedJob) -> dict[str, float]:
     contract = common_contract(job.inputs)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     task = KTOTask(contract, load_reference(job, config, world), config)
-    return train(job, config, task, load_policy, world, start="sft_model", rows="answers")
+    read = partial(read_answers, labelled=job.inputs["labelled"])
+    return train(
+        job, config, task, load_policy, world, start="sft_model", rows="comparisons", read=read
+    )
+
+
+def read_answers(comparisons: Path, labelled: Path) -> Rows:
+    """The chosen answers of a file of comparisons, which are good, then the rejected ones, then the
+    labelled answers of the file with the same name in a folder. Nothing is copied."""
+    pairs, columns = mapped(comparisons), ["prompt_ids", "response_ids", "label"]
+    sides = [
+        pa.table([pairs["prompt_ids"], pairs[name], pa.repeat(label, len(pairs))], columns)
+        for name, label in (("chosen_ids", True), ("rejected_ids", False))
+    ]
+    return Rows.of(pa.concat_tables([*sides, mapped(labelled / comparisons.name).select(columns)]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Passes over a fixed data set, held-out evaluations, and the best evaluated model
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -114,6 +115,7 @@ def train(
     *,
     start: str,
     rows: str,
+    read: Callable[[Path], Rows] = Rows.read,
 ) -> dict[str, float]:
     """Train the model on prepared rows; export the evaluated model with the best selection score.
 
@@ -125,12 +127,14 @@ def train(
         load: loads the model from a folder, for example `load_policy`.
         start: the input that training starts from; its tokenizer is saved with each model.
         rows: the input with `train.arrow` and `validation.arrow`.
+        read: reads one of these files.
     """
     trust = job.trust_remote_code
     load = partial(load, job.inputs[start], trust_remote_code=trust)
     tokenizer = load_tokenizer(job.inputs[start], trust_remote_code=trust)
     training, validation = (
-        load_rows(job.inputs[rows] / f"{part}.arrow", world) for part in ("train", "validation")
+        load_rows(job.inputs[rows] / f"{part}.arrow", world, read)
+        for part in ("train", "validation")
     )
     steps = optimizer_steps(config, training.num_rows)
     engine = train_engine(load, config, steps)

@@ -97,9 +97,9 @@ PROGRAMS = {spec.name: spec.program for spec in stage_specs().values()}
 @pytest.mark.parametrize(
     ("file", "stages"),
     [
-        ("training/ppo_update.py", {"ppo"}),
+        ("training/ppo_update.py", {"ppo", "grpo"}),
         ("training/pairs.py", {"reward_model", "dpo"}),
-        ("distributed/optimizer_step.py", {"sft", "reward_model", "ppo", "dpo"}),
+        ("distributed/optimizer_step.py", {"sft", "reward_model", "ppo", "grpo", "dpo", "kto"}),
         ("stages/run.py", set()),
     ],
 )
