@@ -180,7 +180,10 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
     with suppress(ConfigError):  # another fault
         reads = "values" in parameters(defined(ADVANTAGE.place(ppo.advantage)))
         if reads and ppo.critic is None:
-            yield f"{ppo.stage}.critic: found none, expected a block: {ppo.advantage} reads values"
+            yield (
+                f"{ppo.stage}.critic: found none, expected a block: {ppo.advantage} reads values. "
+                "Fix: add the block, or choose another advantage"
+            )
         elif ppo.critic is not None and not reads:
             yield (
                 f"{ppo.stage}.critic: found a block, expected none for advantage {ppo.advantage}, "

@@ -128,14 +128,14 @@ def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
     if not metrics.keys() >= {*names}:
         raise StageError(
             f"reward_model.gate: found no interval of the accuracy in {reward_model}, which an "
-            "earlier version made. Fix: `kedro run --pipeline=full`, or set it to null"
+            "earlier version made. Fix: `kedro run --pipeline=reward_model`, or set it to null"
         )
     accuracy, lower, upper = (metrics[name] for name in names)
     if not lower > gate:
         raise StageError(
             f"reward_model.gate: found an accuracy of {accuracy:.1%} (95%: {lower:.1%} to "
-            f"{upper:.1%}) on held-out comparisons, expected a lower end above {gate:.1%}. PPO "
-            "would maximize noise. Fix: use more comparisons or train longer, or set "
+            f"{upper:.1%}) on held-out comparisons, expected a lower end above {gate:.1%}. A "
+            "policy would maximize noise. Fix: use more comparisons or train longer, or set "
             "reward_model.gate to null"
         )
 
@@ -179,7 +179,11 @@ def check_memory(
 def check_blocks(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
     """Raise ConfigError if a policy among the nodes has no parameters."""
     for name in [name for name in POLICIES if name in nodes and blocks[name] is None]:
-        others = [f"--pipeline={pipeline_of(one)}" for one in policy_stages() if one != name]
+        others = [
+            f"--pipeline={pipeline_of(one)}"
+            for one in policy_stages()
+            if one not in POLICIES or blocks[one] is not None
+        ]
         raise ConfigError(
             f"{name}: found null, expected the parameters of the node {name}. Fix: set {name}, or "
             f"choose another pipeline: {' or '.join(others)}"
@@ -197,7 +201,8 @@ def check_phases(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
     ]
     if empty:
         raise ConfigError(
-            f"split.weights: found {list(weights)}, with 0 for {', '.join(empty)}, expected more "
-            "than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
-            "pipeline without this stage"
+            f"split.weights: found {list(weights)} in use, with 0 for {', '.join(empty)}, expected "
+            "more than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
+            "pipeline without this stage. Comparisons go to dpo and kto if reward_model is set, "
+            "or if ppo and grpo are null"
         )

@@ -82,7 +82,7 @@ def test_a_pipeline_that_leaves_the_rows_of_a_phase_unused_says_so(parameters):
     dpo = ["base_model", "split", "sft", "reward_model", "dpo"]
     assert list(unused_phases(split, dpo)) == [
         "split: phase ppo gets 40% of the training conversations, which pipeline dpo does not use. "
-        "Fix: set ppo to null"
+        "Fix: set ppo and grpo to null"
     ]
     assert not list(unused_phases(split, [*dpo, "ppo"]))
     assert not list(unused_phases(split, ["base_model", "split", "sft"]))  # others may follow

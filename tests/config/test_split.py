@@ -120,6 +120,7 @@ TEXT = {"name": "files", "path": "a.txt"}
     [
         (Inner, {"sise": 1}, "sise"),
         (Inner, {"port": 80}, "port"),
+        (ColumnMap, {"prompt": "p", "extra": ["scored"]}, "extra: found scored, expected other"),
         (ColumnMap, {"prompt": "p", "answers": ("a",), "scores": ("s", "t")}, "answers"),
         (SourceConfig, {"name": "lab/data", "path": "a", "revision": "x"}, BOTH.format("revision")),
         (SourceConfig, {"name": "lab/data", "path": "a", "subset": "x"}, BOTH.format("subset")),

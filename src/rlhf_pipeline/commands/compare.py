@@ -115,7 +115,7 @@ def metric_table(policies: Sequence[Policy]) -> Table:
     names = dict.fromkeys(
         name for found in metrics for name in found if not name.endswith(("_lower", "_upper"))
     )
-    is_base = any("sft" not in p.made_from and BASE_MODEL in p.made_from for p in policies)
+    is_base = all("sft" not in p.made_from and BASE_MODEL in p.made_from for p in policies)
     for name in names:
         label, form = METRICS.get(name, (name.replace("_", " "), "z.2f"))
         label = label.replace("SFT", title(BASE_MODEL)) if is_base else label

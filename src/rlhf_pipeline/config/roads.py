@@ -68,9 +68,10 @@ def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
     policies = [name for name in (*POLICIES, "dpo", "kto") if name in nodes]
     for phase, share in shares(split).items() if policies and "split" in nodes else ():
         if not {*READERS[phase]} & {*nodes}:
+            blocks = " and ".join(name for name in READERS[phase] if name in OPTIONAL)
             yield (
                 f"split: phase {phase} gets {share:.0%} of the training conversations, which "
-                f"pipeline {' and '.join(policies)} does not use. Fix: set {phase} to null"
+                f"pipeline {' and '.join(policies)} does not use. Fix: set {blocks} to null"
             )
 
 

@@ -63,6 +63,11 @@ class ColumnMap(Block):
         if form not in forms:
             known = "; ".join(", ".join(sorted(form)) for form in forms)
             yield f"found {', '.join(sorted(given)) or 'no column'}; expected one of: {known}"
+        if taken := sorted({"references", "scored"} & {*(self.extra or ())}):
+            yield (
+                f"extra: found {', '.join(taken)}, expected other names: rewards get something "
+                "else by this name. Fix: rename the column"
+            )
 
 
 class SourceConfig(Block):

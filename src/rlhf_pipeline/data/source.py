@@ -166,6 +166,7 @@ def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
                     break
                 bad.append((where, row.reason))
         except DataError as error:
+            bad = []
             yield f"{place}.{index}: {error}"
         except ConfigError:  # a fault of the source's name or fields, which is another line
             continue

@@ -167,6 +167,7 @@ def optimized_judges(
             case CallableReward(location=file, function=name):
                 digest = file_digest(job.inputs[place])
                 same = (file, name) in optimized or (digest, name) in optimized
+                same |= reads_truth and reads_references(judge)
             case ModelJudge():
                 same = (job.digests[place], None) in optimized
             case _:

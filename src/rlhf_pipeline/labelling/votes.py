@@ -75,9 +75,12 @@ def locked(file: Path) -> Iterator[list[Vote]]:
 
 
 def _write(file: Path, votes: list[Vote]) -> None:
+    file = file.resolve()  # a link stays one
     partial = file.with_name(f"{file.name}.partial")  # the name that `write_atomically` uses
+    partial.unlink(missing_ok=True)  # of a killed server of another user
     partial.touch()
     shutil.copystat(file, partial)  # servers of other users may write the file, too
-    with suppress(PermissionError):
-        os.chown(partial, file.stat().st_uid, file.stat().st_gid)
+    for owner, group in ((-1, file.stat().st_gid), (file.stat().st_uid, -1)):
+        with suppress(PermissionError):  # only root gives a file to another user
+            os.chown(partial, owner, group)
     write_atomically(file, "".join(f"{vote.model_dump_json()}\n" for vote in votes))

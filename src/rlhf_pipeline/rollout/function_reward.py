@@ -78,7 +78,8 @@ class FunctionSource:
 
     def _call(self, answered: Answered, scored: Scored) -> list[Any]:
         offered = answered.columns | {"references": answered.references, "scored": scored}
-        more = {name: value for name, value in offered.items() if name in self._asked}
+        further = list(self._asked)[2:]  # the first two get prompts and responses
+        more = {name: value for name, value in offered.items() if name in further}
         return list(self.function(answered.prompts, answered.responses, **more))
 
     @property

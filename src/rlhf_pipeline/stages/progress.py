@@ -87,7 +87,7 @@ class StageProgress:
     def log_line(self) -> str:
         left = [] if self.left_s is None else [f"{self.left_s:.0f} s left"]
         is_shown = self.phase == WAITING or ": " in self.phase  # the latter names a scorer
-        phase = [self.phase] if is_shown else []
+        phase = [self.phase] if is_shown or not self.steps else []
         return f"{self.title}: {'  '.join([*self.steps, *phase, *self.numbers, *left])}"
 
 

@@ -156,11 +156,14 @@ class Store:
 
     def names(self, pattern: str) -> list[str]:
         """The names that match a pattern such as `stages/*.json`, sorted."""
-        folder = pattern.rpartition("/")[0]
+        folder, depth = pattern.partition("*")[0].rpartition("/")[0], pattern.count("/")
         with self._open() as (store, root):
-            found = store.find(f"{root}/{folder}".rstrip("/"), maxdepth=1)
-        names = sorted(path.removeprefix(root).lstrip("/") for path in found)
-        return [name for name in names if fnmatchcase(name, pattern)]
+            # With `maxdepth`, fsspec takes a listing that failed for an empty one.
+            found = store.find(f"{root}/{folder}".rstrip("/"))
+        names = (path.removeprefix(root).lstrip("/") for path in found)
+        return sorted(
+            name for name in names if fnmatchcase(name, pattern) and name.count("/") == depth
+        )
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Another machine may have removed some of them."""

@@ -78,13 +78,14 @@ class KTOTask:
     def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
         """The task with the KL of the rows: the mean log ratio of mismatched pairs, at least 0.
 
-        A mismatched pair is the prompt of one row with the answer of the row a third of all rows
-        away: in a table, neither neighbours nor rows half of the table away answer other prompts
-        for certain, see `read_answers`.
+        A mismatched pair is the prompt of one row with the answer of the row before it in a fixed
+        permutation: neighbours of a table may answer one prompt.
         """
         engine, world, tokens = setup.engine, setup.world, setup.config.micro_batch_tokens
-        prompts = even_share(rows, world)
-        answers = even_share(np.roll(rows, len(rows) // 3), world)
+        order = np.random.default_rng(0).permutation(len(rows))
+        others = np.empty_like(rows)
+        others[order] = rows[np.roll(order, 1)]
+        prompts, answers = even_share(rows, world), even_share(others, world)
         own = len(own_share(rows, world))  # without the row that fills a gap
         total = torch.zeros((), dtype=torch.float64, device=world.device)
         for start in range(0, len(prompts), BLOCK):
