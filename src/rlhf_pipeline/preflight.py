@@ -201,7 +201,7 @@ def check_phases(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
     ]
     if empty:
         raise ConfigError(
-            f"split.weights: found {list(weights)} in use, with 0 for {', '.join(empty)}, expected "
+            f"split.weights: found {list(weights)}, with 0 for {', '.join(empty)}, expected "
             "more than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
             "pipeline without this stage. Comparisons go to dpo and kto if reward_model is set, "
             "or if ppo and grpo are null"
