@@ -10,7 +10,13 @@ from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
-from rlhf_pipeline.preflight import check_gate, check_inputs, check_memory, check_root
+from rlhf_pipeline.preflight import (
+    check_comparisons,
+    check_gate,
+    check_inputs,
+    check_memory,
+    check_root,
+)
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
@@ -30,6 +36,18 @@ def test_a_root_that_is_a_pattern_or_a_list_is_refused(character):
     ):
         check_root(f"/data/a{character}b")
     check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
+
+
+def test_stages_that_need_comparisons_are_refused_before_sft_trains(tmp_path):
+    """Labelled answers fill the same phase."""
+    files = {"reward_model/train.arrow": {"rows": 0}, "kto/train.arrow": {"rows": 9}}
+    (tmp_path / "report.json").write_text(json.dumps({"files": files}))
+    with pytest.raises(DataError, match=r"found no comparison, expected some for dpo\. Fix: "):
+        check_comparisons(tmp_path, ["dpo"])
+    check_comparisons(tmp_path, [])
+    files["reward_model/train.arrow"]["rows"] = 1
+    (tmp_path / "report.json").write_text(json.dumps({"files": files}))
+    check_comparisons(tmp_path, ["dpo"])
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, local_source
+from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, as_judges, local_source
 from rlhf_pipeline.config.roads import OPTIONAL, faults_without_reward_model, split_in_use
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.source import carried, column_faults, find_source
@@ -120,8 +120,14 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from length_faults(base_model.positions, split, policies, evaluate)
     for name, block in blocks.items():
         yield from () if block is None else door_faults(name, block)
-    rated = {index: one for index, one in enumerate(split.sources) if one.may_serve("ppo")}
+    every = dict(enumerate(split.sources))
+    judge_too = blocks["reward_model"] is None and not evaluate.judges
+    rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     for policy in policies:
+        if judge_too:
+            named = evaluate.model_copy(update={"judges": as_judges(policy.rewards)})
+            _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
+            yield from found
         if policy.ptx is not None and split.pretraining is None:
             yield (
                 f"{policy.stage}.ptx: split.pretraining, the text for its loss, is null. Fix: set "
@@ -133,7 +139,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     has_gold = all(source.name in GOLD_SCORES for source in split.sources)
     yield from faults_without_reward_model(blocks, has_gold=has_gold)
     judges = [local_source(one) for one in evaluate.judges]
-    yield from reward_faults(judges, "evaluate.judges", _carried(dict(enumerate(split.sources))))
+    yield from reward_faults(judges, "evaluate.judges", _carried(every))
     yield from _judges(evaluate.judges)
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))

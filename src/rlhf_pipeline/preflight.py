@@ -1,8 +1,9 @@
 """Checks of what the chosen nodes need, before a run and before each node."""
 
+import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.data.split_page import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
-from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -104,6 +105,8 @@ def check_inputs(
         faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
         refuse(faults)
     if "split" in inputs:
+        readers = [one for one in READERS["reward_model"] if one != "kto" and one in nodes]
+        check_comparisons(inputs["split"], [one for one in readers if blocks[one] is not None])
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}
         rewards = [one for name in policies if name in asked for one in policies[name].rewards]
@@ -113,6 +116,17 @@ def check_inputs(
         require_true_answers(inputs["split"], rewards, judges)
     if node in policies and trained is not None:
         check_gate(inputs["reward_model"], trained.gate, policies[node])
+
+
+def check_comparisons(split: Path, stages: Sequence[str]) -> None:
+    """Raise DataError if a split has no comparison for the stages that train on them: labelled
+    answers fill the same phase."""
+    files = json.loads((split / "report.json").read_text()).get("files", {})
+    if stages and files.get("reward_model/train.arrow", {}).get("rows") == 0:
+        raise DataError(
+            f"split: found no comparison, expected some for {' and '.join(stages)}. Fix: add a "
+            "source of comparisons, or set reward_model to null and choose --pipeline=kto"
+        )
 
 
 def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from extending_page import DOORS, write_metadata, write_project
 
 from rlhf_pipeline.checks import check
-from rlhf_pipeline.cli import COMMAND
+from rlhf_pipeline.cli import COMMAND, rlhf
 from rlhf_pipeline.config import doors
 from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, by_name
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -114,8 +115,36 @@ def test_a_column_that_a_source_does_not_carry_is_refused_with_the_line_to_add(i
             check(parameters(**wanting, **{"split.sources": sources}), gpus=0)
         assert (
             f"{block}.0: my_rlhf.rewards:of asks for level, which split.sources.1 does not carry. "
-            "Fix: add `extra: [level]` to the columns of split.sources.1, or give level a default"
+            "Fix: add `extra: [level]` to the columns of split.sources.1"
         ) in error.value.message
+
+
+def test_a_column_with_a_default_is_for_all_prompts_or_for_none(installed):
+    """Otherwise the rows of a batch would decide what the function gets."""
+    (installed / "rewards.py").write_text("def of(prompts, responses, level=0): ...\n")
+    asking = {"ppo.rewards": ["my_rlhf.rewards:of"], "evaluate.judges": []}
+    Path("rows.jsonl").write_text(
+        json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "level": 1})
+    )
+    columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+    plain, rated = (
+        {"name": "files", "path": "rows.jsonl", "columns": columns | more}
+        for more in ({}, {"extra": ["level"]})
+    )
+    check(parameters(**asking, **{"split.sources": [plain]}), gpus=0)
+    check(parameters(**asking, **{"split.sources": [rated]}), gpus=0)
+    with pytest.raises(ConfigError, match=r"of asks for level, which split\.sources\.0 does not"):
+        check(parameters(**asking, **{"split.sources": [plain, rated]}), gpus=0)
+
+
+def test_packages_that_share_the_name_of_a_command_stop_no_command_of_ours(installed):
+    file = installed.parent / "my_rlhf-0.1.0.dist-info" / "entry_points.txt"
+    file.write_text("[rlhf_pipeline.command]\nplan = my_rlhf.commands:prompts\n")
+    ours = CliRunner().invoke(rlhf, ["plan", "--help"])
+    assert ours.exit_code == 0 and "Usage:" in ours.output
+    theirs = CliRunner().invoke(rlhf, ["prompts"])
+    assert theirs.exit_code == 1
+    assert "found plan at rlhf_pipeline.commands.plan:plan and my_rlhf.commands" in theirs.output
 
 
 def test_two_packages_must_not_use_one_name(installed):

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.grpo import POLICIES, GRPOConfig
-from rlhf_pipeline.config.rewards import REWARDED
+from rlhf_pipeline.config.rewards import REWARDED, ModelReward, as_judges
 from rlhf_pipeline.config.roads import shares_text, unused_phases
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
@@ -70,6 +70,22 @@ def test_what_needs_the_reward_model_or_a_judge_is_refused_without_one(
     with pytest.raises(ConfigError) as refusal:
         check(parameters | {"reward_model": None} | given, gpus=0, elsewhere=True)
     assert message in str(refusal.value)
+
+
+def test_judges_made_from_rewards_are_checked_before_training(parameters, tmp_path, monkeypatch):
+    """The gold score is a judge already."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text("def gold(prompts, responses): ...\n")
+    given = {"sft": None, "reward_model": None, "ppo": None, "grpo": {"rewards": ["my.py:gold"]}}
+    with pytest.raises(ConfigError, match="gold"):
+        check(parameters | given, gpus=0, elsewhere=True)
+
+
+def test_a_reward_model_that_judges_renders_the_date_of_the_reward():
+    fields = {"path": "/models/other", "retokenize": True, "template_date": "2020-02-02"}
+    (judge,) = as_judges([ModelReward.model_validate(fields)])
+    assert str(judge.template_date) == "2020-02-02"
+    assert judge.as_reward(Path("/models/other")).template_date == judge.template_date
 
 
 def test_rewards_judge_where_there_is_no_other_judge(parameters):

@@ -88,7 +88,7 @@ def test_wins_by_a_hair_are_no_improvement():
 
 
 def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
-    """By the win rate alone: 200 candidates, each the only try; 60 times ten on equal prompts."""
+    """By the win rate alone: 200 candidates, each the only try; 200 times ten on equal prompts."""
     rng = np.random.default_rng(5)
     short = [" ".join(text.split()[:4]) for text in TEXTS]  # most of the time goes into words
 
@@ -103,10 +103,10 @@ def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
     single = sum(promoted(1, equal()) for _ in range(200))
     assert single <= 10  # 2.5% are 5; binomial, 99th percentile
     families = 0
-    for _ in range(60):
+    for _ in range(200):
         baseline = equal()
         families += any(promoted(tries, baseline) for tries in range(1, 11))
-    assert families <= 7  # 5% are 3; binomial, 99th percentile
+    assert families <= 18  # 5% are 10; binomial, 99th percentile
 
 
 def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
@@ -188,6 +188,15 @@ def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():
     assert not decide(given, CONFIG).refusals
     (refusal,) = decide(replace(given, champion_judge="score"), CONFIG).refusals
     assert refusal.startswith("paired win rate against the champion by the reward model")
+
+
+def test_one_phrase_everywhere_is_found_although_sft_repeats_itself():
+    rng = np.random.default_rng(11)
+    common = ["that is a great question"] * (PROMPTS * 3 // 4) + TEXTS[: PROMPTS // 4]
+    baseline = policy(rng, 0.0, kl=0.0, texts=common)
+    everywhere = policy(rng, 0.9, texts=[f"that is a great answer {i}" for i in range(PROMPTS)])
+    (refusal,) = decide(Evidence(everywhere, baseline, "gold", True), CONFIG).refusals
+    assert refusal.startswith("answers with the same phrase: found 100.0%")
 
 
 def test_a_phrase_may_rise_by_a_part_of_what_sft_leaves():

@@ -213,6 +213,7 @@ def test_reports_that_an_outage_left_out_are_sent_to_the_run_that_was_closed(
         track(tracker, replace(stages.split, cached=True))
     found = child(client, "split")
     assert (found.info.run_id, found.info.status) == (closed.info.run_id, "FINISHED")
+    assert found.info.end_time == closed.info.end_time
     reports = [file.path for file in client.list_artifacts(found.info.run_id)]
     assert reports == ["lengths.png", "report.md"]
 

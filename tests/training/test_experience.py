@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import floats, lists
 
+from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.rewards import grpo
 from rlhf_pipeline.rollout.records import Scored
@@ -160,3 +162,12 @@ def test_returns_see_no_kl_that_is_in_the_loss(experience_of):
 def test_the_offset_is_from_the_mean_value_to_the_mean_return(experience_of, ranks, options, mean):
     for offset in experience_of(ranks, True, value_offset, **options):
         assert offset == pytest.approx(mean, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4, 1), None])
+def test_an_advantage_of_another_shape_is_named(experience_of, monkeypatch, shape):
+    """Two prompts with two responses each, of at most three tokens."""
+    made = None if shape is None else torch.zeros(shape)
+    monkeypatch.setattr(Door, "load", lambda door, name: lambda returns: made)
+    with pytest.raises(StageError, match=r"ppo\.advantage: rloo returned .* shapes .* Fix: return"):
+        experience_of(1, values=False, advantage="rloo")

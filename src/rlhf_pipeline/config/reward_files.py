@@ -40,21 +40,27 @@ def reads_references(source: Block) -> bool:
 
 def check_signature(reward: str, signature: inspect.Signature, sources: Carried = NONE) -> None:
     """Raise ConfigError if a reward function cannot be called as scoring calls it, or asks for a
-    column that one of the sources does not carry."""
-    texts, further = list(signature.parameters)[:2], set(signature.parameters)
-    for carried in sources.values():
-        further &= {*carried}
-    offered = {"references", "scored"} | (further - {*texts} if sources else set())
+    column that one of the sources does not carry.
+
+    A column with a default is for all prompts or for none: what a batch contains decides nothing.
+    """
+    offered = {"references", "scored"}
+    for name, parameter in list(signature.parameters.items())[2:]:
+        without = [source for source, carried in sources.items() if name not in carried]
+        some = 0 < len(without) < len(sources)
+        is_asked = parameter.default is parameter.empty and name not in offered
+        is_asked &= parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if without and (some or is_asked):
+            raise ConfigError(
+                f"{reward} asks for {name}, which {without[0]} does not carry. Fix: add "
+                f"`extra: [{name}]` to the columns of {without[0]}"
+                + ("" if some else f", or give {name} a default")
+            )
+        if sources and not without:
+            offered.add(name)
     try:
         signature.bind([], [], **dict.fromkeys(offered & signature.parameters.keys()))
     except TypeError as error:
-        asked = str(error).partition("missing a required argument: ")[2].strip("'")
-        for source, carried in sources.items() if asked else ():
-            if asked not in carried:
-                raise ConfigError(
-                    f"{reward} asks for {asked}, which {source} does not carry. Fix: add "
-                    f"`extra: [{asked}]` to the columns of {source}, or give {asked} a default"
-                ) from None
         raise ConfigError(
             f"{reward} cannot be called with (prompts, responses): {error}. "
             "Fix: define it as `def reward(prompts, responses)`; a further parameter "

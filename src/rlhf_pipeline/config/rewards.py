@@ -209,6 +209,8 @@ class ModelJudge(Block):
     retokenize: bool = False
     """Whether the model reads text in its own chat template and tokens; required unless it has the
     tokens of the policies."""
+    template_date: date = TEMPLATE_DATE
+    """With `retokenize`: as in `ModelReward`."""
     precision: Precision = "fp32"
     """Precision of weights and activations."""
 
@@ -226,9 +228,8 @@ class ModelJudge(Block):
 
     def as_reward(self, folder: Path) -> ModelReward:
         """The same model as a source of rewards."""
-        return ModelReward(
-            path=str(folder), name=self.name, retokenize=self.retokenize, precision=self.precision
-        )
+        own = self.model_dump(include={"name", "retokenize", "template_date", "precision"})
+        return ModelReward(path=str(folder), **own)
 
 
 class ChatConfig(Block):
@@ -288,14 +289,8 @@ def as_judges(rewards: Sequence[Reward]) -> tuple[Judge, ...]:
     found: list[Judge] = []
     for reward in rewards:
         if isinstance(reward, ModelReward) and reward.weight > 0:
-            found.append(
-                ModelJudge(
-                    model=reward.path,
-                    name=reward.label,
-                    retokenize=reward.retokenize,
-                    precision=reward.precision,
-                )
-            )
+            own = reward.model_dump(include={"retokenize", "template_date", "precision"})
+            found.append(ModelJudge(model=reward.path, name=reward.label, **own))
         elif isinstance(reward, CallableReward | ReferenceReward) and reward.weight > 0:
             found.append(reward.model_copy(update={"weight": 1.0}))
     return tuple(found)

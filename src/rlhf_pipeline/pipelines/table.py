@@ -36,7 +36,7 @@ LAST = ("evaluate", "register", "report")
 def policy_stages() -> dict[str, ModuleType]:
     """The modules at the door `POLICY` by the name of their stage.
 
-    Raises ConfigError if one of another package cannot be imported or is no such module.
+    Raises ConfigError if the module of another package cannot be imported, or lacks a part.
     """
     modules = {name: POLICY.load(name) for name in POLICY.names()}
     for name, module in modules.items():

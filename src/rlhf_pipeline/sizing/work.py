@@ -180,21 +180,20 @@ def _answers(comparisons: Mapping[str, Any], labelled: Mapping[str, Any] | None)
 
     A split of an earlier version has no labelled ones.
     """
-    columns: dict[str, list[Mapping[str, int]]] = {"prompt_ids": [], "response_ids": []}
-    for file, copies in ((comparisons, 2), (labelled or {"tokens": {}}, 1)):
-        for name, counts in file["tokens"].items():
-            is_prompt = name == "prompt_ids"
-            columns["prompt_ids" if is_prompt else "response_ids"] += [counts] * (
-                copies if is_prompt else 1
-            )
+    rows = {"chosen_ids": comparisons, "rejected_ids": comparisons, "response_ids": labelled}
+    own = [(file, name) for name, file in rows.items() if file and file["rows"]]
+
+    def together(counts: list[Mapping[str, int]]) -> dict[str, int]:
+        return {
+            "total": sum(one["total"] for one in counts),
+            "max": max((one["max"] for one in counts), default=0),
+        }
+
     return {
-        "rows": 2 * comparisons["rows"] + (labelled["rows"] if labelled else 0),
+        "rows": sum(file["rows"] for file, _ in own),
         "tokens": {
-            name: {
-                "total": sum(counts["total"] for counts in found),
-                "max": max((counts["max"] for counts in found), default=0),
-            }
-            for name, found in columns.items()
+            "prompt_ids": together([file["tokens"]["prompt_ids"] for file, _ in own]),
+            "response_ids": together([file["tokens"][name] for file, name in own]),
         },
     }
 

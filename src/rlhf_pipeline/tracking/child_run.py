@@ -56,6 +56,8 @@ class ChildRun:
     an outage can begin in the middle of a record."""
     _last: tuple[int, int | None] = 0, None
     """Step and time of the newest record, milliseconds since 1970."""
+    _is_closed: bool = False
+    """Whether MLflow has the end, and lacks at most the report and its files."""
 
     def reconcile(
         self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]] = ()
@@ -64,16 +66,19 @@ class ChildRun:
 
         `records` are those of the metrics file that are new; a run that is opened gets all.
         """
-        if not self.is_open:
-            known = self._open(client, parent)
-            self._log_missing(client, known)
-            records, self.is_open = read_json_lines(self.run.metrics_file), True
-        self._log(client, records)
+        if not self._is_closed:
+            if not self.is_open:
+                known = self._open(client, parent)
+                self._log_missing(client, known)
+                records, self.is_open = read_json_lines(self.run.metrics_file), True
+            self._log(client, records)
         if self.end is not None:
-            self._finish(client, *self.end)
+            if not self._is_closed:
+                self._finish(client, *self.end)
+                self._is_closed = True
             if self.end[0] == "FINISHED":
                 log_result(client, str(self.run_id), self.run)
-            self.end, self.is_open = None, False
+            self.end, self.is_open, self._is_closed = None, False, False
 
     def _open(self, client: MlflowClient, parent: str) -> Run:
         """Open the run of this stage again, or the unfinished one of the recipe, or create one.

@@ -116,10 +116,11 @@ def make_experience(
     )
     scores = training_scores(scored, config)
     penalties = coef_in_reward(kl_coef, config) * scored.kl
+    by_prompt = groups(scores, config)
     found = by_name(
         ADVANTAGE.load(config.advantage),
         config,
-        scores=groups(scores, config),
+        scores=by_prompt,
         penalties=groups(penalties, config),
         returns=groups(scores - penalties, config),
         moments=lambda x: mean_and_variance(_moments(x, torch.ones_like(x).bool(), world)),
@@ -127,10 +128,15 @@ def make_experience(
         values=scored.values,
         mask=mask,
     )
-    if isinstance(found, tuple) == (scored.values is None):
+    parts = found if isinstance(found, tuple) else (found,)
+    shapes = [getattr(part, "shape", None) for part in parts]
+    of_tokens, of_prompts = tuple(mask.shape), tuple(by_prompt.shape)
+    allowed = [[of_tokens], [of_prompts]] if scored.values is None else [[of_tokens] * 2]
+    if shapes not in allowed:
         raise StageError(
-            f"{config.stage}.advantage: {config.advantage} returned {type(found).__name__}, "
-            f"expected advantages, or with {config.stage}.critic a tuple of advantages and returns"
+            f"{config.stage}.advantage: {config.advantage} returned {type(found).__name__} with "
+            f"shapes {shapes}, expected tensors with {' or '.join(map(str, allowed))}. Fix: return "
+            "advantages, or with a critic a tuple of advantages and returns"
         )
     if scored.values is None:
         is_of_tokens = found.shape == mask.shape
