@@ -202,6 +202,20 @@ def test_a_share_of_many_has_the_interval_of_wilson():
     assert twice == pytest.approx(found, rel=1e-12)
 
 
+def test_pass_at_k_is_the_mean_over_all_groups_of_k_answers():
+    """1 of 4: 3 of 6 pairs have it; 2 of 4: 5 of 6 pairs; none: no pair.
+
+    p (1 - p) / var(y) = (20 / 81) / (19 / 162) = 2.1, so each prompt counts as its 4 // 2 groups.
+    """
+    values = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 0.0], [0.0] * 4]
+    rate, lower, upper = share_with_interval(values, 2)
+    assert rate == pytest.approx(4 / 9)
+    assert (lower, upper) == pytest.approx(rate_interval(4 / 9, 6), rel=1e-9)
+    assert share_with_interval(values, 4) == share_with_interval([1.0, 1.0, 0.0])
+    with pytest.raises(ValueError, match="values has 4 for each prompt; pass@8 needs at least 8"):
+        share_with_interval(values, 8)
+
+
 @pytest.mark.parametrize(
     ("candidate", "expected"), [([1.0, 1.0], (0.0, 0.0, 0.0)), ([2.0, 2.0], (math.inf,) * 3)]
 )

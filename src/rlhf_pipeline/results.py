@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.data.split_page import print_summary as print_split
 from rlhf_pipeline.errors import ArtifactError, short_path
 from rlhf_pipeline.evaluation.comparison import judge_title, read_evaluation
@@ -78,12 +79,14 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
     held = f"{conditions - len(refusals)} of {conditions} conditions hold"
     found = outcome(registration["promoted"], refusals)
     judge = judge_title(verdict["judge"]) + ("" if verdict["independent"] else ", not independent")
+    has_rival = not registration["promoted"] and CHAMPION in registration["aliases"]
+    rivals = f"sft-baseline {CHAMPION}" if has_rival else "sft-baseline"
     option = "" if env is None else f" --env={env}"
     return [
         f"{'registry':>12}  {registration['model']}: {aliases}",
         f"{'gate':>12}  {found}: {held} (judge: {judge}; try {verdict['tries']} on this test set)",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
-        f"{'compare':>12}  kedro rlhf compare sft-baseline candidate{option}",
+        f"{'compare':>12}  kedro rlhf compare {rivals} candidate{option}",
     ]
 
 

@@ -148,19 +148,34 @@ def length_controlled(
     return float(rate), float(lower), float(upper)
 
 
-def share_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, float, float]:
+def share_with_interval(
+    values: Values, k: int = 1, alpha: float = ALPHA
+) -> tuple[float, float, float]:
     """Share of ones among values 0 and 1, and its interval within [0, 1]: (share, lower, upper).
 
-    The interval is that of `win_rate`; with one value for each prompt and fewer than 10 ones or
-    zeros, the exact one of Clopper and Pearson, Biometrika 26, 1934.
+    With k > 1 it is pass@k, the probability that one of k answers to a prompt is a one:
+
+        p = mean of y,  y = 1 - C(d - c, k) / C(d, k)       c: ones among the d values of a prompt
+        interval = that of m independent outcomes (`rate_interval`), m = n min(p (1 - p) / var(y),
+                   d / k rounded down), as in `win_rate`
+
+    without bias. With one group of k for each prompt and fewer than 10 ones or zeros, the interval
+    is the exact one of Clopper and Pearson, Biometrika 26, 1934. Source of pass@k: Chen et al.
+    2021, https://arxiv.org/abs/2107.03374. Raises ValueError if k exceeds the values of a prompt.
     """
     from scipy.stats import binomtest  # here, because the driver imports this module
 
     x = _table("values", values)
-    if x.shape[1] == 1 and min(x.sum(), x.size - x.sum()) < 10:
-        return float(x.mean()), *binomtest(int(x.sum()), x.size).proportion_ci(1 - alpha)
-    found = win_rate(x.tolist(), np.full_like(x, 0.5).tolist(), alpha)
-    return found.rate, found.lower, found.upper
+    n, d = x.shape
+    if k > d:
+        raise ValueError(f"values has {d} for each prompt; pass@{k} needs at least {k}")
+    y = [1 - math.comb(d - int(c), k) / math.comb(d, k) for c in x.sum(1)]
+    rate, ones = float(np.mean(y)), round(sum(y))
+    if k == d and min(ones, n - ones) < 10:
+        return rate, *binomtest(ones, n).proportion_ci(1 - alpha)
+    spread = float(np.var(y))
+    size = n * min(rate * (1 - rate) / spread, d // k) if spread > 0 else n
+    return rate, *rate_interval(rate, size, alpha=alpha)
 
 
 def mean_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, float, float]:

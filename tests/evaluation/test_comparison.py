@@ -241,6 +241,26 @@ def test_the_mean_of_a_judge_of_zeros_and_ones_has_an_interval_between_them():
     assert ends[1] == pytest.approx((0.0084038, 0.9057007), rel=1e-5)
 
 
+def test_accuracies_and_pass_at_k_where_answers_can_be_checked():
+    """Two answers to each of three prompts: facts has 1 of 2, 0 of 2 and 2 of 2 right."""
+    right = {"sft": [0, 0, 0, 0, 0, 0], "ppo": [1, 0, 0, 0, 1, 1]}
+    answers = {
+        policy: [
+            replace(ANSWERS[policy][n // 2], draw=n % 2, scores={"facts": float(score)},
+                    right=(0.0, float(score)))
+            for n, score in enumerate(scores)
+        ]
+        for policy, scores in right.items()
+    }  # fmt: skip
+    config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
+    found = compare(answers, config, set())["policies"]["ppo"]
+    names = ("strict_accuracy", "lenient_accuracy", "facts_score", "facts_pass_at_2")
+    assert [found[name] for name in names] == [0, 0.5, 0.5, pytest.approx(2 / 3)]
+    # At most 1 of 3 without a right one: the exact interval of 2 in 3 mirrors that of 1 in 3.
+    assert found["facts_pass_at_2_lower"] == pytest.approx(0.0942993, rel=1e-5)
+    assert "lenient_accuracy" not in compare(answers, CONFIG, set())["policies"]["ppo"]
+
+
 def test_stored_answers_are_read_again_and_those_of_an_earlier_version_are_draw_0(tmp_path):
     write_answers(ANSWERS, tmp_path)
     assert read_answers(tmp_path) == ANSWERS

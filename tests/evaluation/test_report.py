@@ -57,6 +57,7 @@ ROWS = [
 
 WINS, TIES, LOSSES = "\N{FULL BLOCK}" * 18, "\N{MEDIUM SHADE}" * 2, "\N{LIGHT SHADE}" * 20
 TERMINAL = f"""\
+PPO against the SFT model.
 By the gold judge, no difference is shown: it prefers PPO's answer to SFT's on
 47.5% (95%: 42.7% to 52.4%) of 400 prompts, and on 50.0% (95%: 45.0% to 55.0%)
 with equal draws. The reward model prefers it on 77.5% (95%: 73.1% to 81.3%).
@@ -132,16 +133,27 @@ def test_another_candidate_is_called_by_its_name():
     assert printed(evaluation) == TERMINAL.replace("PPO", "DPO")
 
 
-def test_without_sft_the_baseline_is_the_base_model():
-    evaluation = deepcopy(EVALUATION)
-    evaluation["policies"] = {"base_model": SFT, "ppo": PPO}
+@pytest.mark.parametrize(
+    ("titles", "name"),
+    [({}, "base model"), ({"titles": {"base_model": "the instruct model"}}, "instruct model")],
+)
+def test_without_sft_the_baseline_is_the_base_model(titles, name):
+    evaluation = EVALUATION | {"policies": {"base_model": SFT, "ppo": PPO}} | titles
     found = " ".join(printed(evaluation).split())
-    assert "prefers PPO's answer to the base model's on" in found
-    assert " base model " in found
+    assert found.startswith(f"PPO against the {name}. By the gold judge")
+    assert f"prefers PPO's answer to the {name}'s on" in found
+    assert f" {name} " in found
     assert "SFT" not in found
     labels = [label for label, *_ in metric_rows(evaluation)]
-    assert "KL from the base model (nats)" in labels
+    assert f"KL from the {name} (nats)" in labels
     assert not any("SFT" in label for label in labels)
+
+
+def test_accuracies_and_pass_at_k_have_names():
+    evaluation = deepcopy(EVALUATION)
+    evaluation["policies"]["ppo"] |= {"strict_accuracy": 0.25, "last_number_pass_at_4": 0.5}
+    rows = [("strict accuracy", "-", "0.250", "-"), ("last_number pass@4", "-", "0.500", "-")]
+    assert metric_rows(evaluation) == [*ROWS[:-1], *rows, ROWS[-1]]
 
 
 def test_a_rounded_zero_has_no_sign():

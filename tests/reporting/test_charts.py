@@ -41,6 +41,14 @@ def test_a_long_training_has_points_of_several_steps():
     assert found["dots"] is False
 
 
+def test_each_reward_has_its_own_curve():
+    given = records(objective__score=[1.0], reward__trained=[0.5], reward__length=[0.25])
+    score, length, trained = training_charts("grpo", {"grpo": given}, {}, "Score of two")
+    titles = [chart.title for chart in (score, length, trained)]
+    assert titles == ["Score of two", "Reward: length", "Reward: the reward model"]
+    assert length.series[0]["y"] == [0.25]
+
+
 def test_a_stage_has_the_charts_of_its_metrics():
     given = records(dpo__loss=[0.7, 0.6], validation__loss=[None, 0.65], dpo__margin=[0.1, 0.2])
     loss, margin = training_charts("dpo", {"dpo": given}, {"step": 2, "validation/loss": 0.65})

@@ -33,6 +33,7 @@ def test_the_sections_follow_the_verdict(evaluation, models):
     optimized = "PPO was trained to maximize the score of the reward model, so this judge is not"
     assert page.index("It decides. PPO was not trained on this judge.") < page.index(optimized)
     assert "<h3>Score of the reward model</h3>" in page
+    assert '<p class="eyebrow">PPO against the SFT model, evaluation' in page
     assert "run-of-ppo" in page and "ppo.kl.coef" in page and "0123456789ab<" in page
 
 

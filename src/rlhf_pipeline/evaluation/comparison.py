@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.rewards import PairwiseJudge
+from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.statistics import (
     cross_pairs,
@@ -31,8 +31,11 @@ from rlhf_pipeline.text_statistics import common_phrase, distinct_n, refuses, re
 
 BASELINE = "sft"
 BASE_MODEL = "base_model"  # the baseline without SFT
+INSTRUCT = "the instruct model"  # the name of a base model that has a chat template of its own
 
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
+
+OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 
 ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
 
@@ -54,6 +57,8 @@ class Answer:
     messages: list[dict[str, str]] | None = None
     """The prompt as messages. None in evaluations of earlier versions."""
     draw: int = 0  # number of this answer among those of the policy to this prompt
+    right: tuple[float, float] | None = None
+    """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""
 
     def record(self) -> dict[str, Any]:
         """The answer as JSON types; each score is a field."""
@@ -165,6 +170,11 @@ def compare(
     pairwise = {judge.label for judge in config.judges if isinstance(judge, PairwiseJudge)}
     given = [answer for policy in answers.values() for answer in policy]
     shares = [j for j in judges if j not in pairwise and {a.scores[j] for a in given} <= {0.0, 1.0}]
+    checked = any(isinstance(judge, ReferenceReward) for judge in config.judges)
+    checked &= all(a.right is not None for a in given)
+    policies = {name: summary(own, shares) for name, own in answers.items()}
+    for policy, own in answers.items() if checked else ():
+        policies[policy] |= accuracies(own)
 
     def win_rates(policy: str) -> dict[str, dict[str, Any]]:
         ours, theirs = answers[policy], answers[baseline]
@@ -197,7 +207,7 @@ def compare(
         "independent": decides not in optimized,
         "optimized": sorted(optimized),
         "rewards": list(rewards),
-        "policies": {policy: summary(given, shares) for policy, given in answers.items()},
+        "policies": policies,
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
         "slices": slices(),
@@ -229,7 +239,8 @@ def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, A
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
-    The scores of the judges in `shares` are 0 or 1. `sft_perplexity` is that of all answers, per
+    The scores of the judges in `shares` are 0 or 1; with several answers to a prompt, their pass@k
+    is `<judge>_pass_at_<k>` for k = 2, 4, ... `sft_perplexity` is that of all answers, per
     token: a policy whose answers SFT would hardly write has a high one, whatever the judges say.
     """
     scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
@@ -237,8 +248,12 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         measure = share_with_interval if name in map(score_name, shares) else mean_with_interval
-        mean, lower, upper = measure(values)
-        metrics |= {name: mean, f"{name}_lower": lower, f"{name}_upper": upper}
+        metrics |= _with_ends(name, measure(values))
+    for judge in shares:
+        values, k = scores[score_name(judge)], 2
+        while k <= len(values[0]):
+            metrics |= _with_ends(f"{judge}{OF_SEVERAL}{k}", share_with_interval(values, k))
+            k *= 2
     texts = [a.response for a in answers]
     tokens = [a.response_tokens for a in answers]
     return metrics | {
@@ -252,6 +267,20 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
         "repetition": float(np.mean([repetition(text) for text in texts])),
         "phrase_share": common_phrase(texts)[1],
     }
+
+
+def accuracies(answers: list[Answer]) -> dict[str, float]:
+    """`strict_accuracy` and `lenient_accuracy` with their 95% intervals."""
+    found: dict[str, float] = {}
+    for place, kind in enumerate(("strict", "lenient")):
+        right = by_prompt(answers, lambda a, place=place: a.right[place])  # type: ignore[misc]
+        found |= _with_ends(f"{kind}_accuracy", share_with_interval(right))
+    return found
+
+
+def _with_ends(name: str, measured: tuple[float, float, float]) -> dict[str, float]:
+    """A metric and the ends of its interval."""
+    return dict(zip((name, f"{name}_lower", f"{name}_upper"), measured, strict=True))
 
 
 def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:

@@ -36,6 +36,7 @@ from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
     BASELINE,
+    INSTRUCT,
     Answer,
     best_of_n,
     compare,
@@ -66,6 +67,7 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.generation import Generator, load_generator, row_seeds
 from rlhf_pipeline.rollout.records import Answered, Scored, ended
+from rlhf_pipeline.rollout.true_answers import accuracy
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -121,6 +123,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     evaluation |= {name: value for name, value in more.items() if value}
     if tasks is not None:
         tasks.add_to(evaluation)
+    if Manifest.read(folders[baseline]).metrics.get("base_model/has_chat_template"):
+        evaluation["titles"] = {baseline: INSTRUCT}
     model = job.inputs.get("reward_model")
     trained = {} if model is None else Manifest.read(model).metrics
     evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
@@ -275,6 +279,7 @@ def judged(
             ended=bool(scored.ended[i]),
             source=batch.sources[i],
             messages=text.prompts[i],
+            right=accuracy(text.references[i], text.responses[i]),
         )
         for i, row in enumerate(setup.rows)
     ]

@@ -16,6 +16,7 @@ The evaluation is a dict of JSON types:
     win_rates   of the candidate against SFT, by judge: of answers that were drawn independently;
                 `paired` is that of answers with equal draws, with its test and the gain
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
+    titles      names of policies as they stand in a sentence, where `title` has not the right one
 """
 
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from rich.text import Text
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
+    BASELINE,
+    OF_SEVERAL,
     baseline_of,
     judge_title,
     reward_title,
@@ -61,11 +64,20 @@ KINDS = {
 
 
 def print_summary(evaluation: dict[str, Any], console: Console) -> None:
-    """Print the verdict in one sentence for each judge, the deciding one first, and its bar."""
+    """Print the road, the verdict by each judge, the deciding one first, and its bar."""
+    console.print(Text(f"{road(evaluation)}.", "bold"))
     console.print(Text(summary(evaluation)))
-    baseline = title(baseline_of(evaluation)).removeprefix("the ")
+    baseline = titles(evaluation)[baseline_of(evaluation)].removeprefix("the ")
     rate = evaluation["win_rates"][evaluation["judge"]]
     console.print(_bar(rate, evaluation["candidate"], baseline))
+
+
+def road(evaluation: Mapping[str, Any]) -> str:
+    """What was compared with what: "GRPO against the instruct model"."""
+    names = titles(evaluation)
+    baseline = names[baseline_of(evaluation)]
+    baseline = f"the {baseline} model" if baseline_of(evaluation) == BASELINE else baseline
+    return f"{names[evaluation['candidate']]} against {baseline}"
 
 
 def summary(evaluation: dict[str, Any]) -> str:
@@ -74,7 +86,9 @@ def summary(evaluation: dict[str, Any]) -> str:
     rate = evaluation["win_rates"][deciding]
     paired, controlled = rate["paired"], rate["length_controlled"]
     found = verdict(deciding, rate, evaluation["candidate"]).removesuffix(".")
-    found += f": it prefers {policy}'s answer to {title(baseline_of(evaluation))}'s on "
+    found += (
+        f": it prefers {policy}'s answer to {titles(evaluation)[baseline_of(evaluation)]}'s on "
+    )
     found += f"{_interval(rate)} of {counted(rate['n'], evaluation['answers_per_prompt'])}"
     if paired["rate"] != rate["rate"]:
         found += f", and on {_interval(paired)} with equal draws"
@@ -134,13 +148,18 @@ def title(policy: str) -> str:
     return "the base model" if policy == BASE_MODEL else policy.upper().replace("_", " ")
 
 
+def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:
+    """The `title` of each policy of an evaluation; that of a base model says if it can chat."""
+    return {name: title(name) for name in evaluation["policies"]} | evaluation.get("titles", {})
+
+
 def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
     """Every metric: its label, its value for each policy, and the candidate's minus SFT's.
 
     Unknown metrics come last.
     """
     policies, candidate = evaluation["policies"], evaluation["candidate"]
-    baseline = baseline_of(evaluation)
+    baseline, names = baseline_of(evaluation), titles(evaluation)
     present = dict.fromkeys(
         name for metrics in policies.values() for name in metrics
         if not name.endswith(("_lower", "_upper"))
@@ -148,7 +167,9 @@ def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
     known = {
         score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
         for judge in evaluation["win_rates"]
-    } | {n: (label.replace("SFT", title(baseline)), form) for n, (label, form) in METRICS.items()}
+    } | {n: (label.replace("SFT", names[baseline]), form) for n, (label, form) in METRICS.items()}
+    known |= {n: (n.replace("_", " "), "z.3f") for n in present if n.endswith("_accuracy")}
+    known |= {n: (n.replace(OF_SEVERAL, " pass@"), "z.3f") for n in present if OF_SEVERAL in n}
     known |= {n: (n.replace("tasks/", "task ", 1), "z.3f") for n in present if n[:6] == "tasks/"}
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config.rewards import REWARDED
-from rlhf_pipeline.evaluation.comparison import baseline_of
-from rlhf_pipeline.evaluation.report import title
+from rlhf_pipeline.evaluation.comparison import baseline_of, reward_title
+from rlhf_pipeline.evaluation.report import titles
 
 POINTS = 400
 """Points of a line; those of a longer training are means over equally many steps."""
@@ -40,6 +40,7 @@ class Chart:
     """The step of the exported model."""
 
 
+OF_A_REWARD = "it rises if you care about it; the others should not fall for it."
 SCORE = "Score by the rewards"
 """Title of the score of trainings that may have different rewards."""
 
@@ -86,7 +87,13 @@ def training_charts(
     """
     several = len(trainings) > 1
     present = {each for records in trainings.values() for r in records for each in r["metrics"]}
-    for heading, pattern, note, healthy in PPO if stage in REWARDED else OTHERS:
+    shown_first, *others = PPO
+    rewards = [
+        (f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD, None)
+        for metric in sorted(each for each in present if each.startswith("reward/"))
+    ]
+    charts = (shown_first, *rewards, *others) if stage in REWARDED else OTHERS
+    for heading, pattern, note, healthy in charts:
         metric = pattern.format(stage)
         names = {metric: "training", f"validation/{metric.partition('/')[2]}": "held-out"}
         shown = [each for each in names if each in present]
@@ -145,15 +152,16 @@ def frontier(
             ]
             for name, records in trainings.items()
         }  # fmt: skip
+        names = {} if evaluation is None else titles(evaluation)
         if evaluation is not None and (
             metric != "score" or evaluation["rewards"] in ([], ["trained"])
         ):
             paths["test prompts"] = [
-                (policy["kl"], policy[metric], title(name))
+                (policy["kl"], policy[metric], names[name])
                 for name, policy in evaluation["policies"].items()
                 if name in (baseline_of(evaluation), evaluation["candidate"]) and metric in policy
             ]
-            paths[f"best of n by {title(baseline_of(evaluation))}"] = [
+            paths[f"best of n by {names[baseline_of(evaluation)]}"] = [
                 (each["kl"], each[metric], f"best of {each['n']}")
                 for each in evaluation.get("best_of_n", []) if metric in each
             ]  # fmt: skip

@@ -24,7 +24,16 @@ from rlhf_pipeline.evaluation.comparison import (
     score_name,
 )
 from rlhf_pipeline.evaluation.gate import outcome
-from rlhf_pipeline.evaluation.report import ABSENT, caveat, metric_rows, summary, title, verdict
+from rlhf_pipeline.evaluation.report import (
+    ABSENT,
+    caveat,
+    metric_rows,
+    road,
+    summary,
+    title,
+    titles,
+    verdict,
+)
 from rlhf_pipeline.reporting.charts import (
     Chart,
     calibration,
@@ -73,7 +82,9 @@ def evaluation_page(
         heading=heading,
         summary=summary(compared),
         compared=compared,
-        baseline=title(baseline_of(compared)),
+        road=road(compared),
+        names=titles(compared),
+        baseline=titles(compared)[baseline_of(compared)],
         caveats={judge: caveat(compared, judge) for judge in compared["win_rates"]},
         registration=registration,
         manifest=manifest,
@@ -107,8 +118,8 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     made.policies["json.dumps_kwargs"] = {"default": asdict}
-    functions = (title, judge_title, leaves, smallest_visible_win_rate, decimals)
-    made.filters |= {function.__name__: function for function in functions} | {"policy": title}
+    functions = (judge_title, leaves, smallest_visible_win_rate, decimals)
+    made.filters |= {function.__name__: function for function in functions}
     return made
 
 
@@ -119,6 +130,7 @@ def _sections(
     reward_report: Mapping[str, Any] | None,
 ) -> Iterable[tuple[str, str, list[Chart]]]:
     candidate, baseline = compared["candidate"], baseline_of(compared)
+    names = titles(compared)
     records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
     score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"
 
@@ -127,7 +139,7 @@ def _sections(
         return [*training_charts(stage, {stage: records.get(stage, [])}, exported, score)]
 
     def distribution(name: str, note: str, x: str, field: str) -> Chart:
-        both = {title(policy): answers[policy] for policy in (candidate, baseline)}
+        both = {names[policy]: answers[policy] for policy in (candidate, baseline)}
         values = {policy: [a[field] for a in given] for policy, given in both.items()}
         return histogram(name, f"Suspicious: {note}", x, values)
 
@@ -153,7 +165,7 @@ def _sections(
         ("SFT", trains, training(BASELINE)),
     ):
         if each[2]:
-            yield each[0], each[1], [_named(chart, title(baseline)) for chart in each[2]]
+            yield each[0], each[1], [_named(chart, names[baseline]) for chart in each[2]]
 
 
 def _named(chart: Chart, baseline: str) -> Chart:
@@ -188,5 +200,5 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
         for number, pair in enumerate(zip(answers[baseline], answers[candidate], strict=True), 1)
     ]
     unit = "pairs" if compared.get("answers_per_prompt", 1) > 1 else "prompts"
-    policies = [title(policy).removeprefix("the ") for policy in (baseline, candidate)]
+    policies = [titles(compared)[each].removeprefix("the ") for each in (baseline, candidate)]
     return {"names": policies, "unit": unit, "columns": columns, "rows": rows}

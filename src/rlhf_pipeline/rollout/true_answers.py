@@ -30,6 +30,34 @@ AGREES: dict[str, Callable[[str, str], bool]] = {
 """Whether an answer (second) agrees with the true one (first), by `ReferenceReward.reference`."""
 
 
+_FINAL = re.compile(r"####|\\boxed\{|answer(?: is)?:?", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
+
+
+def final_answer(text: str) -> str:
+    r"""The result that a text names, without separators of thousands; all of it if it names none.
+
+    It is the rest of the line after the last `####`, `\boxed{`, "answer:" or "answer is", without
+    marks of Markdown and TeX around it.
+    """
+    *before, last = _FINAL.split(text.strip())
+    found = last.strip().partition("\n")[0] if before else last
+    return _THOUSANDS.sub("", found.strip(" \t*_`$}."))
+
+
+def accuracy(true: str | None, given: str) -> tuple[float, float] | None:
+    """Whether an answer is right, 1 or 0: (strict, lenient); None without a true answer.
+
+    strict: its final answer is that of the true answer (`exact`). lenient: its last number is that
+    of the true answer, if that one is a number, else it contains the true answer.
+    """
+    if true is None:
+        return None
+    right = final_answer(true)
+    lenient = AGREES["last_number" if _NUMBER.fullmatch(right) else "contains"]
+    return float(AGREES["exact"](right, final_answer(given))), float(lenient(right, given))
+
+
 def agreement(kind: str) -> Callable[..., list[float]]:
     """The reward function of a kind of agreement: 1 for a response that agrees, else 0."""
     agrees = AGREES[kind]

@@ -30,7 +30,7 @@ from rlhf_pipeline.evaluation.comparison import (
     read_evaluation,
 )
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
-from rlhf_pipeline.evaluation.report import summary, title
+from rlhf_pipeline.evaluation.report import summary, titles
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.tracking.registry import Champion
 from rlhf_pipeline.tracking.store import (
@@ -107,7 +107,8 @@ def register_evaluated(
     compared = read_evaluation(evaluation)
     candidate, judge = compared["candidate"], compared["judge"]
     rate, baseline = compared["win_rates"][judge], baseline_of(compared)
-    name = "SFT" if baseline == BASELINE else "Base model as"
+    name = titles(compared)[baseline].removeprefix("the ").capitalize() + " as"
+    name = "SFT" if baseline == BASELINE else name
     # The run of the evaluation has the intervals; here they would hide the values.
     metrics = {
         policy: {
@@ -149,7 +150,7 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
     evidence = Evidence(
         candidate=answers[compared["candidate"]],
         baseline=answers[baseline_of(compared)],
-        against=title(baseline_of(compared)),
+        against=titles(compared)[baseline_of(compared)],
         judge=compared["judge"],
         independent=compared["independent"],
         champion_fault=None if champion is None else champion.fault,
