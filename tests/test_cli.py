@@ -14,8 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from browser import chromium
 from ports import reserved_port
+from selenium.webdriver.common.by import By
 from waiting import wait_until
+
+from rlhf_pipeline.tracking.mirror import MlflowTracker
 
 PROJECT = Path(__file__).parents[1]
 
@@ -186,14 +190,23 @@ def test_a_pipe_gets_rows_in_one_line():
     assert ended.stdout.count(b"\n") == 1
 
 
-def test_ui_prints_the_page_with_the_runs_and_serves_it(tmp_path):
+def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    tracker = MlflowTracker(uri, tmp_path)
+    tracker.describe("full tiny", {})
+    rates, policies = {"gold": {"rate": 0.61, "lower": 0.55, "upper": 0.7}}, {"ppo": {"score": 1.5}}
+    tracker.log_verdict(
+        "f00d",
+        {"judge": "gold", "candidate": "ppo", "win_rates": rates, "policies": policies},
+    )
+    tracker.end("FINISHED")
     with reserved_port() as port:
         pass
     command = [sys.executable, "-m", "kedro", "rlhf", "ui", f"--port={port}"]
     settings = os.environ | {
         "PYTHONPATH": str(PROJECT / "src"),
         "PATH": "/usr/bin:/bin",  # without the environment's programs
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "MLFLOW_TRACKING_URI": uri,
         "MLFLOW_WORKERS": "1",
     }
     server = subprocess.Popen(
@@ -224,6 +237,12 @@ def test_ui_prints_the_page_with_the_runs_and_serves_it(tmp_path):
         second = subprocess.run(command, cwd=PROJECT, env=settings, capture_output=True, text=True)
         assert f"Error: --port: another program answers at {port}" in second.stderr
         assert "Fix: open the link above, or use `kedro rlhf ui --port=" in second.stderr
+        with chromium("--window-size=2200,900") as page:
+            page.get(link)
+            wait_until(lambda: "PPO is better" in page.find_element(By.TAG_NAME, "body").text)
+            shown = page.find_element(By.TAG_NAME, "body").text
+        for text in ("rlhf.verdict", "eval/win_rate", "0.61", "eval/score", "1.5"):
+            assert text in shown, shown
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait()

@@ -1,5 +1,6 @@
 """Programs that serve: vLLM or transformers for a policy and the chat, MLflow for its pages."""
 
+import json
 import os
 import socket
 import subprocess
@@ -19,7 +20,14 @@ from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.errors import ConfigError, StageError, install
 from rlhf_pipeline.stages.launch.resources import free_port
-from rlhf_pipeline.tracking.store import connect, experiment_id, is_server, tracking_uri
+from rlhf_pipeline.tracking.store import (
+    RUNS_VIEW,
+    VIEW,
+    connect,
+    experiment_id,
+    is_server,
+    tracking_uri,
+)
 
 LOOPBACK = "127.0.0.1"
 TRUST = "RLHF_TRUST_REMOTE_CODE"
@@ -157,9 +165,15 @@ def ui(project: Path, console: Console, port: int) -> None:
 
 
 def runs_page(server: str, project: Path) -> str:
-    """The address of the page with the runs; MLflow's own start page shows no runs."""
-    experiment = experiment_id(connect(tracking_uri(project), project))
-    return f"{server}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+    """The address of the page with the runs; MLflow's own start page shows no runs.
+
+    It names a view that is stored with the experiment: which columns the list of runs has.
+    """
+    client = connect(tracking_uri(project), project)
+    experiment = experiment_id(client)
+    client.set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", json.dumps(RUNS_VIEW))
+    page = f"{server}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+    return f"{page}&viewStateShareKey={VIEW}"
 
 
 def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:

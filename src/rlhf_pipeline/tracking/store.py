@@ -30,6 +30,15 @@ DRIVER_TAG = "rlhf.driver"
 """Host, process namespace, process id and start time of the driver of a run."""
 STAGE_TAG = "rlhf.stage"
 VERDICT_TAG = "rlhf.verdict"
+VERDICT_COLUMNS = (f"tags.`{VERDICT_TAG}`", "metrics.`eval/win_rate`", "metrics.`eval/score`")
+VIEW = "verdicts"
+"""Name of the view of MLflow's list of runs that `kedro rlhf ui` opens."""
+RUNS_VIEW = {
+    "selectedColumns": VERDICT_COLUMNS,
+    "columnOrder": VERDICT_COLUMNS,
+    "columnWidths": {VERDICT_COLUMNS[0]: 340},
+}
+"""The view: verdict, win rate and reward in place of MLflow's source, models and data sets."""
 ARTIFACTS = "mlartifacts"
 UNSENT = "unsent_ends.jsonl"
 """File with the ends of runs that the store has not received."""
