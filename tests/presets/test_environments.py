@@ -5,14 +5,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from deepspeed_settings import engine_settings, refusal
 
 from rlhf_pipeline.checks import check
 from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.commands.preset import files
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.presets.placement import STAGES
-from rlhf_pipeline.presets.preset import HARDWARE, METHODS, find_preset, make_preset
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.presets.preset import HARDWARE, METHODS, as_yaml, find_preset, make_preset
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.models import MODELS, find_model
@@ -30,18 +31,27 @@ CONF = Path(__file__).parents[2] / "conf"
 def settings_of(preset, parameters):
     """The distinct DeepSpeed settings of a preset, with their ranks, after all checks."""
     hardware = preset.hardware
-    plan = make_plan(parameters, [*STAGES], hardware=hardware)
-    assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(STAGES, True)
+    stages = [*preset.memory]
+    plan = make_plan(parameters, stages, hardware=hardware)
+    assert {name: fit.fits for name, fit in plan.fits.items()} == dict.fromkeys(stages, True)
     for name, fit in plan.fits.items():
         assert fit.memory.peak == preset.memory[name].peak
     blocks = check(parameters, gpus=hardware.ranks, elsewhere=True)
     assert rank_count(blocks["launch"], hardware.ranks) == hardware.world
     machine = {"hidden_size": find_model(preset.model).shape.hidden, "on_gpu": True}
+    trained = blocks["sft"] or blocks["reward_model"] or blocks["grpo"].actor
     return {
         (json.dumps(settings), hardware.world)
-        for stage in STAGES
-        for settings in engine_settings(blocks[stage], blocks["sft"], **machine).values()
+        for stage in stages
+        for settings in engine_settings(blocks[stage], trained, **machine).values()
     }
+
+
+def base_parameters():
+    """The parameters of a project with a model and data of its own."""
+    given = {"base_model": {"path": "x/y"}, "split": {"sources": [{"name": "Dahoas/rm-static"}]}}
+    loader = LayeredConfigLoader(str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS)
+    return loader["parameters"]
 
 
 def with_values(parameters, preset):
@@ -66,12 +76,38 @@ def test_an_environment_in_conf_is_what_the_table_gives(chosen):
     assert refusals(settings_of(preset, loader["parameters"])) == {None}
 
 
+@pytest.mark.parametrize(
+    ("chosen", "instruct", "trained", "left_out"),
+    [
+        (("qwen2.5-7b", "1x80", "lora", "grpo"), True, ["grpo"], ["sft", "reward_model", "ppo"]),
+        (("qwen2.5-7b", "8x80", "full", "dpo"), True, ["reward_model", "dpo"], ["sft", "ppo"]),
+        (("qwen3-8b", "8x80", "full", "grpo"), False, ["sft", "grpo"], ["reward_model", "ppo"]),
+        (("mistral-7b", "1x80", "lora", "kto"), False, ["sft", "reward_model", "kto"], ["ppo"]),
+        (("llama-3-8b", "8x80", "full", "full"), True, ["reward_model", "ppo"], ["sft"]),
+        (("opt-1.3b", "3x80", "full", "grpo"), False, ["sft", "grpo"], ["reward_model", "ppo"]),
+    ],
+)  # fmt: skip
+def test_a_preset_of_a_road_has_its_stages_alone(chosen, instruct, trained, left_out):
+    preset = make_preset(*chosen, instruct=instruct)
+    parameters = with_values(base_parameters(), preset)
+    assert [name for name in ("sft", "reward_model", "ppo") if parameters[name] is None] == left_out
+    assert set(trained) <= set(preset.memory)
+    assert yaml.safe_load(as_yaml(preset, preset.name)) == preset.parameters
+    assert max(map(len, as_yaml(preset, preset.name).splitlines())) <= 100
+    assert refusals(settings_of(preset, parameters)) == {None}
+
+
+def test_a_chat_model_takes_the_place_of_its_base_model():
+    preset = make_preset("qwen2.5-7b", "8x80", "full", "dpo", instruct=True)
+    assert preset.name == "qwen2.5-7b-instruct-8x80-dpo"
+    assert preset.parameters["base_model"]["path"] == "Qwen/Qwen2.5-7B-Instruct"
+    with pytest.raises(ConfigError, match=r"--instruct: found opt-1\.3b, expected a model with"):
+        make_preset("opt-1.3b", "8x80", "full", instruct=True)
+
+
 @pytest.mark.long
 def test_every_preset_of_the_table_is_accepted(capsys):
-    given = {"base_model": {"path": "x/y"}, "split": {"sources": [{"name": "Dahoas/rm-static"}]}}
-    base = LayeredConfigLoader(str(CONF), env="base", runtime_params=given, **CONFIG_LOADER_ARGS)[
-        "parameters"
-    ]
+    base = base_parameters()
     found = (
         find_preset(model, gpus, method)
         for model in MODELS

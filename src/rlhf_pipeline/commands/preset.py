@@ -9,7 +9,9 @@ from rlhf_pipeline.presets.placement import Method
 from rlhf_pipeline.presets.preset import (
     HARDWARE,
     METHODS,
+    ROADS,
     Preset,
+    Road,
     as_yaml,
     find_preset,
     make_preset,
@@ -33,6 +35,19 @@ from rlhf_pipeline.sizing.models import MODELS
     help="What trains: all weights, adapters, or adapters beside 4-bit weights.",
 )
 @click.option(
+    "--pipeline",
+    "road",
+    type=click.Choice([*ROADS]),
+    default="full",
+    show_default=True,
+    help="The pipeline to run. A preset for full serves dpo and kto, too.",
+)
+@click.option(
+    "--instruct",
+    is_flag=True,
+    help="Start from the chat model that was made from MODEL, and leave SFT out.",
+)
+@click.option(
     "--output",
     type=click.Path(path_type=Path),
     help="Folder to write.  [default: conf/MODEL-GPUS]",
@@ -47,6 +62,8 @@ def preset(
     model: str | None,
     gpus: str | None,
     method: Method,
+    road: Road,
+    instruct: bool,
     output: Path | None,
     overwrite: bool,
     listing: bool,
@@ -61,7 +78,7 @@ def preset(
         return
     if model is None or gpus is None:
         raise click.UsageError("use MODEL and --gpus, or --list")
-    made = make_preset(model, gpus, method)
+    made = make_preset(model, gpus, method, road, instruct=instruct)
     folder = project / "conf" / made.name if output is None else output
     texts = files(made, folder.name)
     present = [name for name in texts if (folder / name).exists()]

@@ -3,6 +3,7 @@ from itertools import product
 from typing import Any, Literal
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
@@ -12,7 +13,6 @@ from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 
 Method = Literal["full", "lora", "qlora"]
-STAGES = ("sft", "reward_model", "ppo", "dpo", "kto", "evaluate")
 TOKENS = ((8192, 4096, 2048), (1024,))
 """Sizes of a micro batch to try, in tokens. The last ones leave a GPU idle, so anything else is
 tried before."""
@@ -54,7 +54,7 @@ def _planned(
 
 def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
     """Sizes of micro batches and of batches for generation, larger ones first."""
-    generates = stage in ("ppo", "evaluate")
+    generates = stage in (*POLICIES, "evaluate")
     for number, rows in product(tokens, ROWS if generates else (0,)):
         yield {"micro_batch_tokens": number} | (
             {"sampling.batch_size_per_gpu": rows} if generates else {}

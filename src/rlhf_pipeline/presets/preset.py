@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.presets.placement import STAGES, Method, place
+from rlhf_pipeline.presets.placement import Method, place
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
-from rlhf_pipeline.sizing.models import find_model
+from rlhf_pipeline.sizing.models import INSTRUCT, find_model
 from rlhf_pipeline.sizing.stages import StageMemory
 
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yml").read_text(encoding="utf-8"))
@@ -24,13 +24,21 @@ LORA_FACTOR = 10
 """Learning rate of adapters, relative to that of whole models."""
 RATE, DECAY = "optimizer.learning_rate", "optimizer.weight_decay"
 METHODS: tuple[Method, ...] = get_args(Method)
+Road = Literal["full", "dpo", "kto", "grpo"]
+ROADS: Mapping[Road, tuple[str, ...]] = {
+    "full": ("sft", "reward_model", "ppo", "dpo", "kto", "evaluate"),
+    "dpo": ("sft", "reward_model", "dpo", "evaluate"),
+    "kto": ("sft", "reward_model", "kto", "evaluate"),
+    "grpo": ("sft", "grpo", "evaluate"),
+}
+"""The stages of the pipelines that have presets. A preset for `full` serves DPO and KTO, too."""
 HARDWARE = (
     *("1x16", "1x24", "1x40", "1x80", "1x141"),
     *("8x24", "8x40", "8x80", "8x141"),
     *("2x8x80", "4x8x80", "8x8x80"),
 )
 """The hardware of the table, smaller first. Other hardware has presets as well."""
-TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo", "kto")
+TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo", "kto", "grpo.actor")
 
 
 class Value(NamedTuple):
@@ -47,6 +55,9 @@ class Preset:
     model: str
     gpus: str
     method: Method
+    road: Road
+    instruct: bool
+    """Whether it starts from the chat model, which SFT does not train again."""
     settings: Mapping[str, Value]
     """Values by dotted name, with the source or reason of each."""
     memory: Mapping[str, StageMemory]
@@ -54,7 +65,9 @@ class Preset:
 
     @property
     def name(self) -> str:
-        return f"{self.model}-{self.gpus}" + (f"-{self.method}" if self.method != "full" else "")
+        start = f"{self.model}-instruct" if self.instruct else self.model
+        kinds = (kind for kind in (self.method, self.road) if kind != "full")
+        return "-".join((start, self.gpus, *kinds))
 
     @property
     def hardware(self) -> Hardware:
@@ -65,45 +78,72 @@ class Preset:
         return changed({}, {name: value for name, (value, _) in self.settings.items()})
 
 
-def make_preset(model: str, gpus: str, method: Method) -> Preset:
+def make_preset(
+    model: str, gpus: str, method: Method, road: Road = "full", *, instruct: bool = False
+) -> Preset:
     """The preset of a model, by its short name, on hardware such as 8x80 or 2x8x80.
 
     Raises ConfigError if the model is unknown or does not fit; the message says what fits.
     """
-    preset = find_preset(model, gpus, method)
+
+    def found(size: str, how: Method) -> Preset | None:
+        return find_preset(model, size, how, road, instruct=instruct)
+
+    preset = found(gpus, method)
     if preset is not None:
         return preset
-    larger = (size for size in HARDWARE if find_preset(model, size, method) is not None)
-    fixes = [f"--gpus {size}" for size in larger][:1]
-    fixes += [f"--method {each}" for each in METHODS if find_preset(model, gpus, each) is not None]
+    fixes = [f"--gpus {size}" for size in HARDWARE if found(size, method) is not None][:1]
+    fixes += [f"--method {each}" for each in METHODS if found(gpus, each) is not None]
     raise ConfigError(
         f"--gpus: found {gpus}, expected more memory for {model} with --method {method}. Fix: use "
         f"{', or '.join(fixes) or 'a smaller model'}"
     )
 
 
-def find_preset(model: str, gpus: str, method: Method) -> Preset | None:
+def find_preset(
+    model: str, gpus: str, method: Method, road: Road = "full", *, instruct: bool = False
+) -> Preset | None:
     """The preset; None if a stage does not fit. Raises ConfigError if a name is unknown."""
     hardware, published = named(None, gpus), find_model(model)
+    if instruct and model not in INSTRUCT:
+        raise ConfigError(
+            f"--instruct: found {model}, expected a model with a chat model: {', '.join(INSTRUCT)}"
+        )
+    stages = [stage for stage in ROADS[road] if not (instruct and stage == "sft")]
+    left_out = [stage for stage in ("sft", "reward_model", "ppo") if stage not in stages]
+    recipe = hyperparameters(model, method, road)
+    # Beside those of the road, batches of other stages that the ranks could not share.
+    values = {
+        name: value
+        for name, value in _shared_evenly(recipe, hardware.world)
+        if _block_of(name) in (*stages, "split")
+        or (_block_of(name) not in left_out and value != recipe[name])
+    }
     settings = {
-        "base_model.path": Value(published.path, ""),
+        "base_model.path": Value(INSTRUCT[model] if instruct else published.path, ""),
         **dict(_launch(hardware)),
-        **dict(_shared_evenly(hyperparameters(model, method), hardware.world)),
+        **{stage: Value(None, "does not train") for stage in left_out},
+        **values,
     }
     if method in ADAPTERS:
-        settings |= {f"{name}.lora": Value(*ADAPTERS[method]) for name in TRAINED}
+        adapters = [f"{name}.lora" for name in TRAINED if _block_of(name) in stages]
+        settings |= dict.fromkeys(adapters, Value(*ADAPTERS[method]))
     parameters = changed({}, {name: value for name, (value, _) in settings.items()})
     memory = {}
-    for stage in STAGES:
+    for stage in stages:
         placed = place(stage, parameters, published.shape, hardware, method)
         if placed is None:
             return None
         settings |= {f"{stage}.{name}": Value(value, "") for name, value in placed[0].items()}
         memory[stage] = placed[1]
-    return Preset(model, gpus, method, settings, memory)
+    return Preset(model, gpus, method, road, instruct, settings, memory)
 
 
-def hyperparameters(model: str, method: Method) -> dict[str, Value]:
+def _block_of(parameter: str) -> str:
+    return parameter.partition(".")[0]
+
+
+def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str, Value]:
     """Values by dotted name: data, and the recipe of each stage.
 
     Raises ConfigError if the model is unknown.
@@ -111,9 +151,11 @@ def hyperparameters(model: str, method: Method) -> dict[str, Value]:
     size = find_model(model).shape.parameters
     family = next(name for name in RECIPES["families"] if model.startswith(name))
     published = RECIPES["common"] | RECIPES["families"][family]
-    published |= RECIPES["ppo_above_8b" if size > 8.5e9 else "ppo"]
+    if road == "full":
+        published |= RECIPES["ppo_above_8b" if size > 8.5e9 else "ppo"]
     published |= RECIPES["above_30b"] if size > 29e9 else {}
     published |= RECIPES["above_60b"].get(family, {}) if size > 60e9 else {}
+    published |= RECIPES["grpo"] if road == "grpo" else {}
     values = {name: Value(*each) for name, each in published.items()}
     if method == "full":
         return values
@@ -137,14 +179,16 @@ def _launch(hardware: Hardware) -> Iterator[tuple[str, Value]]:
 
 def _shared_evenly(values: Mapping[str, Value], ranks: int) -> Iterator[tuple[str, Value]]:
     """Batch sizes that the ranks can share, at least as large as the published ones."""
+    groups = values.get("grpo.responses_per_prompt", Value(1, "")).value
     unit = ranks
     for name, (value, source) in sorted(values.items(), key=lambda each: "rollout" in each[0]):
         if name.endswith("batch_size"):
-            # The responses of a step are whole minibatches.
+            # The responses of a step are whole minibatches, and those of GRPO whole groups.
+            unit = lcm(unit, groups) if name.startswith("grpo.") else unit
             size = unit * ceil(value / unit)
             source = source if size == value else f"for {ranks} ranks; {source} has {value}"
             value = size
-        unit = value if name == "ppo.minibatch_size" else unit
+        unit = value if name.endswith(".minibatch_size") else unit
         yield name, Value(value, source)
 
 
@@ -152,8 +196,10 @@ def as_yaml(preset: Preset, name: str) -> str:
     """The file parameters.yml of the environment `name`."""
     lines = [f"# {line}".rstrip() for line in _header(preset, name)]
     for block, values in preset.parameters.items():
-        lines += ["", f"{block}:"]
-        lines += _block(values, block, preset.settings)
+        if values is None:
+            lines += ["", f"{f'{block}: null':<42}  # {preset.settings[block].source}"]
+        else:
+            lines += ["", f"{block}:", *_block(values, block, preset.settings)]
     return "\n".join(lines) + "\n"
 
 
@@ -181,23 +227,29 @@ def _header(preset: Preset, name: str) -> Iterator[str]:
     machines = f"{hardware.ranks} GPU{'s' * (hardware.ranks > 1)} of {size} GB"
     machines += f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     trained = {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[preset.method]
-    method = "" if preset.method == "full" else f" --method {preset.method}"
+    options = "" if preset.method == "full" else f" --method {preset.method}"
+    options += "" if preset.road == "full" else f" --pipeline {preset.road}"
+    options += " --instruct" if preset.instruct else ""
+    run = f"kedro run --env={name}" + (
+        "" if preset.road == "full" else f" --pipeline={preset.road}"
+    )
     peaks = ", ".join(f"{s} {ceil(m.peak / GIB)}" for s, m in preset.memory.items())
     main = max(memory.main_of_node(hardware.ranks) for memory in preset.memory.values())
     yield f"{preset.model} on {machines}; {trained}."
-    yield f"Written by `kedro rlhf preset {preset.model} --gpus {preset.gpus}{method}`."
+    yield f"Written by `kedro rlhf preset {preset.model} --gpus {preset.gpus}{options}`."
     yield ""
     yield f"  kedro rlhf plan --env={name} --gpus={preset.gpus} --check"
-    yield f"  kedro run --env={name}" + (
-        "        # on the first node" if hardware.nodes > 1 else ""
-    )
+    yield f"  {run}" + ("        # on the first node" if hardware.nodes > 1 else "")
     yield ""
     yield f"Expected peak of a GPU in GiB: {peaks}."
     yield f"Expected main memory of a node: {ceil(main / GIB)} GiB."
     yield "Planned and checked, not run on a GPU. docs/presets.md has the sources of the values."
-    if "accumulate" in preset.parameters["ppo"]["actor"]["deepspeed"]:
+    policy = preset.parameters.get("ppo") or preset.parameters.get("grpo")
+    if policy and "accumulate" in policy["actor"]["deepspeed"]:
         yield "A rank has one row of a minibatch: no gradients add up, so `accumulate: bf16` loses"
-        yield "nothing. Set it to fp32 with a larger ppo.minibatch_size."
+        yield "nothing. Set it to fp32 with a larger minibatch_size."
+    if preset.road == "grpo":
+        yield "problems.jsonl is yours: questions, and their true answers."
     if preset.method == "qlora":
         yield "4-bit weights need the extra `quantization`."
     if preset.model == "opt-175b":

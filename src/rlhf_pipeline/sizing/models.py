@@ -25,9 +25,13 @@ class PublishedModel:
         return Shape.of(self.config)
 
 
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+INSTRUCT: Mapping[str, str] = TABLE.pop("instruct")
+"""The id on the hub of the chat model that was made from a base model, by its short name."""
+
+
 def _published() -> Iterator[tuple[str, PublishedModel]]:
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-    for family, found in table.items():
+    for family, found in TABLE.items():
         for name, path, *values in found["models"]:
             sizes = dict(zip(found["columns"], values, strict=True))
             config = {"model_type": family, **found.get("shared", {}), **sizes}
@@ -47,9 +51,9 @@ def find_model(name: str) -> PublishedModel:
 
 
 def published(path: str) -> PublishedModel | None:
-    """The model of an id on the hub, or its base model, of equal size; None if neither is known."""
-    base = path.removesuffix("-Base").removesuffix("-Instruct")
-    return next((m for m in MODELS.values() if m.path.removesuffix("-Base") == base), None)
+    """The model of an id on the hub, or the base model that it was made from; None if neither is
+    known."""
+    return next((m for name, m in MODELS.items() if path in (m.path, INSTRUCT.get(name))), None)
 
 
 def base_model_shape(config: BaseModelConfig) -> Shape | None:
