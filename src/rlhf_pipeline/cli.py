@@ -19,6 +19,7 @@ COMMANDS = {
     "clean": ("clean", "Remove the files that no published version needs."),
     "compare": ("compare", "Show how policies differ, and which one is better."),
     "doctor": ("doctor", "Check whether this machine can run the configuration."),
+    "evaluate": ("evaluate", "Compare the answers of any models to the same prompts."),
     "export": ("export", "Write a policy as a folder that transformers can load."),
     "label": ("label", "Let people compare answers on a page."),
     "lineage": ("lineage", "Show what a policy was made from, and verify it."),

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
@@ -298,3 +299,45 @@ def test_without_a_reward_model_the_first_judge_chooses_the_best_of_n():
     only_pairs = [[replace(answer(0, "a", 0, None), scores={"gold": None})]]
     with pytest.raises(StageError, match=r"evaluate\.best_of_n: found no judge"):
         best_of_n(only_pairs)
+
+
+def two_draws(seed, spread):
+    """Two answers of two models to 40 prompts, with random scores; the second is better by
+    `spread`."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: [
+            replace(ANSWERS["sft"][0], row=row, draw=draw, scores={"score": float(score)})
+            for row, drawn in enumerate(rng.normal(better, 1, (40, 2)).round(1))
+            for draw, score in enumerate(drawn)
+        ]
+        for name, better in (("one", 0.0), ("two", spread))
+    }
+
+
+@pytest.mark.parametrize("spread", [-1.5, 0.0, 1.5])
+def test_models_that_draw_equally_often_have_one_verdict_in_either_order(spread):
+    answers = two_draws(0, spread)
+    turned = {name: answers[name] for name in ("two", "one")}
+    rate, mirrored = (
+        compare(given, CONFIG, set())["win_rates"]["score"] for given in (answers, turned)
+    )
+    assert mirrored["rate"] == pytest.approx(1 - rate["rate"], abs=1e-12)
+    assert mirrored["lower"] == pytest.approx(1 - rate["upper"], abs=1e-12)
+    assert mirrored["paired"]["p_value"] == pytest.approx(rate["paired"]["p_value"], rel=1e-9)
+    assert (rate["lower"] > 0.5, rate["upper"] < 0.5) == (spread > 0, spread < 0)
+
+
+def test_20_of_20_models_do_not_differ_from_themselves():
+    for seed in range(20):
+        one = two_draws(seed, 0.0)["one"]
+        rate = compare({"one": one, "again": one}, CONFIG, set())["win_rates"]["score"]
+        assert rate["rate"] == 0.5 and rate["lower"] < 0.5 < rate["upper"]
+        assert rate["paired"]["ties"] == 40
+
+
+def test_without_the_tokens_of_the_baseline_there_is_no_kl():
+    foreign = [replace(a, kl=None, sft_logprob=None) for a in ANSWERS["ppo"]]
+    found = compare({"sft": ANSWERS["sft"], "ppo": foreign}, CONFIG, set())["policies"]
+    assert not {"kl", "sft_perplexity"} & found["ppo"].keys()
+    assert {"kl", "sft_perplexity"} <= found["sft"].keys()

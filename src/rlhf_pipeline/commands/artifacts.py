@@ -9,13 +9,20 @@ from typing import Any, TypeVar
 
 from kedro.framework.project import pipelines
 from kedro.io import AbstractDataset, CatalogProtocol
+from rich.console import Console
 
+from rlhf_pipeline.checks import path_faults, refuse
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.evaluate import SFT_MODEL
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import BASE_MODEL
+from rlhf_pipeline.pipelines.base_model import base_model
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
+from rlhf_pipeline.stages.events import StageListener
+from rlhf_pipeline.stages.job import Stages
 from rlhf_pipeline.tracking.registry import registered_folder
 
 D = TypeVar("D", bound=AbstractDataset[Any, Any])
@@ -75,6 +82,8 @@ class Ledger:
 
     catalog: CatalogProtocol
     project: Path
+    listeners: tuple[StageListener, ...] = ()
+    """They follow the stages that import a model."""
 
     @cached_property
     def workspace(self) -> Path:
@@ -115,13 +124,32 @@ class Ledger:
         versions = [path for data in found for path in data.versions()]
         return sorted(versions, key=lambda folder: folder.parent.name)
 
+    @cached_property
+    def stages(self) -> Stages:
+        """Runs stages as `kedro run` does."""
+        from rlhf_pipeline.hooks import run_context
+        from rlhf_pipeline.stages.progress import ProgressDisplay
+        from rlhf_pipeline.stages.run import StageRunner
+
+        display = ProgressDisplay(Console(stderr=True))
+        return StageRunner(run_context(self.catalog, display, *self.listeners))
+
     def folder(self, name: str) -> Path:
         """The artifact that a version, an alias or a path names.
 
-        Raises ArtifactError if there is none, and StageError if MLflow's store fails.
+        A model that no stage made is imported by the stage `base_model`: a folder of transformers,
+        a .gguf file, or a name with one slash, an id on the hub. Raises ArtifactError if there is
+        none, and StageError if MLflow's store fails.
         """
-        if (Path(name) / NAME).is_file():
-            return Path(name)
+        path = Path(name)
+        if (path / NAME).is_file():
+            return path
+        if path.is_dir() or path.suffix == ".gguf" or name.count("/") == 1:
+            refuse(fault.removeprefix("base_model.path: ") for fault in path_faults(name))
+            given = self.catalog.load("params:base_model")
+            config = BaseModelConfig(path=name, trust_remote_code=given.trust_remote_code)
+            sources, seed = (self.catalog.load(f"params:{each}") for each in ("split", "seed"))
+            return base_model(config, sources, seed, self.stages)
         return registered_folder(name, self.model, self.project, self.workspace / DOWNLOADS)
 
     def language_model(self, name: str) -> Path:
@@ -174,8 +202,9 @@ class Ledger:
             if (path / EVALUATION).is_file():
                 for source, content in Manifest.read(path).inputs.items():
                     if content == digest and source.endswith("_model") and source != "reward_model":
-                        own = BASE_MODEL if stage == BASE_MODEL else source.removesuffix("_model")
-                        found.append((self.with_files(path), own))
+                        own = source.removesuffix("_model")
+                        is_base = stage == BASE_MODEL and source == SFT_MODEL
+                        found.append((self.with_files(path), BASE_MODEL if is_base else own))
         newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
         return Policy(name, stage, made_from, tuple(newest), folder)
 

@@ -45,6 +45,10 @@ pipeline_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
+ENV = "rlhf_pipeline.env"
+"""Where a command finds the environment of its catalog in the `meta` of its context."""
+
+
 class Command(click.Command):
     """A command whose errors are one message each; `--traceback` shows the stack as well.
 
@@ -76,6 +80,7 @@ class Command(click.Command):
                 from kedro.framework.session import KedroSession
 
                 env, source, params = (ctx.params.pop(str(each.name)) for each in CONFIGURATION)
+                ctx.meta[ENV] = env
                 session = KedroSession.create(
                     ctx.obj.project_path, env=env, conf_source=source, runtime_params=params
                 )

@@ -12,6 +12,7 @@ from rich.tree import Tree
 
 from rlhf_pipeline.commands.artifacts import Ledger, artifact_of_folder
 from rlhf_pipeline.commands.command import Command
+from rlhf_pipeline.config.base_model import BYTES
 from rlhf_pipeline.errors import ArtifactError, printable, short_path
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import (
@@ -78,6 +79,8 @@ class Walk:
         self.size += size
         work = work_directory(artifact, self.ledger.workspace)
         paths = {} if work is None else json.loads((work / "job.json").read_text())["inputs"]
+        if BYTES in manifest.inputs:  # a local base model
+            paths[BYTES] = manifest.config["base_model"]["path"]
         for source, digest in manifest.inputs.items():
             if digest in self.ledger.by_digest:
                 self.visit(below, source, self.ledger.by_digest[digest])

@@ -172,7 +172,10 @@ class CandidateConfig(Block):
     """The policy compared with the baseline. The pipeline sets this block, not the user."""
 
     name: str
-    """Stage that trained the policy, such as "ppo" or "dpo"."""
+    """Stage that trained the policy, such as "ppo" or "dpo"; of several `models`, the second."""
+    models: tuple[str, ...] = ()
+    """Names of the models of `kedro rlhf evaluate`, each with tokens of its own, the baseline
+    first. The inputs are `<name>_model` and `<name>_prompts`. Empty: those of a pipeline."""
 
 
 Promote = Literal["never", "gate", "always"]

@@ -110,13 +110,16 @@ class ModelReward(RewardSource):
         return self.name or self.folder.resolve().name
 
 
+Agreement = Literal["exact", "contains", "last_number"]
+
+
 class ReferenceReward(RewardSource):
     """1 for a response that agrees with the true answer of its prompt, else 0.
 
     The true answers are the column `columns.reference` of a source.
     """
 
-    reference: Literal["exact", "contains", "last_number"]
+    reference: Agreement
     """What counts as right, without regard to case, white space and a final full stop. exact: the
     answer is the true answer; contains: it contains it; last_number: its last number is that of the
     true answer."""

@@ -256,6 +256,11 @@ class SplitConfig(Block):
             if source.records() in self.records()[:index]:
                 yield f"source {source.label()!r} is listed twice. Fix: list it once"
 
+    @property
+    def is_test(self) -> bool:
+        """Whether all rows belong to the final evaluation, and none to a training."""
+        return all(source.is_test for source in self.sources)
+
     def records(self) -> list[SourceConfig]:
         """For each source, the fields that decide its records."""
         return [source.records() for source in self.sources]

@@ -182,6 +182,8 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
+    if config.is_test:
+        return
     for phase, weight in zip(PHASES, config.weights, strict=True):
         for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
             path = f"{phase}/{part}.arrow"

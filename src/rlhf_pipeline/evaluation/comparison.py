@@ -49,8 +49,9 @@ class Answer:
     response: str
     scores: dict[str, float | None]
     """Score by judge; None if the judge has no score for this prompt."""
-    kl: float  # log pi(response) - log pi_sft(response), nats
-    sft_logprob: float  # log pi_sft(response), nats
+    kl: float | None
+    """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens."""
+    sft_logprob: float | None  # log pi_sft(response), nats
     response_tokens: int
     ended: bool
     source: str | None = None  # name of the prompt's source
@@ -239,12 +240,15 @@ def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, A
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
+    KL and perplexity are missing if the baseline has other tokens than the policy.
+
     The scores of the judges in `shares` are 0 or 1; with several answers to a prompt, their pass@k
     is `<judge>_pass_at_<k>` for k = 2, 4, ... `sft_perplexity` is that of all answers, per
     token: a policy whose answers SFT would hardly write has a high one, whatever the judges say.
     """
     scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
-    columns = scores | {"kl": by_prompt(answers, lambda a: a.kl)}
+    has_kl = all(a.kl is not None for a in answers)
+    columns = scores | ({"kl": by_prompt(answers, lambda a: a.kl)} if has_kl else {})
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         measure = share_with_interval if name in map(score_name, shares) else mean_with_interval
@@ -256,8 +260,10 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
             k *= 2
     texts = [a.response for a in answers]
     tokens = [a.response_tokens for a in answers]
+    if has_kl:
+        logprobs = sum(a.sft_logprob or 0.0 for a in answers)
+        metrics["sft_perplexity"] = math.exp(-logprobs / sum(tokens))
     return metrics | {
-        "sft_perplexity": math.exp(-sum(a.sft_logprob for a in answers) / sum(tokens)),
         "response_tokens": float(np.mean(tokens)),
         "eos_fraction": float(np.mean([a.ended for a in answers])),
         "truncated_fraction": float(np.mean([not a.ended for a in answers])),
@@ -347,7 +353,7 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def by_prompt(answers: list[Answer], value: Callable[[Answer], float]) -> list[list[float]]:
+def by_prompt(answers: list[Answer], value: Callable[[Answer], Any]) -> list[list[float]]:
     """A value of each answer, by prompt: answers to one prompt follow each other."""
     return [[value(a) for a in given] for _, given in groupby(answers, key=lambda a: a.row)]
 

@@ -1,4 +1,4 @@
-"""Stage program: compare a candidate policy with the SFT baseline on held-out prompts.
+"""Stage program: compare a candidate policy with the SFT baseline, or any models, on prompts.
 
     deepspeed --module rlhf_pipeline.evaluation.evaluate job.json
 
@@ -8,6 +8,7 @@ every answer. One model at a time is in memory: what could be trained can be eva
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -28,11 +29,12 @@ from rlhf_pipeline.config.evaluate import (
     CandidateConfig,
     EvaluateConfig,
 )
-from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
 from rlhf_pipeline.distributed.engine import free_memory
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, join
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
     BASELINE,
@@ -87,14 +89,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
     """Answer, judge, compare; write the evaluation and all answers."""
     candidate = job.block("candidate", CandidateConfig)
     config = job.block("evaluate", EvaluateConfig)
-    others = JUDGE_PREFIX, TASK_PREFIX
-    contract = common_contract(
-        {name: path for name, path in job.inputs.items() if not name.startswith(others)}
-    )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    folders = policy_folders(job, candidate.name)
+    folders = policy_folders(job, candidate)
     baseline = next(iter(folders))
-    setup = load(job, config, contract, world)
+    setups = load(job, config, candidate, folders, world)
+    setup = setups[baseline]
     judges = load_judges(job, config)
     rows = job.inputs.get(SFT_ROWS)
     held_out = None if rows is None else held_out_answers(rows, setup)
@@ -106,8 +105,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     # Beside the champion none: the evaluation of the candidate has the same curve.
     best = 0 if CHAMPION in folders else config.best_of_n
     drawn_by_sft = max(config.baseline_draws, best)
-    scored, perplexities = answer_all(folders, held_out, setup, tasks, drawn_by_sft)
-    draws = judge_all(scored, job, judges, setup)
+    scored, perplexities = answer_all(folders, held_out, setups, tasks, drawn_by_sft)
+    draws = judge_all(scored, job, judges, setups)
     if world.rank != 0:
         return {}
     curve = best_of_n([draws[baseline, draw] for draw in range(best)]) if best else None
@@ -123,7 +122,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     evaluation |= {name: value for name, value in more.items() if value}
     if tasks is not None:
         tasks.add_to(evaluation)
-    if Manifest.read(folders[baseline]).metrics.get("base_model/has_chat_template"):
+    if candidate.models:
+        evaluation["titles"] = {name: name for name in candidate.models}
+    elif Manifest.read(folders[baseline]).metrics.get("base_model/has_chat_template"):
         evaluation["titles"] = {baseline: INSTRUCT}
     model = job.inputs.get("reward_model")
     trained = {} if model is None else Manifest.read(model).metrics
@@ -135,11 +136,15 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return headline(evaluation)
 
 
-def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
+def policy_folders(job: LaunchedJob, compared: CandidateConfig) -> dict[str, Path]:
     """The baseline, the candidate, and as "ppo_ema" the average of its weights, if any.
 
-    Without SFT, the baseline is the base model. The champion competes without its average.
+    Without SFT, the baseline is the base model. The champion competes without its average. Models
+    that are compared apart from a pipeline are in their order.
     """
+    if compared.models:
+        return {name: job.inputs[f"{name}_model"] for name in compared.models}
+    candidate = compared.name
     model, baseline = job.inputs[f"{candidate}_model"], job.inputs[SFT_MODEL]
     name = BASE_MODEL if Manifest.read(baseline).stage == BASE_MODEL else BASELINE
     folders = {name: baseline, candidate: model}
@@ -148,35 +153,63 @@ def policy_folders(job: LaunchedJob, candidate: str) -> dict[str, Path]:
     return folders
 
 
-def load(job: LaunchedJob, config: EvaluateConfig, contract: TokenContract, world: World) -> Setup:
-    """Load the prompts of this rank and the tokenizer."""
-    table = load_rows(job.inputs["prompts"] / "test.arrow", world)
-    rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
-    prompts = table.columns(rows)
+def load(
+    job: LaunchedJob,
+    config: EvaluateConfig,
+    compared: CandidateConfig,
+    folders: Mapping[str, Path],
+    world: World,
+) -> dict[str, Setup]:
+    """Load the prompts of this rank and the tokenizer, by policy.
+
+    The policies of a pipeline share both. Raises ArtifactError if the token contracts of what is
+    read together differ, and StageError if models would answer different prompts.
+    """
     trust = job.trust_remote_code
-    tokenizer = load_tokenizer(job.inputs[SFT_MODEL], trust_remote_code=trust)
-    return Setup(job.seed, config, contract, tokenizer, rows, prompts, trust, world)
+
+    def setup(models: dict[str, Path], tokenizer: Path, prompts: Path) -> Setup:
+        contract, table = common_contract(models), load_rows(prompts / "test.arrow", world)
+        rows = even_share(sampled_rows(table.num_rows, config.prompts, job.seed), world)
+        loaded = load_tokenizer(tokenizer, trust_remote_code=trust)
+        return Setup(job.seed, config, contract, loaded, rows, table.columns(rows), trust, world)
+
+    if not compared.models:
+        others = JUDGE_PREFIX, TASK_PREFIX
+        models = {name: path for name, path in job.inputs.items() if not name.startswith(others)}
+        return dict.fromkeys(folders, setup(models, job.inputs[SFT_MODEL], job.inputs["prompts"]))
+    setups = {}
+    for name, folder in folders.items():
+        prompts = job.inputs[f"{name}_prompts"]
+        setups[name] = setup({f"{name}_prompts": prompts, f"{name}_model": folder}, folder, prompts)
+    first, *rest = (each.prompts["messages"] for each in setups.values())
+    if any(messages != first for messages in rest):
+        raise StageError(
+            "prompts: found other prompts for one model than for another, expected the same ones. "
+            "Fix: raise split.max_prompt_tokens, because a prompt has more tokens for one of them"
+        )
+    return setups
 
 
 def answer_all(
     folders: dict[str, Path],
     held_out: HeldOut | None,
-    setup: Setup,
+    setups: Mapping[str, Setup],
     tasks: "Tasks | None",
     baseline_draws: int,
 ) -> tuple[dict[Draw, Scored], dict[str, float]]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
-    The baseline comes last: it also reads the answers of the others. Returns the answers by draw,
-    and the perplexity of held-out answers by policy.
+    The baseline comes last: it also reads the answers of the others, if they have its tokens.
+    Returns the answers by draw, and the perplexity of held-out answers by policy.
     """
     baseline = next(iter(folders))
     found: dict[Draw, tuple[Sequences, Tensor]] = {}
     scored: dict[Draw, Scored] = {}
     perplexities: dict[str, float] = {}
-    read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature or 1.0)
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
+        setup = setups[name]
+        read = partial(logprobs, setup=setup, temperature=setup.config.sampling.temperature or 1.0)
         generator = load_generator(
             setup.config.generator,
             policy,
@@ -196,18 +229,23 @@ def answer_all(
             tasks.do(policy, name)
         if name == baseline:
             for given, (sequences, own) in found.items():
+                contract = setups[given[0]].contract
+                reference = own
+                if given[0] != name:
+                    has_its_tokens = contract == setup.contract
+                    reference = read(policy, sequences) if has_its_tokens else own * math.nan
                 scored[given] = Scored(
                     sequences,
                     logprobs=own,
-                    ref_logprobs=own if given[0] == name else read(policy, sequences),
+                    ref_logprobs=reference,
                     values=None,
                     scores=torch.zeros(len(sequences)),  # the judges come later
-                    ended=ended(sequences.response_ids, setup.contract),
+                    ended=ended(sequences.response_ids, contract),
                 )
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
         heartbeat.at("rollout", step)
-        with_model(load_policy, folder, setup, partial(answer_and_read, name=name))
+        with_model(load_policy, folder, setups[name], partial(answer_and_read, name=name))
     return scored, {name: perplexities[name] for name in folders if held_out is not None}
 
 
@@ -219,10 +257,14 @@ def answer(generator: Generator, setup: Setup, draw: int = 0) -> Sequences:
 
 
 def judge_all(
-    scored: Mapping[Draw, Scored], job: LaunchedJob, judges: Mapping[str, Judge], setup: Setup
+    scored: Mapping[Draw, Scored],
+    job: LaunchedJob,
+    judges: Mapping[str, Judge],
+    setups: Mapping[str, Setup],
 ) -> dict[Draw, list[Answer]]:
     """The judged answers of all ranks, by draw. One model at a time is in memory."""
-    batches = {draw: as_text(given, setup) for draw, given in scored.items()}
+    batches = {draw: as_text(given, setups[draw[0]]) for draw, given in scored.items()}
+    setup = next(iter(setups.values()))
     scores: dict[Draw, dict[str, Sequence[float | None]]] = {draw: {} for draw in batches}
 
     def judge_by(name: str, judge: Judge) -> None:
@@ -240,7 +282,7 @@ def judge_all(
             setup,
             lambda model: judge_by(REWARD_MODEL, partial(own, model=model)),
         )
-    for name, judge in chain(judges.items(), model_judges(job, setup)):
+    for name, judge in chain(judges.items(), model_judges(job, [*setups.values()])):
         judge_by(name, judge)
         del judge
         free_memory()
@@ -266,6 +308,11 @@ def judged(
     mask = scored.sequences.action_mask
     log_ratios = kl_estimate(scored.logprobs, scored.ref_logprobs, "k1").where(mask, 0.0)
     sft_logprobs = scored.ref_logprobs.where(mask, 0.0)
+
+    def known(value: Tensor) -> float | None:
+        """None where the baseline has other tokens than the policy."""
+        return None if value.isnan() else float(value)
+
     return [
         Answer(
             row=int(row),
@@ -273,8 +320,8 @@ def judged(
             draw=draw,
             prompt="\n\n".join(f"{m['role'].title()}: {m['content']}" for m in text.prompts[i]),
             scores={name: given[i] for name, given in scores.items()},
-            kl=float(log_ratios[i].sum()),
-            sft_logprob=float(sft_logprobs[i].sum()),
+            kl=known(log_ratios[i].sum()),
+            sft_logprob=known(sft_logprobs[i].sum()),
             response_tokens=int(mask[i].sum()),
             ended=bool(scored.ended[i]),
             source=batch.sources[i],

@@ -149,9 +149,10 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     yield Check(f"answers that differ from {sft}'s", f"{changed:.0%}", "some", None, changed > 0)
     ours, theirs = summary(evidence.candidate), summary(evidence.baseline)
 
-    kl, most = ours["kl"], config.max_kl
-    found = f"{kl:.2f} nats per response"
-    yield Check(f"KL from {sft}", found, f"at most {most:g}", "max_kl", kl <= most)
+    if "kl" in ours:  # policies with one token contract
+        kl, most = ours["kl"], config.max_kl
+        found = f"{kl:.2f} nats per response"
+        yield Check(f"KL from {sft}", found, f"at most {most:g}", "max_kl", kl <= most)
 
     ratio, most = ours["response_tokens"] / theirs["response_tokens"], config.max_length_ratio
     what = f"length of an answer relative to {sft}'s"

@@ -104,11 +104,12 @@ def load_judges(job: LaunchedJob, config: EvaluateConfig) -> dict[str, Judge]:
     return judges
 
 
-def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[tuple[str, Judge]]:
+def model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[str, Judge]]:
     """Load the further reward models, one after the other, with their names.
 
     Raises ArtifactError if one reads other tokens than the policies, and `retokenize` is off.
     """
+    setup, contracts = setups[0], [setup.contract for setup in setups]
     for index, judge in enumerate(setup.config.judges):
         if isinstance(judge, ModelJudge):
             place = f"{JUDGE_PREFIX}{index}"
@@ -117,7 +118,7 @@ def model_judges(job: LaunchedJob, setup: Setup) -> Iterator[tuple[str, Judge]]:
                 folder = Path(snapshot_download(judge.model, revision=job.digests[place]))
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
             where = f"evaluate.{place}"
-            model = ModelSource.load(reward, folder, where, setup.contract, tokens, setup.world)
+            model = ModelSource.load(reward, folder, where, contracts, tokens, setup.world)
             if judge.folder is not None and place not in job.inputs:
                 job.expect_unchanged(place, judge.folder)
             yield judge.label, partial(by_source, source=model)

@@ -67,9 +67,9 @@ def print_summary(evaluation: dict[str, Any], console: Console) -> None:
     """Print the road, the verdict by each judge, the deciding one first, and its bar."""
     console.print(Text(f"{road(evaluation)}.", "bold"))
     console.print(Text(summary(evaluation)))
-    baseline = titles(evaluation)[baseline_of(evaluation)].removeprefix("the ")
-    rate = evaluation["win_rates"][evaluation["judge"]]
-    console.print(_bar(rate, evaluation["candidate"], baseline))
+    names, rate = titles(evaluation), evaluation["win_rates"][evaluation["judge"]]
+    baseline = names[baseline_of(evaluation)].removeprefix("the ")
+    console.print(_bar(rate, names[evaluation["candidate"]], baseline))
 
 
 def road(evaluation: Mapping[str, Any]) -> str:
@@ -82,13 +82,12 @@ def road(evaluation: Mapping[str, Any]) -> str:
 
 def summary(evaluation: dict[str, Any]) -> str:
     """The verdict of the deciding judge with what limits it; then the other judges."""
-    policy, deciding = title(evaluation["candidate"]), evaluation["judge"]
+    names, deciding = titles(evaluation), evaluation["judge"]
+    policy, baseline = names[evaluation["candidate"]], names[baseline_of(evaluation)]
     rate = evaluation["win_rates"][deciding]
     paired, controlled = rate["paired"], rate["length_controlled"]
-    found = verdict(deciding, rate, evaluation["candidate"]).removesuffix(".")
-    found += (
-        f": it prefers {policy}'s answer to {titles(evaluation)[baseline_of(evaluation)]}'s on "
-    )
+    found = verdict(deciding, rate, policy).removesuffix(".")
+    found += f": it prefers {policy}'s answer to {baseline}'s on "
     found += f"{_interval(rate)} of {counted(rate['n'], evaluation['answers_per_prompt'])}"
     if paired["rate"] != rate["rate"]:
         found += f", and on {_interval(paired)} with equal draws"
@@ -110,7 +109,7 @@ def summary(evaluation: dict[str, Any]) -> str:
 
 def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
     """Whether training has optimized a judge, and by what, in a sentence."""
-    policy, rewards = title(evaluation["candidate"]), evaluation["rewards"]
+    policy, rewards = titles(evaluation)[evaluation["candidate"]], evaluation["rewards"]
     if judge not in evaluation["optimized"]:
         return f"{policy} was not trained on this judge."
     how = f"was trained to maximize the score of {reward_title(rewards)}"
@@ -139,7 +138,7 @@ def _bar(rate: dict[str, float], candidate: str, baseline: str = "SFT") -> Text:
         )
     ]
     counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
-    names = ((title(candidate), "bold"), (f" {baseline}", "bold"))
+    names = ((candidate, "bold"), (f" {baseline}", "bold"))
     return Text.assemble(names[0], " ", *blocks, names[1], f"  {counts}")
 
 
@@ -191,12 +190,12 @@ def metric_value(metrics: Mapping[str, float], name: str, form: str) -> str:
     return f"{metrics[name]:{form}}" + (f" [{interval}]" if interval else "")
 
 
-def verdict(judge: str, rate: dict[str, float], candidate: str) -> str:
+def verdict(judge: str, rate: dict[str, float], policy: str) -> str:
     """Whether the whole interval of a win rate is on one side, in a sentence."""
     if rate["lower"] > 0.5:
-        found = f"{title(candidate)} is better"
+        found = f"{policy} is better"
     elif rate["upper"] < 0.5:
-        found = f"{title(candidate)} is worse"
+        found = f"{policy} is worse"
     else:
         found = "no difference is shown"
     return f"By {judge_title(judge)}, {found}."

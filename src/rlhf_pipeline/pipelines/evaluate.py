@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ SPEC = StageSpec(
 CHAMPION = StageSpec(name=NAME_OF_CHAMPION, program=SPEC.program)
 """The present champion, which answers the prompts of a candidate."""
 
+MODELS = StageSpec(name="evaluate_models", program=SPEC.program)
+"""Models that `kedro rlhf evaluate` compares."""
+
 
 def evaluate(policy: StageSpec) -> Callable[..., Path]:
     """The node function for a policy trained by the stage `policy`, such as PPO or DPO."""
@@ -54,16 +57,43 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             config = judged_by_rewards(config, policy_config)
         else:
             inputs["reward_model"] = reward_model
-        judges, identities = judge_inputs(config.judges)
-        blocks, spec = {"evaluate": config, "candidate": candidate}, SPEC.for_candidate(policy.name)
-        if config.tasks is not None:
-            spec = replace(spec, libraries=(*spec.libraries, "lm_eval"))
-        if config.generator == "vllm":
-            spec = replace(spec, libraries=(*spec.libraries, "vllm"))
-        files = inputs | judges | task_inputs(config.tasks)
-        return stages.run(Job(spec, blocks, files, seed, identities))
+        return _run(SPEC.for_candidate(policy.name), inputs, candidate, config, seed, stages)
 
     return node
+
+
+def evaluate_models(
+    models: Mapping[str, Path],
+    prompts: Mapping[str, Path],
+    config: EvaluateConfig,
+    seed: int,
+    stages: Stages,
+) -> Path:
+    """Let models answer the same prompts, each in its own tokens; the first is the baseline.
+
+    Both mappings are by the name of the model; the prompts are folders `evaluation` of splits.
+    """
+    names = tuple(models)
+    inputs = {f"{name}_model": folder for name, folder in models.items()}
+    inputs |= {f"{name}_prompts": folder for name, folder in prompts.items()}
+    return _run(MODELS, inputs, CandidateConfig(name=names[1], models=names), config, seed, stages)
+
+
+def _run(
+    spec: StageSpec,
+    inputs: Mapping[str, Path],
+    candidate: CandidateConfig,
+    config: EvaluateConfig,
+    seed: int,
+    stages: Stages,
+) -> Path:
+    judges, identities = judge_inputs(config.judges)
+    if config.tasks is not None:
+        spec = replace(spec, libraries=(*spec.libraries, "lm_eval"))
+    if config.generator == "vllm":
+        spec = replace(spec, libraries=(*spec.libraries, "vllm"))
+    blocks, files = {"evaluate": config, "candidate": candidate}, task_inputs(config.tasks)
+    return stages.run(Job(spec, blocks, {**inputs, **judges, **files}, seed, identities))
 
 
 def judged_by_rewards(config: EvaluateConfig, policy: Any) -> EvaluateConfig:

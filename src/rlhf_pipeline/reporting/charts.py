@@ -159,7 +159,8 @@ def frontier(
             paths["test prompts"] = [
                 (policy["kl"], policy[metric], names[name])
                 for name, policy in evaluation["policies"].items()
-                if name in (baseline_of(evaluation), evaluation["candidate"]) and metric in policy
+                if name in (baseline_of(evaluation), evaluation["candidate"])
+                and {"kl", metric} <= policy.keys()
             ]
             paths[f"best of n by {names[baseline_of(evaluation)]}"] = [
                 (each["kl"], each[metric], f"best of {each['n']}")

@@ -30,7 +30,6 @@ from rlhf_pipeline.evaluation.report import (
     metric_rows,
     road,
     summary,
-    title,
     titles,
     verdict,
 )
@@ -71,20 +70,21 @@ def evaluation_page(
     answers: dict[str, list[dict[str, Any]]] = {}
     for answer in read_json_lines(evaluation / ANSWERS):
         answers.setdefault(answer["policy"], []).append(answer)
+    names = titles(compared)
     heading = verdict(
-        compared["judge"], compared["win_rates"][compared["judge"]], compared["candidate"]
+        compared["judge"], compared["win_rates"][compared["judge"]], names[compared["candidate"]]
     )
     if registration is not None:
         promoted = outcome(registration["promoted"], registration["verdict"]["refusals"])
-        heading = f"{title(compared['candidate'])} is {promoted}."
+        heading = f"{names[compared['candidate']]} is {promoted}."
     return render(
         "evaluation.html.j2",
         heading=heading,
         summary=summary(compared),
         compared=compared,
         road=road(compared),
-        names=titles(compared),
-        baseline=titles(compared)[baseline_of(compared)],
+        names=names,
+        baseline=names[baseline_of(compared)],
         caveats={judge: caveat(compared, judge) for judge in compared["win_rates"]},
         registration=registration,
         manifest=manifest,
@@ -154,11 +154,11 @@ def _sections(
         "Training is measured on batches, points on held-out rows. The dashed line is the exported "
         "model, whose value stands beside the title. A steep start can leave the chart."
     )
-    frontiers = [*frontier({title(candidate): records.get(candidate, [])}, score, compared)]
+    frontiers = [*frontier({names[candidate]: records.get(candidate, [])}, score, compared)]
     path = "Points of a training are on held-out prompts, those of policies on the test prompts."
     measured = calibration(reward_report["calibration"]["bins"]) if reward_report else ()
     for each in (
-        (f"Training of {title(candidate)}", trains, training(candidate)),
+        (f"Training of {names[candidate]}", trains, training(candidate)),
         ("Score and KL", path, frontiers),
         ("Distributions", "Both policies on the test prompts.", distributions),
         ("Reward model", trains, [*training("reward_model"), *measured]),
@@ -184,7 +184,8 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
     names = [judge_title(judge).removeprefix("the ").removesuffix(" judge") for judge in judges]
     columns = [{"name": name, "judge": True, "digits": 2} for name in names]
     columns += [{"name": "tokens", "judge": False, "digits": 0}]
-    columns += [{"name": "KL", "judge": False, "digits": 2}]
+    has_kl = "kl" in compared["policies"][candidate]
+    columns += [{"name": "KL", "judge": False, "digits": 2}] if has_kl else []
     rows = [
         {
             "n": number,
@@ -194,7 +195,7 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
             "v": [
                 *([short(answer[score_name(judge)]) for answer in pair] for judge in judges),
                 [answer["response_tokens"] for answer in pair],
-                [short(pair[1]["kl"])],
+                *([[short(pair[1]["kl"])]] if has_kl else []),
             ],
         }
         for number, pair in enumerate(zip(answers[baseline], answers[candidate], strict=True), 1)

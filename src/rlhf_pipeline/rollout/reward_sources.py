@@ -11,7 +11,7 @@ Shapes: B responses of this rank.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,16 +90,16 @@ class ModelSource:
         reward: ModelReward,
         folder: Path,
         place: str,
-        contract: TokenContract,
+        contracts: Collection[TokenContract],
         micro_batch_tokens: int,
         world: World,
     ) -> "ModelSource":
-        """Load the model.
+        """Load the model, which scores policies with these contracts.
 
         Raises ArtifactError if the model uses a different tokenizer from the policy, and
         `retokenize` is off.
         """
-        if not reward.retokenize and TokenContract.read(folder) != contract:
+        if not reward.retokenize and {TokenContract.read(folder)} != {*contracts}:
             raise ArtifactError(
                 f"{place}: {reward.path} uses a different tokenizer from the policy. Fix: set its "
                 "retokenize to true; it then reads text in its own chat template"
@@ -229,7 +229,7 @@ def load_rewards(
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 model = ModelSource.load(
-                    reward, folder, f"{job.stage}.{name}", contract, micro_batch_tokens, world
+                    reward, folder, f"{job.stage}.{name}", [contract], micro_batch_tokens, world
                 )
                 if name not in job.inputs:
                     job.expect_unchanged(name, folder)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.errors import Interrupted, causes, without_secrets
 from rlhf_pipeline.evaluation.comparison import score_name
-from rlhf_pipeline.evaluation.report import verdict
+from rlhf_pipeline.evaluation.report import titles, verdict
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
@@ -164,7 +164,9 @@ class MlflowTracker(StageListener):
                 started = client.get_run(run_id).info.start_time  # a repeated point is one point
                 points = [Metric(name, value, started, 0) for name, value in columns.items()]
                 client.log_batch(run_id, metrics=points)
-                client.set_tag(run_id, VERDICT_TAG, verdict(judge, rate, candidate))
+                client.set_tag(
+                    run_id, VERDICT_TAG, verdict(judge, rate, titles(evaluation)[candidate])
+                )
 
     def _connect(self) -> tuple[MlflowClient, str]:
         """Return client and parent run, created at the first call that reaches the store."""

@@ -178,10 +178,16 @@ def conditions(evaluation: Path) -> dict[str, Any]:
     judges = {
         name: digest
         for name, digest in manifest.inputs.items()
-        if name in ("prompts", "reward_model") or name.startswith((JUDGE_PREFIX, TASK_PREFIX))
+        if name == "reward_model" or name.startswith((JUDGE_PREFIX, TASK_PREFIX))
     }
+    prompts = {digest for name, digest in manifest.inputs.items() if name.endswith("prompts")}
     given = manifest.config["evaluate"]
-    return {**judges, "seed": manifest.seed, "evaluate": json.dumps(given, sort_keys=True)}
+    return {
+        **judges,
+        "prompts": sorted(prompts),
+        "seed": manifest.seed,
+        "evaluate": json.dumps(given, sort_keys=True),
+    }
 
 
 def register(
@@ -211,7 +217,9 @@ def register(
 
     try:
         _create_model(client, model)
-        policies = {Manifest.read(policy.folder).stage: policy for policy in (sft, candidate)}
+        names = [Manifest.read(policy.folder).stage for policy in (sft, candidate)]
+        names[1] = "candidate" if names[0] == names[1] else names[1]  # two imported models
+        policies = dict(zip(names, (sft, candidate), strict=True))
         runs = {stage: _training_run(client, policy) for stage, policy in policies.items()}
         versions = {}
         for stage, policy in policies.items():

@@ -1,0 +1,206 @@
+"""`kedro rlhf evaluate`: any models answer the same prompts, and are judged and compared."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import yaml
+from kedro.io import CatalogProtocol
+from rich.console import Console
+
+from rlhf_pipeline.checks import judge_faults, length_faults, refuse
+from rlhf_pipeline.commands.artifacts import Ledger
+from rlhf_pipeline.commands.command import ENV, Command
+from rlhf_pipeline.config.base_model import positions_in
+from rlhf_pipeline.config.block import validated
+from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
+from rlhf_pipeline.config.rewards import Agreement
+from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
+from rlhf_pipeline.data.split_page import require_true_answers
+from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.evaluation.comparison import read_evaluation
+from rlhf_pipeline.pipelines.evaluate import evaluate_models
+from rlhf_pipeline.pipelines.split import read_sources, split
+from rlhf_pipeline.reporting.page import evaluation_page
+from rlhf_pipeline.results import print_results
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
+from rlhf_pipeline.tracking.mirror import MlflowTracker
+from rlhf_pipeline.tracking.registration import register_evaluated
+from rlhf_pipeline.tracking.registry import TOKENS, find_champion
+from rlhf_pipeline.tracking.store import tracking_uri
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, required=True)
+@click.option(
+    "--prompts",
+    help="File of prompts (JSONL, JSON, CSV or Parquet), or a source as YAML: {path: FILE, "
+    "columns: {prompt: question, reference: answer}}.  [default: the test of the newest split]",
+)
+@click.option(
+    "--judge",
+    "judges",
+    multiple=True,
+    help="Judge of the answers: FILE.py:FUNCTION; exact, contains or last_number, for true "
+    "answers; the folder of a reward model; or an item of evaluate.judges as YAML. May be "
+    "repeated; the first one decides.  [default: evaluate.judges]",
+)
+@click.option(
+    "--register",
+    "registers",
+    is_flag=True,
+    help="Register the second model as the candidate against the first, and apply the gate.",
+)
+def evaluate(
+    catalog: CatalogProtocol,
+    console: Console,
+    project: Path,
+    models: Sequence[str],
+    prompts: str | None,
+    judges: Sequence[str],
+    registers: bool,
+) -> None:
+    """Compare the answers of MODELS to the same prompts; the first model is the baseline.
+
+    MODELS are versions or aliases of the registered model, folders of artifacts, folders of
+    transformers, ids on the Hugging Face hub, or .gguf files. Each model answers in its own tokens
+    and chat template, and judges read the texts. A repeated command finds what is finished.
+    """
+    if len(models) < 2:
+        raise ConfigError(f"MODELS: found {models[0]} alone, expected two or more")
+    config = evaluation_config(catalog.load("params:evaluate"), judges)
+    given, seed = catalog.load("params:split"), catalog.load("params:seed")
+    tests = (source_of(prompts),) if prompts else given.sources
+    refuse(judge_faults(config.judges, dict(enumerate(tests))))
+    if prompts:
+        changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
+        given = given.model_copy(update=changes)
+    tracker = MlflowTracker(tracking_uri(project), project)
+    ledger = Ledger(catalog, project, (tracker,))
+    tracker.describe(f"evaluate {' '.join(models)}", {}, {})
+    try:
+        if prompts:  # its faults come before the import of a large model
+            read_sources("source", given.records(), given, seed, ledger.stages)
+        folders = dict(zip(labels(models), map(ledger.language_model, models), strict=True))
+        baseline, candidate, *_ = folders.values()
+        champion, gate = None, catalog.load("params:register")
+        if registers:
+            downloads = ledger.workspace / DOWNLOADS
+            champion = find_champion(gate.model, candidate, project, downloads)
+        if champion is not None and champion.folder is not None:
+            folders[CHAMPION] = champion.folder
+        for folder in folders.values():
+            refuse(length_faults(positions_in(folder), given, [], config))
+        asked = prompts_of(folders, given if prompts else None, seed, ledger)
+        for folder in asked.values():
+            require_true_answers(folder.parent, [], config.judges)
+        evaluation = evaluate_models(folders, asked, config, seed, ledger.stages)
+        results: dict[str, Any] = {"evaluation": evaluation}
+        if registers:
+            answered = evaluation if CHAMPION in folders else None
+            registration = register_evaluated(
+                baseline, candidate, evaluation, champion, answered, gate, tests, project
+            )
+            results["registration"] = asdict(registration)
+        page = evaluation.with_name(f"{evaluation.name}.html")
+        registered = results.get("registration")
+        write_atomically(page, evaluation_page(evaluation, folders.values(), registered))
+        tracker.log_verdict(evaluation.parent.name, read_evaluation(evaluation))
+    except BaseException:
+        tracker.end("FAILED")
+        raise
+    tracker.end("FINISHED")
+    env = click.get_current_context().meta[ENV]
+    print_results({**results, "evaluation_page": page}, console, env)
+
+
+def evaluation_config(given: EvaluateConfig, judges: Sequence[str]) -> EvaluateConfig:
+    """The parameters `evaluate` with these judges; all models draw equally many answers.
+
+    Raises ConfigError if there is no judge, or a judge is wrong.
+    """
+    values = given.model_dump(mode="json") | {"best_of_n": 0, "tasks": None}
+    values["answers_per_prompt"] = given.baseline_draws
+    values["judges"] = [judge_of(each) for each in judges] or values["judges"]
+    if not values["judges"]:
+        raise ConfigError(
+            "--judge: found none, expected at least one, because evaluate.judges is empty. Fix: "
+            "add --judge FILE.py:FUNCTION, or another judge"
+        )
+    config, faults = validated("evaluate", EvaluateConfig, values)
+    refuse(faults)
+    assert isinstance(config, EvaluateConfig), "it has no faults"
+    return config
+
+
+def judge_of(text: str) -> Any:
+    """An item of `evaluate.judges` from the value of --judge."""
+    if text in get_args(Agreement):
+        return {"reference": text}
+    if text.startswith("{"):
+        return _mapping("--judge", text)
+    return {"model": text, "retokenize": True} if Path(text).is_dir() else text
+
+
+def source_of(text: str) -> BlendedSourceConfig:
+    """The source of the prompts from the value of --prompts: all of it is the test."""
+    values = _mapping("--prompts", text) if text.startswith("{") else {"path": text}
+    named = {"name": "files", "phases": ["test"]} | values
+    source, faults = validated("--prompts", BlendedSourceConfig, named)
+    refuse(faults)
+    assert isinstance(source, BlendedSourceConfig), "it has no faults"
+    return source
+
+
+def _mapping(option: str, text: str) -> dict[str, Any]:
+    try:
+        return dict(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{option}: found {text}, expected a mapping in YAML: {error}") from None
+
+
+def labels(models: Sequence[str]) -> list[str]:
+    """A short name for each model, which none of the others has."""
+    found: list[str] = []
+    for model in models:
+        name = re.sub(r"[^\w.-]", "-", Path(model).name.removesuffix(".gguf")) or "model"
+        others = (f"{name}-{number}" for number in range(2, len(models) + 1))
+        found.append(next(each for each in (name, *others) if each not in found))
+    return found
+
+
+def prompts_of(
+    models: Mapping[str, Path], config: SplitConfig | None, seed: int, ledger: Ledger
+) -> dict[str, Path]:
+    """The folder with the prompts in the tokens of each model; models with equal tokens share one.
+
+    Without a split to make, they are those of the newest published one. Raises ArtifactError if
+    there is none, or it has other tokens.
+    """
+    if config is None:
+        versions = ledger.datasets["split"].versions()
+        if not versions:
+            raise ArtifactError("--prompts: found none, and no published split. Fix: name a file")
+        folder = versions[-1] / "evaluation"
+        for name, model in models.items():
+            if tokens_of(model) != tokens_of(folder):
+                raise ArtifactError(
+                    f"--prompts: found none, and the newest split has other tokens than {name}. "
+                    "Fix: name a file"
+                )
+        return dict.fromkeys(models, folder)
+    by_tokens: dict[str, Path] = {}
+    for model in models.values():
+        tokens = tokens_of(model)
+        if tokens not in by_tokens:
+            by_tokens[tokens] = split(model, config, seed, ledger.stages) / "evaluation"
+    return {name: by_tokens[tokens_of(model)] for name, model in models.items()}
+
+
+def tokens_of(folder: Path) -> str:
+    """The token contract of an artifact, to compare."""
+    return (folder / TOKENS).read_text(encoding="utf-8")

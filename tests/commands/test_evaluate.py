@@ -1,0 +1,109 @@
+"""`kedro rlhf evaluate`: models that no stage made are judged on the same prompts."""
+
+import json
+import shutil
+
+import pytest
+from conftest import Project
+
+from rlhf_pipeline.commands.evaluate import evaluation_config, judge_of, labels, source_of
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.errors import ConfigError
+
+JUDGE = (
+    "def digits(prompts, responses):\n    return [sum(map(str.isdigit, r)) for r in responses]\n"
+)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A folder of results without a run."""
+    return Project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="module")
+def models(make_model, tmp_path_factory):
+    """Two folders of transformers whose templates differ, so that their tokens do."""
+    folders = []
+    for seed, name in enumerate(("one", "two")):
+        folder = tmp_path_factory.mktemp("models") / name
+        shutil.copytree(make_model("llama", seed=seed), folder)
+        (folder / "token_contract.json").unlink()
+        folders.append(folder)
+    template = folders[1] / "chat_template.jinja"
+    template.write_text(template.read_text().replace("Human", "Person"))
+    return [str(folder) for folder in folders]
+
+
+@pytest.fixture(scope="module")
+def asked(project):
+    """The options with prompts and a judge."""
+    prompts, judge = project.root / "prompts.jsonl", project.root / "judge.py"
+    rows = [{"prompt": f"what is the colour of {n}?"} for n in range(12)]
+    prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    judge.write_text(JUDGE)
+    return f"--prompts={prompts}", f"--judge={judge}:digits"
+
+
+@pytest.mark.slow
+def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(project, models, asked):
+    def run(*named):
+        shown = project.kedro(*named, *asked, command="rlhf evaluate")
+        folder = max(project.recipes("evaluate_models"), key=lambda path: path.stat().st_mtime)
+        return shown, json.loads((folder / "export" / "evaluation.json").read_text())
+
+    shown, found = run(*models)
+    assert [*found["policies"]] == ["one", "two"] and "two against one." in shown
+    assert "kl" not in found["policies"]["two"] and found["policies"]["one"]["kl"] == 0
+    again, _ = run(*models)
+    assert "running" not in again and "evaluate_models: reused" in again
+    _, turned = run(*models[::-1])
+    rate, mirrored = (each["win_rates"]["digits"] for each in (found, turned))
+    assert mirrored["rate"] == pytest.approx(1 - rate["rate"])
+    assert (mirrored["wins"], mirrored["losses"]) == (rate["losses"], rate["wins"])
+    assert mirrored["lower"] == pytest.approx(1 - rate["upper"])
+    compared = project.kedro(*models, command="rlhf compare")
+    assert "the digits judge prefers" in compared
+    project.kedro(models[0], command="rlhf lineage")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["one"], "MODELS: found one alone, expected two or more"),
+        (["one", "two"], "--judge: found none, expected at least one, because evaluate.judges is"),
+        (["one", "two", "--judge={reference"], "--judge: found {reference, expected a mapping in"),
+        (["one", "two", "--judge=exact", "--prompts=no.jsonl"], "no.jsonl"),
+        (["/nowhere/one", "two", "--judge=exact"], "/nowhere/one"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_a_launch(project, arguments, message):
+    shown = project.kedro(*arguments, command="rlhf evaluate", check=False)
+    assert message in " ".join(shown.split())
+    assert "running" not in shown
+
+
+def test_models_have_short_names_of_their_own():
+    names = ["/a/qwen", "b/qwen", "small.Q4.gguf", "org/big model", "3", "/a/qwen/"]
+    assert labels(names) == ["qwen", "qwen-2", "small.Q4", "big-model", "3", "qwen-3"]
+
+
+def test_a_judge_is_named_in_one_string(tmp_path):
+    assert judge_of("last_number") == {"reference": "last_number"}
+    assert judge_of("judge.py:score") == "judge.py:score"
+    assert judge_of(str(tmp_path)) == {"model": str(tmp_path), "retokenize": True}
+    assert judge_of("{openai: {model: m}}") == {"openai": {"model": "m"}}
+
+
+def test_all_prompts_are_the_test():
+    source = source_of("{path: a.jsonl, columns: {prompt: question, reference: answer}}")
+    assert source.is_test and source.columns.reference == "answer"
+    assert source_of("a.jsonl").path == "a.jsonl"
+    with pytest.raises(ConfigError, match=r"--prompts\.size"):
+        source_of("{path: a.jsonl, size: 3}")
+
+
+def test_all_models_draw_equally_many_answers():
+    given = EvaluateConfig(best_of_n=4, sampling={"max_response_tokens": 8})
+    config = evaluation_config(given, ["exact"])
+    assert (config.answers_per_prompt, config.baseline_draws, config.best_of_n) == (2, 2, 0)
