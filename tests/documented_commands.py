@@ -14,6 +14,7 @@ READ_RESULTS = tuple(
 """Commands that read the results of a run."""
 
 NOT_RUN = {
+    "kedro rlhf evaluate": "tests/commands/test_evaluate.py compares models of its own",
     "#SBATCH": "needs a SLURM cluster",
     ".venv/bin/pytest": "tests/data/sources, tests/models and tests/training run by themselves",
     ".venv/bin/python benchmarks/": "minutes to hours; tests/test_gpu_benchmark.py rehearses",

@@ -182,7 +182,7 @@ def test_without_a_gold_score_nothing_mentions_gold():
     ],
 )
 def test_the_verdict_needs_the_whole_interval(lower, upper, expected):
-    found = verdict("gold", {"lower": lower, "upper": upper}, "ppo")
+    found = verdict("gold", {"lower": lower, "upper": upper}, "PPO")
     assert found == f"By the gold judge, {expected}."
 
 
