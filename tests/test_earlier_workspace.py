@@ -71,7 +71,6 @@ def test_a_manifest_without_a_form_is_read_and_verified(tmp_path):
         files={"weights": FileEntry(size=3, sha256=digest)},
         ranks=2,
         deepspeed={"policy": {"train_batch_size": 8}},
-        adjusted={"sft.micro_batch_size_per_gpu": {"configured": 8, "used": 4}},
     )
 
 

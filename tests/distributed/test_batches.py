@@ -221,11 +221,3 @@ def test_all_ranks_make_as_many_groups_as_the_rank_with_the_most(monkeypatch):
     first, second = micro_batches([LENGTHS, LENGTHS[:2]], 17, None, world)
     assert lists(first) == [[0], [4], [2, 3], [1]]
     assert lists(second) == [[0, 1]]
-
-
-def test_the_longest_row_is_reported(monkeypatch):
-    reported = []
-    monkeypatch.setattr(module.heartbeat, "row", reported.append)
-    grouped(LENGTHS, 17, padded=False)
-    grouped(LENGTHS[1:4], 17, padded=True)
-    assert reported == [9, 5]

@@ -184,7 +184,7 @@ def test_the_number_of_ranks_reruns_the_distributed_stages(world):
                 "collective_timeout_s": 99.0,
             }
         },
-        {"launch": {"halve_micro_batch_on_oom": True, "continue_from": 2}},
+        {"launch": {"continue_from": 2}},
         {"split": {"max_bad_fraction": 0.5}},
         {"register": {"model": "another", "max_task_drop": 0.2}},
     ],

@@ -1,6 +1,5 @@
 """Running stages: progress, failures that explain themselves, less memory, signals."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,17 +12,13 @@ import pytest
 from waiting import once, wait_until
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener
 from rlhf_pipeline.stages.job import Job, StageSpec
-from rlhf_pipeline.stages.progress import ProgressDisplay
-from rlhf_pipeline.stages.run import StageRunner, adjusted, check_row, halved
+from rlhf_pipeline.stages.run import StageRunner
 
 SPEC = StageSpec("toy", "toy_program", distributed=False)
 
@@ -32,10 +27,10 @@ class ToyConfig(Block):
     """What the toy stage does."""
 
     action: str = "work"
-    """work, fail, explain, vanish, sleep, fit or long."""
+    """work, fail, explain, vanish, sleep or fit."""
 
     micro_batch_tokens: int = 8
-    """fit: runs out of memory above 2, after step 5. long: always, by a row of 5 tokens."""
+    """fit: runs out of memory after step 5."""
 
 
 PROGRAM = """
@@ -58,18 +53,12 @@ def main(job):
         raise RuntimeError("the cause")
     if action == "explain":
         raise DataError("rows.jsonl:3: no chosen answer")
-    if action in ("fit", "long"):
-        size = job.config["toy"]["micro_batch_tokens"]
-        with (job.directory / "attempts").open("a") as file:
-            file.write(json.dumps([size, job.resume_from]) + "\\n")
+    if action == "fit":
         checkpoint = job.checkpoints / "step-00000005"
         if job.resume_from is None:
             checkpoint.mkdir(parents=True)
             seal(checkpoint, {})
-        if action == "long":
-            heartbeat.row(5)
-        if size > 2 or action == "long":
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
     if action == "vanish":
         os._exit(0)
     if action == "sleep":
@@ -91,9 +80,8 @@ def toy(tmp_path, monkeypatch):
     (tmp_path / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def run_toy(action="work", *listeners, halve=False):
-        launch = LaunchConfig(halve_micro_batch_on_oom=halve)
-        context = RunContext(tmp_path / "ws", launch, listener=StageListener(*listeners))
+    def run_toy(action="work", *listeners):
+        context = RunContext(tmp_path / "ws", listener=StageListener(*listeners))
         return StageRunner(context).run(Job(SPEC, {"toy": ToyConfig(action=action)}, {}, 1))
 
     return run_toy
@@ -137,47 +125,13 @@ def test_an_out_of_memory_error_names_the_parameters_to_change(toy):
     with pytest.raises(StageError) as failure:
         toy("fit")
     assert failure.value.cause == "GPU memory"
-    assert (
-        "  fix      Lower toy.micro_batch_tokens (8). "
-        "Set launch.halve_micro_batch_on_oom (false) to true.\n" in str(failure.value)
-    )
+    assert "  fix      Lower toy.micro_batch_tokens (8).\n" in str(failure.value)
     assert "(this stage resumes after step 5)" in str(failure.value)
-
-
-def test_a_stage_resumes_with_halved_micro_batches_if_allowed(toy, recorder, capsys):
-    export = toy("fit", recorder, ProgressDisplay(), halve=True)
-    attempts = [json.loads(line) for line in (export.parent / "attempts").read_text().splitlines()]
-    assert attempts == [[8, None], [4, 5], [2, 5]]
-    manifest = Manifest.read(export)
-    assert manifest.adjusted == {"toy.micro_batch_tokens": {"configured": 8, "used": 2}}
-    assert manifest.config["toy"]["micro_batch_tokens"] == 2
-    assert recorder.run.config["toy"]["micro_batch_tokens"] == 2  # messages show this value
-    assert [what for what, _ in recorder.heard if what != "metrics"] == [
-        "started", "FAILED", "started", "FAILED", "started", "FINISHED",
-    ]  # fmt: skip
-    assert (
-        "  out of memory: toy.micro_batch_tokens reduced from 8 to 2; the global batch is "
-        "unchanged" in capsys.readouterr().out
-    )
-    assert toy("fit") == export and len((export.parent / "attempts").read_text().splitlines()) == 3
-
-
-def test_a_stage_stops_where_its_longest_row_fills_a_micro_batch(toy, tmp_path):
-    with pytest.raises(StageError) as failure:
-        toy("long", halve=True)
-    (file,) = (tmp_path / "ws" / "toy").glob("*/attempts")
-    assert [json.loads(line)[0] for line in file.read_text().splitlines()] == [8, 4]
-    message = str(failure.value)
-    assert "CUDA out of memory" in message
-    assert (
-        "launch.halve_micro_batch_on_oom: found a row of 5 tokens, expected fewer than "
-        "toy.micro_batch_tokens (4): a row is never cut" in message
-    )
 
 
 def test_other_failures_are_not_retried(toy, tmp_path):
     with pytest.raises(StageError):
-        toy("fail", halve=True)
+        toy("fail")
     assert len(next((tmp_path / "ws" / "toy").glob("*/launches")).read_text().splitlines()) == 1
 
 
@@ -218,38 +172,3 @@ def test_the_driver_imports_neither_torch_nor_mlflow():
         env=os.environ | {"PYTHONPATH": str(source)},
     )
     assert result.stdout.strip() == "[]"
-
-
-SFT = SFTConfig.model_validate(
-    {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 5, "optimizer": {"learning_rate": 1e-3}}
-)
-
-
-def test_only_micro_batches_are_halved():
-    config = {"sft": SFT, "evaluate": EvaluateConfig(micro_batch_tokens=1)}
-    smaller = halved(config)
-    assert adjusted(config, smaller) == {
-        "sft.micro_batch_tokens": {"configured": 5, "used": 2},
-        "evaluate.sampling.batch_size_per_gpu": {"configured": 64, "used": 32},
-    }
-
-
-OUT_OF_MEMORY = StageError("stage sft failed", cause="GPU memory")
-
-
-def test_halving_ends_at_one_and_at_a_row_that_fills_a_micro_batch():
-    """A row is never cut. Fewer rows or fewer responses at a time always need less memory."""
-    assert halved({"sft": SFT.model_copy(update={"micro_batch_tokens": 1})}) is None
-    assert adjusted({"sft": SFT}, {"sft": SFT}) == {}
-    check_row({"sft": SFT}, 4, OUT_OF_MEMORY)
-    with pytest.raises(StageError, match=r"failed\n.*found a row of 5 tokens.*Fix: ") as found:
-        check_row({"sft": SFT}, 5, OUT_OF_MEMORY)
-    assert "expected fewer than sft.micro_batch_tokens (5)" in str(found.value)
-    assert found.value.cause == "GPU memory"
-    one, two = (
-        EvaluateConfig(micro_batch_tokens=1, sampling={"batch_size_per_gpu": size})
-        for size in (1, 2)
-    )
-    check_row({"evaluate": two}, 9, OUT_OF_MEMORY)
-    with pytest.raises(StageError):
-        check_row({"evaluate": one}, 9, OUT_OF_MEMORY)

@@ -65,12 +65,6 @@ class LaunchConfig(Block):
     """What `kedro run` does before it starts if the weights, gradients and optimizer states of a
     stage exceed the memory of a GPU, or on the CPU main memory: refuse, warn, or nothing
     (docs/planning.md). If only activations or the key-value cache may exceed it, it warns."""
-    halve_micro_batch_on_oom: bool = operational(False)
-    """When a rank runs out of memory, halve all micro batch sizes (`micro_batch_tokens`,
-    `sampling.batch_size_per_gpu`) and resume from the newest checkpoint, repeatedly down to 1 or
-    to the longest row, which is never cut. Global batch sizes do not change, so the result is equal
-    up to rounding. The manifest records the sizes. A rank killed by the kernel does not count as
-    out of memory."""
 
     def _faults(self) -> Iterator[str]:
         needed = {"hostfile": ["hostfile"], "command": ["command", "nodes"]}.get(self.mode, [])

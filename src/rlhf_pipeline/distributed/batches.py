@@ -187,7 +187,6 @@ def grouped(lengths: Tensor, tokens: int, *, padded: bool) -> list[Tensor]:
     groups: list[list[int]] = []
     total = prompt = response = 0
     in_order = totals[order].tolist()
-    heartbeat.row(max(in_order, default=0))
     for row, length in zip(order.tolist(), in_order, strict=True):
         prompt, response = max(prompt, widths[row][0]), max(response, widths[row][1])
         total += length

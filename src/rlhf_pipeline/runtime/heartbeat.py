@@ -53,8 +53,6 @@ class Heartbeat:
     """Phases begun so far. All ranks run the same phases, so the rank with the fewest is behind."""
     ticks: int = 0
     """Pieces done in this phase."""
-    longest_row: int = 0
-    """Tokens of the longest row of any micro batch so far."""
     beat: int = field(default=0, compare=False)
     """Number of this report: a rank that waits makes no progress, but it reports."""
     machine: str = ""
@@ -124,12 +122,6 @@ def scored_by(scorer: str) -> Iterator[None]:
     _here = replace(_here, scorer=scorer)
     yield
     _here = replace(_here, scorer="")
-
-
-def row(tokens: int) -> None:
-    """Report the longest row of a micro batch. Memory for it is needed at any micro batch size."""
-    global _here
-    _here = replace(_here, longest_row=max(_here.longest_row, tokens))
 
 
 def flush() -> None:

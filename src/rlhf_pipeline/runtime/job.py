@@ -48,8 +48,6 @@ class LaunchedJob:
     """Versions of the libraries that can change the result."""
     resume_from: int | None = None
     """The step of the checkpoint to resume from. None: start from the first step."""
-    adjusted: dict[str, Any] = field(default_factory=dict)
-    """Parameters changed after an out-of-memory failure, see `stages.run.halved`."""
     mixture: dict[str, list[str]] = field(default_factory=dict)
     """Inputs of the pipeline run that other parameters made, with the changes."""
     trust_remote_code: bool = False

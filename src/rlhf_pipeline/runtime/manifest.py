@@ -47,8 +47,6 @@ class Manifest:
     """Ranks that finished the stage. An interrupted attempt may have had another number."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's configuration of each engine, by model."""
-    adjusted: dict[str, Any] = field(default_factory=dict)
-    """Parameters changed after an out-of-memory failure: {"configured": 8, "used": 4} by name."""
     mixture: dict[str, list[str]] = field(default_factory=dict)
     """Published inputs of the pipeline run that other parameters made, with the changes."""
 
@@ -63,6 +61,7 @@ class Manifest:
             fields = json.loads(path.read_text())
             if fields.pop("digest", None) != _digest(fields):
                 raise ValueError("its digest does not match")
+            fields.pop("adjusted", None)  # of earlier versions
             files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
             return cls(files=files, **fields)
         except FileNotFoundError:

@@ -98,6 +98,5 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         ranks=int(os.environ.get("WORLD_SIZE", "1")),
         deepspeed=deepspeed,
         files=file_entries(job.export),
-        adjusted=job.adjusted,
         mixture=job.mixture,
     ).write(job.export)

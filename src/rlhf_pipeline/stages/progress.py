@@ -115,11 +115,6 @@ class ProgressDisplay(StageListener):
             f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in "
             f"{short_path(run.directory)}{resumed}"
         )
-        for name, size in run.adjusted.items():
-            self._print(
-                f"  out of memory: {name} reduced from {size['configured']} to {size['used']}; the "
-                "global batch is unchanged"
-            )
         self._begin(run, "importing libraries")
 
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:

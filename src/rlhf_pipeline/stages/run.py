@@ -11,17 +11,13 @@
 import json
 import logging
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from rlhf_pipeline.config.block import Block, leaves
-from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted, StageError
+from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
-from rlhf_pipeline.runtime.heartbeat import read_heartbeats
-from rlhf_pipeline.runtime.job import as_json, list_checkpoints, newest_valid_step
+from rlhf_pipeline.runtime.job import list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.cache.fingerprint import identify
@@ -36,14 +32,10 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.job import Job, write_job
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
-from rlhf_pipeline.stages.launch.hints import CPU_MEMORY, GPU_MEMORY, MICRO_BATCHES, TOKENS
 from rlhf_pipeline.stages.launch.launcher import launch
 from rlhf_pipeline.stages.processes import kill_launch
 
 logger = logging.getLogger(__name__)
-
-OUT_OF_MEMORY = (GPU_MEMORY, CPU_MEMORY)
-"""Causes of a failure that smaller micro batches can avoid."""
 
 
 class StageRunner:
@@ -89,7 +81,7 @@ class StageRunner:
             for artifact in filter(None, map(artifact_of, job.inputs.values())):
                 verify(artifact)  # every byte that the program will read
             run = replace(run, directory=next_directory(run.directory, finished))
-            export = _launch_until_it_fits(job, run, context)
+            export = _attempt(job, run, context)
             self._launched.add(run.fingerprint)
             return export
 
@@ -110,23 +102,7 @@ def _reuse(finished: StageRun, context: RunContext) -> Path:
     return finished.export
 
 
-def _launch_until_it_fits(job: Job, run: StageRun, context: RunContext) -> Path:
-    """Launch; after an out-of-memory failure, launch again with halved micro batches if allowed."""
-    config = job.config
-    while True:
-        try:
-            return _attempt(job, config, run, context)
-        except StageError as error:
-            smaller = halved(config)
-            may_retry = context.launch.halve_micro_batch_on_oom and error.cause in OUT_OF_MEMORY
-            if not may_retry or smaller is None:
-                raise
-            reports = read_heartbeats(run.directory).values()
-            check_row(config, max((report.longest_row for report in reports), default=0), error)
-            config = smaller
-
-
-def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunContext) -> Path:
+def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
     """Launch the program, resuming from its newest valid checkpoint; return its artifact."""
     run.directory.mkdir(parents=True, exist_ok=True)
     kill_launch(f" {run.directory.resolve()}")  # what a killed driver may have left
@@ -144,9 +120,7 @@ def _attempt(job: Job, config: Mapping[str, Block], run: StageRun, context: RunC
         run.metrics_file.unlink(missing_ok=True)
     (run.directory / "deepspeed.json").unlink(missing_ok=True)
     write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
-    run = replace(
-        run, config=as_json(config), resume_from=resume_from, adjusted=adjusted(job.config, config)
-    )
+    run = replace(run, resume_from=resume_from)
     write_job(run)
     context.listener.stage_started(run)
     try:
@@ -192,55 +166,3 @@ def _remove_incomplete(run: StageRun) -> None:
         shutil.rmtree(run.export, ignore_errors=True)
     for partial in run.checkpoints.rglob("*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def halved(config: Mapping[str, Block]) -> dict[str, Block] | None:
-    """The blocks with every micro batch size halved, at least 1. None if all of them are 1."""
-    smaller = {
-        name: type(block).model_validate(_halved(block.model_dump(mode="json")))
-        for name, block in config.items()
-    }
-    return None if smaller == dict(config) else smaller
-
-
-def check_row(config: Mapping[str, Block], row: int, error: StageError) -> None:
-    """Raise StageError if smaller micro batches would need as much memory.
-
-    They do if the longest row, of `row` tokens, fills a micro batch alone. To generate fewer
-    responses at a time always needs less memory.
-    """
-    fields = leaves(as_json(config))
-    sizes = {name: size for name, size in fields if name.rpartition(".")[2] in MICRO_BATCHES}
-    if all(size <= (row if name.endswith(TOKENS) else 1) for name, size in sizes.items()):
-        shown = ", ".join(f"{name} ({sizes[name]})" for name in sizes if name.endswith(TOKENS))
-        raise StageError(
-            f"{error.message}\nlaunch.halve_micro_batch_on_oom: found a row of {row} tokens, "
-            f"expected fewer than {shown}: a row is never cut, so smaller micro batches need as "
-            "much memory. Fix: lower split.max_prompt_tokens or the tokens of a response, or see "
-            "the fix above",
-            cause=error.cause,
-        ) from error
-
-
-def adjusted(
-    configured: Mapping[str, Block], used: Mapping[str, Block]
-) -> dict[str, dict[str, Any]]:
-    """The parameters that differ between two versions of the same blocks.
-
-    Each maps to a pair such as {"configured": 8, "used": 4}.
-    """
-    before, after = leaves(as_json(configured)), leaves(as_json(used))
-    return {
-        name: {"configured": old, "used": new}
-        for (name, old), (_, new) in zip(before, after, strict=True)
-        if old != new
-    }
-
-
-def _halved(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: max(1, item // 2) if name in MICRO_BATCHES else _halved(item)
-        for name, item in value.items()
-    }

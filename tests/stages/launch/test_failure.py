@@ -30,7 +30,7 @@ PPO = {
             "deepspeed": {"zero_stage": 3, "offload_optimizer": True},
         },
     },
-    "launch": {"halve_micro_batch_on_oom": False, "processes": 2},
+    "launch": {"processes": 2},
 }
 
 
@@ -114,7 +114,6 @@ def test_a_signal_has_a_meaning(number, name):
 def test_advice_shows_values_and_omits_exhausted_parameters():
     assert advice(find_hint("CUDA out of memory"), PPO) == (
         "Lower ppo.micro_batch_tokens (8). "
-        "Set launch.halve_micro_batch_on_oom (false) to true. "
         "Set ppo.critic.gradient_checkpointing (false) to true. "
         "Raise ppo.actor.deepspeed.zero_stage (2). "
         "Set ppo.actor.deepspeed.offload_optimizer (false) to true."

@@ -14,13 +14,9 @@ from typing import Any
 
 from rlhf_pipeline.config.block import leaves
 
-GPU_MEMORY, CPU_MEMORY, DISK_FULL = "GPU memory", "main memory", "disk full"
+DISK_FULL = "disk full"
 
-TOKENS = "micro_batch_tokens"
-MICRO_BATCHES = (TOKENS, "batch_size_per_gpu")
-"""Fields that bound the memory of one forward pass. They change results only by rounding."""
-
-_LIMITS = {**dict.fromkeys(MICRO_BATCHES, 1), "processes": 1, "zero_stage": 3}
+_LIMITS = {"micro_batch_tokens": 1, "batch_size_per_gpu": 1, "processes": 1, "zero_stage": 3}
 """Field -> the value that cannot be lowered or raised further."""
 
 
