@@ -49,10 +49,10 @@ class Answer:
     response: str
     scores: dict[str, float | None]
     """Score by judge; None if the judge has no score for this prompt."""
-    kl: float  # log pi(response) - log pi_sft(response), nats
-    sft_logprob: float  # log pi_sft(response), nats
-    response_tokens: int
-    ended: bool
+    kl: float = math.nan  # log pi(response) - log pi_sft(response), nats; NaN: a text alone
+    sft_logprob: float = math.nan  # log pi_sft(response), nats
+    response_tokens: int = 0  # words of a text alone
+    ended: bool = True
     source: str | None = None  # name of the prompt's source
     messages: list[dict[str, str]] | None = None
     """The prompt as messages. None in evaluations of earlier versions."""
@@ -238,13 +238,16 @@ def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, A
 
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
+    Without those that a model computes if the answers are texts alone.
 
     The scores of the judges in `shares` are 0 or 1; with several answers to a prompt, their pass@k
     is `<judge>_pass_at_<k>` for k = 2, 4, ... `sft_perplexity` is that of all answers, per
     token: a policy whose answers SFT would hardly write has a high one, whatever the judges say.
     """
     scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
-    columns = scores | {"kl": by_prompt(answers, lambda a: a.kl)}
+    columns = dict(scores)
+    if by_model := not math.isnan(answers[0].kl):
+        columns["kl"] = by_prompt(answers, lambda a: a.kl)
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         measure = share_with_interval if name in map(score_name, shares) else mean_with_interval
@@ -256,11 +259,14 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
             k *= 2
     texts = [a.response for a in answers]
     tokens = [a.response_tokens for a in answers]
+    if by_model:
+        metrics |= {
+            "sft_perplexity": math.exp(-sum(a.sft_logprob for a in answers) / sum(tokens)),
+            "response_tokens": float(np.mean(tokens)),
+            "eos_fraction": float(np.mean([a.ended for a in answers])),
+            "truncated_fraction": float(np.mean([not a.ended for a in answers])),
+        }
     return metrics | {
-        "sft_perplexity": math.exp(-sum(a.sft_logprob for a in answers) / sum(tokens)),
-        "response_tokens": float(np.mean(tokens)),
-        "eos_fraction": float(np.mean([a.ended for a in answers])),
-        "truncated_fraction": float(np.mean([not a.ended for a in answers])),
         "refusal_fraction": float(np.mean([refuses(text) for text in texts])),
         "distinct_1": distinct_n(texts, 1),
         "distinct_2": distinct_n(texts, 2),
