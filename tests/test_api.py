@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import rlhf_pipeline
-from rlhf_pipeline import policy, run, runs
+from rlhf_pipeline import evaluate, policy, run, runs
+from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.evaluation.comparison import read_answers, read_evaluation
 
 PROJECT = Path(__file__).parents[1]
 PAGE = (PROJECT / "docs" / "python.md").read_text()
@@ -18,7 +20,7 @@ IMPORTED = """
 import sys, rlhf_pipeline
 print([name for name in ("kedro", "mlflow", "torch", "pydantic") if name in sys.modules])
 from rlhf_pipeline import run
-print([name for name in ("deepspeed", "torch", "transformers") if name in sys.modules])
+print([name for name in ("kedro.framework", "mlflow", "torch") if name in sys.modules])
 """
 
 
@@ -85,3 +87,19 @@ def test_errors_are_exceptions_that_name_the_fix(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"project: found no project in .* Fix:"):
         runs()
+
+
+@pytest.mark.slow
+def test_the_texts_of_a_run_have_its_win_rate_with_equal_draws(project):
+    """The gold judge as a function of the user gives the same numbers without a launch."""
+    folder = project.newest("08_reporting/evaluation")
+    answers, rates = read_answers(folder), read_evaluation(folder)["win_rates"]
+    sft, ppo = ([a.response for a in answers[policy]] for policy in ("sft", "ppo"))
+    prompts = [a.messages for a in answers["sft"]]
+
+    def gold(prompts, responses):
+        return [gold_score("synthetic", *row) for row in zip(prompts, responses, strict=True)]
+
+    found = evaluate(prompts, ppo, sft, [{"callable": gold, "name": "quality"}])
+    paired = {name: found.win_rate["paired"][name] for name in rates["gold"]["paired"]}
+    assert paired == pytest.approx(rates["gold"]["paired"], rel=1e-6)

@@ -3,23 +3,17 @@
 Every rank imports this package, so a name is imported from its module when it is first used.
 """
 
-_PLACES = {
-    "api": ("RunResults", "load_policy", "policy", "run", "runs"),
-    "commands.artifacts": ("Policy",),
-    "evaluation.report": ("Evaluation",),
-    "evaluation.texts": ("evaluate",),
-}
-_MODULES = {name: module for module, names in _PLACES.items() for name in names}
-__all__ = [*_MODULES]  # `__init__.pyi` has the same names for type checkers
+__all__ = ["Evaluation", "RunResults", "evaluate", "load_policy", "policy", "run", "runs"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in __all__:  # type checkers read `__init__.pyi`
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module = "evaluation.texts" if name == "evaluate" else "api"
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -12,24 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kedro.framework.session import KedroSession
-from kedro.framework.startup import bootstrap_project
 from kedro.utils import find_kedro_project
 from omegaconf import OmegaConf
 
-from rlhf_pipeline.commands.artifacts import EVALUATION, Ledger, Policy
-from rlhf_pipeline.commands.command import check_names, enter
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.evaluation.comparison import Answer, read_answers, read_evaluation
+from rlhf_pipeline.evaluation.comparison import ANSWERS, Answer, read_answers, read_evaluation
 from rlhf_pipeline.evaluation.report import Evaluation
 from rlhf_pipeline.explain import explained_errors
 from rlhf_pipeline.runtime.manifest import CURVES
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 
 if TYPE_CHECKING:
+    from kedro.framework.session import KedroSession
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf_pipeline.commands.artifacts import Ledger, Policy
 
 Folder = str | Path
 Params = Mapping[str, Any] | None
@@ -61,7 +60,7 @@ class RunResults:
     @property
     def _evaluated(self) -> Path:
         for folder in self.artifacts.values():
-            if (folder / EVALUATION).is_file():
+            if (folder / ANSWERS).is_file():
                 return folder
         raise ArtifactError(
             f"run {self.version}: found no evaluation, expected one. Fix: run the pipeline full"
@@ -84,12 +83,14 @@ def run(
     """
     names = [pipeline] if isinstance(pipeline, str) else [*pipeline]
     with _opened(project, env, params) as (session, ledger):
+        from rlhf_pipeline.commands.command import check_names
+
         check_names(names, options)
         session.run(pipeline_names=names, **options)
         version = str(session.session_id)
         published = [path for data in ledger.datasets.values() for path in data.versions()]
         own = [path for path in published if path.parent.name == version]
-        return _results(ledger, version, [p for p in own if (p / EVALUATION).is_file()] or own)
+        return _results(ledger, version, [p for p in own if (p / ANSWERS).is_file()] or own)
 
 
 def runs(
@@ -103,7 +104,7 @@ def runs(
 
 def policy(
     name: Folder = CHAMPION, *, params: Params = None, env: str | None = None, project: Folder = "."
-) -> Policy:
+) -> "Policy":
     """A version or an alias of the registered model, or the folder of an artifact.
 
     Raises ArtifactError if there is none.
@@ -132,7 +133,7 @@ def load_policy(
 @contextmanager
 def _opened(
     project: Folder, env: str | None, params: Params
-) -> Iterator[tuple[KedroSession, Ledger]]:
+) -> Iterator["tuple[KedroSession, Ledger]"]:
     """A session of the project and its artifacts, in its folder."""
     folder = Path(project).resolve()
     if (found := find_kedro_project(folder)) is None:
@@ -143,14 +144,19 @@ def _opened(
     for name, value in leaves(params or {}):
         OmegaConf.update(changes, name, value)
     changed = OmegaConf.to_container(changes)
-    with chdir("."), explained_errors(show_traceback=False):
-        enter(found)
+    with chdir(found), explained_errors(show_traceback=False):
+        # Kedro reads the project's logging where it is first imported.
+        from kedro.framework.session import KedroSession
+        from kedro.framework.startup import bootstrap_project
+
+        from rlhf_pipeline.commands.artifacts import Ledger
+
         bootstrap_project(found)
         with KedroSession.create(found, env=env, runtime_params=changed) as session:
             yield session, Ledger(session.load_context().catalog, found)
 
 
-def _results(ledger: Ledger, version: str, published: Iterable[Path]) -> RunResults:
+def _results(ledger: "Ledger", version: str, published: Iterable[Path]) -> RunResults:
     lineage = [each for folder in published for each in ledger.ancestors(folder)]
     own = {m.stage: folder for folder, m in lineage if m.stage != "source"}  # there may be several
     return RunResults(version, own)

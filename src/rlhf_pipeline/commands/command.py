@@ -67,9 +67,7 @@ class Command(click.Command):
         show_traceback = ctx.params.pop("traceback")
         with explained_errors(show_traceback=show_traceback), ExitStack() as sessions:
             if isinstance(ctx.obj, ProjectMetadata):
-                if (project := Path(ctx.obj.project_path)) != Path.cwd():
-                    click.echo(f"in {project}, where relative paths start", err=True)
-                enter(project)
+                enter(Path(ctx.obj.project_path))
             if "console" in self._wanted:
                 ctx.params["console"] = console()
             if "project" in self._wanted:
@@ -89,6 +87,7 @@ def enter(project: Path) -> None:
     """Work in the folder of the project, to which paths in its configuration are relative."""
     if project == Path.cwd():
         return
+    click.echo(f"in {project}, where relative paths start", err=True)
     os.chdir(project)
     logging_file = project / "conf" / "logging.yml"
     if logging_file.is_file() and "KEDRO_LOGGING_CONFIG" not in os.environ:

@@ -102,13 +102,20 @@ def evaluate(
         trained_on: names of the judges that the candidate was trained on.
     """
     turns = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-    true: list[str | None] = [None] * len(turns)
+    lists = {"answers": [*answers], "baseline_answers": [*baseline_answers]}
     if references is not None:
-        true = [*_texts("references", references, len(turns))]
-    config, found = _text_judges(judges, set() if references is None else {"references"})
+        lists["references"] = [*references]
+    for name, texts in lists.items():
+        if not turns or len(texts) != len(turns) or not all(isinstance(t, str) for t in texts):
+            raise ConfigError(
+                f"{name}: found {len(texts)} values, expected {len(turns) or 'some'} texts, one "
+                "for each prompt"
+            )
+    true: list[Any] = lists.get("references", [None] * len(turns))
+    config, found = _text_judges(judges, {*lists})
 
-    def judged(name: str, texts: Sequence[str]) -> list[Answer]:
-        text = Answered(turns, true, _texts(name, texts, len(turns)))
+    def judged(name: str) -> list[Answer]:
+        text = Answered(turns, true, [each.strip() for each in lists[name]])
         batch = AnswerBatch(None, text, [""] * len(turns))  # type: ignore[arg-type]
         scores = {label: judge(batch) for label, judge in found.items()}
         return [
@@ -123,20 +130,10 @@ def evaluate(
             for row, answer in enumerate(text.responses)
         ]
 
-    baseline = judged("baseline_answers", baseline_answers)
-    policies = {"baseline": baseline, "candidate": judged("answers", answers)}
+    policies = {"baseline": judged("baseline_answers"), "candidate": judged("answers")}
     evaluation = compare(policies, config, trained_on, rewards=sorted(trained_on))
     del evaluation["decoding"]  # nobody knows where the texts come from
     return Evaluation(evaluation)
-
-
-def _texts(name: str, texts: Sequence[str], prompts: int) -> list[str]:
-    """The texts as judges read them."""
-    others = [repr(text) for text in texts if not isinstance(text, str)]
-    if others or len(texts) != prompts or not prompts:
-        found = [*others, f"{len(texts)} texts"][0]
-        raise ConfigError(f"{name}: found {found}, expected a text for each of {prompts} prompts")
-    return [text.strip() for text in texts]
 
 
 def _text_judges(
