@@ -68,6 +68,7 @@ def test_the_page_runs_on_finished_stages(project, tmp_path, capsys):
     candidate = names["candidate"]
     assert candidate.stage == "ppo" and candidate.parameters()["ppo.kl.coef"] == 0.1
     assert candidate.metrics == result.evaluation["policies"]["ppo"]
+    assert (names["tokenizer"].padding_side, names["model"].training) == ("left", False)
     split = run(env="tiny", params={"root": root}, to_nodes=["split"])
     assert split.artifacts.keys() == {"base_model", "split"}
     with pytest.raises(ArtifactError, match=r"found no evaluation, expected one\. Fix:"):
