@@ -37,7 +37,7 @@ def test_type_checkers_know_the_names_and_no_module_hides_one():
         assert getattr(rlhf_pipeline, name).__name__ == name
         place = Path(rlhf_pipeline.__file__).with_name(name)
         assert not place.exists() and not place.with_suffix(".py").exists()
-    with pytest.raises(AttributeError, match="has no attribute 'runn'"):
+    with pytest.raises(AttributeError, match="module 'rlhf_pipeline' has no attribute 'runn'"):
         rlhf_pipeline.runn  # noqa: B018
 
 
@@ -86,6 +86,8 @@ def test_errors_are_exceptions_that_name_the_fix(tmp_path, monkeypatch):
     assert runs(params=root) == []
     assert Path.cwd() == here
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"'pyproject\.toml', but .* is a file"):
+        runs(params={"root": "pyproject.toml"}, project=PROJECT / "docs")  # of the project
     with pytest.raises(ConfigError, match=r"project: found no project in .* Fix:"):
         runs()
 

@@ -8,7 +8,7 @@ from rlhf_pipeline.evaluation.texts import evaluate
 PROMPTS = ["1 + 1?", "2 + 2?", [{"role": "user", "content": "3 + 3?"}], "4 + 4?"]
 TRUE = ["2", "4", "6", "8"]
 OURS = ["2", "It is 4.", "6", "9 "]
-THEIRS = ["I say 2", "It is 5", "It is 6", " 8"]
+THEIRS = ["I say 2", "It is 5", "It is 6", "8"]
 
 
 def brief(prompts, responses):
