@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rlhf_pipeline
-from rlhf_pipeline import evaluate, policy, run, runs
+from rlhf_pipeline import evaluate, run, runs
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.evaluation.comparison import read_answers, read_evaluation
@@ -81,8 +81,6 @@ def test_errors_are_exceptions_that_name_the_fix(tmp_path, monkeypatch):
         run("full", params={"ppo": {"kl.coef": "x"}} | root)
     with pytest.raises(ConfigError, match=r"--pipeline: found 'ful' \(did you mean full\?\)"):
         run("ful", params=root)
-    with pytest.raises(ArtifactError, match="expected a version or an alias of rlhf-policy"):
-        policy("9", project=PROJECT / "docs", params=root)
     assert runs(params=root) == []
     assert Path.cwd() == here
     monkeypatch.chdir(tmp_path)
