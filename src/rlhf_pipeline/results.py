@@ -1,7 +1,6 @@
-"""The results of a run: what it prints at its end, and `RunResults` for notebooks."""
+"""The results of a run that it prints at its end."""
 
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,10 @@ from rich.markup import escape
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.data.split_page import print_summary as print_split
-from rlhf_pipeline.errors import ArtifactError, short_path
+from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.evaluation.comparison import judge_title, read_evaluation
 from rlhf_pipeline.evaluation.gate import outcome
 from rlhf_pipeline.evaluation.report import print_summary
-from rlhf_pipeline.runtime.manifest import CURVES, Manifest, artifact_of
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.stages.cache.workspace import work_directory
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 
 
@@ -88,57 +84,3 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
         f"{'compare':>12}  kedro rlhf compare {rivals} candidate{option}",
     ]
-
-
-@dataclass(frozen=True)
-class RunResults:
-    """One evaluation, and the models that it compared: never a mixture of several runs."""
-
-    folder: Path
-    """The published evaluation."""
-    evaluation: dict[str, Any]
-    """Its `evaluation.json`, see `rlhf_pipeline.evaluation.report`."""
-    models: dict[str, Path]
-    """Folder of each model by the name of its stage: sft, reward_model, and ppo or dpo."""
-
-    @classmethod
-    def load(cls, root: Path, version: str | None = None) -> "RunResults":
-        """Load a run of the folder `root`, such as data/: the given version or the newest one.
-
-        Raises ArtifactError if no run is complete, or a result was removed.
-        """
-        found = sorted(
-            path.parent
-            for path in (root / "08_reporting").glob("*evaluation/*/*evaluation/evaluation.json")
-            if version in (None, path.parents[1].name)
-        )
-        if not found:
-            raise ArtifactError(
-                f"{root}: found no complete run{f' {version}' if version else ''}. "
-                "Fix: `kedro run --pipeline=full`, or the root of another environment, such as "
-                "data/tiny"
-            )
-        folder = max(found, key=lambda path: path.parent.name)
-        work = work_directory(folder, root / "07_workspace")
-        if work is None:
-            raise ArtifactError(
-                f"{folder}: its work directory was removed. Fix: run stage "
-                f"{Manifest.read(folder).stage} again"
-            )
-        inputs = json.loads((work / "job.json").read_text())["inputs"].values()
-        artifacts = (artifact_of(Path(path)) for path in inputs)
-        made = {Manifest.read(path).stage: path for path in artifacts if path is not None}
-        return cls(
-            folder,
-            json.loads((folder / "evaluation.json").read_text()),
-            {stage: path for stage, path in made.items() if stage != "split"},
-        )
-
-    @property
-    def candidate(self) -> str:
-        """The policy that is compared with SFT: "ppo" or "dpo"."""
-        return str(self.evaluation["candidate"])
-
-    def metrics(self, stage: str) -> list[dict[str, Any]]:
-        """The records of a stage's `metrics.jsonl`: {"step", "metrics", ...}, in order."""
-        return read_json_lines(self.models[stage] / CURVES)

@@ -6,7 +6,8 @@ import pytest
 from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.evaluation.judges import load_judges, optimized_judges
+from rlhf_pipeline.evaluation.judges import optimized_judges
+from rlhf_pipeline.evaluation.texts import load_judges
 from rlhf_pipeline.rollout.records import Answered
 from rlhf_pipeline.rollout.true_answers import AGREES
 from rlhf_pipeline.runtime.digests import file_digest

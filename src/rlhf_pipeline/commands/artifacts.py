@@ -87,7 +87,7 @@ class Ledger:
 
     @cached_property
     def workspace(self) -> Path:
-        return Path(self.catalog.load("workspace"))
+        return Path(self.catalog.load("workspace")).absolute()
 
     @cached_property
     def model(self) -> str:

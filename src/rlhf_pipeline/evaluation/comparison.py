@@ -49,11 +49,12 @@ class Answer:
     response: str
     scores: dict[str, float | None]
     """Score by judge; None if the judge has no score for this prompt."""
-    kl: float | None
-    """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens."""
-    sft_logprob: float | None  # log pi_sft(response), nats
-    response_tokens: int
-    ended: bool
+    kl: float | None = None
+    """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens, or the
+    answer is a text alone."""
+    sft_logprob: float | None = None  # log pi_sft(response), nats
+    response_tokens: int = 0  # words of a text alone
+    ended: bool | None = None  # None: a text alone
     source: str | None = None  # name of the prompt's source
     messages: list[dict[str, str]] | None = None
     """The prompt as messages. None in evaluations of earlier versions."""
@@ -240,7 +241,8 @@ def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, A
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
-    KL and perplexity are missing if the baseline has other tokens than the policy.
+    KL and perplexity are missing if the baseline has other tokens than the policy; so are lengths
+    and endings if the answers are texts alone.
 
     The scores of the judges in `shares` are 0 or 1; with several answers to a prompt, their pass@k
     is `<judge>_pass_at_<k>` for k = 2, 4, ... `sft_perplexity` is that of all answers, per
@@ -263,10 +265,13 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     if has_kl:
         logprobs = sum(a.sft_logprob or 0.0 for a in answers)
         metrics["sft_perplexity"] = math.exp(-logprobs / sum(tokens))
+    if answers[0].ended is not None:
+        metrics |= {
+            "response_tokens": float(np.mean(tokens)),
+            "eos_fraction": float(np.mean([a.ended for a in answers])),
+            "truncated_fraction": float(np.mean([not a.ended for a in answers])),
+        }
     return metrics | {
-        "response_tokens": float(np.mean(tokens)),
-        "eos_fraction": float(np.mean([a.ended for a in answers])),
-        "truncated_fraction": float(np.mean([not a.ended for a in answers])),
         "refusal_fraction": float(np.mean([refuses(text) for text in texts])),
         "distinct_1": distinct_n(texts, 1),
         "distinct_2": distinct_n(texts, 2),

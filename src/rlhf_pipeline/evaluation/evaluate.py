@@ -45,14 +45,7 @@ from rlhf_pipeline.evaluation.comparison import (
     headline,
     write_answers,
 )
-from rlhf_pipeline.evaluation.judges import (
-    AnswerBatch,
-    Judge,
-    by_reward_model,
-    load_judges,
-    model_judges,
-    optimized_judges,
-)
+from rlhf_pipeline.evaluation.judges import by_reward_model, model_judges, optimized_judges
 from rlhf_pipeline.evaluation.pairwise import judge_pairs
 from rlhf_pipeline.evaluation.setup import (
     HeldOut,
@@ -62,6 +55,7 @@ from rlhf_pipeline.evaluation.setup import (
     perplexity,
     with_model,
 )
+from rlhf_pipeline.evaluation.texts import AnswerBatch, Judge, load_judges
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores

@@ -1,11 +1,10 @@
 """The judges: each one scores the answers of every policy.
 
 A judge of another package is a function, see docs/extending.md; one of ours is a function and a
-line in `load_judges`. Metrics, win rates and reports follow from the judge's name.
+line in `texts.load_judges`. Metrics, win rates and reports follow from the judge's name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.definitions import source_file
-from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
@@ -26,35 +25,18 @@ from rlhf_pipeline.config.rewards import (
     Rewards,
     TrainedReward,
 )
-from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.setup import Setup
+from rlhf_pipeline.evaluation.texts import AnswerBatch, Judge, by_source
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.scalar_head import TokenScores
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
-from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.reward_sources import ModelSource
-from rlhf_pipeline.rollout.true_answers import AGREES
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
-
-
-@dataclass(frozen=True)
-class AnswerBatch:
-    """What a judge gets: the answers of one policy to the prompts of this rank, B rows."""
-
-    scored: Scored
-    """Prompts and answers as tokens, with the log-probabilities of the policy and of SFT."""
-    text: Answered  # prompts as messages, answers as texts, and the true answers where known
-    sources: list[str]  # name of each prompt's source
-
-
-Judge = Callable[[AnswerBatch], Sequence[float | None]]
-"""Scores each answer; higher is better. None for a prompt that it cannot judge."""
 
 
 @torch.no_grad()
@@ -69,39 +51,6 @@ def by_reward_model(
     sequences = answers.scored.sequences
     scores = by_micro_batches(sequence_scores, model, sequences, micro_batch_tokens, world)
     return [score - model.score_mean for score in scores.tolist()]
-
-
-def by_gold(answers: AnswerBatch) -> list[float | None]:
-    """The true quality of each answer. No model was trained on these scores directly."""
-    rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
-    return [gold_score(*row) for row in rows]
-
-
-def by_source(answers: AnswerBatch, source: FunctionSource | ModelSource) -> list[float]:
-    """The score of a source of rewards: a Python function, or another reward model."""
-    return list(source(answers.scored, answers.text).tolist())
-
-
-def by_reference(answers: AnswerBatch, agrees: Callable[[str, str], bool]) -> list[float | None]:
-    """1 for an answer that agrees with the true answer, else 0."""
-    rows = zip(answers.text.references, answers.text.responses, strict=True)
-    return [None if true is None else float(agrees(true, given)) for true, given in rows]
-
-
-def load_judges(job: LaunchedJob, config: EvaluateConfig) -> dict[str, Judge]:
-    """The judges that need no model, by their names.
-
-    Raises StageError if a function cannot be imported, or does not take prompts and responses.
-    """
-    judges: dict[str, Judge] = {GOLD: by_gold}
-    for index, judge in enumerate(config.judges):
-        if isinstance(judge, CallableReward):
-            function = import_function(judge, job, f"{JUDGE_PREFIX}{index}")
-            source = FunctionSource(judge.callable, function)
-            judges[judge.label] = partial(by_source, source=source)
-        elif isinstance(judge, ReferenceReward):
-            judges[judge.label] = partial(by_reference, agrees=AGREES[judge.reference])
-    return judges
 
 
 def model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[str, Judge]]:

@@ -107,9 +107,22 @@ def summary(evaluation: dict[str, Any]) -> str:
     return " ".join(sentences)
 
 
+class Evaluation(dict[str, Any]):
+    """An evaluation as above, with its verdict in words and the rate of its deciding judge."""
+
+    @property
+    def summary(self) -> str:
+        return summary(self)
+
+    @property
+    def win_rate(self) -> dict[str, Any]:
+        return dict(self["win_rates"][self["judge"]])
+
+
 def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
     """Whether training has optimized a judge, and by what, in a sentence."""
     policy, rewards = titles(evaluation)[evaluation["candidate"]], evaluation["rewards"]
+    policy = f"T{policy[1:]}" if policy.startswith("the ") else policy
     if judge not in evaluation["optimized"]:
         return f"{policy} was not trained on this judge."
     how = f"was trained to maximize the score of {reward_title(rewards)}"
@@ -144,7 +157,8 @@ def _bar(rate: dict[str, float], candidate: str, baseline: str = "SFT") -> Text:
 
 def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
-    return "the base model" if policy == BASE_MODEL else policy.upper().replace("_", " ")
+    name = policy.replace("_", " ")
+    return f"the {name}" if policy in (BASE_MODEL, "baseline", "candidate") else name.upper()
 
 
 def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,7 @@
+from rlhf_pipeline.api import RunResults as RunResults
+from rlhf_pipeline.api import load_policy as load_policy
+from rlhf_pipeline.api import policy as policy
+from rlhf_pipeline.api import run as run
+from rlhf_pipeline.api import runs as runs
+from rlhf_pipeline.evaluation.report import Evaluation as Evaluation
+from rlhf_pipeline.evaluation.texts import evaluate as evaluate

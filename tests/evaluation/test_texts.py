@@ -1,0 +1,90 @@
+"""Lists of texts have the statistics of an evaluation."""
+
+import pytest
+
+from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.evaluation.texts import evaluate
+
+PROMPTS = ["1 + 1?", "2 + 2?", [{"role": "user", "content": "3 + 3?"}], "4 + 4?"]
+TRUE = ["2", "4", "6", "8"]
+OURS = ["2", "It is 4.", "6", "9 "]
+THEIRS = ["I say 2", "It is 5", "It is 6", "8"]
+
+
+def brief(prompts, responses):
+    assert [prompt[-1]["content"][0] for prompt in prompts] == ["1", "2", "3", "4"]
+    return [-len(response) for response in responses]
+
+
+def right(prompts, responses, references):
+    return [true in response for true, response in zip(references, responses, strict=True)]
+
+
+def test_win_rates_and_intervals_by_hand():
+    """brief: two wins, a tie (OURS[3] and THEIRS[3] have one character) and a loss of "It is 4.".
+
+    right: a win, two ties and a loss. Wilson's interval of 2.5 of 4 with the variance that one tie
+    leaves, 0.625 * 0.375 - 1 / 16, at z = 1.96: (1.1052 -+ 0.6290) / 1.9604.
+    """
+    found = evaluate(PROMPTS, OURS, THEIRS, [brief, right, {"reference": "exact"}], references=TRUE)
+    rate = found.win_rate
+    assert [rate[name] for name in ("rate", "wins", "ties", "losses", "n")] == [0.625, 2, 1, 1, 4]
+    assert (rate["lower"], rate["upper"]) == pytest.approx((0.2429063, 0.8846210), abs=1e-6)
+    assert found["win_rates"]["right"]["rate"] == 0.5
+    assert found.summary == (
+        "By the brief judge, no difference is shown: it prefers the candidate's answer to the "
+        "baseline's on 62.5% (95%: 24.3% to 88.5%) of 4 prompts. The right judge prefers it on "
+        "50.0% (95%: 19.8% to 80.2%). The exact judge prefers it on 62.5% (95%: 24.3% to 88.5%)."
+    )
+    candidate = found["policies"]["candidate"]
+    assert (candidate["strict_accuracy"], candidate["lenient_accuracy"]) == (0.5, 0.75)
+    assert not candidate.keys() & {"kl", "sft_perplexity", "response_tokens", "eos_fraction"}
+    assert "decoding" not in found
+
+
+def test_a_judge_that_the_candidate_was_trained_on_does_not_decide():
+    judges = [{"callable": lambda p, r: [len(text) for text in r], "name": "long"}, brief]
+    found = evaluate(PROMPTS, OURS, THEIRS, judges, trained_on=["long"])
+    assert (found["judge"], found["independent"]) == ("brief", True)
+    alone = evaluate(PROMPTS, OURS, THEIRS, judges[:1], trained_on=["long"])
+    assert "The candidate was trained to maximize the score of long, so this" in alone.summary
+
+
+def test_a_judge_may_be_named_by_its_place(tmp_path):
+    (tmp_path / "own.py").write_text("def longer(prompts, responses): return map(len, responses)\n")
+    places = [f"{tmp_path}/own.py:longer", "rlhf_pipeline.rollout.true_answers:agreement"]
+    found = evaluate(PROMPTS, OURS, THEIRS, places[:1])
+    assert found.win_rate["losses"] == 2 and list(found["win_rates"]) == ["longer"]
+    with pytest.raises(ConfigError, match=r"agreement cannot be called with \(prompts, responses"):
+        evaluate(PROMPTS, OURS, THEIRS, places[1:])
+
+
+def tokens(prompts, responses, scored): ...
+
+
+def broken(prompts, responses):
+    raise ValueError("no idea")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"answers": OURS[1:]}, "answers: found 3 values, expected 4 texts, one for each"),
+        ({"answers": [*OURS[1:], None]}, "answers: found 4 values, expected 4 texts"),
+        ({"references": ["2"]}, "references: found 1 values"),
+        ({"prompts": [], "answers": [], "baseline_answers": []}, "found 0 values, expected some"),
+        ({"judges": []}, "judges: found none, expected at least one"),
+        ({"judges": [brief, brief]}, "judges: found two judges called 'brief'"),
+        ({"judges": [right]}, r"judges\.0: found right, which needs references, .* Fix: pass"),
+        ({"judges": [brief, {"reference": "exact"}]}, r"judges\.1: found exact, which needs ref"),
+        ({"judges": [tokens]}, "found tokens, which needs scored, expected a judge of texts"),
+        ({"judges": [{"model": "./m"}]}, "found m, which needs a model, expected a judge of texts"),
+        ({"judges": ["nowhere:f"]}, "nowhere:f: found no module nowhere"),
+        ({"judges": [3]}, r"judges\.0"),
+        ({"judges": [broken]}, "broken failed at the response .I say 2. .* no idea"),
+    ],
+)
+def test_what_cannot_be_judged_is_named(changes, message):
+    given = {"prompts": PROMPTS, "answers": OURS, "baseline_answers": THEIRS, "judges": [brief]}
+    with pytest.raises((ConfigError, StageError), match=message):
+        evaluate(**given | changes)
