@@ -18,6 +18,7 @@ from rlhf_pipeline.errors import ConfigError, DataError
 SYSTEM = {"role": "system", "content": "Be kind."}
 USER = {"role": "user", "content": "Why?"}
 ASSISTANT = {"role": "assistant", "content": "So."}
+TOOL = {"role": "tool", "content": "3"}
 BLANK = {"role": "assistant", "content": "\n"}
 PAIR = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
 
@@ -75,6 +76,8 @@ HALF = "half a surrogate pair, not a character"
         ({"prompt": [USER, ASSISTANT, USER, USER]}, ALTERNATION),
         ({"prompt": [ASSISTANT, USER]}, ALTERNATION),
         ({"prompt": [USER, SYSTEM, USER]}, ALTERNATION),
+        ({"prompt": [USER, TOOL, USER]}, ALTERNATION),
+        ({"prompt": [TOOL, ASSISTANT, USER]}, ALTERNATION),
         ({"prompt": [SYSTEM, SYSTEM, USER]}, ALTERNATION),
         ({"prompt": " \n"}, "a turn of the prompt is empty"),
         ({"prompt": [USER, BLANK, USER]}, "a turn of the prompt is empty"),

@@ -201,3 +201,24 @@ class TestTurns:
         )
         with pytest.raises(ArtifactError, match=r"' So\.<\|end\|>' differently"):
             turns(tokenizer, [*QUESTION, DIALOGUE[2], *QUESTION])
+
+
+CALLED = [
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": "add(1, 2)"},
+    {"role": "tool", "content": "3"},
+]
+
+
+def test_a_tool_s_turn_is_no_piece_of_the_assistant(tokenizer) -> None:
+    use(tokenizer, CHATML, eos_token="<|im_end|>")
+    assert turns(tokenizer, CALLED) == [
+        ("<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("add(1, 2)<|im_end|>", True),
+        ("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n", False),
+    ]
+
+
+def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer) -> None:
+    with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows a tool's turn as one of the"):
+        render(tokenizer, CALLED, "3.")

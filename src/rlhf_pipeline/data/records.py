@@ -9,7 +9,7 @@ NOT_UTF8 = "not UTF-8"
 """The reason of rows in another encoding."""
 TO_UTF8 = "convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW_FILE"
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Conversation = list[dict[str, str]]
 """Messages as chat templates expect them: {"role": ..., "content": ...} each."""
 
@@ -27,7 +27,8 @@ class Example:
     """A prompt with the source's answers. The answers decide which phases can use the example."""
 
     prompt: tuple[Message, ...]
-    """An optional system message, then user and assistant in alternation; the user is last."""
+    """An optional system message, then user and assistant in alternation, and turns of tools after
+    the assistant; the user or a tool is last."""
     chosen: str | None = None
     """The demonstration, or the preferred answer if there is a `rejected` one."""
     rejected: str | None = None

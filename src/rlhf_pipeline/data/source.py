@@ -241,9 +241,13 @@ def record_fault(record: Record | Unused) -> Unused | None:
 def _example_fault(example: Example) -> str | None:
     roles = [message.role for message in example.prompt]
     turns = roles[1:] if roles[:1] == ["system"] else roles
-    if not turns or turns[-1] != "user":
+    if not turns or turns[-1] not in ("user", "tool"):
         return "the prompt does not end with a user's turn"
-    if any(role != ("user", "assistant")[index % 2] for index, role in enumerate(turns)):
+    before = ["assistant", *turns[:-1]]
+    follows = {"user": ["assistant"], "assistant": ["user", "tool"], "tool": ["assistant", "tool"]}
+    if turns[0] == "tool" or any(
+        last not in follows.get(role, ()) for role, last in zip(turns, before, strict=True)
+    ):
         return "the prompt's turns are not user and assistant in alternation"
     if not all(message.content.strip() for message in example.prompt):
         return "a turn of the prompt is empty"

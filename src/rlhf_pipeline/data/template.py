@@ -7,6 +7,7 @@ one call per dialogue. `ids` identify the examples in errors.
 import re
 from collections.abc import Sequence
 from datetime import date
+from functools import partial
 
 from jinja2 import Template, TemplateError
 
@@ -83,10 +84,11 @@ def render_dialogues(
         )
     if not dialogues:
         return []
+    render = partial(
+        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
     try:
-        return tokenizer.apply_chat_template(
-            list(dialogues), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        rendered: list[str] = render(list(dialogues))
     except TemplateError as error:
         if len(dialogues) > 1:  # find the first one that fails
             for name, dialogue in zip(ids, dialogues, strict=True):
@@ -97,6 +99,16 @@ def render_dialogues(
         raise ArtifactError(
             f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"
         ) from error
+    for name, dialogue, found in zip(ids, dialogues, rendered, strict=True):
+        if any(message["role"] == "tool" for message in dialogue):
+            role = {"tool": "assistant"}
+            said = [turn | {"role": role.get(turn["role"], turn["role"])} for turn in dialogue]
+            if render(said) == found:
+                raise ArtifactError(
+                    f"{name}: the tokenizer's chat template shows a tool's turn as one of the "
+                    "assistant. Fix: use a model whose template knows tools, or remove these rows."
+                )
+    return rendered
 
 
 def render_responses(

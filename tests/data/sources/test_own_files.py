@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -134,7 +135,8 @@ def test_a_missing_nested_column(row: dict[str, Any]) -> None:
         ({"prompt": [{"from": "human"}]}, "column 'value' is missing"),
         (
             {"prompt": [{"role": "judge", "content": "a"}]},
-            "a message's role is not one of system, user, human, prompter, assistant, gpt, bot",
+            "a message's role is not one of system, user, human, prompter, assistant, gpt, bot, "
+            "tool",
         ),
         ({"prompt": []}, "column 'prompt' is not a list of messages"),
         ({"prompt": [USER, ANSWER]}, "the dialogue in column 'prompt' does not end with the user"),
@@ -196,6 +198,22 @@ def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> Non
         ({"prompt": DIALOGUE, "completion": [ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": [*DIALOGUE, ANSWER], "id": 7}, Example(PROMPT, "Because.")),
         ({"prompt": DIALOGUE}, Example(PROMPT)),
+        ({"prompt": "Why?"}, Example(QUESTION)),
+        # OpenAI's content in parts, and turns of tools, which are context.
+        ({"prompt": [USER | {"content": [{"type": "text", "text": "Wh"}, {"text": "y?"}]}],
+          "completion": [ANSWER]}, Example(QUESTION, "Because.")),
+        ({"messages": [USER, {"role": "assistant", "content": "add(1, 2)"},
+                       {"role": "tool", "name": "add", "content": "3"}, ANSWER]},
+         Example((*QUESTION, Message("assistant", "add(1, 2)"), Message("tool", "3")), "Because.")),
+        # TRL's preferences with an implicit prompt in one string each, and what is not text.
+        ({"chosen": "It is so.", "rejected": "It is not."},
+         Unused("no mapped column contains the prompt: set columns.prompt; the columns are "
+                "'chosen', 'rejected'")),
+        ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
+         Unused("a message has tool_calls, which are not read: write the call into its content, as "
+                "the model's chat template shows it")),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}, ANSWER]},
+         Unused("a content part of type image_url, not text")),
         # TRL's unpaired preference formats: standard and conversational.
         (
             {"prompt": "Why?", "completion": "Because.", "label": True},
@@ -206,8 +224,8 @@ def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> Non
             Example(PROMPT, "Because.", label=False),
         ),
     ],
-)
-def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example) -> None:
+)  # fmt: skip
+def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example | Unused) -> None:
     assert record(row, known_columns(row)) == expected
 
 
@@ -235,3 +253,17 @@ def test_other_columns_need_a_line_which_the_message_states(names: list[str], li
         f"the columns do not say which of them to read; they are {str(names)[1:-1]}. Fix: add to "
         f"the source a line such as {lines}"
     )
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        # TRL's language modelling of plain text, and its tools and steps.
+        (["text"], "split.pretraining.sources, with the line columns: {text: text}"),
+        (["messages", "tools"], "column 'tools' has schemas of functions, which are not read. Fix"),
+        (["prompt", "completions", "labels"], "the columns do not say which of them to read"),
+    ],
+)
+def test_formats_without_a_prompt_and_an_answer_are_explained(names: list[str], message: str):
+    with pytest.raises(ColumnError, match=re.escape(message)):
+        known_columns(names)

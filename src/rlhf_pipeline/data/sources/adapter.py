@@ -146,7 +146,7 @@ def preferred(
 _ROLES: dict[str, Role] = {
     "system": "system",
     "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "bot": "assistant",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "tool": "tool",
 }  # fmt: skip
 """Names of roles in use by OpenAI, ShareGPT and OpenAssistant -> role."""
 
@@ -154,7 +154,9 @@ _ROLES: dict[str, Role] = {
 def messages(value: Any, column: str) -> tuple[Message, ...]:
     """Parse a list of {"role": ..., "content": ...} or ShareGPT's {"from": ..., "value": ...}.
 
-    Raises MalformedRowError if the value is not such a list, or a role is unknown.
+    The content is a string, or OpenAI's list of parts, whose texts are joined. Raises
+    MalformedRowError if the value is not such a list, a role is unknown, a part is no text, or a
+    turn has `tool_calls` beside its content.
     """
     if not isinstance(value, list) or not value:
         raise MalformedRowError(f"column {column!r} is not a list of messages")
@@ -168,8 +170,27 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
         role = _ROLES.get(text(item, role_key))
         if role is None:
             raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
-        found.append(Message(role, text(item, content_key)))
+        if item.get("tool_calls"):
+            raise MalformedRowError(
+                "a message has tool_calls, which are not read: write the call into its content, as "
+                "the model's chat template shows it"
+            )
+        content = item.get(content_key)
+        found.append(
+            Message(
+                role, _joined(content) if isinstance(content, list) else text(item, content_key)
+            )
+        )
     return tuple(found)
+
+
+def _joined(parts: list[Any]) -> str:
+    """The texts of a content in parts: {"type": "text", "text": ...} each."""
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type", "text") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise MalformedRowError(f"a content part of type {kind}, not text")
+    return "".join(text(part, "text") for part in parts)
 
 
 def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Example:

@@ -45,6 +45,16 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     """
     if {*names} == {"prompt"}:  # beside it, another column may be the answer
         return ColumnMap(prompt="prompt")
+    if "tools" in names:
+        raise ColumnError(
+            "column 'tools' has schemas of functions, which are not read. Fix: write them into the "
+            "system message, as the model's chat template shows them, and name the other columns"
+        )
+    if {*names} == {"text"}:
+        raise ColumnError(
+            "column 'text' is a document, not a prompt. Fix: list the source in "
+            "split.pretraining.sources, with the line columns: {text: text}"
+        )
     found = [form for form in _FORMS if {*form.values()} <= {*names}]
     whole = [form for form in found if not any({*form} < {*other} for other in found)]
     # `label` marks bad answers, so a form without it would learn them.
