@@ -99,6 +99,7 @@ def _process_group():
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
+            patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # `join` would set it for all later programs
             world = join(0, timeout_s=600)
         yield world, variables
         torch.distributed.destroy_process_group()

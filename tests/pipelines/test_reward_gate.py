@@ -71,8 +71,8 @@ def test_shuffled_preferences_end_the_run_before_ppo(tmp_path):
     )
     assert (
         f"reward_model.gate: found an accuracy of {accuracy} (95%: {lower} to {upper}) on held-out "
-        "comparisons, expected a lower end above 50.0%. PPO would maximize noise. Fix: use more "
-        "comparisons" in output
+        "comparisons, expected a lower end above 50.0%. A policy would maximize noise. Fix: use "
+        "more comparisons" in output
     )
     assert not (project.root / "07_workspace" / "ppo").exists()
     assert not (project.root / "06_models" / "ppo_model").exists()

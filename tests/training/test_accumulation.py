@@ -229,9 +229,13 @@ def test_deepspeed_does_not_replace_the_linear_function_of_torch(two_ranks):
     assert two_ranks["linear is unchanged"]
 
 
-def largest_difference(one, other):
+def assert_equal(one, other):
+    """The weights, and what was measured: a KL is a difference of sums of about 20 nats, whose
+    float32 have steps of 2e-6."""
     assert one.keys() == other.keys()
-    return max(float((one[key] - other[key]).abs().max()) for key in one)
+    for key, value in one.items():
+        limit = 1e-5 if key.startswith("held-out") else 1e-6
+        assert float((value - other[key]).abs().max()) < limit, key
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +255,8 @@ def one_rank(world, ppo_inputs, tmp_path_factory):
 def test_five_steps_do_not_depend_on_micro_batches_and_ranks(one_rank, two_ranks, stage, size):
     """Eight rows per step: one row in a micro batch, some, or all of a rank."""
     whole = one_rank[stage, 1000]
-    assert largest_difference(one_rank[stage, size], whole) < 1e-6
-    assert largest_difference(two_ranks[stage, size], whole) < 1e-6
+    assert_equal(one_rank[stage, size], whole)
+    assert_equal(two_ranks[stage, size], whole)
 
 
 if __name__ == "__main__":
