@@ -203,6 +203,11 @@ class PPOConfig(SavingConfig):
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
     @property
+    def sampler(self) -> str:
+        """The parameter with rewards and sampling."""
+        return self.stage
+
+    @property
     def needs_reward_model(self) -> bool:
         """Whether the trained reward model is a reward, or the critic starts from it."""
         return self.critic is not None or uses_trained(self.rewards)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -295,8 +295,11 @@ class SFTConfig(SupervisedConfig):
     The best model has the lowest held-out perplexity.
     """
 
+    stage: ClassVar[str] = "sft"
+    """The stage of the block."""
+
     def models(self) -> list[StageModel]:
-        return [TrainedModel("sft", self)]
+        return [TrainedModel(self.stage, self)]
 
 
 class RewardModelConfig(SupervisedConfig):

@@ -18,7 +18,6 @@ from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, Eval
 from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
-    REWARDED,
     CallableReward,
     ModelJudge,
     ReferenceReward,
@@ -134,7 +133,7 @@ def optimized_judges(
     rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    own = next((block for name, block in trained.config.items() if name in REWARDED), None)
+    own = next((block for block in trained.config.values() if "rewards" in block), None)
     if own is None and not {"comparisons", "reward_model"} & trained.inputs.keys():
         return set(), []
     given = ["trained"] if own is None else own["rewards"]
