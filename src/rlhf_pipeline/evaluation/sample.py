@@ -5,48 +5,41 @@
     train.arrow, validation.arrow   rows with the tokens of generation, in the columns of the split
     samples.jsonl                   prompts, answers and scores, and which answers are in the rows
 
-One model at a time is in memory: the policy answers all prompts of a round, then each source of
-rewards scores all answers. Nothing is saved on the way; an interrupted stage begins again.
+The policy answers and its answers are judged as in an evaluation, one model at a time in memory.
+Nothing is saved on the way: an interrupted stage begins again.
 """
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
-import torch
 
-from rlhf_pipeline.config.rewards import INPUT_PREFIX, TrainedReward
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL
+from rlhf_pipeline.config.rewards import PairwiseJudge, SampleReward, TrainedReward
 from rlhf_pipeline.config.sample import Kind, SampleConfig, TableConfig
 from rlhf_pipeline.data.phase_files import COMPARISON, DEMONSTRATION
 from rlhf_pipeline.data.record_files import ArrowWriter
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import Rows, even_share, load_rows, sampled_rows, step_rows
-from rlhf_pipeline.distributed.engine import free_memory
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.evaluate import answer, as_text, gather, judged
-from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, by_reward_model, by_source
-from rlhf_pipeline.evaluation.setup import Setup, with_model
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
-from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.rollout.generation import load_generator
-from rlhf_pipeline.rollout.records import Scored, ended
-from rlhf_pipeline.rollout.reward_sources import load_source
-from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.evaluation.evaluate import CACHE, answer_all, in_order, judge_all
+from rlhf_pipeline.evaluation.judges import load_judges
+from rlhf_pipeline.evaluation.pairwise import judge_pairs
+from rlhf_pipeline.evaluation.setup import Setup
+from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
 
 PARTS = ("train", "validation")
 Sample = dict[str, Any]
-"""A prompt with its answers, a line of `samples.jsonl`."""
-Chosen = tuple[int, ...] | None
-"""The numbers of the best answer and, for comparisons, of the worst one. None: no row."""
+"""A prompt with its answers: a line of `samples.jsonl`, with the tokens as well."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -55,7 +48,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     (place,) = job.config.keys() - {"table"}  # such as rejection.sample
     config, trust = job.block(place, SampleConfig), job.trust_remote_code
     contract = common_contract(
-        {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
+        {name: path for name, path in job.inputs.items() if not name.startswith(JUDGE_PREFIX)}
     )
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     tokenizer = load_tokenizer(job.inputs["policy"], trust_remote_code=trust)
@@ -64,125 +57,58 @@ def main(job: LaunchedJob) -> dict[str, float]:
     drawn = step_rows(count, min(count, config.prompts or count), table.round - 1, job.seed)
     held_out = count + sampled_rows(others, config.validation_prompts, job.seed)
     own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
-    common, columns = config.answering(), prompts.columns(own)
-    setup = Setup(job.seed, common, contract, tokenizer, own, columns, trust, world)
-    first = (table.round - 1) * config.n
-    answers = partial(answer_all, config=config, setup=setup, first=first, place=place)
-    batches = with_model(load_policy, job.inputs["policy"], setup, answers)
-    draws = score_all(batches, job, config, setup, place)
-    ids = token_ids(batches, setup)
+    seed, judging = job.seed + table.round - 1, config.judging()
+    columns = prompts.columns(own)
+    setup = Setup(seed, judging, contract, tokenizer, own, columns, trust, world, place)
+    scored, _ = answer_all({"policy": job.inputs["policy"]}, None, setup, None, config.n)
+    draws = judge_all(scored, job, load_judges(job, judging), setup)
+    own_samples = {}
+    for i, row in enumerate(own.tolist()):
+        given = [each.sequences for each in scored.values()]
+        ids = [one.response_ids[i][one.real_mask[i]].tolist() for one in given]
+        prompt = {name: columns[name][i] for name in ("id", "prompt_ids", "messages")}
+        own_samples[row] = {"part": PARTS[row >= count], **prompt, "response_ids": ids}
+    gathered = world.gather(own_samples)
     if world.rank != 0:
         return {}
-    job.export.mkdir(exist_ok=True)
-    contract.write(job.export)
-    columns = prompts.columns(np.array(sorted(ids)))
-    samples: list[Sample] = [
-        {
-            "part": PARTS[row >= count],
-            **{name: columns[name][i] for name in ("id", "prompt_ids", "messages")},
-            "response_ids": ids[row],
+    pairs = {"": [], "policy": in_order("policy", draws, config.n)}
+    pairs, *_ = judge_pairs(pairs, pairs["policy"], judging, job.directory.parents[1] / CACHE)
+    samples: dict[int, Sample] = {int(row): one for part in gathered for row, one in part.items()}
+    for row, group in groupby(pairs["policy"], lambda answer: answer.row):
+        answers = list(group)
+        samples[row] |= {
             "responses": [one.response for one in answers],
-            "scores": (scores := [total(one, config) for one in answers]),
-            "ended": (finished := [one.ended for one in answers]),
-            "chosen": choose(scores, finished, table.kind, config),
+            "scores": totals(answers, config),
+            "ended": [one.ended for one in answers],
         }
-        for i, (row, *answers) in enumerate(zip(sorted(ids), *draws, strict=True))
-    ]
-    for part in PARTS:
-        own = [sample for sample in samples if sample["part"] == part]
-        write_rows(own, job.export / f"{part}.arrow", table.kind, config, world.size)
-    hidden = ("prompt_ids", "response_ids")
-    with (job.export / "samples.jsonl").open("w", encoding="utf-8") as file:
-        for sample in samples:
-            shown = {name: value for name, value in sample.items() if name not in hidden}
-            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
-    metrics = sample_metrics(samples)
+    metrics = write([*samples.values()], job.export, config, table.kind, world.size)
+    contract.write(job.export)
     MetricsFile(job.metrics_file, 1).write(1, metrics)
     return metrics
 
 
-def answer_all(
-    policy: Any, config: SampleConfig, setup: Setup, first: int, place: str
-) -> list[AnswerBatch]:
-    """`n` answers of the policy to each prompt of this rank; `first` numbers their draws."""
-    generator = load_generator(
-        config.generator,
-        policy,
-        setup.contract,
-        config.sampling,
-        setup.world,
-        gather=config.gather_for_generation,
-        longest_prompt=lambda: max(map(len, setup.prompts["prompt_ids"])),
-        place=f"{place}.generator",
-    )
-    batches = []
-    for draw in range(config.n):
-        heartbeat.at("rollout", draw + 1)
-        sequences = answer(generator, setup, first + draw)
-        unknown = torch.zeros(sequences.response_ids.shape)
-        scores, ends = torch.zeros(len(sequences)), ended(sequences.response_ids, setup.contract)
-        batches.append(as_text(Scored(sequences, unknown, unknown, None, scores, ends), setup))
-    return batches
+def totals(answers: Sequence[Answer], config: SampleConfig) -> list[float]:
+    """The score of each answer to a prompt: the weighted sum of all sources of rewards.
+
+    A chat model has compared every answer with the next one, the last one with the first.
+    """
+
+    def score(number: int, reward: SampleReward) -> float:
+        name = REWARD_MODEL if isinstance(reward, TrainedReward) else reward.label
+        before, own = (answers[i].scores[name] or 0.0 for i in (number - 1, number))
+        return reward.weight * (own - before if isinstance(reward, PairwiseJudge) else own)
+
+    return [sum(score(i, reward) for reward in config.rewards) for i in range(len(answers))]
 
 
-def score_all(
-    batches: Sequence[AnswerBatch], job: LaunchedJob, config: SampleConfig, setup: Setup, place: str
-) -> list[list[Answer]]:
-    """The answers of all ranks with the score of each source of rewards, by draw."""
-    scores: list[dict[str, Sequence[float | None]]] = [{} for _ in batches]
-    tokens, world = config.micro_batch_tokens, setup.world
-
-    def score(label: str, judge: Judge) -> None:
-        for draw, batch in enumerate(batches):
-            heartbeat.at("scoring", draw + 1)
-            with heartbeat.scored_by(label):
-                scores[draw][label] = judge(batch)
-
-    def score_by_model(model: Any, label: str) -> None:
-        own = partial(by_reward_model, model=model, micro_batch_tokens=tokens, world=world)
-        score(label, own)
-
-    for index, reward in enumerate(config.rewards):
-        name = f"{INPUT_PREFIX}{index}"
-        if isinstance(reward, TrainedReward):
-            work = partial(score_by_model, label=reward.label)
-            with_model(load_scores, job.inputs["reward_model"], setup, work)
-            continue
-        where = f"{place}.{name}"
-        source = load_source(job, reward, name, where, setup.contract, world, tokens)
-        score(reward.label, partial(by_source, source=source))
-        del source
-        free_memory()
-    return [
-        gather(judged(batch, given, draw, setup), world)
-        for draw, (batch, given) in enumerate(zip(batches, scores, strict=True))
-    ]
-
-
-def token_ids(batches: Sequence[AnswerBatch], setup: Setup) -> dict[int, list[list[int]]]:
-    """The tokens of all answers to each prompt, of all ranks, by the number of the prompt."""
-    own = {}
-    for i, row in enumerate(setup.rows.tolist()):
-        answers = [batch.scored.sequences for batch in batches]
-        own[row] = [one.response_ids[i][one.real_mask[i]].tolist() for one in answers]
-    found = setup.world.gather(own)  # JSON makes the numbers text
-    return {int(row): ids for part in found for row, ids in part.items()}
-
-
-def total(answer: Answer, config: SampleConfig) -> float:
-    """The score of an answer by all sources of rewards."""
-    return sum(one.weight * (answer.scores[one.label] or 0.0) for one in config.rewards)
-
-
-def choose(
-    scores: Sequence[float], finished: Sequence[bool], kind: Kind, config: SampleConfig
-) -> Chosen:
-    """The answers to a prompt that make a row, from their scores and from which are not cut.
+def choose(sample: Sample, kind: Kind, config: SampleConfig) -> tuple[int, ...] | None:
+    """The number of the best answer or, for comparisons, of the best and of the worst one.
 
     Of equal scores the first one counts. None: no answer may be trained on, the best score is below
     `min_score`, or all scores are equal, which makes no comparison.
     """
-    allowed = [i for i, is_whole in enumerate(finished) if is_whole or config.cut_answers == "keep"]
+    scores, keeps = sample["scores"], config.cut_answers == "keep"
+    allowed = [i for i, is_whole in enumerate(sample["ended"]) if is_whole or keeps]
     if not allowed:
         return None
     best, worst = (find(allowed, key=scores.__getitem__) for find in (max, min))
@@ -193,40 +119,45 @@ def choose(
     return (best, worst) if scores[best] > scores[worst] else None
 
 
-def write_rows(
-    samples: Sequence[Sample], path: Path, kind: Kind, config: SampleConfig, ranks: int
-) -> None:
-    """Write the chosen answers of a part.
+def write(
+    samples: Sequence[Sample], folder: Path, config: SampleConfig, kind: Kind, ranks: int
+) -> dict[str, float]:
+    """Write the rows of both parts and all answers; return the metrics.
 
-    Raises StageError if there are fewer rows than ranks, which train on them.
+    Raises StageError if a part has fewer rows than the ranks that are to train on it.
     """
-    rows = []
-    for sample in [sample for sample in samples if sample["chosen"] is not None]:
-        best, *worst = (sample["response_ids"][number] for number in sample["chosen"])
-        pair = {"chosen_ids": best, "rejected_ids": worst[0]} if worst else {}
-        rows.append(sample | {"response_ids": best, "loss_mask": [True] * len(best)} | pair)
-    if len(rows) < ranks:
-        cut = sum(not is_whole for sample in samples for is_whole in sample["ended"])
-        raise StageError(
-            f"{path.name}: found {len(rows)} rows of {len(samples)} prompts, expected at least "
-            f"{ranks}, one for each rank; {cut} of {config.n * len(samples)} answers were cut. "
-            "Fix: raise n or sampling.max_response_tokens, lower min_score, or set rewards that "
-            "tell answers to a prompt apart"
-        )
-    writer = ArrowWriter(path, DEMONSTRATION if kind == "demonstrations" else COMPARISON)
-    writer.write(rows)
-    writer.close()
-
-
-def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean scores of all answers and of the best ones; shares of prompts without a row, and of
-    answers that were cut."""
-    best = [one["scores"][one["chosen"][0]] for one in samples if one["chosen"] is not None]
+    folder.mkdir(exist_ok=True)
+    rows: dict[str, list[Sample]] = {part: [] for part in PARTS}
+    best = []
+    with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+        for sample in samples:
+            chosen = choose(sample, kind, config)
+            shown = {name: value for name, value in sample.items() if not name.endswith("_ids")}
+            file.write(json.dumps(shown | {"chosen": chosen}, ensure_ascii=False) + "\n")
+            if chosen is not None:
+                first, last = (sample["response_ids"][chosen[end]] for end in (0, -1))
+                row = {"response_ids": first, "loss_mask": [True] * len(first)}
+                pair = {"chosen_ids": first, "rejected_ids": last}
+                rows[sample["part"]].append(sample | row | pair)
+                best.append(sample["scores"][chosen[0]])
+    cut = mean(not is_whole for sample in samples for is_whole in sample["ended"])
+    for part in PARTS:
+        if len(rows[part]) < ranks:
+            raise StageError(
+                f"sample: found {len(rows[part])} rows for {part}, expected at least {ranks}, one "
+                f"for each rank: {cut:.0%} of all answers were cut. Fix: use more prompts, raise "
+                "n or sampling.max_response_tokens, lower min_score, or use rewards that tell "
+                "the answers to a prompt apart"
+            )
+        schema = DEMONSTRATION if kind == "demonstrations" else COMPARISON
+        writer = ArrowWriter(folder / f"{part}.arrow", schema)
+        writer.write(rows[part])
+        writer.close()
     return {
         "sample/score": mean(score for sample in samples for score in sample["scores"]),
         "sample/chosen_score": mean(best),
         "sample/without_row": 1 - len(best) / len(samples),
-        "sample/cut": mean(not is_whole for sample in samples for is_whole in sample["ended"]),
+        "sample/cut": cut,
     }
 
 

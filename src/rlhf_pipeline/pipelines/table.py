@@ -15,10 +15,10 @@ from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
-from rlhf_pipeline.pipelines.rejection import SAMPLE
+from rlhf_pipeline.pipelines.sample import SPEC as SAMPLE
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
-OWN = ("ppo", "grpo", "dpo", "kto", "rejection")
+OWN = ("ppo", "grpo", "dpo", "kto", "rejection", "iterative_dpo")
 POLICY = Door("policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in OWN})
 """Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
 node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""

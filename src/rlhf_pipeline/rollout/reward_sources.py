@@ -218,11 +218,24 @@ def load_rewards(
     """
 
     def load(reward: RewardSource, name: str) -> Source:
-        if isinstance(reward, TrainedReward):
-            assert trained_mean is not None, "the trained reward model is loaded as well"
-            return TrainedSource(trained_mean)
-        place = f"{job.stage}.{name}"
-        return load_source(job, reward, name, place, contract, world, micro_batch_tokens)
+        match reward:
+            case TrainedReward():
+                assert trained_mean is not None, "the trained reward model is loaded as well"
+                return TrainedSource(trained_mean)
+            case CallableReward():
+                return FunctionSource(reward.callable, import_function(reward, job, name))
+            case ReferenceReward():
+                return FunctionSource(reward.reference, agreement(reward.reference))
+            case ModelReward():
+                folder = job.inputs.get(name, reward.folder)
+                model = ModelSource.load(
+                    reward, folder, f"{job.stage}.{name}", contract, micro_batch_tokens, world
+                )
+                if name not in job.inputs:
+                    job.expect_unchanged(name, folder)
+                return model
+            case _:
+                raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
     sources = {}
     for index, reward in enumerate(rewards):
@@ -230,31 +243,3 @@ def load_rewards(
         clip = score_clip if is_model and score_clip else math.inf
         sources[reward.label] = (reward.weight, clip, load(reward, f"{INPUT_PREFIX}{index}"))
     return RewardSum(sources, tokenizer)
-
-
-def load_source(
-    job: LaunchedJob,
-    reward: RewardSource,
-    name: str,
-    place: str,
-    contract: TokenContract,
-    world: World,
-    micro_batch_tokens: int,
-) -> FunctionSource | ModelSource:
-    """Load one source, the input `name` of the job, other than the trained reward model.
-
-    `place` is its parameter, for messages. The errors are those of `load_rewards`.
-    """
-    match reward:
-        case CallableReward():
-            return FunctionSource(reward.callable, import_function(reward, job, name))
-        case ReferenceReward():
-            return FunctionSource(reward.reference, agreement(reward.reference))
-        case ModelReward():
-            folder = job.inputs.get(name, reward.folder)
-            model = ModelSource.load(reward, folder, place, contract, micro_batch_tokens, world)
-            if name not in job.inputs:
-                job.expect_unchanged(name, folder)
-            return model
-        case _:
-            raise TypeError(f"{type(reward).__name__} is not a source of rewards")

@@ -110,7 +110,7 @@ def plan_stage(
     models = tuple(model for model, _ in found)
     memory = StageMemory(models, tuple(p for _, own in found for p in own), hardware.on_gpu)
     if isinstance(load.config, SampledConfig):  # it answers before it trains
-        answering = load.config.sample.answering().model_dump(mode="json")
+        answering = load.config.sample.judging().model_dump(mode="json")
         own = {**parameters, "evaluate": answering, "sft": parameters[stage]}
         sampling = plan_stage("evaluate", own, shape, hardware, lengths)
         return max(memory, sampling, key=lambda each: each.peak)

@@ -64,8 +64,10 @@ class SFTTask:
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out perplexity."""
     config = job.block(job.stage, SFTConfig)
-    models = {name: job.inputs[name] for name in ("base_model", "demonstrations")}
-    task = SFTTask(common_contract(models), job.stage)
+    contract = common_contract(
+        {name: job.inputs[name] for name in ("base_model", "demonstrations")}
+    )
+    task = SFTTask(contract, job.stage)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     return train(job, config, task, load_policy, world, start="base_model", rows="demonstrations")
 
