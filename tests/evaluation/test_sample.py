@@ -35,9 +35,9 @@ WHOLE = [True, True, True]
     ],
 )
 def test_the_best_and_the_worst_answer_are_chosen(scores, ended, changes, best, pair):
-    given, config = {"scores": scores, "ended": ended}, SampleConfig(n=3, **changes)
-    assert choose(given, "demonstrations", config) == best
-    assert choose(given, "comparisons", config) == pair
+    config = SampleConfig(n=3, **changes)
+    assert choose(scores, ended, "demonstrations", config) == best
+    assert choose(scores, ended, "comparisons", config) == pair
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The node `iterative_dpo`: real launches on two CPU ranks."""
+"""The node `iterative_dpo`: real launches on one CPU rank."""
 
 import json
 
@@ -72,7 +72,7 @@ def run(make_model, tmp_path):
 
     def run(workspace, kill=None, **changes):
         listener = Launches(kill)
-        context = RunContext(tmp_path / workspace, LaunchConfig(processes=2), listener=listener)
+        context = RunContext(tmp_path / workspace, LaunchConfig(processes=1), listener=listener)
         block = IterativeDPOConfig.model_validate(config | changes)
         arguments = split, policy, None, None, block, 1
         return iterative_dpo(*arguments, StageRunner(context)), listener.titles

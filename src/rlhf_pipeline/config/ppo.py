@@ -97,6 +97,8 @@ class PPOConfig(SavingConfig):
 
     stage: ClassVar[str] = "ppo"
     """Name of the stage and of its parameter block."""
+    sampler: ClassVar[str] = "ppo"
+    """The parameter with rewards and sampling."""
 
     steps: PositiveInt
     """Number of steps. Each generates, scores and trains on `rollout_batches` *
@@ -201,11 +203,6 @@ class PPOConfig(SavingConfig):
     The exported model has the highest score minus `kl.coef` times KL within `kl.maximum`."""
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
-
-    @property
-    def sampler(self) -> str:
-        """The parameter with rewards and sampling."""
-        return self.stage
 
     @property
     def needs_reward_model(self) -> bool:

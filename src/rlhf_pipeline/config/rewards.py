@@ -23,9 +23,6 @@ from rlhf_pipeline.config.doors import Door
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
 
-REWARDED = ("ppo", "grpo")
-"""The stages that maximize rewards, by the names of their blocks."""
-
 REWARD = Door("reward", {})
 """Functions that score responses: rewards, and judges."""
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")

@@ -16,11 +16,13 @@ from rlhf_pipeline.errors import ConfigError
 ON_PROMPTS = (*POLICIES, *SAMPLED)
 """The policies that answer prompts and train on rewards."""
 
-OPTIONAL = ("sft", "reward_model", *ON_PROMPTS)
-"""The blocks that may be null."""
-
-UNSET = ("grpo", *SAMPLED)
-"""The blocks that are null until they are set."""
+OPTIONAL: Mapping[str, Any] = {
+    "sft": {},
+    "reward_model": {},
+    "ppo": {},
+    **dict.fromkeys(("grpo", *SAMPLED)),
+}
+"""The blocks that may be null, with the value of one that is missing."""
 
 READERS: Mapping[Phase, Collection[str]] = {
     "sft": ("sft",),
@@ -30,7 +32,7 @@ READERS: Mapping[Phase, Collection[str]] = {
 """The nodes that train on the rows of each phase."""
 
 
-def on_prompts(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
+def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
     """The blocks of `ON_PROMPTS` that are set."""
     return [blocks[name] for name in ON_PROMPTS if blocks[name] is not None]
 
@@ -93,7 +95,7 @@ def faults_without_reward_model(blocks: Mapping[str, Any], *, has_gold: bool) ->
     `reward_model` is null. `has_gold`: the gold score judges."""
     if blocks["reward_model"] is not None:
         return
-    policies = on_prompts(blocks)
+    policies = samplers(blocks)
     for policy in policies:
         if policy.needs_reward_model:
             is_reward = uses_trained(policy.rewards)

@@ -34,9 +34,9 @@ class SampleConfig(AnsweringConfig):
     validation_prompts: PositiveInt = 256
     """Largest number of held-out prompts, whose answers become the held-out rows."""
     rewards: SampleRewards = (TrainedReward(),)
-    """Sources of an answer's score, which is the sum of weight * (score - mean): those of
-    `ppo.rewards`, and chat models (`openai`). These compare each answer with the next one to the
-    same prompt: 1 for each comparison that an answer wins, -1 for each that it loses."""
+    """Sources of the score, the sum of weight * (score - mean): those of `ppo.rewards`, and chat
+    models (`openai`), which compare each answer with the next one to its prompt and give 1 for each
+    comparison that an answer wins, -1 for each that it loses."""
     min_score: float | None = Field(default=None, allow_inf_nan=False)
     """A prompt whose best answer has a lower score leaves no row. With a true answer as the reward,
     1 keeps right answers alone. None: any best answer will do."""
@@ -57,6 +57,7 @@ class SampledConfig(Block):
     """Fields common to policies that train on their own answers."""
 
     stage: ClassVar[str]
+    sampler: ClassVar[str]
     kind: ClassVar[Kind]
 
     rounds: PositiveInt = 1
@@ -64,11 +65,6 @@ class SampledConfig(Block):
     reused if this is raised."""
     sample: SampleConfig = SampleConfig()
     """Prompts, answers and scores of a round."""
-
-    @property
-    def sampler(self) -> str:
-        """The parameter with rewards and sampling."""
-        return f"{self.stage}.sample"
 
     @property
     def rewards(self) -> SampleRewards:
@@ -89,7 +85,7 @@ class RejectionConfig(SampledConfig, SFTConfig):
     The learning values are those of `sft`. The best model has the lowest held-out perplexity.
     """
 
-    stage = "rejection"
+    stage, sampler = "rejection", "rejection.sample"
     kind = "demonstrations"
 
     batch_size: PositiveInt = 32
@@ -105,7 +101,7 @@ class IterativeDPOConfig(SampledConfig, DPOConfig):
     a round has the lowest held-out loss.
     """
 
-    stage = "iterative_dpo"
+    stage, sampler = "iterative_dpo", "iterative_dpo.sample"
     kind = "comparisons"
 
     rounds: PositiveInt = 3

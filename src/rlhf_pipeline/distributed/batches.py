@@ -44,11 +44,6 @@ class Rows:
         """The rows of a file; raises ArtifactError if it is damaged."""
         return cls.of(mapped(path))
 
-    @classmethod
-    def joined(cls, tables: Sequence["Rows"]) -> "Rows":
-        """The rows of several tables with equal columns, one table after the other."""
-        return cls.of(pa.Table.from_batches([batch for one in tables for batch in one.batches]))
-
     @property
     def num_rows(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

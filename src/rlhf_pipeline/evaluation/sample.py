@@ -5,8 +5,8 @@
     train.arrow, validation.arrow   rows with the tokens of generation, in the columns of the split
     samples.jsonl                   prompts, answers and scores, and which answers are in the rows
 
-The policy answers and its answers are judged as in an evaluation, one model at a time in memory.
-Nothing is saved on the way: an interrupted stage begins again.
+Policy and judges work as in an evaluation, one model at a time in memory. Nothing is saved on the
+way: an interrupted stage begins again.
 """
 
 import json
@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL
 from rlhf_pipeline.config.rewards import PairwiseJudge, SampleReward, TrainedReward
@@ -39,7 +40,7 @@ from rlhf_pipeline.runtime.program import run_program
 
 PARTS = ("train", "validation")
 Sample = dict[str, Any]
-"""A prompt with its answers: a line of `samples.jsonl`, with the tokens as well."""
+"""A prompt with its answers: a line of `samples.jsonl`, and the tokens."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -47,41 +48,39 @@ def main(job: LaunchedJob) -> dict[str, float]:
     table = job.block("table", TableConfig)
     (place,) = job.config.keys() - {"table"}  # such as rejection.sample
     config, trust = job.block(place, SampleConfig), job.trust_remote_code
-    contract = common_contract(
-        {name: path for name, path in job.inputs.items() if not name.startswith(JUDGE_PREFIX)}
-    )
-    world = join(job.seed, timeout_s=job.collective_timeout_s)
+    models = {name: path for name, path in job.inputs.items() if not name.startswith(JUDGE_PREFIX)}
+    contract, world = common_contract(models), join(job.seed, timeout_s=job.collective_timeout_s)
     tokenizer = load_tokenizer(job.inputs["policy"], trust_remote_code=trust)
     files = [load_rows(job.inputs["prompts"] / f"{part}.arrow", world) for part in PARTS]
-    prompts, (count, others) = Rows.joined(files), (file.num_rows for file in files)
+    count, others = (file.num_rows for file in files)
     drawn = step_rows(count, min(count, config.prompts or count), table.round - 1, job.seed)
     held_out = count + sampled_rows(others, config.validation_prompts, job.seed)
     own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
-    seed, judging = job.seed + table.round - 1, config.judging()
-    columns = prompts.columns(own)
-    setup = Setup(seed, judging, contract, tokenizer, own, columns, trust, world, place)
+    together = pa.Table.from_batches([batch for file in files for batch in file.batches])
+    prompts, judging = Rows.of(together).columns(own), config.judging()
+    seed = job.seed + table.round - 1
+    setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
     scored, _ = answer_all({"policy": job.inputs["policy"]}, None, setup, None, config.n)
     draws = judge_all(scored, job, load_judges(job, judging), setup)
-    own_samples = {}
+    shared = {}
     for i, row in enumerate(own.tolist()):
         given = [each.sequences for each in scored.values()]
         ids = [one.response_ids[i][one.real_mask[i]].tolist() for one in given]
-        prompt = {name: columns[name][i] for name in ("id", "prompt_ids", "messages")}
-        own_samples[row] = {"part": PARTS[row >= count], **prompt, "response_ids": ids}
-    gathered = world.gather(own_samples)
+        prompt = {name: prompts[name][i] for name in ("id", "prompt_ids", "messages")}
+        shared[row] = {"part": PARTS[row >= count], **prompt, "response_ids": ids}
+    gathered = world.gather(shared)
     if world.rank != 0:
         return {}
-    pairs = {"": [], "policy": in_order("policy", draws, config.n)}
-    pairs, *_ = judge_pairs(pairs, pairs["policy"], judging, job.directory.parents[1] / CACHE)
+    answers = {"": [], "policy": in_order("policy", draws, config.n)}
+    answers, *_ = judge_pairs(answers, answers["policy"], judging, job.directory.parents[1] / CACHE)
     samples: dict[int, Sample] = {int(row): one for part in gathered for row, one in part.items()}
-    for row, group in groupby(pairs["policy"], lambda answer: answer.row):
-        answers = list(group)
-        samples[row] |= {
-            "responses": [one.response for one in answers],
-            "scores": totals(answers, config),
-            "ended": [one.ended for one in answers],
-        }
-    metrics = write([*samples.values()], job.export, config, table.kind, world.size)
+    for row, group in groupby(answers["policy"], lambda answer: answer.row):
+        found = list(group)
+        scores, finished = totals(found, config), [one.ended for one in found]
+        chosen = choose(scores, finished, table.kind, config)
+        samples[row] |= {"responses": [one.response for one in found], "scores": scores}
+        samples[row] |= {"ended": finished, "chosen": chosen}
+    metrics = write([samples[row] for row in sorted(samples)], job.export, table.kind, world.size)
     contract.write(job.export)
     MetricsFile(job.metrics_file, 1).write(1, metrics)
     return metrics
@@ -101,14 +100,15 @@ def totals(answers: Sequence[Answer], config: SampleConfig) -> list[float]:
     return [sum(score(i, reward) for reward in config.rewards) for i in range(len(answers))]
 
 
-def choose(sample: Sample, kind: Kind, config: SampleConfig) -> tuple[int, ...] | None:
+def choose(
+    scores: Sequence[float], finished: Sequence[bool], kind: Kind, config: SampleConfig
+) -> tuple[int, ...] | None:
     """The number of the best answer or, for comparisons, of the best and of the worst one.
 
-    Of equal scores the first one counts. None: no answer may be trained on, the best score is below
+    Of equal scores the first one counts. None: all answers are cut, the best score is below
     `min_score`, or all scores are equal, which makes no comparison.
     """
-    scores, keeps = sample["scores"], config.cut_answers == "keep"
-    allowed = [i for i, is_whole in enumerate(sample["ended"]) if is_whole or keeps]
+    allowed = [i for i, is_whole in enumerate(finished) if is_whole or config.cut_answers == "keep"]
     if not allowed:
         return None
     best, worst = (find(allowed, key=scores.__getitem__) for find in (max, min))
@@ -119,46 +119,43 @@ def choose(sample: Sample, kind: Kind, config: SampleConfig) -> tuple[int, ...] 
     return (best, worst) if scores[best] > scores[worst] else None
 
 
-def write(
-    samples: Sequence[Sample], folder: Path, config: SampleConfig, kind: Kind, ranks: int
-) -> dict[str, float]:
-    """Write the rows of both parts and all answers; return the metrics.
+def write(samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int) -> dict[str, float]:
+    """Write all answers, and the rows of both parts; return the metrics.
 
     Raises StageError if a part has fewer rows than the ranks that are to train on it.
     """
     folder.mkdir(exist_ok=True)
-    rows: dict[str, list[Sample]] = {part: [] for part in PARTS}
-    best = []
     with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
-        for sample in samples:
-            chosen = choose(sample, kind, config)
-            shown = {name: value for name, value in sample.items() if not name.endswith("_ids")}
-            file.write(json.dumps(shown | {"chosen": chosen}, ensure_ascii=False) + "\n")
-            if chosen is not None:
-                first, last = (sample["response_ids"][chosen[end]] for end in (0, -1))
-                row = {"response_ids": first, "loss_mask": [True] * len(first)}
-                pair = {"chosen_ids": first, "rejected_ids": last}
-                rows[sample["part"]].append(sample | row | pair)
-                best.append(sample["scores"][chosen[0]])
-    cut = mean(not is_whole for sample in samples for is_whole in sample["ended"])
+        for one in samples:
+            shown = {name: value for name, value in one.items() if not name.endswith("_ids")}
+            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+    cut = mean(not finished for one in samples for finished in one["ended"])
+    used = [one for one in samples if one["chosen"] is not None]
     for part in PARTS:
-        if len(rows[part]) < ranks:
+        rows = [row_of(one) for one in used if one["part"] == part]
+        if len(rows) < ranks:
             raise StageError(
-                f"sample: found {len(rows[part])} rows for {part}, expected at least {ranks}, one "
-                f"for each rank: {cut:.0%} of all answers were cut. Fix: use more prompts, raise "
-                "n or sampling.max_response_tokens, lower min_score, or use rewards that tell "
-                "the answers to a prompt apart"
+                f"sample: found {len(rows)} rows for {part}, expected at least {ranks}, one for "
+                f"each rank; {cut:.0%} of the answers were cut. Fix: raise prompts, n or "
+                "sampling.max_response_tokens, or use rewards that tell answers apart"
             )
         schema = DEMONSTRATION if kind == "demonstrations" else COMPARISON
         writer = ArrowWriter(folder / f"{part}.arrow", schema)
-        writer.write(rows[part])
+        writer.write(rows)
         writer.close()
     return {
-        "sample/score": mean(score for sample in samples for score in sample["scores"]),
-        "sample/chosen_score": mean(best),
-        "sample/without_row": 1 - len(best) / len(samples),
+        "sample/score": mean(score for one in samples for score in one["scores"]),
+        "sample/chosen_score": mean(one["scores"][one["chosen"][0]] for one in used),
+        "sample/without_row": 1 - len(used) / len(samples),
         "sample/cut": cut,
     }
+
+
+def row_of(sample: Sample) -> Sample:
+    """The columns of SFT and of DPO."""
+    best, worst = (sample["response_ids"][sample["chosen"][end]] for end in (0, -1))
+    own = {"response_ids": best, "loss_mask": [True] * len(best)}
+    return sample | own | {"chosen_ids": best, "rejected_ids": worst}
 
 
 if __name__ == "__main__":

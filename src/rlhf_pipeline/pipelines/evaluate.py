@@ -58,8 +58,7 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         blocks, spec = {"evaluate": config, "candidate": candidate}, SPEC.for_candidate(policy.name)
         if config.tasks is not None:
             spec = replace(spec, libraries=(*spec.libraries, "lm_eval"))
-        if config.generator == "vllm":
-            spec = replace(spec, libraries=(*spec.libraries, "vllm"))
+        spec = spec.answering_by(config.generator)
         files = inputs | judges | task_inputs(config.tasks)
         return stages.run(Job(spec, blocks, files, seed, identities))
 

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.sample import SampledConfig, TableConfig
@@ -8,7 +7,7 @@ from rlhf_pipeline.pipelines.evaluate import judge_inputs
 from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
-SPEC = StageSpec(
+SAMPLE = StageSpec(
     name="sample",
     program="rlhf_pipeline.evaluation.sample",
     headline_metrics=("sample/score", "sample/chosen_score", "sample/without_row"),
@@ -26,19 +25,18 @@ def in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> C
         sft_model: Path,
         reward_model: Path,
         trained: RewardModelConfig | None,
-        config: SampledConfig,
+        config: SampledConfig | None,
         seed: int,
         stages: Stages,
     ) -> Path:
         """Train the SFT model on the best of its own answers to the prompts of the phase `ppo`."""
+        assert config is not None, "checked before the run"
         model, own = sft_model, config.model_dump(include={*block.model_fields})
         rewards, known = reward_inputs(config.rewards)
         judges, identities = judge_inputs(config.sample.judging().judges)
         if config.needs_reward_model:
             judges["reward_model"] = reward_model
-        spec = SPEC
-        if config.sample.generator == "vllm":
-            spec = replace(SPEC, libraries=(*SPEC.libraries, "vllm"))
+        spec = SAMPLE.answering_by(config.sample.generator)
         for number in range(1, config.rounds + 1):
             table = TableConfig(kind=config.kind, round=number, rewards=config.rewards)
             blocks = {config.sampler: config.sample, "table": table}
@@ -49,4 +47,5 @@ def in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> C
             model = stages.run(Job(policy, blocks, inputs, seed, known))
         return model
 
+    node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
     return node

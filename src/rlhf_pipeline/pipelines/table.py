@@ -15,7 +15,7 @@ from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
-from rlhf_pipeline.pipelines.sample import SPEC as SAMPLE
+from rlhf_pipeline.pipelines.sample import SAMPLE
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
 OWN = ("ppo", "grpo", "dpo", "kto", "rejection", "iterative_dpo")

@@ -137,9 +137,8 @@ class Work:
 def sampled(config: SampledConfig, prompts: Lengths) -> Lengths:
     """The rows of a round, if each prompt leaves one with answers of the greatest length."""
     copies = 1 if config.kind == "demonstrations" else 2
-    counts = [rows for rows in (config.sample.prompts, prompts.rows) if rows is not None]
     tokens = copies * config.sampling.max_response_tokens
-    rows = min(counts, default=None)
+    rows = min(filter(None, (config.sample.prompts, prompts.rows)), default=None)
     return replace(prompts, rows=rows, response=tokens, longest_response=tokens, copies=copies)
 
 

@@ -22,7 +22,6 @@ class StageRun(LaunchedJob):
 
     @property
     def title(self) -> str:
-        """The name of the stage in messages."""
         return title(self.stage, self.config)
 
 
