@@ -126,7 +126,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     judge_too = blocks["reward_model"] is None and not evaluate.judges
     rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     for policy in policies:
-        if judge_too:
+        if judge_too or isinstance(policy, SampledConfig):  # its rewards judge its answers
             named = evaluate.model_copy(update={"judges": as_judges(policy.rewards)})
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
             yield from found

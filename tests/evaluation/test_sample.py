@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 from chat_server import chat_server, longer
 from rank_fixtures import as_artifact, write_table
+from strict_device import StrictDevice
 
 from rlhf_pipeline.config.sample import SampleConfig, TableConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -61,7 +62,8 @@ def run(inputs, folder, number=1, **changes):
     table = TableConfig(kind="comparisons", round=number, rewards=config.rewards)
     blocks = as_json({"iterative_dpo.sample": config, "table": table})
     folder.mkdir(parents=True)
-    sample.main(LaunchedJob("sample", "f", 1, blocks, inputs, {}, folder, 60.0))
+    with StrictDevice():
+        sample.main(LaunchedJob("sample", "f", 1, blocks, inputs, {}, folder, 60.0))
     lines = [json.loads(line) for line in (folder / "export" / "samples.jsonl").open()]
     with pa.ipc.open_stream(folder / "export" / "train.arrow") as stream:
         return lines, stream.read_all().to_pylist()

@@ -1,7 +1,7 @@
 """Policies that train on their own answers: what they sample, and how often."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -111,7 +111,5 @@ class IterativeDPOConfig(SampledConfig, DPOConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
 
 
-SAMPLED: Mapping[str, type[RejectionConfig | IterativeDPOConfig]] = {
-    one.stage: one for one in (RejectionConfig, IterativeDPOConfig)
-}
+SAMPLED: Mapping[str, type[Any]] = {c.stage: c for c in (RejectionConfig, IterativeDPOConfig)}
 """The blocks of policies that train on their own answers."""

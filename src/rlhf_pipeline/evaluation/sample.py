@@ -5,8 +5,7 @@
     train.arrow, validation.arrow   rows with the tokens of generation, in the columns of the split
     samples.jsonl                   prompts, answers and scores, and which answers are in the rows
 
-Policy and judges work as in an evaluation, one model at a time in memory. Nothing is saved on the
-way: an interrupted stage begins again.
+Policy and judges work as in an evaluation, one model at a time. An interrupted stage begins again.
 """
 
 import json
