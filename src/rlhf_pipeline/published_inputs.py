@@ -19,7 +19,7 @@ from kedro.pipeline import Pipeline
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.pipelines.table import PASSES_ON, as_used
-from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+from rlhf_pipeline.runtime.job import LaunchedJob, as_json, title
 from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
 from rlhf_pipeline.stages.cache.fingerprint import recipe
 from rlhf_pipeline.stages.cache.planning import recipe_changes
@@ -147,9 +147,9 @@ class _Comparison:
 
 
 def _key(stage: str, config: Mapping[str, Any]) -> Key:
-    """What identifies a stage in a lineage: its name; for stage `source` also the source."""
+    """What identifies a stage in a lineage: its title; for stage `source` also the source."""
     source = config.get("source", {})
-    return stage, *(source.get(name) for name in ("name", "path", "subset", "split"))
+    return title(stage, config), *(source.get(name) for name in ("path", "subset", "split"))
 
 
 _digest = cache(content_digest)  # every input of the run may come from the same file

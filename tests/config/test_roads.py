@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.checks import check, check_values
-from rlhf_pipeline.config.grpo import POLICIES, GRPOConfig
-from rlhf_pipeline.config.rewards import REWARDED, ModelReward, as_judges
+from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.rewards import ModelReward, as_judges
 from rlhf_pipeline.config.roads import shares_text, unused_phases
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
@@ -33,6 +33,8 @@ def parameters():
         ({"ppo": None}, (2, 4, 0)),
         ({"sft": None, "ppo": None}, (0, 4, 0)),  # all pairs serve the reward model and DPO
         ({"ppo": None, "grpo": {}}, (2, 4, 4)),
+        ({"ppo": None, "rejection": {}}, (2, 4, 4)),
+        ({"ppo": None, "iterative_dpo": {}}, (2, 4, 4)),
         ({"sft": None, "reward_model": None, "ppo": None}, (0, 4, 0)),  # DPO alone
         ({"sft": None, "reward_model": None, "ppo": None, "grpo": BY_ANSWERS}, (0, 0, 4)),
     ],
@@ -98,7 +100,7 @@ def test_a_pipeline_that_leaves_the_rows_of_a_phase_unused_says_so(parameters):
     dpo = ["base_model", "split", "sft", "reward_model", "dpo"]
     assert list(unused_phases(split, dpo)) == [
         "split: phase ppo gets 40% of the training conversations, which pipeline dpo does not use. "
-        "Fix: set ppo and grpo to null"
+        "Fix: set ppo, grpo, rejection, iterative_dpo to null"
     ]
     assert not list(unused_phases(split, [*dpo, "ppo"]))
     assert not list(unused_phases(split, ["base_model", "split", "sft"]))  # others may follow
@@ -121,4 +123,15 @@ def test_grpo_needs_no_parameter_and_names_its_models_after_its_block():
     assert [model.block for model in config.models()][:2] == ["grpo.actor", "grpo.reference"]
     assert config.critic is None
     assert config.advantage == "grpo"
-    assert tuple(POLICIES) == REWARDED
+
+
+def test_a_policy_that_samples_needs_its_rewards_and_positions(parameters):
+    parameters |= {"reward_model": None, "ppo": None, "rejection": {}}
+    with pytest.raises(ConfigError) as error:
+        check(parameters, gpus=0, elsewhere=True)
+    message = str(error.value)
+    assert "rejection.sample.rewards: found trained, but reward_model is null" in message
+    assert "rejection.sample.sampling.max_response_tokens: found 256" in message
+    sample = {"rewards": ["nowhere.py:f"], "sampling": {"max_response_tokens": 48}}
+    with pytest.raises(ConfigError, match=r"rejection.sample.rewards.0: .*found no file"):
+        check(parameters | {"rejection": {"sample": sample}}, gpus=0, elsewhere=True)

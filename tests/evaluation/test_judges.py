@@ -52,6 +52,7 @@ def test_a_row_without_a_true_answer_has_no_score():
         ([{"weight": 1.0, "callable": "my.py:g"}], set(), ["g"]),
         ([{"weight": 1.0, "callable": "my.py:reads"}], {"exact"}, ["reads"]),
         ([{"weight": 1.0, "reference": "contains"}], {"exact"}, ["contains"]),
+        ([{"openai": {"base_url": "http://there/v1", "model": "m"}}], {"m"}, ["m"]),
         ([{"weight": 1.0, "callable": "gone.py:f"}], {"f", "exact"}, ["f"]),  # nobody can know
     ],
 )
@@ -81,6 +82,7 @@ def test_judges_that_training_has_optimized(tmp_path, monkeypatch, rewards, opti
             {"model": "./a", "name": "other"},
             {"model": "./b", "name": "same_as_trained"},
             {"reference": "exact"},
+            {"openai": {"base_url": "http://here/v1", "model": "m"}},
         ]
     )
     job = LaunchedJob(

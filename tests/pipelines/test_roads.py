@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from conftest import Project
 
@@ -104,3 +105,49 @@ def test_dpo_trains_the_base_model_on_all_pairs_that_are_not_held_out(road):
     evaluation = evaluation_of(own, "dpo")
     assert list(evaluation["policies"]) == ["base_model", "dpo"]
     assert evaluation["judge"] == "score"
+
+
+def test_rejection_trains_the_base_model_on_the_best_of_its_answers(road, tmp_path):
+    (tmp_path / "spaces.py").write_text(
+        "def spaces(prompts, responses):\n    return [one.count(' ') for one in responses]\n"
+    )
+    own = road(
+        "rejection",
+        [{"prompt": f"What is {n} + 1?"} for n in range(80)],
+        reward_model=None,
+        rejection={
+            "sample": {
+                "n": 4,
+                "prompts": 32,
+                "rewards": [f"{tmp_path}/spaces.py:spaces"],
+                "cut_answers": "keep",  # a random model hardly ever ends
+                "sampling": {"max_response_tokens": 8},
+            },
+            **SMALL,
+            "epochs": 6,
+            "optimizer": {"learning_rate": 1e-2},
+        },
+    )
+    (sample,) = own.recipes("sample")
+    lines = [json.loads(line) for line in (sample / "export" / "samples.jsonl").open()]
+    training = [line for line in lines if line["part"] == "train"]
+    assert len(training) == 32
+    for line in lines:
+        assert line["scores"] == [response.count(" ") for response in line["responses"]]
+        (best,) = line["chosen"]
+        assert line["scores"].index(max(line["scores"])) == best
+    with pa.ipc.open_stream(sample / "export" / "train.arrow") as stream:
+        rows = stream.read_all().to_pylist()
+    assert [row["id"] for row in rows] == [line["id"] for line in training]
+    assert all(row["loss_mask"] == [True] * 8 for row in rows)
+    metrics = Manifest.read(sample / "export").metrics
+    assert metrics["sample/chosen_score"] > metrics["sample/score"]
+    evaluation = evaluation_of(own, "rejection")
+    assert list(evaluation["policies"]) == ["base_model", "rejection"]
+    assert (evaluation["judge"], evaluation["rewards"]) == ("spaces", ["spaces"])
+    scores = [each["spaces_score"] for each in evaluation["policies"].values()]
+    assert scores[1] > scores[0]
+    status = own.kedro(*own.arguments, env="road", command="rlhf status")
+    assert "sample round 1" in status and "rejection round 1" in status
+    assert "cyan" not in status
+    print(own.output, status)

@@ -123,6 +123,16 @@ def test_a_comparison_has_its_prompt_twice():
     assert found.saved_models == 3 * 4 * WEIGHTS
 
 
+def test_rounds_answer_and_train():
+    """Each prompt has a pair of answers of the greatest length."""
+    sample = {"n": 4, "prompts": 50, "sampling": {"max_response_tokens": 20}}
+    found = work("iterative_dpo", rounds=3, epochs=1, batch_size=10, sample=sample)
+    assert found.steps == 3 * 5
+    assert found.tokens == 3 * 50 * 2 * (30 + 20)
+    training = 4 * forward_flops(SHAPE, 3 * 50 * 100, 50)  # the reference, too
+    assert found.flops == training + 2 * forward_flops(SHAPE, 3 * 4 * 50 * 50, 50)
+
+
 def test_ppo():
     found = work(
         "ppo",

@@ -19,6 +19,7 @@ from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import BASE_MODEL
 from rlhf_pipeline.pipelines.base_model import base_model
+from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.events import StageListener
@@ -71,7 +72,7 @@ class Policy:
         found = {}
         for stage, manifest in self.made_from.items():
             found[f"{stage}: seed"] = manifest.seed
-            prefix = f"{stage}: " if manifest.stage == "source" else ""
+            prefix = f"{stage}: " if manifest.stage != stage else ""
             found |= dict(leaves(manifest.config, prefix))
         return found
 
@@ -164,7 +165,7 @@ class Ledger:
         ):
             raise ArtifactError(
                 f"{folder}: found an artifact of stage {Manifest.read(folder).stage}, expected a "
-                "language model. Fix: name the model of stage sft, ppo, grpo, dpo or kto"
+                "language model. Fix: name the model of stage sft, or of a policy such as ppo"
             )
         verify(folder)
         return folder
@@ -190,14 +191,12 @@ class Ledger:
     def policy(self, name: str) -> Policy:
         """The policy with a name: its lineage and its evaluations."""
         folder = self.folder(name)
-        made_from = {
-            manifest.stage
-            if manifest.stage != "source"
-            else f"source {manifest.config['source']['name']}": manifest
-            for _, manifest in self.ancestors(folder)
+        (_, policy), *others = self.ancestors(folder)
+        made_from = {policy.stage: policy} | {
+            title(one.stage, one.config): one for _, one in others
         }
         digest, found = content_digest(folder), []
-        stage = Manifest.read(folder).stage
+        stage = policy.stage
         for path in self.artifacts:
             if (path / EVALUATION).is_file():
                 for source, content in Manifest.read(path).inputs.items():

@@ -75,7 +75,7 @@ def evaluate(
     config = evaluation_config(catalog.load("params:evaluate"), judges)
     given, seed = catalog.load("params:split"), catalog.load("params:seed")
     tests = (source_of(prompts),) if prompts else given.sources
-    refuse(judge_faults(config.judges, dict(enumerate(tests))))
+    refuse(judge_faults(config.judges, dict(enumerate(tests)), "evaluate.judges"))
     if prompts:
         changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
         given = given.model_copy(update=changes)

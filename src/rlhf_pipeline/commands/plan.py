@@ -22,7 +22,7 @@ from rlhf_pipeline.commands.command import (
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.roads import shares_text
+from rlhf_pipeline.config.roads import samplers, shares_text
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
@@ -130,8 +130,7 @@ def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
     )
     if (model := published(str(blocks["base_model"].path))) is not None:
         limit = positions(model.config)
-        policies = [blocks[name] for name in POLICIES if blocks[name] is not None]
-        refuse(length_faults(limit, blocks["split"], policies, blocks["evaluate"]))
+        refuse(length_faults(limit, blocks["split"], samplers(blocks), blocks["evaluate"]))
     launch = blocks["launch"]
     ranks = rank_count(launch, gpus)
     if hardware is not None and ranks != hardware.world:

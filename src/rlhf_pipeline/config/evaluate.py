@@ -81,19 +81,11 @@ class EvaluationSamplingConfig(SamplingConfig):
     likely token; log-probabilities are then those at temperature 1."""
 
 
-class EvaluateConfig(Block):
-    """Both policies answer the same held-out prompts with equal decoding."""
+class AnsweringConfig(Block):
+    """How policies answer and are scored, one model at a time."""
 
-    prompts: PositiveInt = 512
-    """Largest number of held-out prompts. The half width of the win rate's interval falls with the
-    square root of this number: 512 prompts give 0.04."""
-    answers_per_prompt: PositiveInt = 1
-    """Answers of each policy to each prompt. Several narrow the intervals less than as many further
-    prompts, because answers to one prompt resemble each other; intervals take this into account."""
     micro_batch_tokens: PositiveInt = 16384
     """Largest number of tokens in a forward pass on each rank when scoring."""
-    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
-    """Decoding of both policies."""
     precision: Precision | None = None
     """Precision of all models. None: each model has the precision that it was saved in."""
     zero_stage: Literal[0, 3] | None = None
@@ -105,6 +97,19 @@ class EvaluateConfig(Block):
     gather_for_generation: bool = operational(True)
     """For a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
     whole model on every GPU. False: gather each layer at every token, which is much slower."""
+
+
+class EvaluateConfig(AnsweringConfig):
+    """Both policies answer the same held-out prompts with equal decoding."""
+
+    prompts: PositiveInt = 512
+    """Largest number of held-out prompts. The half width of the win rate's interval falls with the
+    square root of this number: 512 prompts give 0.04."""
+    answers_per_prompt: PositiveInt = 1
+    """Answers of each policy to each prompt. Several narrow the intervals less than as many further
+    prompts, because answers to one prompt resemble each other; intervals take this into account."""
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    """Decoding of both policies."""
     judges: tuple[Judge, ...] = ()
     """Further judges, see `config.rewards`: Python functions (FILE.py:FUNCTION, or a block with
     `callable` and `name`; see `rlhf_pipeline.rollout.function_reward`), reward models, true answers

@@ -1,5 +1,5 @@
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import NonNegativeFloat, PositiveInt
 
@@ -16,7 +16,7 @@ class GRPOConfig(PPOConfig):
     of TRL. DeepSeekMath samples 64 responses to a prompt and trains on 1024.
     """
 
-    stage: ClassVar[str] = "grpo"
+    stage = sampler = "grpo"
 
     steps: PositiveInt = 500
     """Number of steps. Each generates, scores and trains on `rollout_batches` *

@@ -97,6 +97,8 @@ class PPOConfig(SavingConfig):
 
     stage: ClassVar[str] = "ppo"
     """Name of the stage and of its parameter block."""
+    sampler: ClassVar[str] = "ppo"
+    """The parameter with rewards and sampling."""
 
     steps: PositiveInt
     """Number of steps. Each generates, scores and trains on `rollout_batches` *

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,9 +22,6 @@ from rlhf_pipeline.config.doors import Door
 
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
-
-REWARDED = ("ppo", "grpo")
-"""The stages that maximize rewards, by the names of their blocks."""
 
 REWARD = Door("reward", {})
 """Functions that score responses: rewards, and judges."""
@@ -160,7 +157,7 @@ Reward = Annotated[
 ]
 
 
-def _check_labels(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
+def _check_labels(rewards: tuple[Any, ...]) -> tuple[Any, ...]:
     labels = [reward.label for reward in rewards]
     if not labels:
         raise ValueError(
@@ -183,7 +180,7 @@ def _check_labels(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
 Rewards = Annotated[tuple[Reward, ...], AfterValidator(_check_labels)]
 
 
-def uses_trained(rewards: Sequence[RewardSource]) -> bool:
+def uses_trained(rewards: Sequence[Block]) -> bool:
     """Whether the trained reward model is one of the sources."""
     return any(isinstance(reward, TrainedReward) for reward in rewards)
 
@@ -264,6 +261,8 @@ class ChatConfig(Block):
 class PairwiseJudge(Block):
     """A chat model that compares two answers, in both orders."""
 
+    weight: ClassVar[float] = 1.0
+
     openai: ChatConfig
     name: str | None = None
     """Name of the judge. None: the last part of the model's name."""
@@ -287,14 +286,27 @@ Judge = Annotated[
 ]
 
 
-def as_judges(rewards: Sequence[Reward]) -> tuple[Judge, ...]:
-    """The rewards that a policy maximizes as judges, without the trained reward model."""
+SampleReward = Annotated[
+    Annotated[Reward, Tag("reward")] | Annotated[PairwiseJudge, Tag("openai")],
+    Discriminator(lambda value: _kind("openai")(value) or "reward"),
+]
+SampleRewards = Annotated[tuple[SampleReward, ...], AfterValidator(_check_labels)]
+"""Rewards of PPO, and chat models that compare the answers to a prompt."""
+
+
+def as_judges(rewards: Sequence[SampleReward], *, penalties: bool = False) -> tuple[Judge, ...]:
+    """The rewards that a policy maximizes as judges, without the trained reward model; with
+    `penalties`, also those without a positive weight."""
     found: list[Judge] = []
     for reward in rewards:
-        if isinstance(reward, ModelReward) and reward.weight > 0:
+        if reward.weight <= 0 and not penalties:
+            continue
+        if isinstance(reward, ModelReward):
             own = reward.model_dump(include={"retokenize", "template_date", "precision"})
             found.append(ModelJudge(model=reward.path, name=reward.label, **own))
-        elif isinstance(reward, CallableReward | ReferenceReward) and reward.weight > 0:
+        elif isinstance(reward, PairwiseJudge):
+            found.append(reward)
+        elif isinstance(reward, CallableReward | ReferenceReward):
             found.append(reward.model_copy(update={"weight": 1.0}))
     return tuple(found)
 

@@ -7,19 +7,34 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rlhf_pipeline.config.grpo import POLICIES
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import as_judges, uses_trained
+from rlhf_pipeline.config.sample import SAMPLED, SampledConfig
 from rlhf_pipeline.config.split import PHASES, Phase, SplitConfig
 from rlhf_pipeline.errors import ConfigError
 
-OPTIONAL = ("sft", "reward_model", *POLICIES)
-"""The blocks that may be null."""
+ON_PROMPTS = (*POLICIES, *SAMPLED)
+"""The policies that answer prompts and train on rewards."""
+
+OPTIONAL: Mapping[str, Any] = {
+    "sft": {},
+    "reward_model": {},
+    "ppo": {},
+    **dict.fromkeys(("grpo", *SAMPLED)),
+}
+"""The blocks that may be null, with the value of one that is missing."""
 
 READERS: Mapping[Phase, Collection[str]] = {
     "sft": ("sft",),
     "reward_model": ("reward_model", "dpo", "kto"),
-    "ppo": tuple(POLICIES),
+    "ppo": ON_PROMPTS,
 }
 """The nodes that train on the rows of each phase."""
+
+
+def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
+    """The blocks of `ON_PROMPTS` that are set."""
+    return [blocks[name] for name in ON_PROMPTS if blocks[name] is not None]
 
 
 def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
@@ -29,7 +44,7 @@ def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
     unless a policy trains on prompts.
     """
     used = {name: blocks[name] is not None for name in OPTIONAL}
-    prompts = any(used[name] for name in POLICIES)
+    prompts = any(used[name] for name in ON_PROMPTS)
     serves = used["sft"], used["reward_model"] or not prompts, prompts
     return [phase for phase, serve in zip(PHASES, serves, strict=True) if serve]
 
@@ -65,10 +80,10 @@ def shares_text(split: SplitConfig) -> str:
 
 def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
     """Phases that get rows, but none of the nodes of a run trains on them, one line each."""
-    policies = [name for name in (*POLICIES, "dpo", "kto") if name in nodes]
+    policies = [name for name in (*ON_PROMPTS, "dpo", "kto") if name in nodes]
     for phase, share in shares(split).items() if policies and "split" in nodes else ():
         if not {*READERS[phase]} & {*nodes}:
-            blocks = " and ".join(name for name in READERS[phase] if name in OPTIONAL)
+            blocks = ", ".join(name for name in READERS[phase] if name in OPTIONAL)
             yield (
                 f"split: phase {phase} gets {share:.0%} of the training conversations, which "
                 f"pipeline {' and '.join(policies)} does not use. Fix: set {blocks} to null"
@@ -80,13 +95,13 @@ def faults_without_reward_model(blocks: Mapping[str, Any], *, has_gold: bool) ->
     `reward_model` is null. `has_gold`: the gold score judges."""
     if blocks["reward_model"] is not None:
         return
-    policies = [blocks[name] for name in POLICIES if blocks[name] is not None]
+    policies = samplers(blocks)
     for policy in policies:
         if policy.needs_reward_model:
             is_reward = uses_trained(policy.rewards)
             found = "rewards: found trained" if is_reward else "critic: found a block"
             yield (
-                f"{policy.stage}.{found}, but reward_model is null. Fix: set reward_model, or "
+                f"{policy.sampler}.{found}, but reward_model is null. Fix: set reward_model, or "
                 f"other rewards and no critic, or {policy.stage} to null"
             )
     by_rewards = [as_judges(policy.rewards) for policy in policies]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -274,12 +274,12 @@ class SavingConfig(Block):
 class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Fields common to SFT, reward modelling, DPO and KTO: passes over a fixed data set."""
 
-    epochs: PositiveFloat
+    epochs: PositiveFloat = 1
     """Passes over the training rows; fractions are allowed."""
     batch_size: PositiveInt
     """Rows (SFT), comparisons (reward model, DPO) or answers (KTO) per optimizer step, over all
     ranks and micro batches."""
-    micro_batch_tokens: PositiveInt
+    micro_batch_tokens: PositiveInt = 2048
     """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation.
     A longer row is a forward pass of its own."""
     evaluations: PositiveInt = 4
@@ -295,8 +295,10 @@ class SFTConfig(SupervisedConfig):
     The best model has the lowest held-out perplexity.
     """
 
+    stage: ClassVar[str] = "sft"
+
     def models(self) -> list[StageModel]:
-        return [TrainedModel("sft", self)]
+        return [TrainedModel(self.stage, self)]
 
 
 class RewardModelConfig(SupervisedConfig):

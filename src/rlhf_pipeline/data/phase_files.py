@@ -29,8 +29,8 @@ from rlhf_pipeline.errors import DataError
 
 _IDS = pa.list_(pa.int32())
 _PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
-_DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})
-_COMPARISON = pa.schema(_PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS})
+DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})
+COMPARISON = pa.schema(_PROMPT | {"chosen_ids": _IDS, "rejected_ids": _IDS})
 _ANSWER = pa.schema(_PROMPT | {"response_ids": _IDS, "label": pa.bool_()})
 _REWARDED = pa.schema(
     _PROMPT | {"source": pa.string(), "messages": pa.list_(MESSAGE), "reference": pa.string()}
@@ -62,8 +62,8 @@ def _of_phase(phase: Phase, answers: tuple[Answer, ...], schema: pa.Schema) -> t
 
 
 TABLES = (
-    *_of_phase("sft", ("chosen",), _DEMONSTRATION),
-    *_of_phase("reward_model", ("chosen", "rejected"), _COMPARISON),
+    *_of_phase("sft", ("chosen",), DEMONSTRATION),
+    *_of_phase("reward_model", ("chosen", "rejected"), COMPARISON),
     *_of_phase("ppo", (), _REWARDED),
     Table("kto/train.arrow", "reward_model", "reward_model", ANSWERS, _ANSWER, labelled=True),
     Table("kto/validation.arrow", "validation", "reward_model", ANSWERS, _ANSWER, labelled=True),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.config.reward_files import reads_references
-from rlhf_pipeline.config.rewards import Judge, Reward
+from rlhf_pipeline.config.rewards import Judge, SampleReward
 from rlhf_pipeline.errors import DataError
 
 SHOWN_CHARACTERS = 2_000
@@ -104,7 +104,9 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
         console.print(f"WARNING: training includes {near:,} near duplicates of held-out prompts")
 
 
-def require_true_answers(split: Path, rewards: Sequence[Reward], judges: Sequence[Judge]) -> None:
+def require_true_answers(
+    split: Path, rewards: Sequence[SampleReward], judges: Sequence[Judge]
+) -> None:
     """Raise DataError if prompts lack the true answers that rewards or judges read.
 
     `split` is the folder of the prepared files, whose report has the counts by source.

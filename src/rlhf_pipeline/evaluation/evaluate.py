@@ -212,7 +212,7 @@ def answer_all(
             setup.world,
             gather=setup.config.gather_for_generation,
             longest_prompt=lambda: max(map(len, setup.prompts["prompt_ids"])),
-            place="evaluate.generator",
+            place=f"{setup.place}.generator",
         )
         for draw in range(baseline_draws if name == baseline else setup.config.answers_per_prompt):
             sequences = answer(generator, setup, draw)

@@ -17,12 +17,12 @@ from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateCo
 from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
-    REWARDED,
     CallableReward,
     ModelJudge,
+    PairwiseJudge,
     ReferenceReward,
-    Reward,
-    Rewards,
+    SampleReward,
+    SampleRewards,
     TrainedReward,
 )
 from rlhf_pipeline.distributed.batches import by_micro_batches
@@ -66,7 +66,7 @@ def model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[st
             if folder is None:
                 folder = Path(snapshot_download(judge.model, revision=job.digests[place]))
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
-            where = f"evaluate.{place}"
+            where = f"{setup.place}.{place}"
             model = ModelSource.load(reward, folder, where, contracts, tokens, setup.world)
             if judge.folder is not None and place not in job.inputs:
                 job.expect_unchanged(place, judge.folder)
@@ -84,11 +84,11 @@ def optimized_judges(
     rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    own = next((block for name, block in trained.config.items() if name in REWARDED), None)
+    own = next((block for block in trained.config.values() if "rewards" in block), None)
     if own is None and not {"comparisons", "reward_model"} & trained.inputs.keys():
         return set(), []
     given = ["trained"] if own is None else own["rewards"]
-    rewards: Sequence[Reward] = TypeAdapter(Rewards).validate_python(given)
+    rewards: Sequence[SampleReward] = TypeAdapter(SampleRewards).validate_python(given)
     found, names, reads_truth = set(), [], False
     optimized: set[tuple[str | None, str | None]] = set()
     for index, reward in enumerate(rewards):
@@ -109,6 +109,8 @@ def optimized_judges(
             reads_truth |= unknown or reads_references(reward)
         elif isinstance(reward, ReferenceReward):
             reads_truth = True
+        elif isinstance(reward, PairwiseJudge):
+            optimized.add((None, reward.openai.model))
         else:
             optimized.add((content, None))
     for index, judge in enumerate(config.judges):
@@ -120,6 +122,8 @@ def optimized_judges(
                 same |= reads_truth and reads_references(judge)
             case ModelJudge():
                 same = (job.digests[place], None) in optimized
+            case PairwiseJudge():
+                same = (None, judge.openai.model) in optimized
             case _:
                 same = reads_truth and isinstance(judge, ReferenceReward)
         if same:

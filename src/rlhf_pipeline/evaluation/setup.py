@@ -41,6 +41,7 @@ class Setup:
     prompts: dict[str, list[Any]]  # columns of these rows
     trust: bool  # whether code that ships with a model may run
     world: World
+    place: str = "evaluate"  # the parameters of `config`, for messages
 
 
 def with_model(

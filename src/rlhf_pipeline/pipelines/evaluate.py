@@ -90,8 +90,7 @@ def _run(
     judges, identities = judge_inputs(config.judges)
     if config.tasks is not None:
         spec = replace(spec, libraries=(*spec.libraries, "lm_eval"))
-    if config.generator == "vllm":
-        spec = replace(spec, libraries=(*spec.libraries, "vllm"))
+    spec = spec.answering_by(config.generator)
     blocks, files = {"evaluate": config, "candidate": candidate}, task_inputs(config.tasks)
     return stages.run(Job(spec, blocks, {**inputs, **judges, **files}, seed, identities))
 

@@ -1,5 +1,4 @@
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
@@ -27,28 +26,35 @@ SPEC = spec_of(PPOConfig)
 READS = "split sft_model reward_model params:reward_model"
 
 
-def ppo(
-    split: Path,
-    sft_model: Path,
-    reward_model: Path,
-    trained: RewardModelConfig | None,
-    config: PPOConfig | None,
-    seed: int,
-    stages: Stages,
-) -> Path:
-    """Train the SFT model on the scores of `ppo.rewards`; with another block, of its rewards."""
-    assert config is not None, "checked before the run"
-    rewards, reward_identities = reward_inputs(config.rewards)
-    inputs = {"prompts": split / "ppo", "sft_model": sft_model}
-    if trained is not None:
-        inputs["reward_model"] = reward_model
-    inputs |= rewards
-    if config.ptx is not None:
-        inputs["pretraining"] = split / "pretraining"
-    spec = spec_of(type(config))
-    if config.generator == "vllm":
-        spec = replace(spec, libraries=(*spec.libraries, "vllm"))
-    return stages.run(Job(spec, {spec.name: config}, inputs, seed, reward_identities))
+def by_rewards(policy: StageSpec) -> Callable[..., Path]:
+    """The node function of a stage that runs the program of PPO."""
+
+    def node(
+        split: Path,
+        sft_model: Path,
+        reward_model: Path,
+        trained: RewardModelConfig | None,
+        config: PPOConfig | None,
+        seed: int,
+        stages: Stages,
+    ) -> Path:
+        """Train the SFT model on the scores of its rewards for the prompts of the phase `ppo`."""
+        assert config is not None, "checked before the run"
+        rewards, reward_identities = reward_inputs(config.rewards)
+        inputs = {"prompts": split / "ppo", "sft_model": sft_model}
+        if trained is not None:
+            inputs["reward_model"] = reward_model
+        inputs |= rewards
+        if config.ptx is not None:
+            inputs["pretraining"] = split / "pretraining"
+        spec = policy.answering_by(config.generator)
+        return stages.run(Job(spec, {spec.name: config}, inputs, seed, reward_identities))
+
+    node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
+    return node
+
+
+ppo = by_rewards(SPEC)
 
 
 def reward_inputs(

@@ -15,11 +15,11 @@ from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
+from rlhf_pipeline.pipelines.sample import SAMPLE
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
-POLICY = Door(
-    "policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in ("ppo", "grpo", "dpo", "kto")}
-)
+OWN = ("ppo", "grpo", "dpo", "kto", "rejection", "iterative_dpo")
+POLICY = Door("policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in OWN})
 """Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
 node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""
 
@@ -54,7 +54,7 @@ def stage_specs() -> dict[str, StageSpec]:
     """Every stage that launches a program, by name."""
     policies = [module.SPEC for module in policy_stages().values()]
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
-    prepared = [split.SOURCE, base_model.SPEC, split.SPEC, sft.SPEC, reward_model.SPEC]
+    prepared = [split.SOURCE, base_model.SPEC, split.SPEC, sft.SPEC, reward_model.SPEC, SAMPLE]
     evaluations = map(evaluate.SPEC.for_candidate, candidates)
     return {spec.name: spec for spec in (*prepared, *policies, *evaluations)}
 
@@ -73,7 +73,7 @@ def pipeline_of(policy: str) -> str:
 
 
 def register_pipelines() -> dict[str, Pipeline]:
-    """`full`, the default, trains by PPO; `grpo`, `dpo` and `kto` by these instead. The others are
+    """`full`, the default, trains by PPO; that of another policy by this instead. The others are
     parts of `full`."""
     nodes = _nodes()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.config.rewards import REWARDED
+from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.evaluation.comparison import baseline_of, reward_title
 from rlhf_pipeline.evaluation.report import titles
 
@@ -92,7 +92,7 @@ def training_charts(
         (f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD, None)
         for metric in sorted(each for each in present if each.startswith("reward/"))
     ]
-    charts = (shown_first, *rewards, *others) if stage in REWARDED else OTHERS
+    charts = (shown_first, *rewards, *others) if stage in POLICIES else OTHERS
     for heading, pattern, note, healthy in charts:
         metric = pattern.format(stage)
         names = {metric: "training", f"validation/{metric.partition('/')[2]}": "held-out"}

@@ -91,6 +91,13 @@ class LaunchedJob:
         return cls(directory=path.parent, **fields)
 
 
+def title(stage: str, config: Mapping[str, Any]) -> str:
+    """The name of a stage, with the source or the round that tells its jobs apart."""
+    if stage == "source":
+        return f"source {config['source']['name']}"
+    return f"{stage} round {config['table']['round']}" if "table" in config else stage
+
+
 def as_json(config: Mapping[str, Block | None]) -> dict[str, Any]:
     """Parameter blocks as JSON types, by name; null for a block that is None."""
     return {name: block and block.model_dump(mode="json") for name, block in config.items()}

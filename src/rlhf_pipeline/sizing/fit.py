@@ -162,7 +162,8 @@ def changed(parameters: Mapping[str, Any], *changes: Changes) -> dict[str, Any]:
 def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Iterator[Changes]:
     config = BLOCKS[stage].model_validate(parameters[stage])
     for name in ("micro_batch_tokens", "sampling.batch_size_per_gpu"):
-        yield from _halves(f"{stage}.{name}", {stage: config.model_dump()})
+        for place in (stage, f"{stage}.sample"):
+            yield from _halves(f"{place}.{name}", {stage: config.model_dump()})
     if isinstance(config, EvaluateConfig):
         if hardware.world > 1:
             yield {"evaluate.zero_stage": 3}

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import (
@@ -107,7 +108,13 @@ def plan_stage(
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
     models = tuple(model for model, _ in found)
-    return StageMemory(models, tuple(p for _, own in found for p in own), hardware.on_gpu)
+    memory = StageMemory(models, tuple(p for _, own in found for p in own), hardware.on_gpu)
+    if isinstance(load.config, SampledConfig):  # it answers before it trains
+        answering = load.config.sample.judging().model_dump(mode="json")
+        own = {**parameters, "evaluate": answering, "sft": parameters[stage]}
+        sampling = plan_stage("evaluate", own, shape, hardware, lengths)
+        return max(memory, sampling, key=lambda each: each.peak)
+    return memory
 
 
 def _add_rollouts(

@@ -11,6 +11,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import KTOConfig, ReferencedConfig
+from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig, SupervisedStage
 from rlhf_pipeline.config.training import (
@@ -92,7 +93,10 @@ class Load:
             batch = config.minibatch_size if isinstance(config, PPOConfig) else config.prompts
         else:
             phase = stage if stage in lengths else "reward_model"  # DPO has its comparisons
-            own, batch = lengths[phase], config.batch_size
+            own = lengths[phase]
+            if isinstance(config, SampledConfig):
+                own = sampled(config, lengths["ppo"])
+            batch = config.batch_size
         rows = _micro_batches(batch, own, config.micro_batch_tokens, hardware.world)
         return cls(config, models, own, batch, rows)
 
@@ -128,6 +132,14 @@ class Work:
     def cannot_move(self) -> bool:
         """Whether PPO ends about where it began."""
         return self.rate_sum is not None and self.rate_sum < LEAST_RATE_SUM
+
+
+def sampled(config: SampledConfig, prompts: Lengths) -> Lengths:
+    """The rows of a round, if each prompt leaves one with answers of the greatest length."""
+    copies = 1 if config.kind == "demonstrations" else 2
+    tokens = copies * config.sampling.max_response_tokens
+    rows = min(filter(None, (config.sample.prompts, prompts.rows)), default=None)
+    return replace(prompts, rows=rows, response=tokens, longest_response=tokens, copies=copies)
 
 
 def limits(split: SplitConfig) -> dict[str, Lengths]:
@@ -278,6 +290,10 @@ def _supervised(config: SupervisedStage, load: Load, shape: Shape) -> dict[str, 
         # KTO: also both models on mismatched pairs
         passes = 3 if isinstance(config, KTOConfig) else 1
         flops += passes * forward_flops(shape, tokens, context)
+    if isinstance(config, SampledConfig):  # generation and scoring of all answers, in each round
+        answers = config.sample.n * load.lengths.rows * context
+        flops += 2 * forward_flops(shape, answers, context)
+        steps, tokens, flops = config.rounds * steps, config.rounds * tokens, config.rounds * flops
     return {"steps": steps, "updates": steps, "tokens": tokens, "flops": flops}
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.job import LaunchedJob, title
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -22,7 +22,7 @@ class StageRun(LaunchedJob):
 
     @property
     def title(self) -> str:
-        return f"source {self.config['source']['name']}" if self.stage == "source" else self.stage
+        return title(self.stage, self.config)
 
 
 class StageListener:

@@ -56,6 +56,11 @@ class StageSpec:
     headline_metrics: tuple[str, ...] = ()
     """The two or three metrics that the progress display shows."""
 
+    def answering_by(self, generator: str) -> "StageSpec":
+        """The stage whose policy answers by a generator: the version of vLLM counts."""
+        used = ("vllm",) if generator == "vllm" else ()
+        return replace(self, libraries=(*self.libraries, *used))
+
     def for_candidate(self, candidate: str) -> "StageSpec":
         """The evaluation of a candidate policy."""
         rates = (f"win_rate/{judge}" for judge in (REWARD_MODEL, GOLD))

@@ -88,10 +88,10 @@ class DPOTask(PairTask):
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out loss."""
-    config = job.block("dpo", DPOConfig)
-    contract = common_contract(job.inputs)
+    config = job.block(job.stage, DPOConfig)
+    contract = common_contract({name: job.inputs[name] for name in ("sft_model", "comparisons")})
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    task = DPOTask(contract, load_reference(job, config, world), config)
+    task = DPOTask(contract, load_reference(job, config, world), config, job.stage)
     return train(job, config, task, load_policy, world, start="sft_model", rows="comparisons")
 
 

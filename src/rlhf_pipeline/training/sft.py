@@ -1,4 +1,4 @@
-"""Stage program: supervised fine-tuning of the base model on demonstrations.
+"""Stage program: supervised fine-tuning of a model on demonstrations.
 
 deepspeed --module rlhf_pipeline.training.sft job.json
 """
@@ -63,8 +63,11 @@ class SFTTask:
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out perplexity."""
-    config = job.block("sft", SFTConfig)
-    task = SFTTask(common_contract(job.inputs))
+    config = job.block(job.stage, SFTConfig)
+    contract = common_contract(
+        {name: job.inputs[name] for name in ("base_model", "demonstrations")}
+    )
+    task = SFTTask(contract, job.stage)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     return train(job, config, task, load_policy, world, start="base_model", rows="demonstrations")
 

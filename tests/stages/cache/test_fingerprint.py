@@ -98,8 +98,9 @@ PROGRAMS = {spec.name: spec.program for spec in stage_specs().values()}
     ("file", "stages"),
     [
         ("training/ppo_update.py", {"ppo", "grpo"}),
-        ("training/pairs.py", {"reward_model", "dpo"}),
-        ("distributed/optimizer_step.py", {"sft", "reward_model", "ppo", "grpo", "dpo", "kto"}),
+        ("training/pairs.py", {"reward_model", "dpo", "iterative_dpo"}),
+        ("evaluation/sample.py", {"sample"}),
+        ("training/sft.py", {"sft", "rejection"}),
         ("stages/run.py", set()),
     ],
 )

@@ -1,0 +1,115 @@
+"""Policies that train on their own answers: what they sample, and how often."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.evaluate import AnsweringConfig, EvaluateConfig
+from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.rewards import SampleRewards, TrainedReward, as_judges, uses_trained
+from rlhf_pipeline.config.training import OptimizerConfig, SamplingConfig, SFTConfig
+
+Kind = Literal["demonstrations", "comparisons"]
+
+
+class TableConfig(Block):
+    """The rows that a policy trains on. The pipeline sets this block, not the user."""
+
+    kind: Kind
+    """The best answer to a prompt, for SFT; or the best and the worst, for DPO."""
+    round: PositiveInt
+    rewards: SampleRewards
+
+
+class SampleConfig(AnsweringConfig):
+    """Answers of the present policy to the prompts of the phase `ppo`, and their scores."""
+
+    n: int = Field(default=8, ge=2)
+    """Answers to each prompt."""
+    prompts: PositiveInt | None = None
+    """Prompts of a round: the next ones in a random order, so that rounds have other prompts until
+    all are used. None: all prompts in every round, with other random numbers."""
+    validation_prompts: PositiveInt = 256
+    """Largest number of held-out prompts, whose answers become the held-out rows."""
+    rewards: SampleRewards = (TrainedReward(),)
+    """Sources of the score, the sum of weight * (score - mean): those of `ppo.rewards`, and chat
+    models (`openai`), which compare each answer with the next one to its prompt and give 1 for each
+    comparison that an answer wins, -1 for each that it loses."""
+    min_score: float | None = Field(default=None, allow_inf_nan=False)
+    """A prompt whose best answer has a lower score leaves no row. With a true answer as the reward,
+    1 keeps right answers alone. None: any best answer will do."""
+    cut_answers: Literal["drop", "keep"] = "drop"
+    """drop: an answer that was cut at `sampling.max_response_tokens` is neither the best nor the
+    worst, because the policy would learn not to end; keep: it is an answer like the others."""
+    sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
+    """How answers are sampled."""
+
+    def judging(self) -> EvaluateConfig:
+        """The same for the code of the evaluation, with the rewards as judges."""
+        shared = self.model_dump(include={*AnsweringConfig.model_fields, "sampling"})
+        judges = as_judges(self.rewards, penalties=True)
+        return EvaluateConfig.model_validate(shared | {"judges": judges})
+
+
+class SampledConfig(Block):
+    """Fields common to policies that train on their own answers."""
+
+    stage: ClassVar[str]
+    sampler: ClassVar[str]
+    kind: ClassVar[Kind]
+
+    rounds: PositiveInt = 1
+    """Times that the policy answers and trains. A later round continues an earlier one, which is
+    reused if this is raised."""
+    sample: SampleConfig = SampleConfig()
+    """Prompts, answers and scores of a round."""
+
+    @property
+    def rewards(self) -> SampleRewards:
+        return self.sample.rewards
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return self.sample.sampling
+
+    @property
+    def needs_reward_model(self) -> bool:
+        return uses_trained(self.rewards)
+
+
+class RejectionConfig(SampledConfig, SFTConfig):
+    """Rejection sampling: SFT on the best of n own answers (Llama 2; RAFT, Dong et al. 2023).
+
+    The learning values are those of `sft`. The best model has the lowest held-out perplexity.
+    """
+
+    stage, sampler = "rejection", "rejection.sample"
+    kind = "demonstrations"
+
+    batch_size: PositiveInt = 32
+    """Answers per optimizer step, over all ranks and micro batches."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+
+
+class IterativeDPOConfig(SampledConfig, DPOConfig):
+    """Iterative DPO: in each round, DPO on the best and the worst of n own answers (Xu et al. 2023;
+    RLHF Workflow, Dong et al. 2024, which has these rounds, answers, beta and learning rate).
+
+    The reference is the policy at the start of the round, as in Yuan et al. 2024. The best model of
+    a round has the lowest held-out loss.
+    """
+
+    stage, sampler = "iterative_dpo", "iterative_dpo.sample"
+    kind = "comparisons"
+
+    rounds: PositiveInt = 3
+    """As in `rejection.rounds`."""
+    batch_size: PositiveInt = 64
+    """Comparisons per optimizer step, over all ranks and micro batches."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
+
+
+SAMPLED: Mapping[str, type[Any]] = {c.stage: c for c in (RejectionConfig, IterativeDPOConfig)}
+"""The blocks of policies that train on their own answers."""

@@ -1,0 +1,162 @@
+"""Stage program: answers of a policy, scored, as rows for SFT or DPO.
+
+    deepspeed --module rlhf_pipeline.evaluation.sample job.json
+
+    train.arrow, validation.arrow   rows with the tokens of generation, in the columns of the split
+    samples.jsonl                   prompts, answers and scores, and which answers are in the rows
+
+Policy and judges work as in an evaluation, one model at a time. An interrupted stage begins again.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL
+from rlhf_pipeline.config.rewards import PairwiseJudge, SampleReward, TrainedReward
+from rlhf_pipeline.config.sample import Kind, SampleConfig, TableConfig
+from rlhf_pipeline.data.phase_files import COMPARISON, DEMONSTRATION
+from rlhf_pipeline.data.record_files import ArrowWriter
+from rlhf_pipeline.data.token_contract import common_contract
+from rlhf_pipeline.distributed.batches import Rows, even_share, load_rows, sampled_rows, step_rows
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation.comparison import Answer
+from rlhf_pipeline.evaluation.evaluate import CACHE, answer_all, in_order, judge_all
+from rlhf_pipeline.evaluation.pairwise import judge_pairs
+from rlhf_pipeline.evaluation.setup import Setup
+from rlhf_pipeline.evaluation.texts import load_judges
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
+from rlhf_pipeline.runtime.program import run_program
+
+PARTS = ("train", "validation")
+Sample = dict[str, Any]
+"""A prompt with its answers: a line of `samples.jsonl`, and the tokens."""
+
+
+def main(job: LaunchedJob) -> dict[str, float]:
+    """Answer, score, choose; write the rows and all answers."""
+    table = job.block("table", TableConfig)
+    (place,) = job.config.keys() - {"table"}  # such as rejection.sample
+    config, trust = job.block(place, SampleConfig), job.trust_remote_code
+    models = {name: path for name, path in job.inputs.items() if not name.startswith(JUDGE_PREFIX)}
+    contract, world = common_contract(models), join(job.seed, timeout_s=job.collective_timeout_s)
+    tokenizer = load_tokenizer(job.inputs["policy"], trust_remote_code=trust)
+    files = [load_rows(job.inputs["prompts"] / f"{part}.arrow", world) for part in PARTS]
+    count, others = (file.num_rows for file in files)
+    drawn = step_rows(count, min(count, config.prompts or count), table.round - 1, job.seed)
+    held_out = count + sampled_rows(others, config.validation_prompts, job.seed)
+    own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
+    together = pa.Table.from_batches([batch for file in files for batch in file.batches])
+    prompts, judging = Rows.of(together).columns(own), config.judging()
+    seed = job.seed + table.round - 1
+    setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
+    setups = {"policy": setup}
+    scored, _ = answer_all({"policy": job.inputs["policy"]}, None, setups, None, config.n)
+    draws = judge_all(scored, job, load_judges(job, judging), setups)
+    shared = {}
+    for i, row in enumerate(own.tolist()):
+        given = [each.sequences for each in scored.values()]
+        ids = [one.response_ids[i][one.real_mask[i]].tolist() for one in given]
+        prompt = {name: prompts[name][i] for name in ("id", "prompt_ids", "messages")}
+        shared[row] = {"part": PARTS[row >= count], **prompt, "response_ids": ids}
+    gathered = world.gather(shared)
+    if world.rank != 0:
+        return {}
+    answers = {"": [], "policy": in_order("policy", draws, config.n)}
+    answers, *_ = judge_pairs(answers, answers["policy"], judging, job.directory.parents[1] / CACHE)
+    samples: dict[int, Sample] = {int(row): one for part in gathered for row, one in part.items()}
+    for row, group in groupby(answers["policy"], lambda answer: answer.row):
+        found = list(group)
+        scores, finished = totals(found, config), [bool(one.ended) for one in found]
+        chosen = choose(scores, finished, table.kind, config)
+        samples[row] |= {"responses": [one.response for one in found], "scores": scores}
+        samples[row] |= {"ended": finished, "chosen": chosen}
+    metrics = write([samples[row] for row in sorted(samples)], job.export, table.kind, world.size)
+    contract.write(job.export)
+    MetricsFile(job.metrics_file, 1).write(1, metrics)
+    return metrics
+
+
+def totals(answers: Sequence[Answer], config: SampleConfig) -> list[float]:
+    """The score of each answer to a prompt: the weighted sum of all sources of rewards.
+
+    A chat model has compared every answer with the next one, the last one with the first.
+    """
+
+    def score(number: int, reward: SampleReward) -> float:
+        name = REWARD_MODEL if isinstance(reward, TrainedReward) else reward.label
+        before, own = (answers[i].scores[name] or 0.0 for i in (number - 1, number))
+        return reward.weight * (own - before if isinstance(reward, PairwiseJudge) else own)
+
+    return [sum(score(i, reward) for reward in config.rewards) for i in range(len(answers))]
+
+
+def choose(
+    scores: Sequence[float], finished: Sequence[bool], kind: Kind, config: SampleConfig
+) -> tuple[int, ...] | None:
+    """The number of the best answer or, for comparisons, of the best and of the worst one.
+
+    Of equal scores the first one counts. None: all answers are cut, the best score is below
+    `min_score`, or all scores are equal, which makes no comparison.
+    """
+    allowed = [i for i, is_whole in enumerate(finished) if is_whole or config.cut_answers == "keep"]
+    if not allowed:
+        return None
+    best, worst = (find(allowed, key=scores.__getitem__) for find in (max, min))
+    if config.min_score is not None and scores[best] < config.min_score:
+        return None
+    if kind == "demonstrations":
+        return (best,)
+    return (best, worst) if scores[best] > scores[worst] else None
+
+
+def write(samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int) -> dict[str, float]:
+    """Write all answers, and the rows of both parts; return the metrics.
+
+    Raises StageError if a part has fewer rows than the ranks that are to train on it.
+    """
+    folder.mkdir(exist_ok=True)
+    with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
+        for one in samples:
+            shown = {name: value for name, value in one.items() if not name.endswith("_ids")}
+            file.write(json.dumps(shown, ensure_ascii=False) + "\n")
+    cut = mean(not finished for one in samples for finished in one["ended"])
+    used = [one for one in samples if one["chosen"] is not None]
+    for part in PARTS:
+        rows = [row_of(one) for one in used if one["part"] == part]
+        if len(rows) < ranks:
+            raise StageError(
+                f"sample: found {len(rows)} rows for {part}, expected at least {ranks}, one for "
+                f"each rank; {cut:.0%} of the answers were cut. Fix: raise prompts, n or "
+                "sampling.max_response_tokens, or use rewards that tell answers apart"
+            )
+        schema = DEMONSTRATION if kind == "demonstrations" else COMPARISON
+        writer = ArrowWriter(folder / f"{part}.arrow", schema)
+        writer.write(rows)
+        writer.close()
+    return {
+        "sample/score": mean(score for one in samples for score in one["scores"]),
+        "sample/chosen_score": mean(one["scores"][one["chosen"][0]] for one in used),
+        "sample/without_row": 1 - len(used) / len(samples),
+        "sample/cut": cut,
+    }
+
+
+def row_of(sample: Sample) -> Sample:
+    """The columns of SFT and of DPO."""
+    best, worst = (sample["response_ids"][sample["chosen"][end]] for end in (0, -1))
+    own = {"response_ids": best, "loss_mask": [True] * len(best)}
+    return sample | own | {"chosen_ids": best, "rejected_ids": worst}
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,51 @@
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_pipeline.config.sample import SampledConfig, TableConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SupervisedConfig
+from rlhf_pipeline.pipelines.evaluate import judge_inputs
+from rlhf_pipeline.pipelines.ppo import reward_inputs
+from rlhf_pipeline.stages.job import Job, Stages, StageSpec
+
+SAMPLE = StageSpec(
+    name="sample",
+    program="rlhf_pipeline.evaluation.sample",
+    headline_metrics=("sample/score", "sample/chosen_score", "sample/without_row"),
+)
+
+
+def in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> Callable[..., Path]:
+    """The node function of a policy that answers and trains on its answers, in each round.
+
+    Its program reads the parameters `block`, and starts from its input `start`.
+    """
+
+    def node(
+        split: Path,
+        sft_model: Path,
+        reward_model: Path,
+        trained: RewardModelConfig | None,
+        config: SampledConfig | None,
+        seed: int,
+        stages: Stages,
+    ) -> Path:
+        """Train the SFT model on the best of its own answers to the prompts of the phase `ppo`."""
+        assert config is not None, "checked before the run"
+        model, own = sft_model, config.model_dump(include={*block.model_fields})
+        rewards, known = reward_inputs(config.rewards)
+        judges, identities = judge_inputs(config.sample.judging().judges)
+        if config.needs_reward_model:
+            judges["reward_model"] = reward_model
+        spec = SAMPLE.answering_by(config.sample.generator)
+        for number in range(1, config.rounds + 1):
+            table = TableConfig(kind=config.kind, round=number, rewards=config.rewards)
+            blocks = {config.sampler: config.sample, "table": table}
+            inputs = {"prompts": split / "ppo", "policy": model} | judges
+            samples = stages.run(Job(spec, blocks, inputs, seed, identities))
+            blocks = {policy.name: block.model_validate(own), "table": table}
+            inputs = {start: model, config.kind: samples} | rewards
+            model = stages.run(Job(policy, blocks, inputs, seed, known))
+        return model
+
+    node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
+    return node

@@ -1,0 +1,131 @@
+"""The program on one rank, with a tiny model: which answers become rows."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from chat_server import chat_server, longer
+from rank_fixtures import as_artifact, write_table
+from strict_device import StrictDevice
+
+from rlhf_pipeline.config.sample import SampleConfig, TableConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation import sample
+from rlhf_pipeline.evaluation.sample import choose
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+
+WHOLE = [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("scores", "ended", "changes", "best", "pair"),
+    [
+        ([1.0, 3.0, 2.0], WHOLE, {}, (1,), (1, 0)),
+        ([2.0, 2.0, 1.0], WHOLE, {}, (0,), (0, 2)),  # of equal scores the first
+        ([2.0, 1.0, 1.0], WHOLE, {}, (0,), (0, 1)),
+        ([2.0, 2.0, 2.0], WHOLE, {}, (0,), None),  # ties are no comparison
+        ([1.0, 3.0, 2.0], [True, False, True], {}, (2,), (2, 0)),  # cut: neither best
+        ([1.0, 3.0, 2.0], [False, True, True], {}, (1,), (1, 2)),  # nor worst
+        ([1.0, 3.0, 2.0], [False, True, False], {}, (1,), None),
+        ([1.0, 3.0, 2.0], [False, False, False], {}, None, None),
+        ([1.0, 3.0, 2.0], [False, False, False], {"cut_answers": "keep"}, (1,), (1, 0)),
+        ([0.0, 1.0, 0.0], WHOLE, {"min_score": 1.0}, (1,), (1, 0)),
+        ([0.0, 0.5, 0.0], WHOLE, {"min_score": 1.0}, None, None),
+    ],
+)
+def test_the_best_and_the_worst_answer_are_chosen(scores, ended, changes, best, pair):
+    config = SampleConfig(n=3, **changes)
+    assert choose(scores, ended, "demonstrations", config) == best
+    assert choose(scores, ended, "comparisons", config) == pair
+
+
+@pytest.fixture(scope="module")
+def inputs(make_model, tmp_path_factory):
+    policy, folder = make_model("llama", seed=1), tmp_path_factory.mktemp("prompts")
+    tokenizer = load_tokenizer(policy)
+    messages = [[{"role": "user", "content": f"what is {n}?"}] for n in range(6)]
+    ids = [
+        tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
+        for m in messages
+    ]
+    columns = {"id": [str(n) for n in range(6)], "prompt_ids": ids, "messages": messages}
+    table = pa.table(columns | {"source": ["files"] * 6, "reference": ["x"] * 6})
+    write_table(table, folder, TokenContract.read(policy))
+    return {"prompts": folder, "policy": as_artifact(policy)}
+
+
+def run(inputs, folder, number=1, **changes):
+    changes |= {"n": 3, "cut_answers": "keep", "sampling": {"max_response_tokens": 6}}
+    config = SampleConfig(**changes)
+    table = TableConfig(kind="comparisons", round=number, rewards=config.rewards)
+    blocks = as_json({"iterative_dpo.sample": config, "table": table})
+    folder.mkdir(parents=True)
+    with StrictDevice():
+        sample.main(LaunchedJob("sample", "f", 1, blocks, inputs, {}, folder, 60.0))
+    lines = [json.loads(line) for line in (folder / "export" / "samples.jsonl").open()]
+    with pa.ipc.open_stream(folder / "export" / "train.arrow") as stream:
+        return lines, stream.read_all().to_pylist()
+
+
+def test_a_chat_model_and_a_function_choose_the_pairs(inputs, world, tmp_path):
+    (tmp_path / "my.py").write_text(
+        "def a(prompts, responses): return [r.count('a') for r in responses]"
+    )
+    with chat_server(longer) as (url, requests):
+        judge = {"openai": {"base_url": url, "model": "judge"}}
+        rewards = [judge, {"callable": f"{tmp_path}/my.py:a", "weight": -0.5}]
+        lines, rows = run(inputs | {"judges.1": tmp_path / "my.py"}, tmp_path / "w" / "s" / "f",
+                          prompts=4, validation_prompts=2, rewards=rewards)  # fmt: skip
+    assert [line["part"] for line in lines] == ["train"] * 4 + ["validation"] * 2
+    assert len(requests) > 0
+    for line in lines:
+        lengths = [len(one) for one in line["responses"]]
+
+        def won(a, b, lengths=lengths):
+            return (lengths[a] > lengths[b]) - (lengths[a] < lengths[b])
+
+        neighbours = [won(0, 1) + won(0, 2), won(1, 2) + won(1, 0), won(2, 0) + won(2, 1)]
+        expected = [
+            w - 0.5 * r.count("a") for w, r in zip(neighbours, line["responses"], strict=True)
+        ]
+        assert line["scores"] == expected
+    tokenizer, paired = (
+        load_tokenizer(inputs["policy"]),
+        [one for one in lines[:4] if one["chosen"]],
+    )
+    for line, row in zip(paired, rows, strict=True):
+        assert row["id"] == line["id"]
+        texts = [
+            tokenizer.decode(row[name], skip_special_tokens=True).strip()
+            for name in ("chosen_ids", "rejected_ids")
+        ]
+        assert texts == [line["responses"][number] for number in line["chosen"]]
+
+
+def test_a_round_has_other_prompts_until_all_are_used_and_other_answers(inputs, world, tmp_path):
+    (tmp_path / "my.py").write_text("def a(prompts, responses): return [len(r) for r in responses]")
+    inputs = inputs | {"judges.0": tmp_path / "my.py"}
+    rewards = [f"{tmp_path}/my.py:a"]
+    of_rounds = [
+        run(
+            inputs, tmp_path / str(number), number, prompts=2, validation_prompts=1, rewards=rewards
+        )[0]
+        for number in (1, 2, 3)
+    ]
+    prompts = [line["id"] for lines in of_rounds for line in lines[:-1]]
+    assert sorted(prompts) == ["0", "1", "2", "3", "4", "5"]
+    held_out = [lines[-1] for lines in of_rounds]
+    assert held_out[0]["messages"] == held_out[1]["messages"]
+    assert held_out[0]["responses"] != held_out[1]["responses"]
+
+
+def test_no_pair_at_all_is_refused(inputs, world, tmp_path):
+    (tmp_path / "my.py").write_text("def a(prompts, responses): return [0.0 for r in responses]")
+    with pytest.raises(StageError, match="sample: found 0 rows for train, expected at least 1"):
+        run(
+            inputs | {"judges.0": tmp_path / "my.py"},
+            tmp_path / "f",
+            rewards=[f"{tmp_path}/my.py:a"],
+        )
