@@ -23,11 +23,10 @@ from rlhf_pipeline.config.rewards import (
     as_judges,
     local_source,
 )
-from rlhf_pipeline.config.roads import OPTIONAL, faults_without_reward_model, samplers, split_in_use
+from rlhf_pipeline.config.roads import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.source import carried, column_faults, find_source
-from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
@@ -146,8 +145,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
                 f"{policy.stage}.ptx to null"
             )
         yield from _critic(policy)
-    has_gold = all(source.name in GOLD_SCORES for source in split.sources)
-    yield from faults_without_reward_model(blocks, has_gold=has_gold)
     yield from judge_faults(evaluate.judges, every, "evaluate.judges")
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))

@@ -14,10 +14,17 @@ from rlhf_pipeline.checks import length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward, as_judges
-from rlhf_pipeline.config.roads import ON_PROMPTS, READERS, samplers, unused_phases
+from rlhf_pipeline.config.roads import (
+    ON_PROMPTS,
+    READERS,
+    faults_without_reward_model,
+    samplers,
+    unused_phases,
+)
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_page import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
@@ -64,6 +71,8 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     check_blocks(blocks, nodes)
     check_phases(blocks, nodes)
+    has_gold = all(source.name in GOLD_SCORES for source in blocks["split"].sources)
+    refuse(faults_without_reward_model(blocks, nodes, has_gold=has_gold))
     warnings += unused_phases(blocks["split"], nodes)
     launch = blocks["launch"]
     free_port(launch.master_port)

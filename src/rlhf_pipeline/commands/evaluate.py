@@ -98,7 +98,7 @@ def evaluate(
         asked = prompts_of(folders, given if prompts else None, seed, ledger)
         for folder in asked.values():
             require_true_answers(folder.parent, [], config.judges)
-        evaluation = evaluate_models(folders, asked, config, seed, ledger.stages)
+        evaluation = evaluate_models(folders, asked, config, seed, ledger.stages).resolve()
         results: dict[str, Any] = {"evaluation": evaluation}
         if registers:
             answered = evaluation if CHAMPION in folders else None

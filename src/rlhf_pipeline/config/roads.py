@@ -90,22 +90,26 @@ def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
             )
 
 
-def faults_without_reward_model(blocks: Mapping[str, Any], *, has_gold: bool) -> Iterator[str]:
-    """Rewards and critics that need the reward model, and an evaluation without a judge, if
-    `reward_model` is null. `has_gold`: the gold score judges."""
+def faults_without_reward_model(
+    blocks: Mapping[str, Any], nodes: Collection[str], *, has_gold: bool
+) -> Iterator[str]:
+    """Rewards and critics of these nodes that need the reward model, and an evaluation without a
+    judge, if `reward_model` is null. `has_gold`: the gold score judges."""
     if blocks["reward_model"] is not None:
         return
-    policies = samplers(blocks)
-    for policy in policies:
-        if policy.needs_reward_model:
+    for policy in samplers(blocks):
+        if policy.stage in nodes and policy.needs_reward_model:
             is_reward = uses_trained(policy.rewards)
             found = "rewards: found trained" if is_reward else "critic: found a block"
             yield (
                 f"{policy.sampler}.{found}, but reward_model is null. Fix: set reward_model, or "
                 f"other rewards and no critic, or {policy.stage} to null"
             )
-    by_rewards = [as_judges(policy.rewards) for policy in policies]
-    if not (blocks["evaluate"].judges or has_gold or (by_rewards and all(by_rewards))):
+    evaluations = [name for name in nodes if name.startswith("evaluate")]
+    evaluated = [name.removeprefix("evaluate").removeprefix("_") or "ppo" for name in evaluations]
+    by_rewards = {policy.stage: as_judges(policy.rewards) for policy in samplers(blocks)}
+    judged = blocks["evaluate"].judges or has_gold
+    if not judged and not all(by_rewards.get(policy) for policy in evaluated):
         yield (
             "evaluate.judges: found none, expected at least one, because reward_model is null. "
             "Fix: add a judge, such as {reference: last_number}, or set reward_model"

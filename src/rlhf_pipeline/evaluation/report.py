@@ -158,7 +158,9 @@ def _bar(rate: dict[str, float], candidate: str, baseline: str = "SFT") -> Text:
 def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
     name = policy.replace("_", " ")
-    return f"the {name}" if policy in (BASE_MODEL, "baseline", "candidate") else name.upper()
+    named = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
+    named |= dict.fromkeys((BASE_MODEL, "baseline", "candidate"), f"the {name}")
+    return named.get(policy, name.upper())
 
 
 def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:
