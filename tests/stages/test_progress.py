@@ -79,20 +79,8 @@ SOURCE = run(stage="source", config={"source": {"name": "files"}})
                 "source files: step 300/?",
             ],
         ),
-        (
-            lambda d: (
-                d.stage_waiting(run(), []),
-                d.stage_waiting(run(), [record(4, 6, **LOSS)]),
-                d.stage_started(run(cached=True)),
-            ),
-            [
-                "sft: waiting for another run",
-                "sft: step 4/10  waiting for another run  sft/loss 1.500",
-                "sft: reused abcdef01, finished earlier",
-            ],
-        ),
     ],
-    ids=["metrics", "scorer", "source", "waiting"],
+    ids=["metrics", "scorer", "source"],
 )
 def test_the_lines_of_a_log(monkeypatch, calls, lines):
     monkeypatch.setattr("rlhf_pipeline.stages.progress.LINE_EVERY_S", 0.0)

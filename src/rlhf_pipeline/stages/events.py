@@ -37,11 +37,6 @@ class StageListener:
     def __init__(self, *listeners: "StageListener") -> None:
         self.listeners = listeners
 
-    def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        """Another process runs the same recipe; `records` are its newest metrics, if any."""
-        for listener in self.listeners:
-            listener.stage_waiting(run, records)
-
     def stage_started(self, run: StageRun) -> None:
         """A program is about to be launched, or a result is reused."""
         for listener in self.listeners:

@@ -19,8 +19,6 @@ LINE_EVERY_S = 15.0
 PHASES = {"loading": "loading models and data", "finished": "finishing"}
 """Phases of a heartbeat in words; the others are words already."""
 
-WAITING = "waiting for another run"
-
 ENDS = {"FINISHED": "finished in", "FAILED": "failed after", "KILLED": "interrupted after"}
 
 
@@ -86,8 +84,8 @@ class StageProgress:
 
     def log_line(self) -> str:
         left = [] if self.left_s is None else [f"{self.left_s:.0f} s left"]
-        is_shown = self.phase == WAITING or ": " in self.phase  # the latter names a scorer
-        phase = [self.phase] if is_shown or not self.steps else []
+        names_scorer = ": " in self.phase
+        phase = [self.phase] if names_scorer or not self.steps else []
         return f"{self.title}: {'  '.join([*self.steps, *phase, *self.numbers, *left])}"
 
 
@@ -99,11 +97,6 @@ class ProgressDisplay(StageListener):
         self._live: Live | None = None
         self._progress = StageProgress("", "")
         self._last_line = 0.0
-
-    def stage_waiting(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        if self._progress.title != run.title:
-            self._begin(run, WAITING)
-        self._show(run, records)
 
     def stage_started(self, run: StageRun) -> None:
         self._close()

@@ -19,7 +19,6 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
 from rlhf_pipeline.runtime.job import list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.cache.fingerprint import identify
 from rlhf_pipeline.stages.cache.workspace import (
     RECIPE,
@@ -65,11 +64,7 @@ class StageRunner:
         run = identify(job, digests | dict(job.identities), context)
         with (
             explain_full_disk(f"stage {run.stage}", context.workspace),
-            recipe_lock(
-                run.directory,
-                wait=context.launch.wait,
-                while_waiting=lambda: _report_other(run, context),
-            ),
+            recipe_lock(run.directory, wait=context.launch.wait),
         ):
             finished = _finished(run)
             forced = run.stage in context.forced and run.fingerprint not in self._launched
@@ -84,15 +79,6 @@ class StageRunner:
             export = _attempt(job, run, context)
             self._launched.add(run.fingerprint)
             return export
-
-
-def _report_other(run: StageRun, context: RunContext) -> None:
-    records = [
-        record
-        for directory in attempts(run.directory)[-1:]
-        for record in read_json_lines(directory / run.metrics_file.name)[-1:]
-    ]
-    context.listener.stage_waiting(run, records)
 
 
 def _reuse(finished: StageRun, context: RunContext) -> Path:

@@ -15,8 +15,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -111,19 +111,12 @@ def has_run(workspace: Path, stage: str) -> bool:
 
 
 @contextmanager
-def recipe_lock(
-    first_attempt: Path,
-    *,
-    wait: bool = True,
-    record: bool = True,
-    while_waiting: Callable[[], None] = lambda: None,
-) -> Iterator[None]:
+def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) -> Iterator[None]:
     """Lock a recipe: the work directory `first_attempt` and the later attempts beside it.
 
     The kernel releases the lock of a process that has ended. The owner is recorded: it may use the
     result until it ends, see `user`. `record=False` writes no record, which needs disk space.
-    `while_waiting` is called once a second while another process holds the lock. Raises StageError
-    if another process holds the lock and `wait` is false.
+    Raises StageError if another process holds the lock and `wait` is false.
     """
     file = _file(first_attempt)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -132,10 +125,7 @@ def recipe_lock(
         lock.acquire(blocking=False)
     except Timeout:
         _report_holder(first_attempt, wait=wait)
-        while not lock.is_locked:
-            while_waiting()
-            with suppress(Timeout):
-                lock.acquire(timeout=1)
+        lock.acquire()
     try:
         if record:
             owner = {"driver": this_process(), "since": time.time()}
