@@ -80,19 +80,6 @@ def engine(make_model, world):
     return train_engine(partial(load_policy, make_model("llama")), config, 2)
 
 
-def test_a_copy_that_is_too_small_for_an_answer_is_refused(engine, make_model, world):
-    contract = TokenContract.read(make_model("llama"))
-    generator = HybridGenerator(engine, contract, HybridConfig(max_out_tokens=16), world)
-    fits = generator.generate([[5, 6, 7, 8]], SAMPLING, [(0,)])
-    assert len(fits.sequences) == 1
-    with pytest.raises(
-        StageError,
-        match=r"max_out_tokens: found 16, expected at least 17: a prompt of 5 tokens and "
-        r"sampling\.max_response_tokens \(12\)\. Fix: raise it, or set it to null",
-    ):
-        generator.generate([[5], [5, 6, 7, 8, 9]], SAMPLING, [(0,), (1,)])
-
-
 def test_ranks_that_form_no_groups_are_refused(engine, make_model, world):
     contract = TokenContract.read(make_model("llama"))
     with pytest.raises(StageError, match=r"found 2, expected a divisor of the 1 ranks"):

@@ -38,14 +38,10 @@ class HybridConfig(Block):
     inference_tp_size: PositiveInt = 1
     """Number of ranks that share a copy and answer their prompts together. It must divide the
     number of all ranks."""
-    max_out_tokens: PositiveInt | None = None
-    """Largest number of tokens in a prompt and its response together. None: no limit."""
     tp_gather_partition_size: PositiveInt = operational(8)
     """Number of layers whose weights are gathered at once."""
     pin_parameters: bool = operational(True)
     """Keep the memory of the copy between rollouts. False: free it while the actor trains."""
-    release_inference_cache: bool = operational(False)
-    """Give the memory of keys and values back to the device after each rollout."""
 
 
 class OptimizerConfig(Block):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, get_accelerator
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, gather_json, own_device
 from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.errors import ConfigError, StageError
@@ -71,7 +71,6 @@ class HybridGenerator:
         seeds: Sequence[Seed],
         prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
-        self._check_lengths(prompts, sampling)
         group, size = self._group, self._group.size
         copy = self._copy or ShardedCopy(self._model, group)
         copy.refresh(self._config.tp_gather_partition_size)
@@ -89,20 +88,7 @@ class HybridGenerator:
         found = together.sequences.rows(rows)
         width = found.response_ids.shape[1]
         self._copy = copy if self._config.pin_parameters else None
-        if self._config.release_inference_cache:
-            get_accelerator().empty_cache()
         return Rollout(found, together.logprobs[rows, :width])
-
-    def _check_lengths(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
-        limit = self._config.max_out_tokens
-        needed = max(map(len, prompts)) + sampling.max_response_tokens
-        if limit is not None and needed > limit:
-            response = sampling.max_response_tokens
-            raise StageError(
-                f"hybrid.max_out_tokens: found {limit}, expected at least {needed}: a prompt "
-                f"of {needed - response} tokens and sampling.max_response_tokens ({response}). "
-                "Fix: raise it, or set it to null"
-            )
 
 
 class ShardedCopy:
