@@ -52,14 +52,36 @@ def defined(place: str, method: str = "__init__") -> ast.FunctionDef | None:
     None if the source does not tell, as for the result of `functools.partial`. Raises ConfigError
     if the source cannot be parsed, or does not define the name or the method.
     """
-    bound, name = _bound(place), place.rpartition(":")[2]
+    location, _, name = place.rpartition(":")
+    bound = _bound(place)
     if isinstance(bound.get(name), ast.AsyncFunctionDef | None):
         functions = sorted(name for name, by in bound.items() if isinstance(by, ast.FunctionDef))
         raise ConfigError(
             f"{place}: found functions {', '.join(functions) or 'none'} in "
             f"{source_file(place)}, expected {name}"
         )
-    return _definition(place, method)
+    while True:
+        match bound.pop(name, None):
+            case ast.Assign(value=ast.Name(id=name)) | ast.AnnAssign(value=ast.Name(id=name)):
+                continue
+            case ast.FunctionDef() as function:
+                return function
+            case ast.ClassDef() as made:
+                found = _method(made, method)
+                if found is None and method != "__init__" and not made.bases:
+                    raise ConfigError(f"{place}: found no method {method}, expected one")
+                return found
+            case ast.ImportFrom(names=names, level=level) as statement:
+                name = [one.name for one in names if name == (one.asname or one.name)][-1]
+                module = "." * level + (statement.module or "")
+                is_package = source_file(place).name == "__init__.py"
+                package = location if is_package else location.rpartition(".")[0]
+                # Two modules may import the name from each other.
+                with suppress(ConfigError, ImportError, RecursionError):
+                    return defined(f"{resolve_name(module, package)}:{name}", method)
+            case ast.Assign(value=ast.Call(func=ast.Name(id=made_by))):
+                return _method(bound.get(made_by), "__call__")
+        return None
 
 
 def parameters(function: ast.FunctionDef | None) -> set[str]:
@@ -94,35 +116,6 @@ def _bound(place: str) -> dict[str, ast.stmt]:
             if name := getattr(node, "asname", None) or getattr(node, "name", None) or stored:
                 bound[name] = statement
     return bound
-
-
-def _definition(place: str, method: str) -> ast.FunctionDef | None:
-    """What `defined` returns, from the module of the place or the one that it imports from."""
-    location, _, name = place.rpartition(":")
-    bound = _bound(place)
-    while True:
-        match bound.pop(name, None):
-            case ast.Assign(value=ast.Name(id=name)) | ast.AnnAssign(value=ast.Name(id=name)):
-                continue
-            case ast.FunctionDef() as function:
-                return function
-            case ast.ClassDef() as made:
-                found = _method(made, method)
-                if found is None and method != "__init__" and not made.bases:
-                    raise ConfigError(f"{place}: found no method {method}, expected one")
-                return found
-            case ast.ImportFrom(names=names, level=level) as statement:
-                name = [one.name for one in names if name == (one.asname or one.name)][-1]
-                module = "." * level + (statement.module or "")
-                is_package = source_file(place).name == "__init__.py"
-                package = location if is_package else location.rpartition(".")[0]
-                # Two modules may import the name from each other.
-                with suppress(ConfigError, ImportError, RecursionError):
-                    module = resolve_name(module, package)
-                    return _definition(f"{module}:{name}", method)
-            case ast.Assign(value=ast.Call(func=ast.Name(id=made_by))):
-                return _method(bound.get(made_by), "__call__")
-        return None
 
 
 def _method(made: ast.stmt | None, name: str) -> ast.FunctionDef | None:
