@@ -1,17 +1,13 @@
-"""Model classes of transformers, imported without what they import and no program uses.
+"""Model classes of transformers, imported without scikit-learn.
 
-Up to version 5.20, they import scikit-learn for assisted generation, with pandas and pyarrow, and
-load torch's compiler only to exclude continuous batching from it. That takes each rank seconds.
-Every module imports model classes from here, so that the first import is always this one.
+Up to version 5.20, they import it for assisted generation, with pandas and pyarrow. That takes each
+rank 0.7 seconds of a core. Every module imports model classes from here, so that the first import
+is always this one.
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-from unittest.mock import patch
-
-import torch
 
 
 @contextmanager
@@ -27,12 +23,7 @@ def hidden(name: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _unchanged(function: Any = None, **options: Any) -> Any:
-    """A decorator, with options or without, that does nothing."""
-    return _unchanged if function is None else function
-
-
-with hidden("sklearn"), patch.object(torch.compiler, "disable", _unchanged):
+with hidden("sklearn"):
     from transformers import (  # noqa: F401
         AttentionInterface,
         AttentionMaskInterface,
