@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ def test_records_are_read_back_unchanged(write_records) -> None:
     (batch,) = examples(folder).to_batches()
     assert example_batch(batch) == ExampleBatch(
         ids=["mixed:0", "mixed:1", "mixed:2"],
-        prompts=[[asdict(turn) for turn in example.prompt] for example in rows],
+        prompts=[
+            [{"role": turn.role, "content": turn.content} for turn in example.prompt]
+            for example in rows
+        ],
         chosen=["Ja.\n", "b", None],
         rejected=[" No", None, None],
         reference=[None, None, "4"],
@@ -50,6 +53,26 @@ def test_records_are_read_back_unchanged(write_records) -> None:
     assert list(texts(folder)) == []
     folder = write_records("texts", Text("One.\n"), Text("二"))
     assert list(texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
+
+
+def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records) -> None:
+    called = Message("assistant", "", '[{"name": "add"}]')
+    prompt = (*asked("1 + 2?").prompt, called, Message("tool", "3"))
+    with_tools = Example(prompt, "3.", tools='[{"name": "add"}, {"name": "find"}]')
+    good = replace(with_tools, label=True, tools=None)
+    rows = with_tools, asked("a", "b"), good, replace(with_tools, tools=None)
+    folder = write_records("tools", *rows)
+    found = [example_batch(batch) for batch in examples(folder).to_batches()]
+    assert [name for batch in found for name in batch.ids] == [f"tools:{n}" for n in (1, 0, 2, 3)]
+    _, first, *others = [prompt for batch in found for prompt in batch.prompts]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    assert first[0] == {"role": "user", "content": "1 + 2?"} | {
+        "tools": [{"name": "add"}, {"name": "find"}]
+    }
+    assert [other[:2] for other in others] == [[{"role": "user", "content": "1 + 2?"}, call]] * 2
+    assert first[1:] == others[0][1:]
+    assert len({*examples(folder).column("prompt_key").to_pylist()}) == 3
+    assert serves(examples(folder)).tolist() == [1, 1, 2, 1]
 
 
 def test_a_source_without_records(write_records) -> None:

@@ -219,6 +219,31 @@ def test_a_tool_s_turn_is_no_piece_of_the_assistant(tokenizer) -> None:
     ]
 
 
+KNOWS_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+) + CHATML.replace(
+    "message.content }}",
+    "message.content }}{% if message.tool_calls %}{{ message.tool_calls[0].name }}(){% endif %}",
+)
+
+
+def test_a_template_shows_schemas_and_calls_of_tools(tokenizer) -> None:
+    use(tokenizer, KNOWS_TOOLS, eos_token="<|im_end|>")
+    user, _, result = CALLED
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    asked = [user | {"tools": [{"name": "add"}]}, calls, result]
+    assert turns(tokenizer, asked) == [
+        ('<|im_start|>system\n[{"name": "add"}]<|im_end|>\n<|im_start|>user\n1 + 2?<|im_end|>\n'
+         "<|im_start|>assistant\n", False),
+        ("add()<|im_end|>", True),
+        ("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n", False),
+    ]  # fmt: skip
+    assert render(tokenizer, asked, "3.")[1] == "3.<|im_end|>"
+    use(tokenizer, CHATML, eos_token="<|im_end|>")
+    with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows neither tools nor tool_calls"):
+        render(tokenizer, asked, "3.")
+
+
 def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer) -> None:
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows a tool's turn as one of the"):
         render(tokenizer, CALLED, "3.")

@@ -47,6 +47,9 @@ class ColumnMap(Block):
     extra: tuple[str, ...] | None = None
     """Further columns of values that JSON knows, for rewards and judges with a parameter of this
     name. Allowed with all columns except `text`. No phase trains on them."""
+    tools: str | None = None
+    """Schemas of functions that the assistant may call: a list of objects, or its JSON, which the
+    chat template shows. Allowed with all columns except `text`."""
     text: str | None = None
     """A document, for `split.pretraining`."""
 
@@ -59,7 +62,8 @@ class ColumnMap(Block):
             {"prompt", "answers", "scores", "label"},
             {"messages"}, {"text"}, {"prompt"},
         ]  # fmt: skip
-        form = given - {"reference", "extra"} if self.text is None else given
+        further = {"reference", "extra", "tools"}
+        form = given - further if self.text is None else given
         if form not in forms:
             known = "; ".join(", ".join(sorted(form)) for form in forms)
             yield f"found {', '.join(sorted(given)) or 'no column'}; expected one of: {known}"

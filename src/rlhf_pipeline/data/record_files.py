@@ -1,7 +1,8 @@
 """The records of a source on disk: Arrow IPC streams, memory-mapped when read, and row counts.
 
 Examples and texts have a file each. A source contains one kind; the file of the other is empty.
-Examples whose answers are labelled good or bad have another file, which exists if there are some.
+Examples whose answers are labelled good or bad have another file, which exists if there are some,
+and so have examples whose prompts contain schemas or calls of tools.
 """
 
 import json
@@ -21,6 +22,7 @@ from rlhf_pipeline.data.records import (
     NOT_UTF8,
     TO_UTF8,
     Conversation,
+    Example,
     Record,
     Text,
     Unused,
@@ -48,7 +50,8 @@ _EXAMPLES = pa.schema(
     ]
 )
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
-_LABELLED = "labelled.arrow"
+_TOOLS = pa.field("tools", pa.string())
+_LABELLED, _WITH_TOOLS = "labelled.arrow", "with_tools.arrow"
 _COUNTS = "counts.json"
 _KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
 _BATCH_ROWS = 1_000
@@ -72,11 +75,10 @@ class ExampleBatch:
 
 
 def examples(folder: Path) -> pa.Table:
-    """A source's examples, memory-mapped: those with a label come last."""
-    table, labelled = mapped(folder / "examples.arrow"), folder / _LABELLED
-    if not labelled.exists():
-        return table
-    return pa.concat_tables([table, mapped(labelled)], promote_options="default")
+    """A source's examples, memory-mapped: those with a label, and those with tools, come last."""
+    further = [folder / name for name in (_LABELLED, _WITH_TOOLS) if (folder / name).exists()]
+    tables = [mapped(path) for path in (folder / "examples.arrow", *further)]
+    return pa.concat_tables(tables, promote_options="default") if further else tables[0]
 
 
 def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
@@ -131,13 +133,18 @@ def phase_bits(phases: Iterable[Phase]) -> int:
 
 
 def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
-    """A batch as Python values."""
+    """A batch as Python values; schemas and calls of tools are in the messages."""
     columns = ["id", "prompt", "chosen", "rejected", "reference"]
     further = {name for name in ("extra", "label") if name in batch.schema.names}
-    return ExampleBatch(
+    made = ExampleBatch(
         *(batch.column(name).to_pylist() for name in columns),
         **{name: batch.column(name).to_pylist() for name in further},
     )
+    tools = batch.column("tools").to_pylist() if "tools" in batch.schema.names else ()
+    for prompt, more in zip(made.prompts, tools, strict=False):
+        for index, keys in json.loads(more or "{}").items():
+            prompt[int(index)] |= keys
+    return made
 
 
 def mapped(path: Path) -> pa.Table:
@@ -201,7 +208,7 @@ class RecordsWriter:
     def __init__(self, folder: Path, *, has_extra: bool = False) -> None:
         self._folder, self._schema = folder, _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
         self._examples = ArrowWriter(folder / "examples.arrow", self._schema)
-        self._labelled: ArrowWriter | None = None
+        self._further: dict[str, ArrowWriter] = {}
         self._texts = ArrowWriter(folder / "texts.arrow", _TEXTS)
 
     def __enter__(self) -> "RecordsWriter":
@@ -213,6 +220,8 @@ class RecordsWriter:
             return
         prompt, answers = record.prompt, [record.chosen or "", record.rejected or ""]
         identity = normalized_prompt(prompt)
+        more = _tools(record)
+        asked = [identity] if more is None else [identity, more]
         label = [] if record.label is None else [str(record.label)]
         row = {
             "id": place,
@@ -222,21 +231,35 @@ class RecordsWriter:
             "reference": record.reference,
             "extra": record.extra,
             "label": record.label,
-            "prompt_key": key(identity),
+            "tools": more,
+            "prompt_key": key(*asked),
             "conversation_key": key(conversation(identity)),
-            "example_key": key(identity, *(answer.strip() for answer in answers), *label),
+            "example_key": key(*asked, *(answer.strip() for answer in answers), *label),
         }
         writer = self._examples
-        if label:
-            writer = self._labelled = self._labelled or ArrowWriter(
-                self._folder / _LABELLED, self._schema.append(LABEL)
-            )
+        if name := _LABELLED if more is None and label else more and _WITH_TOOLS:
+            if name not in self._further:
+                schema = self._schema.append(LABEL)
+                schema = schema.append(_TOOLS) if name == _WITH_TOOLS else schema
+                self._further[name] = ArrowWriter(self._folder / name, schema)
+            writer = self._further[name]
         writer.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
 
     def __exit__(self, *_: object) -> None:
-        for writer in (self._examples, self._texts, self._labelled):
-            if writer is not None:
-                writer.close()
+        for writer in (self._examples, self._texts, *self._further.values()):
+            writer.close()
+
+
+def _tools(example: Example) -> str | None:
+    """Schemas and calls of tools as further keys of the messages, by their numbers; None: none."""
+    found: dict[int, dict[str, Any]] = {
+        index: {"tool_calls": json.loads(message.calls)}
+        for index, message in enumerate(example.prompt)
+        if message.calls
+    }
+    if example.tools is not None:
+        found[0] = found.get(0, {}) | {"tools": json.loads(example.tools)}
+    return json.dumps(found) if found else None
 
 
 @dataclass

@@ -3,15 +3,16 @@
 import hashlib
 import unicodedata
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 NOT_UTF8 = "not UTF-8"
 """The reason of rows in another encoding."""
 TO_UTF8 = "convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW_FILE"
 
 Role = Literal["system", "user", "assistant", "tool"]
-Conversation = list[dict[str, str]]
-"""Messages as chat templates expect them: {"role": ..., "content": ...} each."""
+Conversation = list[dict[str, Any]]
+"""Messages as chat templates expect them: {"role": ..., "content": ...} each, and
+`tool_calls` where the assistant calls functions, whose schemas are `tools` of the first message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Message:
 
     role: Role
     content: str
+    calls: str = ""
+    """Calls of functions by the assistant, as a list in JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class Example:
     """The true answer, for rewards and judges that check responses. No phase trains on it."""
     extra: str | None = None
     """Further columns for rewards and judges: an object of JSON."""
+    tools: str | None = field(default=None, kw_only=True)
+    """Schemas of the functions that the assistant may call, as a list in JSON."""
     label: bool | None = field(default=None, kw_only=True)
     """Whether the answers are good, all of them, or bad: feedback for KTO alone. None: the answers
     are a demonstration or a comparison."""

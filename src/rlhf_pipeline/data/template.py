@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
+from typing import Any
 
 from jinja2 import Template, TemplateError
 
@@ -29,6 +30,9 @@ HUMAN_ASSISTANT_TEMPLATE = (
 
 `bos_token` is empty if the tokenizer has none.
 """
+
+PLAIN = ("role", "content")
+"""Keys of a message without tools."""
 
 _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
@@ -88,7 +92,10 @@ def render_dialogues(
         tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
     )
     try:
-        rendered: list[str] = render(list(dialogues))
+        if not any("tools" in dialogue[0] for dialogue in dialogues):
+            rendered: list[str] = render(list(dialogues))
+        else:
+            rendered = [render(dialogue, tools=dialogue[0].get("tools")) for dialogue in dialogues]
     except TemplateError as error:
         if len(dialogues) > 1:  # find the first one that fails
             for name, dialogue in zip(ids, dialogues, strict=True):
@@ -100,14 +107,18 @@ def render_dialogues(
             f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"
         ) from error
     for name, dialogue, found in zip(ids, dialogues, rendered, strict=True):
-        if any(message["role"] == "tool" for message in dialogue):
-            role = {"tool": "assistant"}
-            said = [turn | {"role": role.get(turn["role"], turn["role"])} for turn in dialogue]
-            if render(said) == found:
-                raise ArtifactError(
-                    f"{name}: the tokenizer's chat template shows a tool's turn as one of the "
-                    "assistant. Fix: use a model whose template knows tools, or remove these rows."
-                )
+        plain = [{key: turn[key] for key in PLAIN} for turn in dialogue]
+        if any(len(turn) > len(PLAIN) for turn in dialogue) and render(plain) == found:
+            raise ArtifactError(
+                f"{name}: the tokenizer's chat template shows neither tools nor tool_calls. Fix: "
+                "use a model whose template knows tools, or remove these rows."
+            )
+        said = [t | {"role": "assistant"} if t["role"] == "tool" else t for t in plain]
+        if said != plain and render(said) == render(plain):
+            raise ArtifactError(
+                f"{name}: the tokenizer's chat template shows a tool's turn as one of the "
+                "assistant. Fix: use a model whose template knows tools, or remove these rows."
+            )
     return rendered
 
 
@@ -117,9 +128,10 @@ def render_responses(
     ids: Sequence[str],
     prompts: Sequence[Conversation],
     prompt_texts: Sequence[str],
-    responses: Sequence[str | None],
+    responses: Sequence[str | dict[str, Any] | None],
 ) -> list[str | None]:
     """Render responses: the text that the template adds to each prompt's text, up to its EOS.
+    A response is a text, or a message of the assistant.
 
     Any EOS of the contract may end the turn. The model stops there, so anything after it is cut
     off: a line break in ChatML, a second EOS for the whole dialogue in Phi-3. If the template ends
@@ -133,7 +145,13 @@ def render_responses(
     last = re.compile(rf"(?P<end>{one})(\s*({one}))*(?!.*({one}))", re.DOTALL)
     given = [row for row, response in enumerate(responses) if response is not None]
     dialogues = [
-        [*prompts[row], {"role": "assistant", "content": str(responses[row])}] for row in given
+        [
+            *prompts[row],
+            turn
+            if isinstance(turn := responses[row], dict)
+            else {"role": "assistant", "content": turn},
+        ]
+        for row in given
     ]
     rendered = render_dialogues(tokenizer, [ids[row] for row in given], dialogues)
     texts: list[str | None] = [None] * len(responses)
@@ -165,7 +183,7 @@ def render_turns(
     for index in (index for index, message in enumerate(prompt) if message["role"] == "assistant"):
         history = [prompt[:index]]
         before = render_prompts(tokenizer, [name], history)
-        said = [prompt[index]["content"]]
+        said = [prompt[index]]
         answer = render_responses(tokenizer, contract, [name], history, before, said)[0] or ""
         if not prompt_text.startswith(before[0] + answer):
             raise ArtifactError(

@@ -210,7 +210,7 @@ class ControlTokenFilter:
             for name, prompt, *answers in zip(
                 batch.ids, batch.prompts, batch.chosen, batch.rejected, strict=True
             ):
-                texts = [message["content"] for message in prompt]
+                texts = [str(value) for message in prompt for value in message.values()]
                 texts += [answer for answer in answers if answer is not None]
                 usable.append(self.accepts(label, counts, name, texts))
         return np.array(usable, bool)

@@ -18,6 +18,14 @@ USER = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "Because."}
 NO = {"role": "assistant", "content": "No."}
 QUESTION = (Message("user", "Why?"),)
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+}
+CALLED = Message(
+    "assistant", "", '[{"function": {"arguments": {"a": 1}, "name": "add"}, "id": "1"}]'
+)
 DIALOGUE = [
     {"role": "system", "content": "Be kind."},
     {"from": "human", "value": "Hi"},
@@ -209,9 +217,17 @@ def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> Non
         ({"chosen": "It is so.", "rejected": "It is not."},
          Unused("no mapped column contains the prompt: set columns.prompt; the columns are "
                 "'chosen', 'rejected'")),
-        ({"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
-         Unused("a message has tool_calls, which are not read: write the call into its content, as "
-                "the model's chat template shows it")),
+        # Schemas of tools, as a list or its JSON, and calls, whose arguments OpenAI has as JSON.
+        *(({"messages": [USER, CALLING, {"role": "tool", "content": "3"}, ANSWER], "tools": tools},
+           Example((*QUESTION, CALLED, Message("tool", "3")), "Because.", tools=kept))
+          for tools, kept in (([{"name": "add"}], '[{"name": "add"}]'), (None, None),
+                              ('[{"name": "add"}]', '[{"name": "add"}]'))),
+        ({"messages": [USER, CALLING]},
+         Unused("the last answer calls a tool, which no stage learns", bad=False)),
+        ({"messages": [USER, ANSWER], "tools": "add"},
+         Unused("column 'tools' is not a list of objects, nor its JSON")),
+        ({"messages": [USER, CALLING | {"tool_calls": "add"}]},
+         Unused("the tool_calls of a message are not a list of objects")),
         ({"messages": [USER | {"content": [{"type": "image_url"}]}, ANSWER]},
          Unused("a content part of type image_url, not text")),
         # TRL's unpaired preference formats: standard and conversational.
@@ -260,7 +276,6 @@ def test_other_columns_need_a_line_which_the_message_states(names: list[str], li
     [
         # TRL's language modelling of plain text, and its tools and steps.
         (["text"], "split.pretraining.sources, with the line columns: {text: text}"),
-        (["messages", "tools"], "column 'tools' has schemas of functions, which are not read. Fix"),
         (["prompt", "completions", "labels"], "the columns do not say which of them to read"),
     ],
 )

@@ -1,8 +1,10 @@
 """The declaration of a source: its name, its columns, and how its rows become records."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -155,8 +157,8 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
     """Parse a list of {"role": ..., "content": ...} or ShareGPT's {"from": ..., "value": ...}.
 
     The content is a string, or OpenAI's list of parts, whose texts are joined. Raises
-    MalformedRowError if the value is not such a list, a role is unknown, a part is no text, or a
-    turn has `tool_calls` beside its content.
+    MalformedRowError if the value is not such a list, a role is unknown, or a part is no
+    text.
     """
     if not isinstance(value, list) or not value:
         raise MalformedRowError(f"column {column!r} is not a list of messages")
@@ -170,18 +172,36 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
         role = _ROLES.get(text(item, role_key))
         if role is None:
             raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
-        if item.get("tool_calls"):
-            raise MalformedRowError(
-                "a message has tool_calls, which are not read: write the call into its content, as "
-                "the model's chat template shows it"
-            )
+        calls = item.get("tool_calls")
         content = item.get(content_key)
-        found.append(
-            Message(
-                role, _joined(content) if isinstance(content, list) else text(item, content_key)
-            )
-        )
+        if calls and content is None:
+            item = item | {content_key: ""}
+        said = _joined(content) if isinstance(content, list) else text(item, content_key)
+        found.append(Message(role, said, as_json(_with_objects(calls)) if calls else ""))
     return tuple(found)
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON with sorted keys; raises MalformedRowError if JSON does not know it."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise MalformedRowError(f"a description of tools is not JSON: {error}") from None
+
+
+def _with_objects(calls: Any) -> Any:
+    """Calls whose arguments are objects, as chat templates expect; OpenAI has them as JSON."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise MalformedRowError("the tool_calls of a message are not a list of objects")
+    found = []
+    for call in calls:
+        function = call.get("function", call)
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        with suppress(ValueError):
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        given = {**function, "arguments": arguments} if isinstance(function, dict) else function
+        found.append({**call, "function": given} if "function" in call else given)
+    return found
 
 
 def _joined(parts: list[Any]) -> str:

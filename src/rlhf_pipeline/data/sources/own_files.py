@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,9 @@ from rlhf_pipeline.data.records import Example, Message, Record, Role, Text
 from rlhf_pipeline.data.sources.adapter import (
     MalformedRowError,
     Row,
+    SkippedRowError,
     Source,
+    as_json,
     columns_of,
     messages,
     number,
@@ -45,11 +48,6 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     """
     if {*names} == {"prompt"}:  # beside it, another column may be the answer
         return ColumnMap(prompt="prompt")
-    if "tools" in names:
-        raise ColumnError(
-            "column 'tools' has schemas of functions, which are not read. Fix: write them into the "
-            "system message, as the model's chat template shows them, and name the other columns"
-        )
     if {*names} == {"text"}:
         raise ColumnError(
             "column 'text' is a document, not a prompt. Fix: list the source in "
@@ -59,7 +57,8 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     whole = [form for form in found if not any({*form} < {*other} for other in found)]
     # `label` marks bad answers, so a form without it would learn them.
     if len(whole) == 1 and ("label" in whole[0] or "label" not in names):
-        return ColumnMap.model_validate(whole[0])
+        tools = {"tools": "tools"} if "tools" in names else {}
+        return ColumnMap.model_validate(whole[0] | tools)
     lines = [f"columns: {form}".replace("'", "") for form in found or [_EXAMPLE]]
     raise ColumnError(
         f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "
@@ -108,6 +107,8 @@ def _record(row: Row, named: ColumnMap) -> Record:
         raise ColumnError("no mapped column contains the prompt: set columns.prompt")
     if any(prompt != prompts[0] for prompt in prompts):
         raise MalformedRowError("the columns contain different prompts")
+    if any(dialogue[-1].calls for dialogue in answers):
+        raise SkippedRowError("the last answer calls a tool, which no stage learns")
     said = [dialogue[-1].content for dialogue in answers]
     label = None if named.label is None else _label(row, named.label, named.scores is not None)
     if named.scores is None or label is not None:
@@ -117,7 +118,18 @@ def _record(row: Row, named: ColumnMap) -> Record:
         example = preferred(prompts[0], (said[0], said[1]), scores)
     if named.reference is not None:
         example = replace(example, reference=_reference(row, named.reference))
+    if named.tools is not None and (tools := _schemas(row[named.tools], named.tools)):
+        example = replace(example, tools=as_json(tools))
     return replace(example, extra=_extra(row, named.extra)) if named.extra else example
+
+
+def _schemas(value: Any, column: str) -> list[Any]:
+    """The schemas of functions in a column: a list, or its JSON."""
+    with suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if value is None or (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        return value or []
+    raise MalformedRowError(f"column {column!r} is not a list of objects, nor its JSON")
 
 
 def _label(row: Row, column: str, may_be_null: bool) -> bool | None:
