@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.preferences import KTOConfig
 from rlhf_pipeline.data.record_files import mapped
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
-from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, own_share
+from rlhf_pipeline.distributed.batches import Rows, even_share, micro_batches, own_share
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.rl.preference_losses import kto_loss, log_ratios
+from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.reference import answer_logprobs, load_reference, reference_logprobs
@@ -86,14 +87,18 @@ class KTOTask:
         others[order] = rows[np.roll(order, 1)]
         prompts, answers = even_share(rows, world), even_share(others, world)
         own = len(own_share(rows, world))  # without the row that fills a gap
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
         for start in range(0, len(prompts), BLOCK):
             block = slice(start, start + BLOCK)
             columns = table.columns(prompts[block])
             columns["response_ids"] = table.columns(answers[block])["response_ids"]
-            pairs = self.collate(columns).sequences
-            ratios = by_micro_batches(self.log_ratios, engine, pairs, tokens, world)
-            total += ratios[: max(0, own - start)].double().sum()
+            pairs = self.collate(columns)
+            (groups,) = micro_batches([pairs.lengths], tokens, engine, world)
+            for index in groups:
+                is_own = (index < own - start).to(world.device, non_blocking=True)
+                ratios = self.log_ratios(engine, pairs.rows(index).to(world.device).sequences)
+                total += ratios.double().where(is_own, 0.0).sum()
+                heartbeat.tick()
         mean = world.sum(total) / len(rows)
         return replace(self, kl=mean.clamp(min=0).float())
 
