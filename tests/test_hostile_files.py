@@ -330,11 +330,14 @@ def gguf_files(whole: bytes) -> dict[str, bytes]:
         "fields": header(0, 2**63, b"\0" * 100),
         "tensors": header(2**63, 0, b"\0" * 100),
         "key": header(0, 1, text(b"key", 2**40)),
+        "text": header(0, 1, key + struct.pack("<I", 8) + text(b"llama", 2**62)),
         "type": header(0, 1, key + struct.pack("<I", 77) + b"\0" * 100),
         "array-of-bytes": header(0, 1, array + struct.pack("<IQ", 0, 2**40)),
         "array-of-texts": header(0, 1, array + struct.pack("<IQ", 8, 2**40) + b"\0" * 80),
         "array-of-doubles": header(0, 1, array + struct.pack("<IQ", 12, 2**61 + 1) + b"\0" * 80),
         "arrays": header(0, 1, array + struct.pack("<IQ", 9, 1) * 100_000),
+        "many-bytes": header(0, 1, array + struct.pack("<IQ", 0, 64 * MIB) + bytes(64 * MIB)),
+        "many-texts": header(0, 1, array + struct.pack("<IQ", 8, 8 * MIB) + bytes(64 * MIB)),
         "dimensions": header(1, 0, tensor + struct.pack("<I", 2**32 - 1) + b"\1" * 100),
         "size": header(1, 0, tensor + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + b"\0" * 64),
         "offset": header(1, 0, tensor + struct.pack("<IQIQ", 1, 8, 0, 2**60) + b"\0" * 64),
@@ -353,7 +356,7 @@ def test_gguf_files(check: Check, tmp_path: Path) -> None:
     for name, content in gguf_files((tmp_path / "whole").read_bytes()).items():
         files[name] = tmp_path / f"{name}.gguf"
         files[name].write_bytes(content)
-    check("gguf", files, 18)
+    check("gguf", files, 21)
 
 
 def safetensors(fields: object, data: bytes = b"", length: int | None = None) -> bytes:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,12 @@ PAD_TOKEN = "<|pad|>"  # noqa: S105
 EOS_TOKEN = "<|end|>"  # noqa: S105
 EMBEDDING_MULTIPLE = 64
 """New embeddings have a multiple of this many rows, for which GPUs have fast kernels."""
+
+STRING, ARRAY, UINT64 = 8, 9, 10
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, UINT64: 8, 11: 8, 12: 8}
+"""Bytes of the values of fixed size, by type."""
+MAX_VALUES = 2**22
+"""Values in a header, of each of which the readers make objects. Large vocabularies have 1.5e6."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -158,6 +165,7 @@ def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     ArtifactError if the file is damaged, or transformers cannot convert its architecture.
     """
     try:
+        check_header(file)
         model = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -175,6 +183,46 @@ def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(number))
     model.config.quantization_config = None  # exported weights are not quantized
     return model, tokenizer
+
+
+def check_header(file: Path) -> None:
+    """Raise ValueError if the header announces more than the file contains.
+
+    The readers of gguf and transformers allocate and loop as it says. Format:
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
+    left, size, order = MAX_VALUES, file.stat().st_size, "<"
+    with file.open("rb") as stream:
+
+        def take(count: int) -> bytes:
+            if count > size - stream.tell():
+                raise ValueError(f"byte {stream.tell()} of {size} announces {count} more bytes")
+            return stream.read(count)
+
+        def number(code: str) -> int:
+            return int(struct.unpack(order + code, take(struct.calcsize(code)))[0])
+
+        def values(kind: int, count: int = 1) -> None:
+            nonlocal left
+            left -= count
+            if left < 0:
+                raise ValueError(f"the header announces more than {MAX_VALUES} values")
+            for _ in range(count):
+                if kind == ARRAY:
+                    values(number("I"), number("Q"))
+                else:
+                    take(number("Q") if kind == STRING else SIZES[kind])
+
+        take(4)
+        order = "<" if number("I") & 0xFFFF else ">"  # as gguf's reader decides
+        tensors, fields = number("Q"), number("Q")
+        for _ in range(fields):
+            values(STRING)
+            values(number("I"))
+        for _ in range(tensors):
+            values(STRING)
+            values(UINT64, number("I"))
+            take(4 + 8)  # type and offset
 
 
 def bits_per_weight(file: Path) -> float:
