@@ -202,5 +202,5 @@ def test_trust_in_the_base_model_does_not_extend_to_a_reward_model(with_code, ma
     contract, world = TokenContract.read(with_code), World(0, 1, torch.device("cpu"))
     reward = ModelReward(path=str(with_code))
     with pytest.raises(ArtifactError, match=r"applies to the base model"):
-        ModelSource.load(reward, with_code, "ppo.rewards.0", contract, 2, world)
+        ModelSource.load(reward, with_code, "ppo.rewards.0", [contract], 2, world)
     assert not marker.exists()

@@ -246,7 +246,7 @@ RERUNS_NOTHING = {
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
     "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
-    "registry": ("pipelines/table.py", r'in \("ppo", ', 'in ("another", "ppo", '),
+    "registry": ("pipelines/table.py", r'OWN = \("ppo", ', 'OWN = ("another", "ppo", '),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
 }

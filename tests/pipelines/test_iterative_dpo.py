@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 
 class Launches(StageListener):
-    """Notes what is launched; ends the driver when the stage `kill` has written its first lines."""
+    """Notes what is launched; ends the driver when the program of the stage `kill` reports."""
 
     def __init__(self, kill=None):
         super().__init__()
@@ -34,7 +34,7 @@ class Launches(StageListener):
     def stage_started(self, run):
         self.titles += [] if run.cached else [run.title]
 
-    def stage_metrics(self, run, records):
+    def stage_phase(self, run, heartbeat):
         if run.title == self.kill:
             raise Killed
 

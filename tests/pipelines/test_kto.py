@@ -28,7 +28,7 @@ def test_kto_learns_from_thumbs_beside_comparisons(tmp_path):
     parameters = tmp_path / "conf" / "local" / "parameters.yml"
     parameters.write_text(json.dumps({"split": {"sources": sources}}))  # JSON is YAML
     output = own.kedro("--pipeline=kto", f"--conf-source={tmp_path / 'conf'}")
-    assert "evaluate_kto: running" in output and "dpo" not in output
+    assert "evaluate_kto: running" in output and "dpo: running" not in output
     with pa.ipc.open_stream(own.newest("03_split/split") / "kto" / "train.arrow") as stream:
         rows = stream.read_all().to_pylist()
     assert all(row["id"].startswith("thumbs.jsonl") for row in rows)

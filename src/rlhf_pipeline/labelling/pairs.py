@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PlainSerializer, ValidationError
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Unused, key, normalized_prompt
@@ -16,12 +16,17 @@ from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.evaluation.comparison import gain_by, read_answers
 
 
+def as_read(prompt: tuple[Message, ...]) -> list[dict[str, str]]:
+    """The messages as a person reads them, without calls of tools."""
+    return [{"role": turn.role, "content": turn.content} for turn in prompt]
+
+
 class Pair(BaseModel):
     """Two answers to one prompt."""
 
     pair: str
     """Equal for equal prompts with equal answers."""
-    prompt: tuple[Message, ...]
+    prompt: Annotated[tuple[Message, ...], PlainSerializer(as_read)]
     first: str
     second: str
     policies: tuple[str, str] = ("first", "second")

@@ -19,7 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rlhf_pipeline.data.records import key
 from rlhf_pipeline.evaluation.comparison import judge_title
-from rlhf_pipeline.labelling.pairs import Pair
+from rlhf_pipeline.labelling.pairs import Pair, as_read
 from rlhf_pipeline.labelling.votes import Vote, add_vote, read_votes, remove_vote
 from rlhf_pipeline.statistics import agreement, rate_interval, win_rate
 
@@ -57,7 +57,7 @@ def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
         coming = next((pair for pair in pairs if pair.pair not in done), None)
         shown = coming and {
             "id": coming.pair,
-            "prompt": coming.prompt,
+            "prompt": as_read(coming.prompt),
             "answers": (coming.first, coming.second)[:: order(coming, annotator)],
         }
         return {"done": len(done), "of": len(pairs), "last": [*done][-1:], "pair": shown}
