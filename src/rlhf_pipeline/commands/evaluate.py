@@ -27,6 +27,7 @@ from rlhf_pipeline.pipelines.split import read_sources, split
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import register_evaluated
@@ -107,9 +108,11 @@ def evaluate(
             )
             results["registration"] = asdict(registration)
         page = evaluation.with_name(f"{evaluation.name}.html")
-        registered = results.get("registration")
-        write_atomically(page, evaluation_page(evaluation, folders.values(), registered))
-        tracker.log_verdict(evaluation.parent.name, read_evaluation(evaluation))
+        text = evaluation_page(evaluation, folders.values(), results.get("registration"))
+        write_atomically(page, text)
+        fingerprint = Manifest.read(evaluation).fingerprint
+        tracker.log_verdict(fingerprint, read_evaluation(evaluation))
+        tracker.log_page(fingerprint, text)
     except BaseException:
         tracker.end("FAILED")
         raise

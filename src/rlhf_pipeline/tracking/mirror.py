@@ -157,7 +157,8 @@ class MlflowTracker(StageListener):
         judge, candidate = evaluation["judge"], evaluation["candidate"]
         rate, scores = evaluation["win_rates"][judge], evaluation["policies"][candidate]
         score = scores.get(score_name(REWARD_MODEL), scores.get(score_name(judge)))
-        columns = {"eval/win_rate": rate["rate"], "eval/score": score}
+        columns = {"eval/win_rate": rate["rate"]}
+        columns |= {} if score is None else {"eval/score": score}  # a judge of pairs has none
         with self._tolerate_failure("the verdict"):
             client, parent = self._connect()
             for run_id in filter(None, (parent, find_run(client, fingerprint))):
