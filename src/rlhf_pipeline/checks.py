@@ -19,6 +19,7 @@ from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import (
     Judge,
     ModelJudge,
+    ModelReward,
     PairwiseJudge,
     as_judges,
     local_source,
@@ -132,11 +133,14 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     for policy in policies:
         if judge_too or isinstance(policy, SampledConfig):  # its rewards judge its answers
-            named = evaluate.model_copy(update={"judges": as_judges(policy.rewards)})
+            every_one = isinstance(policy, SampledConfig)
+            judges = as_judges(policy.rewards, penalties=every_one)
+            named = evaluate.model_copy(update={"judges": judges})
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
             yield from found
         yield from reward_faults(policy.rewards, f"{policy.sampler}.rewards", _carried(rated))
         yield from _judges(policy.rewards, f"{policy.sampler}.rewards")
+        yield from _sampled(policy, sum(layout.ranks))
     for policy in by_ppo:
         if policy.ptx is not None and split.pretraining is None:
             yield (
@@ -152,6 +156,22 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     if split.pretraining is not None:
         texts = split.pretraining.records()
         yield from _sources("split.pretraining.sources", texts, wants_text=True)
+
+
+def _sampled(policy: PPOConfig | SampledConfig, ranks: int) -> Iterator[str]:
+    """What stage `sample` cannot use: fewer prompts than ranks, each of which needs a row, and the
+    mean of a reward model."""
+    if isinstance(policy, SampledConfig):
+        for index, reward in enumerate(policy.rewards):
+            if isinstance(reward, ModelReward) and reward.mean is not None:
+                yield (
+                    f"{policy.sampler}.rewards.{index}.mean: found {reward.mean}, expected null: "
+                    "stage sample subtracts the mean that is stored with the model"
+                )
+        for name in ("prompts", "validation_prompts"):
+            value = getattr(policy.sample, name)
+            if value is not None and value < ranks:
+                yield f"{policy.sampler}.{name}: found {value}, expected at least {ranks} ranks"
 
 
 def _absent(need: str, package: str, extra: str) -> Iterator[str]:

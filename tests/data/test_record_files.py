@@ -56,7 +56,7 @@ def test_records_are_read_back_unchanged(write_records) -> None:
 
 
 def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records) -> None:
-    called = Message("assistant", "", '[{"name": "add"}]')
+    called = Message("assistant", "", '{"tool_calls": [{"name": "add"}]}')
     prompt = (*asked("1 + 2?").prompt, called, Message("tool", "3"))
     with_tools = Example(prompt, "3.", tools='[{"name": "add"}, {"name": "find"}]')
     good = replace(with_tools, label=True, tools=None)

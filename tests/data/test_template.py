@@ -244,6 +244,17 @@ def test_a_template_shows_schemas_and_calls_of_tools(tokenizer) -> None:
         render(tokenizer, asked, "3.")
 
 
+def test_a_template_that_rejects_the_dialogue_without_its_calls_knows_tools(tokenizer) -> None:
+    strict = (
+        "{% for message in messages %}{% if message.role == 'assistant' and not "
+        "(message.tool_calls or loop.last) %}{{ raise_exception('a call is missing') }}"
+        "{% endif %}{% endfor %}"
+    )
+    use(tokenizer, strict + KNOWS_TOOLS, eos_token="<|im_end|>")
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    assert render(tokenizer, [CALLED[0], calls, CALLED[2]], "3.")[1] == "3.<|im_end|>"
+
+
 def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer) -> None:
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows a tool's turn as one of the"):
         render(tokenizer, CALLED, "3.")

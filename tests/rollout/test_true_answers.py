@@ -32,6 +32,9 @@ def test_a_prompt_without_a_true_answer_is_refused():
         ("Paris", "I think.\nAnswer: paris.\nIt is a city.", 1, 1),
         ("Paris", "It is Paris, a city.", 0, 1),
         ("Paris", "Rome", 0, 0),
+        ("42", "#### 42\nI hope this answer helps.", 1, 1),
+        ("No answer", "Paris", 0, 0),
+        ("unanswerable", "I am able to say Paris", 0, 0),
     ],
 )
 def test_strict_asks_for_the_final_answer_and_lenient_for_a_mention(true, given, strict, lenient):

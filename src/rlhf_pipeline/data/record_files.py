@@ -253,7 +253,7 @@ class RecordsWriter:
 def _tools(example: Example) -> str | None:
     """Schemas and calls of tools as further keys of the messages, by their numbers; None: none."""
     found: dict[int, dict[str, Any]] = {
-        index: {"tool_calls": json.loads(message.calls)}
+        index: json.loads(message.calls)
         for index, message in enumerate(example.prompt)
         if message.calls
     }

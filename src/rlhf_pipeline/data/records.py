@@ -22,7 +22,7 @@ class Message:
     role: Role
     content: str
     calls: str = ""
-    """Calls of functions by the assistant, as a list in JSON."""
+    """Further keys in JSON: `tool_calls` of the assistant, `name` and `tool_call_id` of a tool."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     prompts, judging = Rows.of(together).columns(own), config.judging()
     seed = job.seed + table.round - 1
     setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
-    setups = {"policy": setup}
+    setups, judges = {"policy": setup}, load_judges(job, judging)
     scored, _ = answer_all({"policy": job.inputs["policy"]}, None, setups, None, config.n)
-    draws = judge_all(scored, job, load_judges(job, judging), setups)
+    draws = judge_all(scored, job, judges, setups)
     shared = {}
     for i, row in enumerate(own.tolist()):
         given = [each.sequences for each in scored.values()]
@@ -78,7 +78,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
         found = list(group)
         scores, finished = totals(found, config), [bool(one.ended) for one in found]
         chosen = choose(scores, finished, table.kind, config)
-        samples[row] |= {"responses": [one.response for one in found], "scores": scores}
+        texts = [one.response for one in found]
+        if chosen is not None and len({texts[n] for n in chosen}) < len(chosen):
+            chosen = None  # equal answers, which were scored apart
+        samples[row] |= {"responses": texts, "scores": scores}
         samples[row] |= {"ended": finished, "chosen": chosen}
     metrics = write([samples[row] for row in sorted(samples)], job.export, table.kind, world.size)
     contract.write(job.export)

@@ -30,7 +30,7 @@ AGREES: dict[str, Callable[[str, str], bool]] = {
 """Whether an answer (second) agrees with the true one (first), by `ReferenceReward.reference`."""
 
 
-_FINAL = re.compile(r"####|\\boxed\{|answer(?: is)?:?", re.IGNORECASE)
+_FINAL = re.compile(r"####|\\boxed\{|\banswer(?:\s+is:?|:)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 
 
@@ -42,7 +42,7 @@ def final_answer(text: str) -> str:
     """
     *before, last = _FINAL.split(text.strip())
     found = last.strip().partition("\n")[0] if before else last
-    return _THOUSANDS.sub("", found.strip(" \t*_`$}."))
+    return _THOUSANDS.sub("", found.strip(" \t*_`$}.") or text.strip())
 
 
 def accuracy(true: str | None, given: str) -> tuple[float, float] | None:

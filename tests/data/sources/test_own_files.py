@@ -24,7 +24,9 @@ CALLING = {
     "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
 }
 CALLED = Message(
-    "assistant", "", '[{"function": {"arguments": {"a": 1}, "name": "add"}, "id": "1"}]'
+    "assistant",
+    "",
+    '{"tool_calls": [{"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}]}',
 )
 DIALOGUE = [
     {"role": "system", "content": "Be kind."},
@@ -212,7 +214,9 @@ def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> Non
           "completion": [ANSWER]}, Example(QUESTION, "Because.")),
         ({"messages": [USER, {"role": "assistant", "content": "add(1, 2)"},
                        {"role": "tool", "name": "add", "content": "3"}, ANSWER]},
-         Example((*QUESTION, Message("assistant", "add(1, 2)"), Message("tool", "3")), "Because.")),
+         Example((*QUESTION, Message("assistant", "add(1, 2)"),
+                  Message("tool", "3", '{"name": "add"}')), "Because.")),
+        ({"prompt": [USER], "tools": None}, Example(QUESTION)),
         # TRL's preferences with an implicit prompt in one string each, and what is not text.
         ({"chosen": "It is so.", "rejected": "It is not."},
          Unused("no mapped column contains the prompt: set columns.prompt; the columns are "

@@ -177,14 +177,17 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
         if calls and content is None:
             item = item | {content_key: ""}
         said = _joined(content) if isinstance(content, list) else text(item, content_key)
-        found.append(Message(role, said, as_json(_with_objects(calls)) if calls else ""))
+        keys = {"tool_calls": _with_objects(calls)} if calls else {}
+        if role == "tool":
+            keys = {key: item[key] for key in ("name", "tool_call_id") if item.get(key) is not None}
+        found.append(Message(role, said, as_json(keys) if keys else ""))
     return tuple(found)
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON with sorted keys; raises MalformedRowError if JSON does not know it."""
+    """A value as JSON, in its order; raises MalformedRowError if JSON does not know it."""
     try:
-        return json.dumps(value, sort_keys=True)
+        return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise MalformedRowError(f"a description of tools is not JSON: {error}") from None
 

@@ -46,8 +46,8 @@ def known_columns(names: Collection[str]) -> ColumnMap:
 
     Raises ColumnError with the line to add if the names fit none of the formats, or several.
     """
-    if {*names} == {"prompt"}:  # beside it, another column may be the answer
-        return ColumnMap(prompt="prompt")
+    if {*names} - {"tools"} == {"prompt"}:  # beside it, another column may be the answer
+        return ColumnMap(prompt="prompt", tools="tools" if "tools" in names else None)
     if {*names} == {"text"}:
         raise ColumnError(
             "column 'text' is a document, not a prompt. Fix: list the source in "
