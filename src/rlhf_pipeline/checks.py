@@ -16,14 +16,7 @@ from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import (
-    Judge,
-    ModelJudge,
-    ModelReward,
-    PairwiseJudge,
-    as_judges,
-    local_source,
-)
+from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, as_judges, local_source
 from rlhf_pipeline.config.roads import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -159,19 +152,12 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
 
 
 def _sampled(policy: PPOConfig | SampledConfig, ranks: int) -> Iterator[str]:
-    """What stage `sample` cannot use: fewer prompts than ranks, each of which needs a row, and the
-    mean of a reward model."""
+    """Fewer prompts of stage `sample` than ranks, each of which needs a row."""
     if isinstance(policy, SampledConfig):
-        for index, reward in enumerate(policy.rewards):
-            if isinstance(reward, ModelReward) and reward.mean is not None:
-                yield (
-                    f"{policy.sampler}.rewards.{index}.mean: found {reward.mean}, expected null: "
-                    "stage sample subtracts the mean that is stored with the model"
-                )
         for name in ("prompts", "validation_prompts"):
             value = getattr(policy.sample, name)
             if value is not None and value < ranks:
-                yield f"{policy.sampler}.{name}: found {value}, expected at least {ranks} ranks"
+                yield f"{policy.sampler}.{name}: found {value}, expected at least the {ranks} ranks"
 
 
 def _absent(need: str, package: str, extra: str) -> Iterator[str]:

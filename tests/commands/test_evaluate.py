@@ -25,7 +25,7 @@ def project(tmp_path_factory):
 def models(make_model, tmp_path_factory):
     """Two folders of transformers whose templates differ, so that their tokens do."""
     folders = []
-    for seed, name in enumerate(("one", "two")):
+    for seed, name in enumerate(("sft", "two")):
         folder = tmp_path_factory.mktemp("models") / name
         shutil.copytree(make_model("llama", seed=seed), folder)
         (folder / "token_contract.json").unlink()
@@ -53,8 +53,8 @@ def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(projec
         return shown, json.loads((folder / "export" / "evaluation.json").read_text())
 
     shown, found = run(*models)
-    assert [*found["policies"]] == ["one", "two"] and "two against one." in shown
-    assert "kl" not in found["policies"]["two"] and found["policies"]["one"]["kl"] == 0
+    assert [*found["policies"]] == ["sft", "two"] and "two against the sft model." in shown
+    assert "kl" not in found["policies"]["two"] and found["policies"]["sft"]["kl"] == 0
     again, _ = run(*models)
     assert "running" not in again and "evaluate_models: reused" in again
     _, turned = run(*models[::-1])
@@ -86,6 +86,8 @@ def test_what_cannot_be_compared_is_refused_before_a_launch(project, arguments, 
 def test_models_have_short_names_of_their_own():
     names = ["/a/qwen", "b/qwen", "small.Q4.gguf", "org/big model", "3", "/a/qwen/"]
     assert labels(names) == ["qwen", "qwen-2", "small.Q4", "big-model", "3", "qwen-3"]
+    assert labels(["/a/reward", "/b/reward"]) == ["reward-2", "reward-3"]
+    assert labels(["champion", "/a/champion"]) == ["champion", "champion-2"]
 
 
 def test_a_judge_is_named_in_one_string(tmp_path):

@@ -230,11 +230,11 @@ def test_deepspeed_does_not_replace_the_linear_function_of_torch(two_ranks):
 
 
 def assert_equal(one, other):
-    """The weights, and what was measured: a KL is a difference of sums of about 20 nats, whose
-    float32 have steps of 2e-6."""
+    """The weights and what was measured. A KL is a difference of sums of up to 38 nats in float32,
+    which have steps of 3.8e-6 there."""
     assert one.keys() == other.keys()
     for key, value in one.items():
-        limit = 1e-5 if key.startswith("held-out") else 1e-6
+        limit = 4e-6 if key == "held-out kl" else 1e-6
         assert float((value - other[key]).abs().max()) < limit, key
 
 

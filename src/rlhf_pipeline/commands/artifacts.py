@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,6 @@ from rich.console import Console
 from rlhf_pipeline.checks import path_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.evaluate import SFT_MODEL
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import BASE_MODEL
@@ -125,15 +125,17 @@ class Ledger:
         versions = [path for data in found for path in data.versions()]
         return sorted(versions, key=lambda folder: folder.parent.name)
 
-    @cached_property
-    def stages(self) -> Stages:
-        """Runs stages as `kedro run` does."""
+    @contextmanager
+    def stages(self) -> Iterator[Stages]:
+        """Runs stages as `kedro run` does; the end waits for the uploads to a store."""
         from rlhf_pipeline.hooks import run_context
         from rlhf_pipeline.stages.progress import ProgressDisplay
         from rlhf_pipeline.stages.run import StageRunner
 
-        display = ProgressDisplay(Console(stderr=True))
-        return StageRunner(run_context(self.catalog, display, *self.listeners))
+        context = run_context(self.catalog, ProgressDisplay(Console(stderr=True)), *self.listeners)
+        yield StageRunner(context)
+        if context.stored is not None:
+            context.stored.close()
 
     def folder(self, name: str) -> Path:
         """The artifact that a version, an alias or a path names.
@@ -150,7 +152,8 @@ class Ledger:
             given = self.catalog.load("params:base_model")
             config = BaseModelConfig(path=name, trust_remote_code=given.trust_remote_code)
             sources, seed = (self.catalog.load(f"params:{each}") for each in ("split", "seed"))
-            return base_model(config, sources, seed, self.stages)
+            with self.stages() as stages:
+                return base_model(config, sources, seed, stages)
         return registered_folder(name, self.model, self.project, self.workspace / DOWNLOADS)
 
     def language_model(self, name: str) -> Path:
@@ -201,9 +204,11 @@ class Ledger:
             if (path / EVALUATION).is_file():
                 for source, content in Manifest.read(path).inputs.items():
                     if content == digest and source.endswith("_model") and source != "reward_model":
+                        compared = json.loads((path / EVALUATION).read_text())["policies"]
                         own = source.removesuffix("_model")
-                        is_base = stage == BASE_MODEL and source == SFT_MODEL
-                        found.append((self.with_files(path), BASE_MODEL if is_base else own))
+                        found.append(
+                            (self.with_files(path), own if own in compared else BASE_MODEL)
+                        )
         newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
         return Policy(name, stage, made_from, tuple(newest), folder)
 

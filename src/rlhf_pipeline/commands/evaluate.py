@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
 from rlhf_pipeline.config.rewards import Agreement
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
 from rlhf_pipeline.data.split_page import require_true_answers
-from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.split import read_sources, split
@@ -29,6 +30,8 @@ from rlhf_pipeline.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
+from rlhf_pipeline.stages.events import Status
+from rlhf_pipeline.stages.job import Stages
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.registry import TOKENS, find_champion
@@ -83,9 +86,11 @@ def evaluate(
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = Ledger(catalog, project, (tracker,))
     tracker.describe(f"evaluate {' '.join(models)}", {}, {})
+    status: Status = "FAILED"
     try:
         if prompts:  # its faults come before the import of a large model
-            read_sources("source", given.records(), given, seed, ledger.stages)
+            with ledger.stages() as stages:
+                read_sources("source", given.records(), given, seed, stages)
         folders = dict(zip(labels(models), map(ledger.language_model, models), strict=True))
         baseline, candidate, *_ = folders.values()
         champion, gate = None, catalog.load("params:register")
@@ -96,10 +101,13 @@ def evaluate(
             folders[CHAMPION] = champion.folder
         for folder in folders.values():
             refuse(length_faults(positions_in(folder), given, [], config))
-        asked = prompts_of(folders, given if prompts else None, seed, ledger)
-        for folder in asked.values():
-            require_true_answers(folder.parent, [], config.judges)
-        evaluation = evaluate_models(folders, asked, config, seed, ledger.stages).resolve()
+        with ledger.stages() as stages:
+            asked = (
+                tokenized(folders, given, seed, stages) if prompts else published(folders, ledger)
+            )
+            for folder in asked.values():
+                require_true_answers(folder.parent, [], config.judges)
+            evaluation = evaluate_models(folders, asked, config, seed, stages).resolve()
         results: dict[str, Any] = {"evaluation": evaluation}
         if registers:
             answered = evaluation if CHAMPION in folders else None
@@ -113,10 +121,12 @@ def evaluate(
         fingerprint = Manifest.read(evaluation).fingerprint
         tracker.log_verdict(fingerprint, read_evaluation(evaluation))
         tracker.log_page(fingerprint, text)
-    except BaseException:
-        tracker.end("FAILED")
+        status = "FINISHED"
+    except (Interrupted, KeyboardInterrupt):
+        status = "KILLED"
         raise
-    tracker.end("FINISHED")
+    finally:
+        tracker.end(status)
     env = click.get_current_context().meta[ENV]
     print_results({**results, "evaluation_page": page}, console, env)
 
@@ -167,40 +177,45 @@ def _mapping(option: str, text: str) -> dict[str, Any]:
 
 
 def labels(models: Sequence[str]) -> list[str]:
-    """A short name for each model, which none of the others has."""
-    found: list[str] = []
+    """A short name for each model, which none of the others has.
+
+    The evaluation has names of its own for a reward model, and for the champion of the registry.
+    """
+    found, reserved = list[str](), {"reward", CHAMPION} - {*models}
     for model in models:
         name = re.sub(r"[^\w.-]", "-", Path(model).name.removesuffix(".gguf")) or "model"
-        others = (f"{name}-{number}" for number in range(2, len(models) + 1))
-        found.append(next(each for each in (name, *others) if each not in found))
+        others = (f"{name}-{number}" for number in count(2))
+        found.append(next(each for each in (name, *others) if each not in (*found, *reserved)))
     return found
 
 
-def prompts_of(
-    models: Mapping[str, Path], config: SplitConfig | None, seed: int, ledger: Ledger
-) -> dict[str, Path]:
-    """The folder with the prompts in the tokens of each model; models with equal tokens share one.
+def published(models: Mapping[str, Path], ledger: Ledger) -> dict[str, Path]:
+    """The test prompts of the newest published split, for each model.
 
-    Without a split to make, they are those of the newest published one. Raises ArtifactError if
-    there is none, or it has other tokens.
+    Raises ArtifactError if there is none, or it has other tokens than a model.
     """
-    if config is None:
-        versions = ledger.datasets["split"].versions()
-        if not versions:
-            raise ArtifactError("--prompts: found none, and no published split. Fix: name a file")
-        folder = versions[-1] / "evaluation"
-        for name, model in models.items():
-            if tokens_of(model) != tokens_of(folder):
-                raise ArtifactError(
-                    f"--prompts: found none, and the newest split has other tokens than {name}. "
-                    "Fix: name a file"
-                )
-        return dict.fromkeys(models, folder)
+    versions = ledger.datasets["split"].versions()
+    if not versions:
+        raise ArtifactError("--prompts: found none, and no published split. Fix: name a file")
+    folder = versions[-1] / "evaluation"
+    for name, model in models.items():
+        if tokens_of(model) != tokens_of(folder):
+            raise ArtifactError(
+                f"--prompts: found none, and the newest split has other tokens than {name}. "
+                "Fix: name a file"
+            )
+    return dict.fromkeys(models, folder)
+
+
+def tokenized(
+    models: Mapping[str, Path], config: SplitConfig, seed: int, stages: Stages
+) -> dict[str, Path]:
+    """The prompts in the tokens of each model; models with equal tokens share a folder."""
     by_tokens: dict[str, Path] = {}
     for model in models.values():
         tokens = tokens_of(model)
         if tokens not in by_tokens:
-            by_tokens[tokens] = split(model, config, seed, ledger.stages) / "evaluation"
+            by_tokens[tokens] = split(model, config, seed, stages) / "evaluation"
     return {name: by_tokens[tokens_of(model)] for name, model in models.items()}
 
 

@@ -1,6 +1,6 @@
 """Policies that train on their own answers: what they sample, and how often."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
@@ -8,7 +8,13 @@ from pydantic import Field, PositiveInt
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import AnsweringConfig, EvaluateConfig
 from rlhf_pipeline.config.preferences import DPOConfig
-from rlhf_pipeline.config.rewards import SampleRewards, TrainedReward, as_judges, uses_trained
+from rlhf_pipeline.config.rewards import (
+    ModelReward,
+    SampleRewards,
+    TrainedReward,
+    as_judges,
+    uses_trained,
+)
 from rlhf_pipeline.config.training import OptimizerConfig, SamplingConfig, SFTConfig
 
 Kind = Literal["demonstrations", "comparisons"]
@@ -51,6 +57,14 @@ class SampleConfig(AnsweringConfig):
         shared = self.model_dump(include={*AnsweringConfig.model_fields, "sampling"})
         judges = as_judges(self.rewards, penalties=True)
         return EvaluateConfig.model_validate(shared | {"judges": judges})
+
+    def _faults(self) -> Iterator[str]:
+        for index, reward in enumerate(self.rewards):
+            if isinstance(reward, ModelReward) and reward.mean is not None:
+                yield (
+                    f"rewards.{index}.mean: found {reward.mean}, expected null: stage sample "
+                    "subtracts the mean that is stored with the model"
+                )
 
 
 class SampledConfig(Block):

@@ -236,14 +236,19 @@ class RecordsWriter:
             "conversation_key": key(conversation(identity)),
             "example_key": key(*asked, *(answer.strip() for answer in answers), *label),
         }
-        writer = self._examples
-        if name := _LABELLED if more is None and label else more and _WITH_TOOLS:
-            if name not in self._further:
-                schema = self._schema.append(LABEL)
-                schema = schema.append(_TOOLS) if name == _WITH_TOOLS else schema
-                self._further[name] = ArrowWriter(self._folder / name, schema)
-            writer = self._further[name]
+        if more is not None:
+            writer = self._writer(_WITH_TOOLS, self._schema.append(LABEL).append(_TOOLS))
+        elif label:
+            writer = self._writer(_LABELLED, self._schema.append(LABEL))
+        else:
+            writer = self._examples
         writer.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
+
+    def _writer(self, name: str, schema: pa.Schema) -> ArrowWriter:
+        """The writer of a file that exists only if it has rows."""
+        if name not in self._further:
+            self._further[name] = ArrowWriter(self._folder / name, schema)
+        return self._further[name]
 
     def __exit__(self, *_: object) -> None:
         for writer in (self._examples, self._texts, *self._further.values()):
@@ -253,9 +258,9 @@ class RecordsWriter:
 def _tools(example: Example) -> str | None:
     """Schemas and calls of tools as further keys of the messages, by their numbers; None: none."""
     found: dict[int, dict[str, Any]] = {
-        index: json.loads(message.calls)
+        index: json.loads(message.further)
         for index, message in enumerate(example.prompt)
-        if message.calls
+        if message.further
     }
     if example.tools is not None:
         found[0] = found.get(0, {}) | {"tools": json.loads(example.tools)}

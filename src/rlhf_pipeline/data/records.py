@@ -21,8 +21,9 @@ class Message:
 
     role: Role
     content: str
-    calls: str = ""
-    """Further keys in JSON: `tool_calls` of the assistant, `name` and `tool_call_id` of a tool."""
+    further: str = ""
+    """Further keys as an object of JSON: `tool_calls` of the assistant; `name` and `tool_call_id`
+    of a tool."""
 
 
 @dataclass(frozen=True, slots=True)

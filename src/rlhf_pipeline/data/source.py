@@ -230,8 +230,8 @@ def record_fault(record: Record | Unused) -> Unused | None:
     else:
         reason = _example_fault(record)
         answers = (record.chosen, record.rejected, record.reference)
-        told = (text for turn in record.prompt for text in (turn.content, turn.calls))
-        texts = [*told, *filter(None, (*answers, record.tools))]
+        turns = [text for turn in record.prompt for text in (turn.content, turn.further)]
+        texts = [*turns, *filter(None, (*answers, record.tools))]
     if reason is None and any("\0" in text for text in texts):
         reason = "a NUL character in the text"
     if reason is None and not all(map(is_utf8, texts)):
@@ -250,7 +250,7 @@ def _example_fault(example: Example) -> str | None:
         last not in follows.get(role, ()) for role, last in zip(turns, before, strict=True)
     ):
         return "the prompt's turns are not user and assistant in alternation"
-    if not all(message.content.strip() or message.calls for message in example.prompt):
+    if not all(message.content.strip() or message.further for message in example.prompt):
         return "a turn of the prompt is empty"
     for name, answer in (("chosen", example.chosen), ("rejected", example.rejected)):
         if answer is not None and not answer.strip():

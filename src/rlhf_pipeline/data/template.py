@@ -125,7 +125,8 @@ def render_dialogues(
                 "use a model whose template knows tools, or remove these rows."
             )
         said = [t | {"role": "assistant"} if t["role"] == "tool" else t for t in plain]
-        if said != plain and shown(said) == shown(plain) is not None:
+        text = shown(plain)
+        if said != plain and text is not None and shown(said) == text:
             raise ArtifactError(
                 f"{name}: the tokenizer's chat template shows a tool's turn as one of the "
                 "assistant. Fix: use a model whose template knows tools, or remove these rows."

@@ -107,7 +107,7 @@ def _record(row: Row, named: ColumnMap) -> Record:
         raise ColumnError("no mapped column contains the prompt: set columns.prompt")
     if any(prompt != prompts[0] for prompt in prompts):
         raise MalformedRowError("the columns contain different prompts")
-    if any(dialogue[-1].calls for dialogue in answers):
+    if any(dialogue[-1].further for dialogue in answers):
         raise SkippedRowError("the last answer calls a tool, which no stage learns")
     said = [dialogue[-1].content for dialogue in answers]
     label = None if named.label is None else _label(row, named.label, named.scores is not None)
