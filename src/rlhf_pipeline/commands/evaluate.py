@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, get_args
 
@@ -184,8 +184,8 @@ def labels(models: Sequence[str]) -> list[str]:
     found, reserved = list[str](), {"reward", CHAMPION} - {*models}
     for model in models:
         name = re.sub(r"[^\w.-]", "-", Path(model).name.removesuffix(".gguf")) or "model"
-        others = (f"{name}-{number}" for number in count(2))
-        found.append(next(each for each in (name, *others) if each not in (*found, *reserved)))
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        found.append(next(each for each in names if each not in (*found, *reserved)))
     return found
 
 
