@@ -69,14 +69,14 @@ def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
     ("place", "value", "message"),
     [
         ("ppo.policy_loss", "gsppo",
-         "found policy_loss 'gsppo' (did you mean gspo?), expected clip, gspo, PACKAGE.MODULE:"),
+         "found policy_loss 'gsppo' (did you mean gspo?), expected clip, cispo, gspo, PACKAGE.MODULE:"),
         ("evaluate.generator", "hybrid", "found generator 'hybrid', expected transformers, vllm, "),
         ("ppo.policy_loss", "my_losses:gspo", "my_losses:gspo: found no module my_losses. Fix: "),
         ("ppo.policy_loss", "my_rlhf.losses:gsp", "found functions apo_zero, gspo, hinge in "),
         ("ppo.policy_loss", "my_rlhf.losses:hinge",
          "my_rlhf.losses:hinge cannot be called: missing a required argument: 'chosen_scores'. "
          "Fix: name its parameters after what they get, which is logprobs, old_logprobs, "
-         "advantages, mask and the parameters of ppo; give others a default"),
+         "advantages, mask, max_response_tokens and the parameters of ppo; give others a default"),
         ("ppo.generator", "my_rlhf.wrong:Silent", "found no method generate, expected one"),
         ("ppo.generator", "my_rlhf.wrong:Greedy", "missing a required argument: 'model'"),
         ("split.sources", [{"name": "my_rlhf.wrong:Silent"}], "expected a Source"),

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.rl.losses import (
+    cispo_loss,
     entropy_loss,
+    importance_ratios,
     kl_loss,
     pairwise_loss,
     policy_loss,
+    reduced,
     sft_loss,
     value_loss,
 )
@@ -85,6 +88,78 @@ def test_the_log_ratio_is_clamped():
     old, advantages = torch.tensor([[-200.0]]), torch.tensor([[-1.0]])
     loss = policy_loss(logprobs, old, advantages, ONE, clip_range=0.2, log_ratio_clamp=2.0)
     check(loss, logprobs, 7.3890561, [[0.0]])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "gradient"),
+    [
+        (1.25, 2.0, -2.5, -2.5),  # within 1.3, beyond 1.2
+        (1.5, 2.0, -2.6, 0.0),  # min(3, 1.3 * 2)
+        (0.7, -2.0, 1.6, 0.0),  # the lower end is still 0.8
+    ],
+)
+def test_a_clip_range_of_its_own_upwards(ratio, advantage, expected, gradient):
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    loss = policy_loss(
+        logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), ONE, clip_range=0.2,
+        clip_range_high=0.3,
+    )  # fmt: skip
+    check(loss, logprobs, expected, [[gradient]])
+
+
+def test_the_ratio_of_a_sequence_is_a_geometric_mean():
+    """sqrt(e^0.4 * e^0) = e^0.2 = 1.2214028, for both tokens; the third is padding.
+
+    -1.2214028 * 2; each log-probability moves the mean by half, and both tokens have it.
+    """
+    logprobs = torch.tensor([[-0.6, -1.0, NAN]], requires_grad=True)
+    old, advantages = torch.tensor([[-1.0, -1.0, NAN]]), torch.tensor([[2.0, 2.0, NAN]])
+    mask = torch.tensor([[True, True, False]])
+    ratios = importance_ratios(logprobs, old, mask, importance="sequence")
+    exact(ratios.detach(), torch.tensor([[1.2214028, 1.2214028, 1.0]]))
+    loss = policy_loss(logprobs, old, advantages, mask, clip_range=0.5, importance="sequence")
+    check(loss, logprobs, -2.4428055, [[-1.2214028, -1.2214028, 0.0]])
+    clipped = policy_loss(logprobs, old, advantages, mask, clip_range=0.1, importance="sequence")
+    check(clipped, logprobs, -2.2, [[0.0, 0.0, 0.0]])
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    """Ratios 3 and 1, at most 2: -(2 * 2 * -1 + 1 * -1 * -2) / 2; gradients -2 * 2 / 2, 1 / 2."""
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old = torch.tensor([[-1.0 - math.log(3), -2.0]])
+    advantages, mask = torch.tensor([[2.0, -1.0]]), ONE.expand(1, 2)
+    loss = cispo_loss(logprobs, old, advantages, mask, clip_range=0.2, clip_range_high=1.0)
+    check(loss, logprobs, 1.0, [[-2.0, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("denominator", "total", "count"),
+    [
+        ("tokens", 15.0, 5),
+        ("sequences", 9.5, 3),  # 3 / 2 + 4 / 1 + 8 / 2
+        ("constant", 15.0, 30),  # three rows of 10 tokens
+    ],
+)
+def test_denominators(denominator, total, count):
+    """A row without a token changes neither the sum nor the count."""
+    rows, mask = torch.cat([NATS, NATS[:1]]), torch.cat([MASK, ~MASK[:1] & MASK[:1]])
+    found = reduced(rows, mask, denominator=denominator, max_response_tokens=10)
+    assert (float(found[0]), int(found[1])) == (total, count)
+
+
+@pytest.mark.parametrize("denominator", ["sequences", "constant"])
+def test_every_loss_of_the_actor_has_the_denominator(denominator):
+    options = {"denominator": denominator, "max_response_tokens": 10}
+    expected = {"sequences": 3, "constant": 30}[denominator]
+    losses = [
+        policy_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK, clip_range=0.2, **options),
+        cispo_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK, clip_range=0.2, **options),
+        kl_loss(KL_LOGPROBS, KL_OLD, KL_REF, MASK, **options),
+        entropy_loss(NATS, MASK, **options),
+    ]
+    assert [int(count) for _, count in losses] == [expected] * 4
+    # Surrogates 3.4 / 2 + 2.2 + 1.4 / 2 and their sum, 7.
+    exact(losses[0][0], torch.tensor({"sequences": -4.6, "constant": -7.0}[denominator]))
 
 
 # --- value_loss, old value 1, clip_range 0.2: values are clipped to [0.8, 1.2] ---
@@ -178,6 +253,12 @@ PADDED = {
     "policy": (
         partial(policy_loss, clip_range=0.2), (LOGPROBS, OLD_LOGPROBS, ADVANTAGES),
         -1.4, [[0.0, -0.2, 0.0], [-0.44, 0.0, 0.0], [-0.6, 0.0, 0.0]],
+    ),
+    # Weights 1.2, 0.5; 1.1; 1, 0.5 times advantages 2, 2; 2; 3, -2 times log-probabilities
+    # -0.5945349, -2.6931472; -1.4046898; -3, -1.6931472: the negative sum is 14.5172014, over 5.
+    "cispo": (
+        partial(cispo_loss, clip_range=0.2), (LOGPROBS, OLD_LOGPROBS, ADVANTAGES),
+        2.9034403, [[-0.48, -0.2, 0.0], [-0.44, 0.0, 0.0], [-0.6, 0.2, 0.0]],
     ),
     "value": (
         partial(value_loss, clip_range=0.2), (VALUES, OLD_VALUES, RETURNS),

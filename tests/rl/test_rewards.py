@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhf_pipeline.rl.losses import policy_loss
 from rlhf_pipeline.rl.rewards import (
     adapted_kl_coef,
+    aggregated,
     gae,
+    gdpo,
     group_relative,
     kl_estimate,
     leave_one_out,
     per_token_rewards,
+    reinforce_plus_plus,
+    reverse_kl,
+    sampler_weights,
     shaped_scores,
     to_tokens,
 )
@@ -85,10 +91,80 @@ def test_what_cannot_adapt_the_coefficient_is_refused(changes, message):
 def test_cut_responses_lose_the_penalty(penalty, third):
     """Whatever the sign of its score, a cut response has less than the same text with an end."""
     scores, ended = torch.tensor([2.0, -10.0, 3.0]), torch.tensor([True, True, False])
-    shaped = shaped_scores(scores, ended, missing_eos_penalty=penalty)
+    shaped = shaped_scores(scores, ended, scores, missing_eos_penalty=penalty)
     close(shaped, torch.tensor([2.0, -10.0, third]))
     with pytest.raises(ValueError, match=r"has_eos is \(2,\), scores is \(3,\)"):
-        shaped_scores(scores, ended[:2], missing_eos_penalty=0.0)
+        shaped_scores(scores, ended[:2], scores, missing_eos_penalty=0.0)
+
+
+def test_long_responses_lose_more_towards_the_limit():
+    """At most 10 tokens, a penalty of 2 over the last 4: (8 - 6) / 4 * 2, (10 - 6) / 4 * 2."""
+    scores, ended = torch.ones(4), torch.tensor([True, True, True, False])
+    shaped = shaped_scores(
+        scores, ended, torch.tensor([5, 8, 10, 10]), missing_eos_penalty=0.5,
+        overlong_penalty=2.0, overlong_buffer=4, max_response_tokens=10,
+    )  # fmt: skip
+    close(shaped, torch.tensor([1.0, 0.0, -1.0, -1.5]))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("sum", [6.0, 6.0]),
+        ("min", [1.0, -1.0]),
+        # Means 2; deviations sqrt(2 / 3) = 0.8164966, sqrt(18 / 3) = 2.4494897.
+        ("mean_minus_std", [1.1835034, -0.4494897]),
+    ],
+)
+def test_an_ensemble_distrusts_what_it_disagrees_about(how, expected):
+    parts = torch.tensor([[1.0, 5.0], [3.0, -1.0], [2.0, 2.0]])
+    close(aggregated(parts, how), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("level", "beyond", "expected"),
+    [
+        ("token", "truncate", [[2.0, 2.5], [0.5, 0.0]]),
+        ("token", "mask", [[2.0, 0.0], [0.5, 0.0]]),
+        ("sequence", "truncate", [[2.5, 2.5], [0.5, 0.0]]),  # 2 * 3
+        ("sequence", "mask", [[0.0, 0.0], [0.5, 0.0]]),
+    ],
+)
+def test_weights_of_another_sampler(level, beyond, expected):
+    """Probabilities 2, 3 and 1/2 times those of the sampler, at most 2.5."""
+    ratios = torch.tensor([[2.0, 3.0], [0.5, NAN]])
+    sampler = torch.tensor([[-1.0, -2.0], [-3.0, NAN]])
+    mask = torch.tensor([[True, True], [True, False]])
+    weights = sampler_weights(
+        sampler + ratios.log(), sampler, mask, level=level, beyond=beyond, maximum=2.5
+    )
+    close(weights, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_a_wrong_sampler_biases_the_gradient_unless_it_is_corrected(corrected):
+    """Over all tokens of a vocabulary, p = [3/4, 1/4], sampled from [1/4, 3/4]; A = 1 and -1.
+
+    The policy gradient by the first logit is p1 p2 (A1 - A2) = 3/16 * 2 = 0.375. Without weights
+    each token's gradient A (one - p) counts with the sampler's probability: 1/4 * 1/4 + 3/4 * 3/4.
+    """
+    logits = torch.tensor([0.75, 0.25]).log().requires_grad_()
+    sampler = torch.tensor([0.25, 0.75])
+    logprobs, advantages = logits.log_softmax(0).view(2, 1), torch.tensor([[1.0], [-1.0]])
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    weights = sampler_weights(
+        logprobs.detach(), sampler.log().view(2, 1), mask,
+        level="token", beyond="truncate", maximum=5.0,
+    )  # fmt: skip
+    advantages = advantages * weights if corrected else advantages
+    losses = [
+        policy_loss(logprobs[i : i + 1], logprobs[i : i + 1], advantages[i : i + 1], mask[:1],
+                    clip_range=0.2)[0]
+        for i in range(2)
+    ]  # fmt: skip
+    (gradient,) = torch.autograd.grad(sum(p * one for p, one in zip(sampler, losses)), logits)
+    expected = 0.375 if corrected else 0.625
+    close(-gradient, torch.tensor([expected, -expected]), rtol=1e-5, atol=1e-6)
 
 
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
@@ -164,6 +240,26 @@ def test_lam_1_is_monte_carlo_and_lam_0_one_step():
     close(gae(rewards, values, MASK[:1], gamma=1.0, lam=0.0)[0], torch.tensor([[-5.0, 7.0, -1.0]]))
 
 
+def test_the_critic_may_have_a_lambda_of_its_own():
+    """With 1, the critic's returns are those to come; the advantages stay those of 1/2."""
+    rewards, values = torch.tensor([[0.0, 0.0, 10.0]]), torch.tensor([[1.0, 2.0, 3.0]])
+    advantages, returns = gae(rewards, values, MASK[:1], gamma=1.0, lam=0.5, value_lam=1.0)
+    close(advantages, torch.tensor([[3.25, 4.5, 7.0]]))
+    close(returns, torch.tensor([[10.0, 10.0, 10.0]]))
+
+
+def test_reinforce_plus_plus_whitens_the_returns_of_tokens():
+    """0 + (0 + 10 / 2) / 2, 0 + 10 / 2, 10; the second row has one token."""
+    rewards = torch.tensor([[0.0, 0.0, 10.0], [4.0, NAN, NAN]])
+    found = reinforce_plus_plus(rewards, MASK[[0, 2]], lambda x: 2 * x, gamma=0.5)
+    close(found, torch.tensor([[5.0, 10.0, 20.0], [8.0, 0.0, 0.0]]))
+
+
+def test_distillation_pays_each_token_its_own_log_ratio():
+    ratios = torch.tensor([[1.0, -2.0, NAN]])
+    close(reverse_kl(ratios, MASK[1:2]), torch.tensor([[-1.0, 2.0, 0.0]]))
+
+
 def test_bfloat16_arguments_are_computed_in_float32_without_gradient():
     """Deltas 0 + 0.9 * 3 - 0 and 0 - 3; bfloat16 would round 2.7 to 2.703125."""
     values = torch.tensor([[0.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
@@ -192,6 +288,23 @@ def test_group_relative_compares_with_all_responses():
     close(group_relative(GROUPS, scale=False), centred)
     # 0.5e-7 / (7.1e-8 + 1e-4) = 0.0005; without the constant it would be 0.7.
     assert group_relative(torch.tensor([[0.0], [1e-7]]), scale=True).abs().max() < 1e-3
+
+
+def test_gdpo_scales_each_reward_before_the_sum():
+    """The second reward is 100 times larger, differs in the other group, and counts twice.
+
+    Its group 100, 0, -100 has the deviation 100, so 2 * 100 / 100.0001 = 1.999998. The first is
+    as above. The mean of all six is 0, the variance (1.9998488 + 7.999984) / 6 = 1.6666388, so all
+    are divided by 1.2909836 + 1e-4. The penalties 1, 0, 2 cost the first prompt 0, -1, 1.
+    """
+    parts = torch.stack([GROUPS, torch.tensor([[0.0, 100.0], [0.0, 0.0], [0.0, -100.0]])])
+    penalties = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 0.0]])
+    found = gdpo(
+        parts, torch.tensor([1.0, 2.0]), penalties,
+        lambda x: (x.double().mean(), x.double().var(correction=0)),
+    )  # fmt: skip
+    expected = [[-0.5854774, 1.5490848], [-0.2927388 + 1, 0.0], [0.8782162 - 1, -1.5490848]]
+    close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one", "no groups"])

@@ -95,7 +95,7 @@ def test_the_kl_reaches_the_loss_with_its_coefficient(
     monkeypatch.setattr(
         ppo_update,
         "kl_loss",
-        lambda logprobs, old, ref, mask: (torch.where(mask, logprobs, 0.0).sum(), mask.sum()),
+        lambda logprobs, old, ref, mask, **_: (torch.where(mask, logprobs, 0.0).sum(), mask.sum()),
     )
     unit = first_norm(tmp_path / "unit", coef=0.1, place="loss")
     found = first_norm(tmp_path / "changed", coef=coef, place=place)

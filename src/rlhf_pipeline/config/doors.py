@@ -107,14 +107,20 @@ ADVANTAGE = Door(
         "gae": "rlhf_pipeline.rl.rewards:gae",
         "rloo": "rlhf_pipeline.rl.rewards:leave_one_out",
         "grpo": "rlhf_pipeline.rl.rewards:grpo",
+        "gdpo": "rlhf_pipeline.rl.rewards:gdpo",
         "reinforce": "rlhf_pipeline.rl.rewards:reinforce",
+        "reinforce++": "rlhf_pipeline.rl.rewards:reinforce_plus_plus",
+        "reverse_kl": "rlhf_pipeline.rl.rewards:reverse_kl",
     },
-    "scores penalties returns moments rewards values mask",
+    "scores parts weights penalties returns moments rewards whitened log_ratios values mask",
 )
 POLICY_LOSS = Door(
     "policy_loss",
-    {"clip": "rlhf_pipeline.rl.losses:policy_loss"},
-    "logprobs old_logprobs advantages mask",
+    {
+        "clip": "rlhf_pipeline.rl.losses:policy_loss",
+        "cispo": "rlhf_pipeline.rl.losses:cispo_loss",
+    },
+    "logprobs old_logprobs advantages mask max_response_tokens",
 )
 REWARD_LOSS = Door(
     "reward_model_loss",

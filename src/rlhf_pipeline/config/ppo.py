@@ -92,6 +92,43 @@ class PtxConfig(Block):
     pass has at most `micro_batch_tokens` tokens."""
 
 
+class CurriculumConfig(Block):
+    """Which prompts come again, by the share of right responses at their last visit.
+
+    Prompts that are always or never solved teach nothing, since their responses have equal scores.
+    """
+
+    solved: float = Field(default=1.0, allow_inf_nan=False)
+    """Score from which a response is right, with the penalties for cut and long ones."""
+    minimum: float = Field(default=0.0, ge=0, le=1)
+    """A prompt with at most this share of right responses is left out."""
+    maximum: float = Field(default=1.0, ge=0, le=1)
+    """A prompt with at least this share of right responses is left out."""
+    passes: PositiveInt = 2
+    """Passes over the data that such a prompt sits out before it is tried again."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.minimum >= self.maximum:
+            yield f"minimum: found {self.minimum}, expected less than maximum {self.maximum}"
+
+
+class SamplerCorrectionConfig(Block):
+    """Importance weights for responses whose sampler differs from the policy that trains.
+
+    Another program (vLLM), another kernel or bf16 give a token another probability, so the
+    responses come from a slightly different policy. `rollout/logprob_gap` measures the difference,
+    and `rollout/effective_sample_size` how much of the rollout the weights leave.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    """token: a weight for each token, biased for long responses, with little variance; sequence:
+    one for each response, without this bias, with more variance."""
+    beyond: Literal["truncate", "mask"] = "truncate"
+    """What happens to a weight above `maximum`: it becomes `maximum`, or 0."""
+    maximum: float = Field(default=2.0, gt=1)
+    """Largest weight; 2 as in Yao et al. 2025."""
+
+
 class PPOConfig(SavingConfig):
     """Proximal policy optimization (Schulman et al. 2017) on the score of `rewards`."""
 
@@ -129,13 +166,28 @@ class PPOConfig(SavingConfig):
     """Training fails if the log-probabilities of the sampler and those of the forward pass that
     trains differ by this much on average, in nats per token, because the responses then come from
     another policy. Rounding alone makes less than 1e-5 in fp32. None: no limit."""
+    sampler_correction: SamplerCorrectionConfig | Literal["auto"] | None = "auto"
+    """Weights for responses whose sampler is not the policy that trains. auto: the default values
+    if generator is vllm or a class of yours, or the actor's precision is not fp32. None: none."""
     advantage: Annotated[str, ADVANTAGE] = "gae"
     """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.
-    2016). The others have no critic and one advantage per response: rloo subtracts the mean return
-    of the prompt's other responses (Ahmadian et al. 2024); grpo subtracts the mean of all the
-    prompt's responses and divides by their standard deviation (Shao et al. 2024); reinforce
-    subtracts the mean of the step (Williams 1992). A function of yours has a critic if it reads
-    `values` (docs/extending.md)."""
+    2016). The others have no critic. One advantage per response: rloo subtracts the mean return of
+    the prompt's other responses (Ahmadian et al. 2024); grpo subtracts the mean of all the prompt's
+    responses and divides by their standard deviation (Shao et al. 2024); gdpo does so for each
+    source of rewards before the sum (Liu et al. 2026); reinforce subtracts the mean of the step
+    (Williams 1992). One per token: reinforce++ whitens the returns of all tokens of the step (Hu
+    2025); reverse_kl is the log ratio to the reference, which is then a teacher. A function of
+    yours has a critic if it reads `values` (docs/extending.md)."""
+    equal_groups: Literal["keep", "drop", "resample"] = "keep"
+    """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores, which
+    have no advantage. drop: no loss counts them, and the update does not compute them; resample:
+    further prompts replace them until every group differs (dynamic sampling, Yu et al. 2025)."""
+    maximum_resamples: PositiveInt = 10
+    """With `equal_groups: resample`: further rounds of a step. What is equal after them counts as
+    with drop."""
+    curriculum: CurriculumConfig | None = None
+    """Prompts to leave out because they were always or never solved. None: all prompts come
+    again."""
     scale_by_group_std: bool = True
     """grpo only: divide by the standard deviation of the prompt's responses. False: as in Liu et
     al. 2025."""
@@ -149,11 +201,27 @@ class PPOConfig(SavingConfig):
     """Discount factor; 1 as in InstructGPT."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 0 relies on the critic, 1 on the observed rewards."""
+    value_lam: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of the returns that the critic learns; 1 as in VAPO (Yue et al. 2025) helps with long
+    responses. None: `lam`."""
     policy_loss: Annotated[str, POLICY_LOSS] = "clip"
-    """Loss of the actor: clip, PPO's clipped surrogate objective, or a function of yours
+    """Loss of the actor: clip, PPO's clipped surrogate objective; cispo, a policy gradient whose
+    importance weights are clipped from above only (MiniMax 2025); or a function of yours
     (docs/extending.md)."""
+    importance: Literal["token", "sequence"] = "token"
+    """Ratio of new to old policy: token, that of each token; sequence, the geometric mean over the
+    response (GSPO, Zheng et al. 2025), which needs a `clip_range` of about 3e-4."""
     clip_range: PositiveFloat = 0.2
     """Clip range of policy ratios around 1."""
+    clip_range_high: PositiveFloat | None = None
+    """Clip range upwards; a larger one, such as 0.28, keeps rare tokens alive (DAPO, Yu et al.
+    2025). None: `clip_range`."""
+    denominator: Literal["tokens", "sequences", "constant"] = "tokens"
+    """What divides the sum of the actor's losses over an optimizer step. tokens: all tokens, as in
+    DAPO; sequences: the tokens of each response, then the responses, as in GRPO's paper; constant:
+    responses times `sampling.max_response_tokens` (Dr. GRPO, Liu et al. 2025)."""
+    truncated: Literal["score", "mask"] = "score"
+    """Whether a response that was cut trains: score, with its score; mask, no loss counts it."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Largest ratio that counts for a token with a negative advantage (Ye et al. 2020 use 3). None:
     no clipping."""
@@ -168,6 +236,11 @@ class PPOConfig(SavingConfig):
     functions are not clipped. None: no clipping."""
     missing_eos_penalty: NonNegativeFloat = 1.0
     """Subtracted from the score of a response that was cut (TRL's name). 0: no penalty."""
+    overlong_penalty: NonNegativeFloat = 0.0
+    """Subtracted in full from the score of a response of `sampling.max_response_tokens`; it grows
+    from 0 over the last `overlong_buffer` tokens (DAPO). 0: no penalty."""
+    overlong_buffer: PositiveInt = 128
+    """Tokens over which `overlong_penalty` grows."""
     whiten_rewards: bool = False
     """gae only: scale the per-token rewards of a step to variance 1 and keep their mean (Huang et
     al. 2024)."""
@@ -198,6 +271,10 @@ class PPOConfig(SavingConfig):
     """The frozen reward model."""
     rewards: Rewards = (TrainedReward(),)
     """Sources of a response's score, which is the sum of weight * (score - mean)."""
+    aggregate: Literal["sum", "min", "mean_minus_std"] = "sum"
+    """How several sources become one score: their sum, the lowest of them, or their mean minus
+    their standard deviation, which distrusts what they disagree about (Coste et al. 2023). The last
+    two are for reward models of one scale."""
     evaluations: PositiveInt = 5
     """Number of evenly spaced evaluations on held-out prompts; the last one follows the last step.
     The exported model has the highest score minus `kl.coef` times KL within `kl.maximum`."""
@@ -254,6 +331,20 @@ class PPOConfig(SavingConfig):
             return generator
         return "hybrid" if hybrid and hybrid.inference_tp_size > 1 else "transformers"
 
+    @property
+    def correction(self) -> SamplerCorrectionConfig | None:
+        """The weights that `sampler_correction` stands for."""
+        if self.sampler_correction != "auto":
+            return self.sampler_correction
+        exact = self.generator in ("transformers", "hybrid")
+        exact &= self.actor.deepspeed.precision == "fp32"
+        return None if exact or self.old_logprobs == "rollout" else SamplerCorrectionConfig()
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether some responses of a step may not train."""
+        return self.equal_groups != "keep" or self.truncated == "mask"
+
     def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:
             batches = f"{self.rollout_batches} * " if self.rollout_batches > 1 else ""
@@ -276,19 +367,42 @@ class PPOConfig(SavingConfig):
                 f"critic: found a block, expected none for advantage {self.advantage}. "
                 "Fix: set critic to null"
             )
-        if self.advantage in ("rloo", "grpo") and self.responses_per_prompt < 2:
+        if self.advantage in _OF_GROUPS and self.responses_per_prompt < 2:
             yield (
                 f"responses_per_prompt: found {self.responses_per_prompt}, expected 2 or more for "
                 f"advantage {self.advantage}, which compares the responses to one prompt"
             )
-        for name, advantage in ADVANTAGE_OF.items():
+        for name, advantages in ADVANTAGE_OF.items():
             value, default = getattr(self, name), type(self).model_fields[name].default
             is_own = self.advantage in ADVANTAGE.own
-            if is_own and self.advantage != advantage and value != default:
+            if is_own and self.advantage not in advantages and value != default:
                 yield (
                     f"{name}: found {value}, expected the default {default}: only advantage "
-                    f"{advantage} reads it. Fix: remove {name}"
+                    f"{' or '.join(advantages)} reads it. Fix: remove {name}"
                 )
+        if self.policy_loss == "cispo" and self.dual_clip is not None:
+            yield f"dual_clip: found {self.dual_clip}, expected null for policy_loss cispo"
+        if self.importance == "sequence" and self.advantage in _OF_TOKENS:
+            yield (
+                f"importance: found sequence, expected token for advantage {self.advantage}, whose "
+                "advantages differ within a response"
+            )
+        if self.overlong_buffer > self.sampling.max_response_tokens and self.overlong_penalty:
+            yield (
+                f"overlong_buffer: found {self.overlong_buffer}, expected at most "
+                f"sampling.max_response_tokens {self.sampling.max_response_tokens}"
+            )
+        if self.aggregate != "sum" and sum(reward.weight != 0 for reward in self.rewards) < 2:
+            yield f"aggregate: found {self.aggregate}, expected sum for a single source of rewards"
+        if self.aggregate != "sum" and self.advantage == "gdpo":
+            yield f"aggregate: found {self.aggregate}, expected sum for advantage gdpo"
+        if self.curriculum is not None and self.responses_per_prompt < 2:
+            yield "curriculum: found a block, expected null for a single response per prompt"
+        if isinstance(self.sampler_correction, Block) and self.old_logprobs == "rollout":
+            yield (
+                "sampler_correction: found a block, expected null for old_logprobs rollout, whose "
+                "ratios contain the correction"
+            )
         if self.generator == "vllm" and not self.gather_for_generation:
             yield (
                 "gather_for_generation: found false, expected true for generator vllm, whose "
@@ -323,14 +437,18 @@ class PPOConfig(SavingConfig):
             )
 
 
-_WITHOUT_CRITIC = ("rloo", "grpo", "reinforce")
+_OF_GROUPS = ("rloo", "grpo", "gdpo")
+_OF_TOKENS = ("gae", "reinforce++", "reverse_kl")
+_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "reverse_kl")
 ADVANTAGE_OF = {
-    "gamma": "gae",
-    "lam": "gae",
-    "value_clip_range": "gae",
-    "whiten_rewards": "gae",
-    "critic_warmup_steps": "gae",
-    "scale_by_group_std": "grpo",
-    "reinforce_baseline": "reinforce",
+    "gamma": ("gae", "reinforce++"),
+    "lam": ("gae",),
+    "value_lam": ("gae",),
+    "value_clip_range": ("gae",),
+    "whiten_rewards": ("gae",),
+    "critic_warmup_steps": ("gae",),
+    "scale_by_group_std": ("grpo",),
+    "reinforce_baseline": ("reinforce",),
+    "equal_groups": _OF_GROUPS,
 }
-"""Fields that only one advantage estimator reads."""
+"""Fields that only some advantage estimators read."""

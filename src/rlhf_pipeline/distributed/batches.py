@@ -79,7 +79,11 @@ def step_rows(count: int, batch_size: int, step: int, seed: int, *, stream: int 
     Each permutation of the `count` rows is a pass over the data. A batch may span two passes, so no
     batch is short. Tables that are read in parallel need different values of `stream`.
     """
-    positions = np.arange(step * batch_size, (step + 1) * batch_size)
+    return rows_at(np.arange(step * batch_size, (step + 1) * batch_size), count, seed, stream)
+
+
+def rows_at(positions: np.ndarray, count: int, seed: int, stream: int = 0) -> np.ndarray:
+    """Row numbers at some positions of such a stream."""
     passes = positions // count
     parts = [
         shuffled(positions[passes == number] % count, count, (seed, int(number), stream))

@@ -142,6 +142,14 @@ class Sequences:
             None if self.prompt_numbers is None else self.prompt_numbers[index],
         )
 
+    def joined(self, other: "Sequences") -> "Sequences":
+        """The rows of both, those of `other` last; `rows` drops columns that are only padding."""
+        more = {
+            name: wide(x, getattr(other, name), left=name.startswith("prompt"))
+            for name, x in tensors(self).items()
+        }
+        return replace(self, **more, packed_on_device=None)
+
     def to(self, device: torch.device) -> "Sequences":
         """Copy the batch from main memory to a device; the host does not wait for the copy."""
         moved: dict[str, Any] = {
@@ -153,6 +161,19 @@ class Sequences:
 def tensors(record: object) -> dict[str, Tensor]:
     """The fields of a record that are tensors."""
     return {name: x for name, x in vars(record).items() if isinstance(x, Tensor)}
+
+
+def wide(first: Tensor, second: Tensor, *, left: bool = False) -> Tensor:
+    """The rows of both, (B,) or (B, T); the narrower one is padded with 0 on the left or right."""
+    if first.dim() == 1:
+        return torch.cat([first, second])
+    width = max(first.shape[1], second.shape[1])
+    gaps = [width - x.shape[1] for x in (first, second)]
+    padded = [
+        nn.functional.pad(x, (gap, 0) if left else (0, gap))
+        for x, gap in zip((first, second), gaps, strict=True)
+    ]
+    return torch.cat(padded)
 
 
 def collate(

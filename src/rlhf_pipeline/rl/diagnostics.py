@@ -6,20 +6,28 @@ Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = the policy
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.rl.losses import Importance, importance_ratios
 from rlhf_pipeline.rl.masking import check_shapes, masked_moments, masked_sum, mean_and_variance
 from rlhf_pipeline.rl.rewards import kl_estimate
 
 
 @torch.no_grad()
 def policy_diagnostics(
-    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, clip_range: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    clip_range: float,
+    clip_range_high: float | None = None,
+    importance: Importance = "token",
 ) -> dict[str, Tensor]:
     """Measure how far updates have moved the policy from the one that sampled.
 
     All values are sums over the mask, 0-dim float64:
 
         approx_kl       k3 estimate of KL(old || new): ratio - 1 - log ratio
-        clip_fraction   1 where |ratio - 1| > clip_range, for either sign of the advantage
+        clip_fraction   1 where the ratio of `importance` is outside the clip range, for either sign
+                        of the advantage
         ratio           exp(logprobs - old_logprobs); a mean near 1 means representative samples
 
     Source: Schulman, http://joschu.net/blog/kl-approx.html; names as in OpenAI Baselines' ppo2.
@@ -34,9 +42,16 @@ def policy_diagnostics(
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     logprobs, old_logprobs = logprobs.double(), old_logprobs.double()
     ratio = (logprobs - old_logprobs).exp()
+    high = clip_range if clip_range_high is None else clip_range_high
+    clipped = (
+        ratio
+        if importance == "token"
+        else importance_ratios(logprobs, old_logprobs, mask, importance=importance)
+    )
+    outside = (clipped - 1 > high) | (1 - clipped > clip_range)
     return {
         "approx_kl": masked_sum(kl_estimate(old_logprobs, logprobs, "k3"), mask),
-        "clip_fraction": masked_sum(((ratio - 1).abs() > clip_range).double(), mask),
+        "clip_fraction": masked_sum(outside.double(), mask),
         "ratio": masked_sum(ratio, mask),
     }
 

@@ -8,13 +8,17 @@ Shapes: B sequences, R response tokens, N comparisons. A mask is (B, R) bool, Tr
 term: the policy chose it. Sums are 0-dim float32. All functions raise ValueError for a wrong shape.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlhf_pipeline.rl.masking import check_same_shape, check_shapes, masked_sum
+from rlhf_pipeline.rl.masking import check_same_shape, check_shapes, masked_row_sums, masked_sum
 
 LossSum = tuple[Tensor, Tensor]  # sum and number of terms
+Importance = Literal["token", "sequence"]
+Denominator = Literal["tokens", "sequences", "constant"]
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor) -> LossSum:
@@ -38,6 +42,59 @@ def pairwise_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossSum:
     return -logsigmoid(margin).sum(), count_of(margin)
 
 
+def reduced(
+    terms: Tensor,
+    mask: Tensor,
+    *,
+    denominator: Denominator = "tokens",
+    max_response_tokens: int = 0,
+) -> LossSum:
+    """Sum the terms x_t of each token, and count what divides their sum.
+
+        tokens      sum_t x_t           / number of tokens                       (DAPO)
+        sequences   sum_t x_t / |row|   / number of rows                         (GRPO)
+        constant    sum_t x_t           / (number of rows * max_response_tokens) (Dr. GRPO)
+
+    A row without a token counts nowhere. With `tokens`, a long response weighs more than a short
+    one; with `sequences`, each of its tokens weighs less; `constant` weighs all tokens of all steps
+    alike.
+
+    Source: Yu et al., https://arxiv.org/abs/2503.14476, equation 8; Shao et al.,
+    https://arxiv.org/abs/2402.03300, equation 3; Liu et al., https://arxiv.org/abs/2503.20783,
+    section 3.1. `terms` are (B, R).
+    """
+    if denominator == "tokens":
+        return masked_sum(terms, mask), mask.sum()
+    rows, lengths = masked_row_sums(terms, mask), mask.sum(1)
+    if denominator == "sequences":
+        return (rows / lengths.clamp(min=1)).sum(), lengths.count_nonzero()
+    return rows.sum(), lengths.count_nonzero() * max_response_tokens
+
+
+def importance_ratios(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    importance: Importance = "token",
+    log_ratio_clamp: float = 20.0,
+) -> Tensor:
+    """How much likelier the policy makes what was sampled, (B, R) float32; 1 outside the mask.
+
+        token       exp(logprobs_t - old_logprobs_t)
+        sequence    exp(mean over the row of logprobs_t - old_logprobs_t), equal for its tokens
+
+    The log ratio is clamped, so that one token cannot make a loss infinite; a clamped one has no
+    gradient. Source of sequence: GSPO, Zheng et al., https://arxiv.org/abs/2507.18071, equation 7.
+    """
+    # Mask before exp: in the backward pass, 0 * exp(garbage) would be NaN.
+    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.detach().float(), 0.0)
+    if importance == "sequence":
+        means = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = torch.where(mask, means, 0.0)
+    return log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -45,27 +102,33 @@ def policy_loss(
     mask: Tensor,
     *,
     clip_range: float,
+    clip_range_high: float | None = None,
     dual_clip: float | None = None,
+    importance: Importance = "token",
     log_ratio_clamp: float = 20.0,
+    denominator: Denominator = "tokens",
+    max_response_tokens: int = 0,
 ) -> LossSum:
     """Negative clipped surrogate objective of PPO.
 
-        ratio_t = exp(logprobs_t - old_logprobs_t)
-        surrogate_t = min(ratio_t * A_t, clip(ratio_t, 1 - clip_range, 1 + clip_range) * A_t)
+        clipped_t = clip(ratio_t, 1 - clip_range, 1 + clip_range_high)
+        surrogate_t = min(ratio_t * A_t, clipped_t * A_t)
         surrogate_t = max(surrogate_t, dual_clip * A_t)     where A_t < 0, if dual_clip is set
-        L = -sum_t surrogate_t
+        L = -sum_t surrogate_t                              divided as `reduced` says
 
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; dual clip: Ye et al.,
-    https://arxiv.org/abs/1912.09729, equation 5. In addition, the log ratio is clamped, so that one
-    token cannot make the loss infinite; a clamped token has no gradient.
+    https://arxiv.org/abs/1912.09729, equation 5; a range of its own upwards: DAPO, Yu et al.,
+    https://arxiv.org/abs/2503.14476, equation 10; ratios of sequences: GSPO.
 
     Args:
         logprobs: (B, R), the only argument with a gradient.
         old_logprobs: (B, R), of the policy that sampled; may be `logprobs` itself.
         advantages: (B, R).
         clip_range: allowed deviation of the ratio from 1.
+        clip_range_high: allowed deviation upwards; None = `clip_range`.
         dual_clip: largest ratio that counts for a negative advantage, > 1; None = no limit.
-        log_ratio_clamp: limit of |logprobs - old_logprobs|.
+        importance, log_ratio_clamp: see `importance_ratios`.
+        denominator, max_response_tokens: see `reduced`.
 
     Raises:
         ValueError: a shape is wrong, or dual_clip is not above 1.
@@ -73,17 +136,48 @@ def policy_loss(
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip: found {dual_clip}, expected more than 1 or None")
-    # Mask before exp: in the backward pass, 0 * exp(garbage) would be NaN.
-    log_ratio = torch.where(mask, logprobs.float() - old_logprobs.detach().float(), 0.0)
-    ratio = log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
-    clipped_ratio = ratio.clamp(1 - clip_range, 1 + clip_range)
+    ratio = importance_ratios(
+        logprobs, old_logprobs, mask, importance=importance, log_ratio_clamp=log_ratio_clamp
+    )
+    high = clip_range if clip_range_high is None else clip_range_high
     advantages = torch.where(mask, advantages.detach().float(), 0.0)
+    clipped_ratio = ratio.clamp(1 - clip_range, 1 + high)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     if dual_clip is not None:
         surrogate = torch.where(
             advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate
         )
-    return -surrogate.sum(), mask.sum()
+    return reduced(
+        -surrogate, mask, denominator=denominator, max_response_tokens=max_response_tokens
+    )
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_range: float,
+    clip_range_high: float | None = None,
+    importance: Importance = "token",
+    denominator: Denominator = "tokens",
+    max_response_tokens: int = 0,
+) -> LossSum:
+    """CISPO: a policy gradient with clipped importance weights, in which every token takes part.
+
+        weight_t = min(ratio_t, 1 + clip_range_high)     a constant
+        L = -sum_t weight_t * A_t * logprobs_t           divided as `reduced` says
+
+    Source: MiniMax, https://arxiv.org/abs/2506.13585, equations 4 and 5, without a lower limit, as
+    in their runs. Arguments as in `policy_loss`.
+    """
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    high = clip_range if clip_range_high is None else clip_range_high
+    ratio = importance_ratios(logprobs.detach(), old_logprobs, mask, importance=importance)
+    weights = ratio.clamp(max=1 + high) * torch.where(mask, advantages.detach().float(), 0.0)
+    terms = -weights * torch.where(mask, logprobs.float(), 0.0)
+    return reduced(terms, mask, denominator=denominator, max_response_tokens=max_response_tokens)
 
 
 def kl_loss(
@@ -93,6 +187,8 @@ def kl_loss(
     mask: Tensor,
     *,
     log_ratio_clamp: float = 20.0,
+    denominator: Denominator = "tokens",
+    max_response_tokens: int = 0,
 ) -> LossSum:
     """KL penalty of the policy from its reference.
 
@@ -106,13 +202,21 @@ def kl_loss(
     https://arxiv.org/abs/2512.02556, for the weight. Arguments as in `policy_loss`.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-    moved = torch.where(mask, logprobs.detach().float() - old_logprobs.detach().float(), 0.0)
-    weights = moved.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
+    weights = importance_ratios(
+        logprobs.detach(), old_logprobs, mask, log_ratio_clamp=log_ratio_clamp
+    )
     log_ratio = torch.where(mask, logprobs.float() - ref_logprobs.detach().float(), 0.0)
-    return (weights * log_ratio.square() / 2).sum(), mask.sum()
+    terms = weights * log_ratio.square() / 2
+    return reduced(terms, mask, denominator=denominator, max_response_tokens=max_response_tokens)
 
 
-def entropy_loss(entropy: Tensor, mask: Tensor) -> LossSum:
+def entropy_loss(
+    entropy: Tensor,
+    mask: Tensor,
+    *,
+    denominator: Denominator = "tokens",
+    max_response_tokens: int = 0,
+) -> LossSum:
     """Negative entropy of the policy: an exploration bonus. `entropy` is (B, R), in nats.
 
         L = -sum_t H_t
@@ -120,7 +224,9 @@ def entropy_loss(entropy: Tensor, mask: Tensor) -> LossSum:
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9; the caller applies the
     coefficient c_2.
     """
-    return -masked_sum(entropy.float(), mask), mask.sum()
+    return reduced(
+        -entropy.float(), mask, denominator=denominator, max_response_tokens=max_response_tokens
+    )
 
 
 def value_loss(

@@ -14,9 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.rl.losses import Importance
 from rlhf_pipeline.rl.masking import check_same_shape, check_shapes
 
 KLEstimator = Literal["k1", "k3"]
+Aggregate = Literal["sum", "min", "mean_minus_std"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -74,17 +76,88 @@ def adapted_kl_coef(
 
 
 @torch.no_grad()
-def shaped_scores(scores: Tensor, has_eos: Tensor, *, missing_eos_penalty: float) -> Tensor:
-    """Lower the scores of cut responses: (B,) float32, without gradient.
+def aggregated(parts: Tensor, how: Aggregate) -> Tensor:
+    """One score from several sources, (S, B) to (B,), each already weighted.
+
+        sum               sum_s r_s
+        min               min_s r_s                    the most careful one
+        mean_minus_std    mean_s r_s - std_s r_s       std divides by S
+
+    The last two make it harder to win by the error of one reward model.
+
+    Source: Coste et al., https://arxiv.org/abs/2310.02743, section 3: worst case, and uncertainty
+    weighted with the standard deviation in place of the variance, which has the unit of a score.
+    """
+    if how == "sum":
+        return parts.sum(0)
+    return parts.amin(0) if how == "min" else parts.mean(0) - parts.std(0, correction=0)
+
+
+@torch.no_grad()
+def shaped_scores(
+    scores: Tensor,
+    has_eos: Tensor,
+    lengths: Tensor,
+    *,
+    missing_eos_penalty: float,
+    overlong_penalty: float = 0.0,
+    overlong_buffer: int = 1,
+    max_response_tokens: int = 0,
+) -> Tensor:
+    """Lower the scores of cut responses and of those near the limit: (B,) float32, no gradient.
 
         score                           if the response ended with EOS
         score - missing_eos_penalty     if it was cut
+        - overlong_penalty * clip((length - (max_response_tokens - buffer)) / buffer, 0, 1)
 
-    Source: `missing_eos_penalty` of TRL, https://github.com/huggingface/trl. A fixed score instead
-    could be higher than that of the same text with an end. Scores are (B,), `has_eos` is (B,) bool.
+    Source: `missing_eos_penalty` of TRL, https://github.com/huggingface/trl; soft overlong
+    punishment of DAPO, Yu et al., https://arxiv.org/abs/2503.14476, equation 13. A fixed score
+    instead could be higher than that of the same text with an end.
+
+    Scores and lengths, in tokens, are (B,); `has_eos` is (B,) bool.
     """
-    check_same_shape(scores=scores, has_eos=has_eos)
-    return torch.where(has_eos, scores, scores - missing_eos_penalty).float()
+    check_same_shape(scores=scores, has_eos=has_eos, lengths=lengths)
+    shaped = torch.where(has_eos, scores, scores - missing_eos_penalty)
+    if overlong_penalty:
+        into = (lengths - (max_response_tokens - overlong_buffer)) / overlong_buffer
+        shaped = shaped - overlong_penalty * into.clamp(0, 1)
+    return shaped.float()
+
+
+@torch.no_grad()
+def sampler_weights(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Importance,
+    beyond: Literal["truncate", "mask"],
+    maximum: float,
+) -> Tensor:
+    """Importance weights of responses that another program sampled, (B, R) float32.
+
+        w_t = p(token) / p_sampler(token)           token
+        w   = product over the row of w_t           sequence, the same for all its tokens
+        min(w, maximum), or 0 above it              truncate, mask
+
+    Advantages times these weights make the expected update that of responses of the policy itself,
+    apart from what truncation leaves out. By token, the weights ignore that a token's prefix came
+    from the sampler, too; by sequence, they do not, and vary more.
+
+    Source: truncated, Ionides 2008, https://doi.org/10.1198/106186008X320456; for RL of language
+    models, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; masked, Zhao et al.,
+    https://arxiv.org/abs/2510.18855, section 2.2.
+
+    `logprobs` are those of the policy as the trainer computes them, (B, R); the result is 0 outside
+    the mask.
+    """
+    check_shapes(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
+    log_ratio = torch.where(mask, logprobs.double() - sampler_logprobs.double(), 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(mask)
+    weights = log_ratio.exp()
+    weights = torch.where(weights <= maximum, weights, maximum if beyond == "truncate" else 0.0)
+    return torch.where(mask, weights, 0.0).float()
 
 
 @torch.no_grad()
@@ -127,22 +200,30 @@ def per_token_rewards(
 
 @torch.no_grad()
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    value_lam: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over whole responses.
 
         delta_t = r_t + gamma * V_{t+1} - V_t     t + 1: the next token that the policy chose;
         A_t     = delta_t + gamma * lam * A_{t+1}     V and A are 0 after the last one
-        G_t     = A_t + V_t
+        G_t     = A_t + V_t                       with value_lam in place of lam, if it is set
 
     Source: Schulman et al., https://arxiv.org/abs/1506.02438, equation 16; G_t is the TD(lambda)
-    return.
+    return. A lambda of its own for the critic: VAPO, Yue et al., https://arxiv.org/abs/2504.05118,
+    section 4.1.
 
     Args:
         rewards: (B, R), including the score.
         values: (B, R), value of the state before each response token.
         gamma: discount, 1.0 in RLHF.
         lam: 0 = one-step TD, 1 = Monte Carlo.
+        value_lam: the same for the returns; None: `lam`.
 
     Returns:
         advantages, returns: (B, R) float32 each, not whitened, 0 outside the mask, without
@@ -160,7 +241,9 @@ def gae(
         next_value = torch.where(chosen, value, next_value)
         backwards.append(advantage)
     advantages = torch.where(mask, torch.stack(backwards[::-1], dim=1), 0.0)
-    return advantages, advantages + values
+    if value_lam is None or value_lam == lam:
+        return advantages, advantages + values
+    return advantages, gae(rewards, values, mask, gamma=gamma, lam=value_lam)[1]
 
 
 @torch.no_grad()
@@ -206,6 +289,64 @@ def grpo(scores: Tensor, penalties: Tensor, *, scale_by_group_std: bool) -> Tens
     """
     relative = group_relative(scores, scale=scale_by_group_std)
     return relative - group_relative(penalties, scale=False)
+
+
+@torch.no_grad()
+def gdpo(
+    parts: Tensor,
+    weights: Tensor,
+    penalties: Tensor,
+    moments: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """GDPO: scale each reward within its group before the sum, and the sum over the step.
+
+        S_i = sum_s w_s * (R_si - mean(R_s)) / (std(R_s) + 1e-4)
+        A_i = (S_i - mean(S)) / (std(S) + 1e-4) - (penalty_i - mean(penalty))
+
+    A reward of large numbers then does not hide a small one, and groups that differ in one reward
+    only still learn from it.
+
+    Source: Liu et al., https://arxiv.org/abs/2601.05242, equations 4 to 6.
+
+    Parts are (S, K, G), weights (S,), penalties (K, G); `moments` as in `reinforce`.
+    """
+    scaled = torch.stack([group_relative(part, scale=True) for part in parts])
+    total = (weights.view(-1, 1, 1) * scaled).sum(0)
+    mean, variance = moments(total)
+    normalized = (total - mean.float()) / (variance.float().sqrt() + 1e-4)
+    return normalized - group_relative(penalties, scale=False)
+
+
+@torch.no_grad()
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, whitened: Callable[[Tensor], Tensor], *, gamma: float
+) -> Tensor:
+    """REINFORCE++: the discounted return of each token, whitened over the step, (B, R).
+
+        G_t = r_t + gamma * G_{t+1}     t + 1 as in `gae`
+        A_t = whitened(G_t)
+
+    Source: Hu, https://arxiv.org/abs/2501.03262, equations 4 and 5. Rewards are (B, R), including
+    score and KL penalty; `whitened` gives them mean 0 and variance 1 over the tokens of all ranks.
+    """
+    return whitened(gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)[1])
+
+
+@torch.no_grad()
+def reverse_kl(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """Distillation: each token answers for its own log ratio to the teacher, (B, R).
+
+        A_t = log p_teacher(token_t) - log p(token_t)
+
+    In expectation over tokens of the policy, its gradient is that of -KL(policy || teacher) of the
+    next token, given the tokens before it.
+
+    Source: Agarwal et al., https://arxiv.org/abs/2306.13649 (on-policy data, reverse KL); Lu and
+    Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation (one sampled
+    token in place of the vocabulary). `log_ratios` are (B, R), of the policy to the teacher.
+    """
+    check_shapes(mask, log_ratios=log_ratios)
+    return torch.where(mask, -log_ratios, 0.0).float()
 
 
 @torch.no_grad()

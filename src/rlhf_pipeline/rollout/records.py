@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.models.sequences import Sequences, tensors
+from rlhf_pipeline.models.sequences import Sequences, tensors, wide
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.rl.rewards import kl_estimate
 
@@ -90,6 +90,23 @@ class Scored:
         """(B,) KL of each response from the reference by the estimator k1, in nats."""
         log_ratios = kl_estimate(self.logprobs, self.ref_logprobs, "k1")
         return masked_row_sums(log_ratios, self.sequences.action_mask)
+
+    def replaced(self, rows: Tensor, other: "Scored", others: Tensor) -> "Scored":
+        """The same rollout with some rows replaced by those of another one."""
+        index = torch.arange(len(self.sequences))
+        index[rows] = len(index) + others
+        sequences = self.sequences.joined(other.sequences).rows(index)
+        width = sequences.response_ids.shape[1]
+
+        def both(first: Tensor, second: Tensor) -> Tensor:
+            found = wide(first, second)[index]
+            return found if found.dim() == 1 else found[:, :width]
+
+        changed: dict[str, Any] = {
+            name: both(x, getattr(other, name)) for name, x in tensors(self).items()
+        }
+        parts = {name: both(x, other.parts[name]) for name, x in self.parts.items()}
+        return replace(self, sequences=sequences, parts=parts, **changed)
 
     def with_values_plus(self, offset: float) -> "Scored":
         """The same rollout with a number added to every value."""

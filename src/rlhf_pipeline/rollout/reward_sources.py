@@ -2,6 +2,8 @@
 
     score = sum over sources of weight * (own score - own mean)          a function's mean is 0
 
+or another aggregate of the summands (`ppo.aggregate`).
+
 PPO maximizes the same sum with the centred scores of reward models clipped.
 
 To add a source, write a class like `FunctionSource`, its block in `config/rewards.py`, and a case
@@ -39,6 +41,7 @@ from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rl.rewards import Aggregate, aggregated
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.true_answers import agreement
@@ -163,6 +166,7 @@ class RewardSum:
     sources: dict[str, tuple[float, float, Source]]
     """Name to weight, clip range of the centred score, and source."""
     tokenizer: PreTrainedTokenizerBase  # the policy's
+    aggregate: Aggregate = "sum"
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum, as it is and clipped.
@@ -178,10 +182,13 @@ class RewardSum:
             with heartbeat.scored_by(name):
                 parts[name] = source(scored, answered)
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
-        total = torch.stack([weight * own for weight, _, own in named]).sum(0)
+        if self.aggregate != "sum":  # a source without effect is no member of an ensemble
+            named = [one for one in named if one[0]]
+        total = torch.stack([weight * own for weight, _, own in named])
         clipped = torch.stack([weight * own.clamp(-clip, clip) for weight, clip, own in named])
+        total, clipped = (aggregated(each, self.aggregate) for each in (total, clipped))
         parts = parts if len(parts) > 1 else {}
-        return replace(scored, scores=total, clipped_scores=clipped.sum(0), parts=parts)
+        return replace(scored, scores=total, clipped_scores=clipped, parts=parts)
 
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
         if missing := {"messages", "reference"} - rows.keys():
@@ -204,6 +211,7 @@ def load_rewards(
     micro_batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
+    aggregate: Aggregate = "sum",
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
@@ -242,4 +250,4 @@ def load_rewards(
         is_model = isinstance(reward, TrainedReward | ModelReward)
         clip = score_clip if is_model and score_clip else math.inf
         sources[reward.label] = (reward.weight, clip, load(reward, f"{INPUT_PREFIX}{index}"))
-    return RewardSum(sources, tokenizer)
+    return RewardSum(sources, tokenizer, aggregate)

@@ -3,6 +3,7 @@
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,13 @@ from rlhf_pipeline.models.forward import (
 )
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
-from rlhf_pipeline.rl.rewards import gae, per_token_rewards, shaped_scores, to_tokens
+from rlhf_pipeline.rl.rewards import (
+    gae,
+    per_token_rewards,
+    sampler_weights,
+    shaped_scores,
+    to_tokens,
+)
 from rlhf_pipeline.rollout.records import Experience, Scored, TrainingPass, ended
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.training.ppo_setup import PPOModels
@@ -103,28 +110,33 @@ def make_experience(
 
     Moments and means are over the rows of all ranks. Advantages of a critic are whitened. Those
     without one keep the unit of the score, or for GRPO that of its standard deviation, as in their
-    papers. Raises StageError if `ppo.advantage` returns something else.
+    papers. What does not train is left out of the action mask of the result. Raises StageError if
+    `ppo.advantage` returns something else.
     """
     mask = scored.sequences.action_mask
+    trained = replace(scored.sequences, action_mask=mask & trains(scored, config)[:, None])
     experience = partial(
         Experience,
-        scored.sequences,
+        trained if config.leaves_out else scored.sequences,
         scored.logprobs,
         ref_logprobs=scored.ref_logprobs,
         sampler_logprobs=scored.sampler_logprobs,
         training_pass=scored.training_pass,
     )
-    scores = training_scores(scored, config)
+    scores, weights = training_scores(scored, config), sampler_weights_of(scored, config)
     penalties = coef_in_reward(kl_coef, config) * scored.kl
     by_prompt = groups(scores, config)
     found = by_name(
         ADVANTAGE.load(config.advantage),
         config,
         scores=by_prompt,
+        **separate(scored, config),
         penalties=groups(penalties, config),
         returns=groups(scores - penalties, config),
         moments=lambda x: mean_and_variance(_moments(x, torch.ones_like(x).bool(), world)),
         rewards=token_rewards(scored, config, kl_coef=kl_coef, world=world),
+        whitened=lambda x: whiten(x, mask, _moments(x, mask, world)),
+        log_ratios=scored.logprobs - scored.ref_logprobs,
         values=scored.values,
         mask=mask,
     )
@@ -140,10 +152,67 @@ def make_experience(
         )
     if scored.values is None:
         is_of_tokens = found.shape == mask.shape
-        return experience(advantages=found if is_of_tokens else to_tokens(found.flatten(), mask))
+        advantages = found if is_of_tokens else to_tokens(found.flatten(), mask)
+        return experience(advantages=weights * advantages)
     advantages, returns = found
     white = whiten(advantages, mask, _moments(advantages, mask, world))
-    return experience(advantages=white, old_values=scored.values, returns=returns)
+    return experience(advantages=weights * white, old_values=scored.values, returns=returns)
+
+
+def trains(scored: Scored, config: PPOConfig) -> Tensor:
+    """Which responses (B,) train: not those that were cut, or whose group teaches nothing, if
+    `truncated` and `equal_groups` say so."""
+    found = torch.ones(len(scored.sequences), dtype=torch.bool)
+    if config.truncated == "mask":
+        found &= scored.ended
+    if config.equal_groups != "keep":
+        found &= ~equal_groups(scored, config).repeat(config.responses_per_prompt)
+    return found
+
+
+def equal_groups(scored: Scored, config: PPOConfig) -> Tensor:
+    """For which prompts (G,) all responses have equal scores; for gdpo, equal ones of every source.
+
+    A small spread is not an equal group, and a mean of 0 or 1 says nothing if scores are not 0 or
+    1 (https://github.com/OpenRLHF/OpenRLHF/issues/1270).
+    """
+    parts = [training_scores(scored, config)]
+    if config.advantage == "gdpo":
+        parts += scored.parts.values()
+    by_prompt = torch.stack([groups(part, config) for part in parts])
+    return (by_prompt == by_prompt[:, :1]).all(1).all(0)
+
+
+def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
+    """The score of each source (S, K, G) and its weight (S,). The last ones are the penalties for
+    cut and long responses."""
+    assert scored.clipped_scores is not None
+    found = {
+        reward.label: (reward.weight, scored.parts.get(reward.label)) for reward in config.rewards
+    }
+    named = [(w, part) for w, part in found.values() if part is not None]
+    named = named or [(1.0, scored.clipped_scores)]
+    named.append((1.0, training_scores(scored, config) - scored.clipped_scores))
+    weights, parts = zip(*named, strict=True)
+    return {
+        "parts": torch.stack([groups(part, config) for part in parts]),
+        "weights": torch.tensor(weights),
+    }
+
+
+def sampler_weights_of(scored: Scored, config: PPOConfig) -> Tensor | float:
+    """The weights (B, R) of `ppo.sampler_correction`; 1 without it."""
+    correction = config.correction
+    if correction is None or scored.sampler_logprobs is None:
+        return 1.0
+    return sampler_weights(
+        scored.logprobs,
+        scored.sampler_logprobs,
+        scored.sequences.action_mask,
+        level=correction.level,
+        beyond=correction.beyond,
+        maximum=correction.maximum,
+    )
 
 
 def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> float:
@@ -185,8 +254,15 @@ def coef_in_reward(kl_coef: float, config: PPOConfig) -> float:
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
     """The scores that PPO maximizes, (B,): clipped, and lower for responses without EOS."""
     assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
-    penalty = config.missing_eos_penalty
-    return shaped_scores(scored.clipped_scores, scored.ended, missing_eos_penalty=penalty)
+    return shaped_scores(
+        scored.clipped_scores,
+        scored.ended,
+        scored.sequences.action_mask.sum(1),
+        missing_eos_penalty=config.missing_eos_penalty,
+        overlong_penalty=config.overlong_penalty,
+        overlong_buffer=config.overlong_buffer,
+        max_response_tokens=config.sampling.max_response_tokens,
+    )
 
 
 def groups(x: Tensor, config: PPOConfig) -> Tensor:

@@ -20,9 +20,6 @@ Departures from InstructGPT (Ouyang et al. 2022):
     7. The export is the best evaluated model within the bound, not the last one (`evaluate`).
 """
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -31,22 +28,18 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import (
-    Rows,
-    micro_batches,
     own_share,
     sampled_rows,
-    step_rows,
 )
-from rlhf_pipeline.distributed.engine import release_freed
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rl.rewards import adapted_kl_coef
-from rlhf_pipeline.rollout.generation import Seed, row_seeds
-from rlhf_pipeline.rollout.records import Experience, Rollout, Scored
+from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.records import Experience, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.experience import make_experience, score_sequences, value_offset
+from rlhf_pipeline.training.experience import make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
     gold_metrics,
     rollout_fault,
@@ -55,10 +48,15 @@ from rlhf_pipeline.training.ppo_metrics import (
 )
 from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
 from rlhf_pipeline.training.ppo_update import update_models
+from rlhf_pipeline.training.rollouts import (
+    columns_of,
+    one_pass,
+    resample,
+    roll_out,
+    score,
+    training_prompts,
+)
 from rlhf_pipeline.training.step_log import StepLog, evaluation_steps
-
-Columns = dict[str, list[Any]]
-"""Columns of the prompts' table, and `prompt_number`, the row of the table."""
 
 HELD_OUT_STEP = 2**31
 """Stands for the step in the seeds of held-out responses: equal at every evaluation, and different
@@ -92,13 +90,14 @@ def train(setup: Setup) -> None:
             rows, seeds = training_prompts(setup, step)
             with log.timed("time/generation_s"):
                 rollout = roll_out(setup, rows, seeds, step)
-            # 2. Score the responses by all models.
+            # 2. Score the responses by all models; replace prompts that teach nothing.
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
+            scored, chosen = resample(setup, scored, rows, step)
         if step == 1:
             scored = centre_critic(setup, scored)
         # In the first step that trains it, the actor is still the SFT model.
         trained = step > config.critic_warmup_steps + 1
-        metrics = rollout_metrics(scored, config, setup.world)
+        metrics = rollout_metrics(scored, config, setup.world) | chosen
         log.add(metrics, rollout_fault(metrics, config, f"at step {step}", trained=trained))
         # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
@@ -116,63 +115,6 @@ def train(setup: Setup) -> None:
         kl_coef = next_kl_coef(kl_coef, log.metrics["objective/kl"], config)
         due = config.checkpoint_due(step, last=config.steps, evaluated=evaluates)
         setup.save(step, due=due, kl_coef=kl_coef)
-
-
-def training_prompts(setup: Setup, step: int) -> tuple[Columns, list[Seed]]:
-    """The prompts of this rank in a training step, and the seed of each response."""
-    config, world = setup.config, setup.world
-    prompts = step_rows(setup.prompts.num_rows, config.prompts_per_step, step - 1, setup.seed)
-    # All prompts once, then all of them again. The ranks divide the prompts, so each rank has all
-    # responses to its prompts.
-    tiled = np.tile(prompts, config.responses_per_prompt)
-    rows = columns_of(setup.prompts, own_share(tiled, world))
-    slots = own_share(np.arange(config.responses_per_step), world)
-    return rows, row_seeds(setup.seed, step, slots)
-
-
-def columns_of(table: Rows, numbers: np.ndarray) -> Columns:
-    """The rows of a table of prompts with these numbers."""
-    return table.columns(numbers) | {"prompt_number": numbers.tolist()}
-
-
-def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
-    """Sample a response to each prompt. Without a step, the prompts are those of an evaluation."""
-    heartbeat.at("evaluation" if step is None else "rollout", step)
-    rollout = setup.models.generator.generate(
-        rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
-    )
-    release_freed()  # the update needs as much memory, in blocks of other sizes
-    return rollout
-
-
-def score(
-    setup: Setup, rollout: Rollout, rows: Columns, *, held_out: bool = False, trains: bool = False
-) -> Scored:
-    """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
-    heartbeat.at("evaluation" if held_out else "scoring")
-    scored = score_sequences(
-        rollout.sequences,
-        setup.models,
-        setup.config,
-        setup.world,
-        with_critic=not held_out,
-        logprobs=rollout.logprobs if setup.config.old_logprobs == "rollout" else None,
-        trains=trains,
-    )
-    return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
-
-
-def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
-    """Whether scoring and the update can share the forward passes of actor and critic.
-
-    They can if the models do not change in between, and if all rows fit a forward pass.
-    """
-    config, models = setup.config, setup.models
-    if config.ppo_epochs * config.updates_per_epoch > 1 or step <= config.critic_warmup_steps:
-        return False
-    lengths, tokens = [rollout.sequences.lengths], config.micro_batch_tokens
-    (groups,) = micro_batches(lengths, tokens, models.actor, setup.world)
-    return len(groups) == 1
 
 
 def centre_critic(setup: Setup, scored: Scored) -> Scored:

@@ -12,7 +12,7 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.records import Scored
-from rlhf_pipeline.training.experience import groups, training_scores
+from rlhf_pipeline.training.experience import equal_groups, sampler_weights_of, training_scores
 from rlhf_pipeline.training.ppo_setup import ppo_advice
 
 
@@ -39,8 +39,10 @@ def rollout_metrics(
     if scored.values is not None:
         own["values"] = masked_sum(scored.values, mask).double()
     if config.responses_per_prompt > 1 and not held_out:
-        of_group = groups(scores, config)
-        own["rollout/equal_groups"] = (of_group == of_group[0]).all(0).double().mean() * len(scores)
+        own["rollout/equal_groups"] = equal_groups(scored, config).double().mean() * len(scores)
+    if config.correction is not None and not held_out:
+        weights = torch.as_tensor(sampler_weights_of(scored, config)).double()
+        own |= {"weight": weights.sum(), "weight_squared": weights.square().sum()}
     sums = world.sums(own)
     count = sums["responses"]
     return {
@@ -54,7 +56,14 @@ def rollout_metrics(
         "rollout/eos_fraction": sums["ended"] / count,
         **{name: value / count for name, value in sums.items() if "/" in name},
         **({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {}),
+        **({"rollout/effective_sample_size": _effective(sums)} if "weight" in sums else {}),
     }
+
+
+def _effective(sums: dict[str, float]) -> float:
+    """Kish's effective sample size of the importance weights, as a share of all tokens."""
+    squares = sums["tokens"] * sums["weight_squared"]
+    return sums["weight"] ** 2 / squares if squares else 0.0
 
 
 def gold_metrics(

@@ -30,6 +30,7 @@ from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
+from rlhf_pipeline.training.prompts import PromptStream
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
@@ -124,6 +125,7 @@ class Setup:
     checkpoints: Checkpoints
     done: int  # steps that an earlier attempt has taken
     kl_coef: float  # the KL coefficient of the next step
+    stream: PromptStream  # the order of `prompts`
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
         """Save a checkpoint if one is due or a signal came; then obey the signal.
@@ -133,7 +135,7 @@ class Setup:
         """
         best = {name: models.state() for name, models in self.best.items()}
         critic = self.models.critic
-        loop = {"kl_coef": kl_coef, "best": best} | (
+        loop = {"kl_coef": kl_coef, "best": best, "prompts": self.stream.state()} | (
             {} if critic is None else {"value_offset": critic.module.offset}
         )
         if self.checkpoints.step_ended(step, due=due, loop=loop):
@@ -173,13 +175,17 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         best[name].restored(state)
     if models.critic is not None:
         models.critic.module.offset = loop.get("value_offset", 0.0)
+    prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
+    stream = PromptStream(prompts.num_rows, job.seed, config.curriculum)
+    if loop:
+        stream.restored(loop["prompts"])
     writer = MetricsFile(
         job.metrics_file, config.steps, rank=world.rank, resumed_from=job.resume_from
     )
     return Setup(
         config=config,
         models=models,
-        prompts=load_rows(job.inputs["prompts"] / "train.arrow", world),
+        prompts=prompts,
         validation=load_rows(job.inputs["prompts"] / "validation.arrow", world),
         text=text,
         world=world,
@@ -189,6 +195,7 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         checkpoints=checkpoints,
         done=job.resume_from or 0,
         kl_coef=loop.get("kl_coef", config.kl.coef),
+        stream=stream,
     )
 
 
@@ -232,6 +239,7 @@ def load_ppo_models(
             contract,
             world,
             score_clip=config.score_clip,
+            aggregate=config.aggregate,
             micro_batch_tokens=config.micro_batch_tokens,
             tokenizer=tokenizer,
             trained_mean=mean,

@@ -2,6 +2,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,14 @@ from rlhf_pipeline.models.forward import (
 )
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
-from rlhf_pipeline.rl.losses import LossSum, entropy_loss, kl_loss, sft_loss, value_loss
+from rlhf_pipeline.rl.losses import (
+    LossSum,
+    entropy_loss,
+    kl_loss,
+    reduced,
+    sft_loss,
+    value_loss,
+)
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.training.ppo_setup import PPOModels
@@ -108,10 +116,22 @@ def in_micro_batches(
         for epoch in range(1, config.ppo_epochs + 1)
         for rows in minibatch_rows(count, size, world, (*key, epoch))
     ]
+    if config.leaves_out:
+        drawn = _only_trained(drawn, experience.sequences.action_mask.any(1), world)
     lengths = [experience.sequences.lengths[rows] for rows in drawn]
     groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
     for rows, own in zip(drawn, groups, strict=True):
         yield [experience.rows(rows[index]) for index in own]
+
+
+def _only_trained(drawn: list[Tensor], trains: Tensor, world: World) -> list[Tensor]:
+    """The rows of each minibatch that train, and others for ranks that have fewer of them.
+
+    Every rank needs as many rows as the others, because ZeRO needs all ranks in each forward pass.
+    """
+    first = [rows[trains[rows].argsort(descending=True, stable=True)] for rows in drawn]
+    counts = world.most([max(1, int(trains[rows].sum())) for rows in drawn])
+    return [rows[:count] for rows, count in zip(first, counts, strict=True)]
 
 
 def update_minibatch(
@@ -134,9 +154,13 @@ def update_minibatch(
     mean over its own tokens. `is_sampler`: the actor is still the policy that sampled.
     """
     masks = [piece.sequences.action_mask for piece in pieces]
-    counts = [torch.stack([mask.sum(), number_of_terms(config, mask)]) for mask in masks]
+    counts = [
+        torch.stack([mask.sum(), number_of_terms(config, mask), divisor(config, mask)])
+        for mask in masks
+    ]
     count = torch.stack(counts).sum(0).double()
-    tokens, terms = world.sum(count.to(world.device, non_blocking=True))
+    # All responses may be left out.
+    tokens, terms, others = world.sum(count.to(world.device, non_blocking=True)).clamp(min=1)
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
@@ -148,6 +172,7 @@ def update_minibatch(
                 tokens,
                 kl_coef,
                 terms=terms,
+                others=others,
                 is_sampler=is_sampler,
             )
             for piece in pieces
@@ -183,12 +208,13 @@ def actor_loss(
     kl_coef: float,
     *,
     terms: Tensor,
+    others: Tensor,
     is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
     """The policy loss of a micro batch, plus KL penalty and entropy loss if they are on.
 
     `tokens` is the number of tokens that the policy chose in the whole optimizer step, `terms` that
-    of the terms of `ppo.policy_loss`.
+    of the terms of `ppo.policy_loss`, `others` what divides the other losses.
     """
     piece = piece.to(models.actor.device)
     mask = piece.sequences.action_mask
@@ -210,8 +236,12 @@ def actor_loss(
         mask=mask,
     )
     loss, count = total / terms, mask.sum()
-    diagnostics = policy_diagnostics(
-        logprobs.detach(), piece.old_logprobs, mask, clip_range=config.clip_range
+    diagnostics = by_name(
+        policy_diagnostics,
+        config,
+        logprobs=logprobs.detach(),
+        old_logprobs=piece.old_logprobs,
+        mask=mask,
     )
     sums = {f"policy/{name}": value for name, value in diagnostics.items()}
     entropies = masked_sum(entropy, mask)
@@ -221,18 +251,34 @@ def actor_loss(
         sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "rollout/count": count}
     if config.kl.place == "loss":
         assert piece.ref_logprobs is not None
-        total, _ = kl_loss(logprobs, piece.old_logprobs, piece.ref_logprobs, mask)
-        loss = loss + kl_coef * (total / tokens)
+        total, _ = kl_loss(
+            logprobs, piece.old_logprobs, piece.ref_logprobs, mask, **reduction(config)
+        )
+        loss = loss + kl_coef * (total / others)
     if config.entropy_coef > 0:
-        total, _ = entropy_loss(entropy, mask)
-        loss = loss + config.entropy_coef * (total / tokens)
+        total, _ = entropy_loss(entropy, mask, **reduction(config))
+        loss = loss + config.entropy_coef * (total / others)
     return loss, sums
 
 
 def policy_loss(config: PPOConfig, **tensors: Tensor) -> LossSum:
     """The loss that `ppo.policy_loss` names."""
-    loss: LossSum = by_name(POLICY_LOSS.load(config.policy_loss), config, **tensors)
+    longest = config.sampling.max_response_tokens
+    loss: LossSum = by_name(
+        POLICY_LOSS.load(config.policy_loss), config, **tensors, max_response_tokens=longest
+    )
     return loss
+
+
+def reduction(config: PPOConfig) -> dict[str, Any]:
+    """How the actor's other losses are summed, see `losses.reduced`."""
+    longest = config.sampling.max_response_tokens
+    return {"denominator": config.denominator, "max_response_tokens": longest}
+
+
+def divisor(config: PPOConfig, mask: Tensor) -> Tensor:
+    """What divides these losses."""
+    return reduced(torch.zeros(mask.shape, device=mask.device), mask, **reduction(config))[1]
 
 
 @torch.no_grad()
@@ -291,7 +337,7 @@ def _approx_kl(sums: Sums, before: Sums, world: World) -> float:
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Each sum `group/name` divided by `group/count`."""
     metrics = {
-        name: value / sums[f"{name.partition('/')[0]}/count"]
+        name: value / max(1.0, sums[f"{name.partition('/')[0]}/count"])
         for name, value in sums.items()
         if not name.endswith("/count")
     }

@@ -1,0 +1,148 @@
+"""The rollout of a step: prompts, sampled responses, and their scores by all models.
+
+A step has G prompts with K responses each. Slot g of a step is the place of its g-th prompt; rank r
+of W ranks has the slots r, r + W, r + 2 W, and so on, with all responses to their prompts.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_pipeline.distributed.batches import Rows, micro_batches, own_share
+from rlhf_pipeline.distributed.engine import release_freed
+from rlhf_pipeline.rollout.generation import Seed, row_seeds
+from rlhf_pipeline.rollout.records import Rollout, Scored
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.training.experience import (
+    equal_groups,
+    groups,
+    score_sequences,
+    training_scores,
+)
+from rlhf_pipeline.training.ppo_setup import Setup
+
+Columns = dict[str, list[Any]]
+"""Columns of the prompts' table, and `prompt_number`, the row of the table."""
+
+
+def training_prompts(setup: Setup, step: int) -> tuple[Columns, list[Seed]]:
+    """The prompts of this rank in a training step, and the seed of each response."""
+    count = setup.config.prompts_per_step
+    slots, prompts = np.arange(count), setup.stream.draw(count)
+    return of_slots(setup, own_share(prompts, setup.world), own_share(slots, setup.world), step)
+
+
+def of_slots(
+    setup: Setup, prompts: np.ndarray, slots: np.ndarray, step: int, attempt: int = 0
+) -> tuple[Columns, list[Seed]]:
+    """A first response to the prompt of every slot, then a second one to every prompt, and so on.
+
+    The seed of a response depends on its slot, not on the rank that samples it.
+    """
+    config = setup.config
+    rows = columns_of(setup.prompts, np.tile(prompts, config.responses_per_prompt))
+    repeats = np.arange(config.responses_per_prompt)[:, None] * config.prompts_per_step
+    numbers = (repeats + slots).flatten() + attempt * config.responses_per_step
+    return rows, row_seeds(setup.seed, step, numbers)
+
+
+def columns_of(table: Rows, numbers: np.ndarray) -> Columns:
+    """The rows of a table of prompts with these numbers."""
+    return table.columns(numbers) | {"prompt_number": numbers.tolist()}
+
+
+def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
+    """Sample a response to each prompt. Without a step, the prompts are those of an evaluation."""
+    heartbeat.at("evaluation" if step is None else "rollout", step)
+    rollout = setup.models.generator.generate(
+        rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
+    )
+    release_freed()  # the update needs as much memory, in blocks of other sizes
+    return rollout
+
+
+def score(
+    setup: Setup, rollout: Rollout, rows: Columns, *, held_out: bool = False, trains: bool = False
+) -> Scored:
+    """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
+    heartbeat.at("evaluation" if held_out else "scoring")
+    scored = score_sequences(
+        rollout.sequences,
+        setup.models,
+        setup.config,
+        setup.world,
+        with_critic=not held_out,
+        logprobs=rollout.logprobs if setup.config.old_logprobs == "rollout" else None,
+        trains=trains,
+    )
+    return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
+
+
+def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
+    """Whether scoring and the update can share the forward passes of actor and critic.
+
+    They can if neither the models nor the rows change in between, and if all rows fit a pass.
+    """
+    config, models = setup.config, setup.models
+    if config.ppo_epochs * config.updates_per_epoch > 1 or step <= config.critic_warmup_steps:
+        return False
+    if config.equal_groups == "resample":
+        return False
+    lengths, tokens = [rollout.sequences.lengths], config.micro_batch_tokens
+    (found,) = micro_batches(lengths, tokens, models.actor, setup.world)
+    return len(found) == 1
+
+
+def resample(
+    setup: Setup, scored: Scored, rows: Columns, step: int
+) -> tuple[Scored, dict[str, float]]:
+    """Replace prompts whose responses have equal scores by the next ones of the stream.
+
+    The slots get them in their order over all ranks, so the step is the same for any number of
+    ranks. Returns the rollout, and metrics of what was left out.
+    """
+    config, world, further = setup.config, setup.world, 0
+    count, repeats = config.prompts_per_step, torch.arange(config.responses_per_prompt)[:, None]
+    left_out = setup.stream.left_out
+    note_solved(setup, scored, rows["prompt_number"][: count // world.size])
+    for attempt in range(1, config.maximum_resamples + 1):
+        if config.equal_groups != "resample":
+            break
+        own = equal_groups(scored, config).nonzero().squeeze(1)  # places among this rank's slots
+        missing = sorted(chain(*world.gather((own * world.size + world.rank).tolist())))
+        if not missing:
+            break
+        further += len(missing)
+        drawn = dict(zip(missing, setup.stream.draw(len(missing)).tolist(), strict=True))
+        # All ranks sample equally many rows; those beyond a rank's own slots are not used.
+        most = max(Counter(slot % world.size for slot in missing).values())
+        mine = [slot for slot in missing if slot % world.size == world.rank]
+        slots = np.array(mine + missing[:1] * (most - len(mine)))
+        prompts = np.array([drawn[slot] for slot in slots])
+        more, seeds = of_slots(setup, prompts, slots, step, attempt)
+        fresh = score(setup, roll_out(setup, more, seeds, step), more)
+        note_solved(setup, fresh, more["prompt_number"][: len(mine)])
+        others = repeats * most + torch.arange(len(mine))
+        places = repeats * (count // world.size) + own
+        scored = scored.replaced(places.flatten(), fresh, others.flatten())
+    metrics = {}
+    if config.equal_groups == "resample":
+        metrics["rollout/resampled"] = further / count
+    if config.curriculum is not None:
+        metrics["rollout/left_out"] = (setup.stream.left_out - left_out) / count
+    return scored, metrics
+
+
+def note_solved(setup: Setup, scored: Scored, prompts: Sequence[int]) -> None:
+    """Tell the curriculum the share of right responses to each prompt, on all ranks."""
+    if (curriculum := setup.config.curriculum) is None:
+        return
+    right = training_scores(scored, setup.config) >= curriculum.solved
+    shares = groups(right.double(), setup.config).mean(0)[: len(prompts)].tolist()
+    for found in setup.world.gather([[*pair] for pair in zip(prompts, shares, strict=True)]):
+        setup.stream.record(dict(found))
