@@ -263,28 +263,27 @@ def test_accuracies_and_pass_at_k_where_answers_can_be_checked():
 
 
 def test_the_majority_decides_by_final_answers_and_of_equally_many_the_first():
-    """Three draws each: 7 twice, in other words; three answers, of which the first counts."""
-    said = [["7", "so 5", "The answer is 7."], ["The answer is: 3", "4", "5"]]
-    right = [[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]
-
-    def policy(texts):
-        return [
+    """Of PPO's three draws to the first prompt, two find 7; to the second, all differ."""
+    said = {
+        "sft": [["5", "7", "8"], ["3", "4", "The answer is 4."]],
+        "ppo": [["5", "7", "The answer is 7."], ["Answer: 3", "4", "5"]],
+    }
+    right = [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+    answers = {
+        policy: [
             replace(ANSWERS["ppo"][row], response=texts[row][n], draw=n, scores={"facts": 0.0},
                     right=(right[row][n], 0.0))
             for row in range(2) for n in range(3)
-        ]  # fmt: skip
-
+        ]
+        for policy, texts in said.items()
+    }  # fmt: skip
     config = EvaluateConfig(judges=[{"reference": "exact", "name": "facts"}])
-    others = [["so 5", "7", "8"], said[1]]
-    found = compare({"sft": policy(others), "ppo": policy(said)}, config, set())
-    assert found["policies"]["ppo"]["majority_at_3"] == 0.5
-    assert found["policies"]["ppo"]["strict_accuracy"] == 0.5  # pass@1
-    others = compare({"sft": policy(said), "ppo": policy(others)}, config, set())
-    assert others["policies"]["ppo"]["majority_at_3"] == 0.5  # the first answer counts as right
-    assert found["changes"].keys() == {"strict_accuracy", "lenient_accuracy", "majority_at_3"}
-    assert found["changes"]["majority_at_3"]["change"] == 0.0
-    one = {name: [a for a in given if a.draw == 0] for name, given in ANSWERS.items()}
-    assert compare(one, CONFIG, set())["changes"] == {}
+    found = compare(answers, config, set())
+    assert [policy["majority_at_3"] for policy in found["policies"].values()] == [0.0, 1.0]
+    assert [policy["strict_accuracy"] for policy in found["policies"].values()] == [0.5, 0.5]
+    changes = {name: change["change"] for name, change in found["changes"].items()}
+    assert changes == {"strict_accuracy": 0.0, "lenient_accuracy": 0.0, "majority_at_3": 1.0}
+    assert compare(ANSWERS, CONFIG, set())["changes"] == {}
 
 
 def test_stored_answers_are_read_again_and_those_of_an_earlier_version_are_draw_0(tmp_path):

@@ -75,7 +75,8 @@ def print_summary(evaluation: dict[str, Any], console: Console) -> None:
     baseline = names[baseline_of(evaluation)].removeprefix("the ")
     console.print(_bar(rate, names[evaluation["candidate"]], baseline))
     if changes := evaluation.get("changes"):
-        table = Table("", *names.values(), "difference", box=None, pad_edge=False)
+        policies = (name.removeprefix("the ") for name in names.values())
+        table = Table("", *policies, "difference", box=None, pad_edge=False)
         for label, *values, difference in metric_rows(evaluation, changes):
             shown = (value.partition(" [")[0] for value in values)  # the page has their intervals
             table.add_row(label, *shown, difference)
