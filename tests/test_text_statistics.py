@@ -2,7 +2,13 @@
 
 import pytest
 
-from rlhf_pipeline.text_statistics import common_phrase, distinct_n, refuses, repetition
+from rlhf_pipeline.text_statistics import (
+    common_phrase,
+    distinct_n,
+    final_answer,
+    refuses,
+    repetition,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +48,17 @@ def test_the_most_common_phrase_counts_each_text_once():
 def test_the_openings_of_refusals():
     assert refuses(" I\N{RIGHT SINGLE QUOTATION MARK}m sorry, but no.") and refuses("I CANNOT help")
     assert not refuses("I can. I'm sorry came later") and not refuses("")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("48/2 = 24\n#### 1,072\nDone.", "1072"),
+        (r"So \boxed{72}.", "72"),
+        ("Answer: no. The answer is **yes**", "yes"),
+        (" 24 clips. ", "24 clips"),
+        ("####", "####"),
+    ],
+)
+def test_the_final_answer_follows_the_last_mark(text: str, expected: str):
+    assert final_answer(text) == expected

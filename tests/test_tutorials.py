@@ -11,8 +11,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 from documented_commands import SHELL, as_status, commands
 from ports import reserved_port
+
+from rlhf_pipeline.checks import check
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 PROJECT = Path(__file__).parents[1]
 TUTORIALS = PROJECT / "docs" / "tutorials"
@@ -81,6 +86,17 @@ def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
             assert "ppo" in run(f"kedro rlhf status {options}", tmp_path)
             planned += 1
     assert planned > 0
+
+
+def test_the_generated_tasks_of_the_tutorial_pass_all_checks():
+    pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+    page = (TUTORIALS / "grpo.md").read_text().partition("## 4. ")[2]
+    changes = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    conf = str(PROJECT / "conf")
+    loader = LayeredConfigLoader(conf, env="base", runtime_params=changes, **CONFIG_LOADER_ARGS)
+    blocks = check(loader["parameters"], gpus=1)
+    assert blocks["grpo"].rewards[1].weight == 0.2 and blocks["sft"] is None
+    assert blocks["split"].sources[0].tasks["spell_backward"]["max_word_len"] == 4
 
 
 def vote_on_every_pair(command: str, root: Path) -> None:

@@ -280,6 +280,8 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
                 f"{place}.{index}: {source.name!r} contains {found}, expected {expected}. Fix: "
                 f"list it in {right}"
             )
+        for library in known.libraries:
+            yield from _absent(f"{place}.{index}: needs {library}", library, "tasks")
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
 

@@ -1,5 +1,6 @@
 """What the words of answers show: repetition, common phrases, diversity, refusals."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -55,3 +56,18 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
     words = text.split()
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+_FINAL = re.compile(r"####|\\boxed\{|\banswer(?:\s+is:?|:)", re.IGNORECASE)
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
+
+
+def final_answer(text: str) -> str:
+    r"""The result that a text names, without separators of thousands; all of it if it names none.
+
+    It is the rest of the line after the last `####`, `\boxed{`, "answer:" or "answer is", without
+    marks of Markdown and TeX around it.
+    """
+    *before, last = _FINAL.split(text.strip())
+    found = last.strip().partition("\n")[0] if before else last
+    return _THOUSANDS.sub("", found.strip(" \t*_`$}.") or text.strip())

@@ -69,7 +69,7 @@ def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
     ("place", "value", "message"),
     [
         ("ppo.policy_loss", "gsppo",
-         "found policy_loss 'gsppo' (did you mean gspo?), expected clip, cispo, gspo, PACKAGE.MODULE:"),
+         "found policy_loss 'gsppo' (did you mean gspo?), expected clip, cispo, gspo, "),
         ("evaluate.generator", "hybrid", "found generator 'hybrid', expected transformers, vllm, "),
         ("ppo.policy_loss", "my_losses:gspo", "my_losses:gspo: found no module my_losses. Fix: "),
         ("ppo.policy_loss", "my_rlhf.losses:gsp", "found functions apo_zero, gspo, hinge in "),

@@ -75,6 +75,14 @@ def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records) -> 
     assert serves(examples(folder)).tolist() == [1, 1, 2, 1]
 
 
+def test_a_demonstration_with_a_true_answer_serves_ppo_as_well(write_records) -> None:
+    answers = (), ("b",), ("b",), ("b", "c"), ("b",)
+    references = "b", None, "b", "b", "b"
+    rows = [replace(asked("a", *a), reference=b) for a, b in zip(answers, references, strict=True)]
+    rows[-1] = replace(rows[-1], label=True)
+    assert serves(examples(write_records("rows", *rows))).tolist() == [4, 1, 5, 7, 2]
+
+
 def test_a_source_without_records(write_records) -> None:
     folder = write_records("empty")
     table = examples(folder)

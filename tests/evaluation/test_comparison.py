@@ -262,6 +262,30 @@ def test_accuracies_and_pass_at_k_where_answers_can_be_checked():
     assert "lenient_accuracy" not in compare(answers, CONFIG, set())["policies"]["ppo"]
 
 
+def test_the_majority_decides_by_final_answers_and_of_equally_many_the_first():
+    """Of PPO's three draws to the first prompt, two find 7; to the second, all differ."""
+    said = {
+        "sft": [["5", "7", "8"], ["3", "4", "The answer is 4."]],
+        "ppo": [["5", "7", "The answer is 7."], ["Answer: 3", "4", "5"]],
+    }
+    right = [[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
+    answers = {
+        policy: [
+            replace(ANSWERS["ppo"][row], response=texts[row][n], draw=n, scores={"facts": 0.0},
+                    right=(right[row][n], 0.0))
+            for row in range(2) for n in range(3)
+        ]
+        for policy, texts in said.items()
+    }  # fmt: skip
+    config = EvaluateConfig(judges=[{"reference": "exact", "name": "facts"}])
+    found = compare(answers, config, set())
+    assert [policy["majority_at_3"] for policy in found["policies"].values()] == [0.0, 1.0]
+    assert [policy["strict_accuracy"] for policy in found["policies"].values()] == [0.5, 0.5]
+    changes = {name: change["change"] for name, change in found["changes"].items()}
+    assert changes == {"strict_accuracy": 0.0, "lenient_accuracy": 0.0, "majority_at_3": 1.0}
+    assert compare(ANSWERS, CONFIG, set())["changes"] == {}
+
+
 def test_stored_answers_are_read_again_and_those_of_an_earlier_version_are_draw_0(tmp_path):
     write_answers(ANSWERS, tmp_path)
     assert read_answers(tmp_path) == ANSWERS

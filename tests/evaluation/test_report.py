@@ -6,7 +6,13 @@ from copy import deepcopy
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.evaluation.report import caveat, metric_rows, print_summary, verdict
+from rlhf_pipeline.evaluation.report import (
+    caveat,
+    metric_rows,
+    print_summary,
+    summary,
+    verdict,
+)
 
 SFT = {
     "score": -1.5, "score_lower": -1.625, "score_upper": -1.375, "gold_score": 1.25, "kl": 0.0,
@@ -154,6 +160,59 @@ def test_accuracies_and_pass_at_k_have_names():
     evaluation["policies"]["ppo"] |= {"strict_accuracy": 0.25, "last_number_pass_at_4": 0.5}
     rows = [("strict accuracy", "-", "0.250", "-"), ("last_number pass@4", "-", "0.500", "-")]
     assert metric_rows(evaluation) == [*ROWS[:-1], *rows, ROWS[-1]]
+
+
+CHANGES = {
+    "strict_accuracy": {"change": 0.21, "lower": 0.15, "upper": 0.2659},
+    "lenient_accuracy": {"change": 0.012, "lower": -0.02, "upper": 0.044},
+    "majority_at_4": {"change": 0.25, "lower": 0.125, "upper": 0.375},
+}
+FORMAT = (
+    "The gain in accuracy is one of format: strict +0.210 [+0.150, +0.266], lenient +0.012 "
+    "[-0.020, +0.044]."
+)
+
+
+@pytest.mark.parametrize(
+    ("strict", "lenient", "expected"),
+    [
+        ({}, {}, FORMAT),
+        ({"lower": -0.01}, {}, None),
+        ({}, {"lower": 0.001}, None),
+        ({"lower": -0.01}, {"lower": 0.001}, None),
+        ({"change": -0.21, "lower": -0.2659, "upper": -0.15}, {},
+         FORMAT.replace("gain", "loss").replace("+0.210 [+0.150, +0.266]",
+                                                "-0.210 [-0.266, -0.150]")),
+    ],
+)  # fmt: skip
+def test_a_change_of_the_strict_accuracy_alone_is_one_of_format(strict, lenient, expected):
+    kinds = {"strict_accuracy": strict, "lenient_accuracy": lenient}
+    changes = {name: CHANGES[name] | changed for name, changed in kinds.items()}
+    words = summary(EVALUATION | {"changes": changes})
+    assert (expected in words) if expected else ("format" not in words)
+
+
+def test_accuracies_and_their_differences_stand_in_the_terminal_and_on_the_page():
+    found = deepcopy(EVALUATION) | {"changes": CHANGES}
+    for policy, values in zip(found["policies"].values(), ((0.2, 0.4), (0.41, 0.65)), strict=True):
+        for name, value in zip(("strict_accuracy", "majority_at_4"), values, strict=True):
+            policy |= {
+                name: value,
+                f"{name}_lower": value - 0.05,
+                f"{name}_upper": value + 0.05,
+            }
+    rows = metric_rows(found)
+    strict = ("strict accuracy", "0.200 [0.150, 0.250]", "0.410 [0.360, 0.460]",
+              "+0.210 [+0.150, +0.266]")  # fmt: skip
+    assert rows[-3:-1] == [
+        strict,
+        ("majority@4", "0.400 [0.350, 0.450]", "0.650 [0.600, 0.700]", "+0.250 [+0.125, +0.375]"),
+    ]
+    assert printed(found).splitlines()[-3:] == [
+        "                 SFT    PPO    difference",
+        "strict accuracy  0.200  0.410  +0.210 [+0.150, +0.266]",
+        "majority@4       0.400  0.650  +0.250 [+0.125, +0.375]",
+    ]
 
 
 def test_a_rounded_zero_has_no_sign():

@@ -1,5 +1,8 @@
 """Lists of texts have the statistics of an evaluation."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rlhf_pipeline.errors import ConfigError, StageError
@@ -38,8 +41,25 @@ def test_win_rates_and_intervals_by_hand():
     )
     candidate = found["policies"]["candidate"]
     assert (candidate["strict_accuracy"], candidate["lenient_accuracy"]) == (0.5, 0.75)
+    # Strictly right are 2 against 1: two wins, a tie and a loss again, and 2 p - 1 of the above.
+    change = found["changes"]["strict_accuracy"]
+    assert change["change"] == 0.25
+    assert (change["lower"], change["upper"]) == pytest.approx((-0.5141874, 0.7692420), abs=2e-6)
     assert not candidate.keys() & {"kl", "sft_perplexity", "response_tokens", "eos_fraction"}
     assert "decoding" not in found
+
+
+def test_the_strict_judge_of_the_page_decides_by_strict_accuracy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    (code,) = re.findall(r"```python\n# my_judges.py\n(.*?)```", page, flags=re.DOTALL)
+    Path("my_judges.py").write_text(code)
+    judges = ["my_judges.py:strict", {"reference": "last_number"}]
+    found = evaluate(PROMPTS, OURS, THEIRS, judges, references=TRUE)
+    assert found["judge"] == "strict"
+    means = [policy["strict_score"] for policy in found["policies"].values()]
+    assert means == [policy["strict_accuracy"] for policy in found["policies"].values()]
+    assert means == [0.25, 0.5]
 
 
 def test_a_judge_that_the_candidate_was_trained_on_does_not_decide():

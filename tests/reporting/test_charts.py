@@ -49,6 +49,16 @@ def test_each_reward_has_its_own_curve():
     assert length.series[0]["y"] == [0.25]
 
 
+def test_the_accuracies_on_held_out_prompts_have_curves():
+    given = records(validation__accuracy=[0.25, 0.5], validation__accuracy_lenient=[0.5, 0.75])
+    exported = {"step": 2, "validation/accuracy": 0.5}
+    strict, lenient = training_charts("grpo", {"grpo": given}, exported)
+    assert (strict.title, strict.value, lenient.value) == ("Accuracy, strict", "0.500", "")
+    assert [(s["name"], s["y"], s["dots"]) for s in lenient.series] == [
+        ("held-out", [0.5, 0.75], True)
+    ]
+
+
 def test_a_stage_has_the_charts_of_its_metrics():
     given = records(dpo__loss=[0.7, 0.6], validation__loss=[None, 0.65], dpo__margin=[0.1, 0.2])
     loss, margin = training_charts("dpo", {"dpo": given}, {"step": 2, "validation/loss": 0.65})

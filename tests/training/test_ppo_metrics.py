@@ -72,6 +72,28 @@ def test_the_gold_score_is_a_metric_if_it_is_known_for_every_prompt(trained, mon
     assert gold(replace(prompts, batches=[batch.set_column(2, "source", sources)])) is None
 
 
+def test_accuracy_is_a_metric_if_every_prompt_has_a_true_answer(trained, monkeypatch):
+    """Of the first 3 prompts the true answer is the response, of 2 others a part of it."""
+    setup, said = trained.setup, {}
+    monkeypatch.setitem(GOLD_SCORES, "files", lambda prompt, text: said.setdefault(
+        int(prompt[-1]["content"]), text) and 0.0)  # fmt: skip
+    config = ppo_config(sampling={"max_response_tokens": 60})
+    ppo.held_out_metrics(replace(setup, config=config))
+    texts = [said[n] for n in range(8)]
+    assert all(len(text.split()) > 1 for text in texts[3:5])
+    true = [*texts[:3], *(text.split()[0] for text in texts[3:5]), *["no such answer"] * 3]
+
+    def accuracies(references):
+        (batch,) = setup.validation.batches
+        batch = batch.append_column("reference", pa.array(references, pa.string()))
+        validation = replace(setup.validation, batches=[batch])
+        found = ppo.held_out_metrics(replace(setup, config=config, validation=validation))
+        return {name: value for name, value in found.items() if "accuracy" in name}
+
+    assert accuracies(true) == {"objective/accuracy": 3 / 8, "objective/accuracy_lenient": 5 / 8}
+    assert accuracies([*true[:7], None]) == {}
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_gold_score_does_not_choose_the_exported_model(
     trained, ppo_inputs, world, tmp_path, monkeypatch, sign

@@ -1,6 +1,6 @@
 import re
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, PositiveInt, field_validator
 
@@ -9,6 +9,9 @@ from rlhf_pipeline.config.block import Block, operational
 Phase = Literal["sft", "reward_model", "ppo"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The training phases that the split divides the prompts among."""
+
+TASKS = "reasoning_gym"
+"""Name of the source that generates tasks with answers."""
 
 # A password may contain slashes, although it should not.
 _LOGIN = re.compile(r"[\w+.-]+://[^/@]*(?:@|:(?!\d+/)[^@]*@)")
@@ -98,8 +101,11 @@ class SourceConfig(Block):
     `rejected`; `chosen` and `rejected`; `prompt` and `completion`, also with `label`; `messages`;
     `prompt` alone), whichever the file has."""
     samples: PositiveInt | None = None
-    """Number of rows that the synthetic source generates (None: 30,000), or maximum number of rows
-    to read of any other source (None: all)."""
+    """Number of rows that the synthetic source (None: 30,000) or reasoning_gym generates, or
+    maximum number of rows to read of any other source (None: all)."""
+    tasks: dict[str, dict[str, Any]] | None = Field(default=None, min_length=1)
+    """For "reasoning_gym": its tasks, each with parameters in the place of its defaults, such as
+    {chain_sum: {max_terms: 3}, spell_backward: {}}. Each task has an equal share of the rows."""
 
     @field_validator("path")
     @classmethod
@@ -128,6 +134,10 @@ class SourceConfig(Block):
                 f"source {self.name!r} has fixed columns. Fix: remove columns, or set name to "
                 "'files'"
             )
+        if self.name == TASKS and None in (self.tasks, self.samples):
+            yield "found no tasks or samples, expected both for reasoning_gym. Fix: set them"
+        if self.tasks is not None and self.name != TASKS:
+            yield f"source {self.name!r} has no tasks. Fix: remove tasks, or set name to '{TASKS}'"
 
     def label(self) -> str:
         """The source in reports: name, and in brackets subset, split and file. No query of a
@@ -147,8 +157,9 @@ class BlendedSourceConfig(SourceConfig):
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the source's distinct prompts to use. A smaller share is part of a larger one."""
     phases: tuple[Phase | Literal["test"], ...] | None = Field(default=None, min_length=1)
-    """Phases that may use the source. None: all that its rows can serve (demonstrations: SFT;
-    comparisons: all three; bare prompts: PPO; labelled answers: the reward model's part, for KTO).
+    """Phases that may use the source. None: all that its rows can serve (demonstrations: SFT, with
+    a true answer also PPO; comparisons: all three; bare prompts: PPO; labelled answers: the reward
+    model's part, for KTO).
     ["test"]: all its prompts belong to the final evaluation, such as those of a benchmark, and
     their conversations leave all other sources."""
 

@@ -109,13 +109,16 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
 def serves(table: pa.Table) -> np.ndarray:
     """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
 
-    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO. Labelled answers
-    belong to the part of the reward model, where KTO finds them.
+    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO, and so can a
+    demonstration with a true answer. Labelled answers belong to the part of the reward model, where
+    KTO finds them.
     """
     has_chosen = table.column("chosen").is_valid().to_numpy()
     has_rejected = table.column("rejected").is_valid().to_numpy()
-    demonstration_or_prompt = np.where(has_chosen, phase_bits(["sft"]), phase_bits(["ppo"]))
-    bits = np.where(has_rejected, phase_bits(PHASES), demonstration_or_prompt).astype(np.uint8)
+    has_reference = table.column("reference").is_valid().to_numpy()
+    asks = ~has_chosen | has_reference
+    one = has_chosen * phase_bits(["sft"]) + asks * phase_bits(["ppo"])
+    bits = np.where(has_rejected, phase_bits(PHASES), one).astype(np.uint8)
     bits[labelled(table)] = phase_bits(["reward_model"])
     return bits
 

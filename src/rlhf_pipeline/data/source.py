@@ -26,7 +26,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
 
-_MODULES = ("synthetic", "own_files", "column_maps", "several_rows")
+_MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps", "several_rows")
 """The modules of the folder `sources`, in the order of docs/data.md."""
 
 MODULES: dict[str, str] = {
@@ -150,17 +150,18 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
 
 
 def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
-    """Messages about local files whose first 1,000 rows are all bad.
+    """Messages about local files whose first 1,000 rows are all bad, and tasks without questions.
 
     Files that are missing or empty are left to stage `source`: something may write them before.
     """
     for index, source in enumerate(sources):
         found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
-        if not any(Path(file).stat().st_size for file in found):
+        if not source.tasks and not any(Path(file).stat().st_size for file in found):
             continue
+        rows = len(source.tasks or range(1000))  # of tasks, one question each
         bad: list[tuple[str, str]] = []
         try:
-            for where, row in read(source.model_copy(update={"samples": 1000}), seed=0):
+            for where, row in read(source.model_copy(update={"samples": rows}), seed=0):
                 if not isinstance(row, Unused) or not row.bad:
                     bad = []
                     break

@@ -19,6 +19,7 @@ from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.statistics import (
     cross_pairs,
+    difference,
     length_controlled,
     mean_with_interval,
     share_with_interval,
@@ -27,7 +28,13 @@ from rlhf_pipeline.statistics import (
     standardized_gain,
     win_rate,
 )
-from rlhf_pipeline.text_statistics import common_phrase, distinct_n, refuses, repetition
+from rlhf_pipeline.text_statistics import (
+    common_phrase,
+    distinct_n,
+    final_answer,
+    refuses,
+    repetition,
+)
 
 BASELINE = "sft"
 BASE_MODEL = "base_model"  # the baseline without SFT
@@ -36,6 +43,7 @@ INSTRUCT = "the instruct model"  # the name of a base model that has a chat temp
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
+MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
 
 ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
 
@@ -175,8 +183,16 @@ def compare(
     checked = any(isinstance(judge, ReferenceReward) for judge in config.judges)
     checked &= all(a.right is not None for a in given)
     policies = {name: summary(own, shares) for name, own in answers.items()}
-    for policy, own in answers.items() if checked else ():
-        policies[policy] |= accuracies(own)
+    right = {name: accuracies(own) for name, own in answers.items()} if checked else {}
+    for policy, found in right.items():
+        for name, values in found.items():
+            policies[policy] |= _with_ends(name, share_with_interval(values))
+    changes = {
+        name: dict(
+            zip(("change", *ENDS[1:]), difference(values, right[baseline][name]), strict=True)
+        )
+        for name, values in right.get(candidate, {}).items()
+    }
 
     def win_rates(policy: str) -> dict[str, dict[str, Any]]:
         ours, theirs = answers[policy], answers[baseline]
@@ -213,6 +229,7 @@ def compare(
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
         "slices": slices(),
+        "changes": changes,
         "smallest_visible_win_rate": smallest_visible_win_rate(prompts),
     }
 
@@ -280,12 +297,21 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     }
 
 
-def accuracies(answers: list[Answer]) -> dict[str, float]:
-    """`strict_accuracy` and `lenient_accuracy` with their 95% intervals."""
-    found: dict[str, float] = {}
-    for place, kind in enumerate(("strict", "lenient")):
-        right = by_prompt(answers, lambda a, place=place: a.right[place])  # type: ignore[misc]
-        found |= _with_ends(f"{kind}_accuracy", share_with_interval(right))
+def accuracies(answers: list[Answer]) -> dict[str, list[list[float]]]:
+    """Whether the answers to each prompt are right: `strict_accuracy` and `lenient_accuracy`.
+
+    With k answers to a prompt, `majority_at_<k>`: whether the most frequent of their final answers
+    is strictly right; of equally frequent ones, the first.
+    """
+    found = {
+        f"{kind}_accuracy": by_prompt(answers, lambda a, place=place: a.right[place])  # type: ignore[misc]
+        for place, kind in enumerate(("strict", "lenient"))
+    }
+    given = by_prompt(answers, lambda a: final_answer(a.response).casefold())
+    if (k := len(given[0])) > 1:
+        most = [texts.index(Counter(texts).most_common(1)[0][0]) for texts in given]
+        right = zip(found["strict_accuracy"], most, strict=True)
+        found[f"{MAJORITY}{k}"] = [[values[place]] for values, place in right]
     return found
 
 

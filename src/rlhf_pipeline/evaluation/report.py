@@ -15,20 +15,24 @@ The evaluation is a dict of JSON types:
                 of the metric `m`
     win_rates   of the candidate against SFT, by judge: of answers that were drawn independently;
                 `paired` is that of answers with equal draws, with its test and the gain
+    changes     accuracies of the candidate minus the baseline's, on the same prompts: `change`,
+                `lower` and `upper` by metric
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
     titles      names of policies as they stand in a sentence, where `title` has not the right one
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
     BASELINE,
+    MAJORITY,
     OF_SEVERAL,
     baseline_of,
     judge_title,
@@ -64,12 +68,19 @@ KINDS = {
 
 
 def print_summary(evaluation: dict[str, Any], console: Console) -> None:
-    """Print the road, the verdict by each judge, the deciding one first, and its bar."""
+    """Print the road, the verdict by each judge, the deciding one first, its bar, accuracies."""
     console.print(Text(f"{road(evaluation)}.", "bold"))
     console.print(Text(summary(evaluation)))
     names, rate = titles(evaluation), evaluation["win_rates"][evaluation["judge"]]
     baseline = names[baseline_of(evaluation)].removeprefix("the ")
     console.print(_bar(rate, names[evaluation["candidate"]], baseline))
+    if changes := evaluation.get("changes"):
+        policies = (name.removeprefix("the ") for name in names.values())
+        table = Table("", *policies, "difference", box=None, pad_edge=False)
+        for label, *values, difference in metric_rows(evaluation, changes):
+            shown = (value.partition(" [")[0] for value in values)  # the page has their intervals
+            table.add_row(label, *shown, difference)
+        console.print(table)
 
 
 def road(evaluation: Mapping[str, Any]) -> str:
@@ -99,12 +110,29 @@ def summary(evaluation: dict[str, Any]) -> str:
             f"With answers of equal length, it would prefer {policy}'s on {_interval(controlled)}, "
             "so length is a part of the difference."
         )
+    sentences += _of_format(evaluation.get("changes", {}))
     sentences += [
         f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}."
         for judge, other in evaluation["win_rates"].items()
         if judge != deciding
     ]
     return " ".join(sentences)
+
+
+def _of_format(changes: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A sentence if the strict accuracy has changed and the lenient one not, by their intervals."""
+    if not changes:
+        return []
+    strict, lenient = (changes[f"{kind}_accuracy"] for kind in ("strict", "lenient"))
+    same = [each["lower"] <= 0 <= each["upper"] for each in (strict, lenient)]
+    word, shown = "gain" if strict["change"] > 0 else "loss", "strict {}, lenient {}."
+    found = shown.format(*(_change(each, "+.3f") for each in (strict, lenient)))
+    return [f"The {word} in accuracy is one of format: {found}"] if same == [False, True] else []
+
+
+def _change(change: Mapping[str, float], form: str) -> str:
+    """A difference with its interval."""
+    return "{change:F} [{lower:F}, {upper:F}]".replace("F", form).format(**change)
 
 
 class Evaluation(dict[str, Any]):
@@ -168,16 +196,19 @@ def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:
     return {name: title(name) for name in evaluation["policies"]} | evaluation.get("titles", {})
 
 
-def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Every metric: its label, its value for each policy, and the candidate's minus SFT's.
+def metric_rows(
+    evaluation: dict[str, Any], only: Collection[str] | None = None
+) -> list[tuple[str, ...]]:
+    """Every metric, or some: label, value for each policy, and the candidate's minus SFT's.
 
     Unknown metrics come last.
     """
+    changes = evaluation.get("changes", {})
     policies, candidate = evaluation["policies"], evaluation["candidate"]
     baseline, names = baseline_of(evaluation), titles(evaluation)
     present = dict.fromkeys(
         name for metrics in policies.values() for name in metrics
-        if not name.endswith(("_lower", "_upper"))
+        if not name.endswith(("_lower", "_upper")) and (only is None or name in only)
     )  # fmt: skip
     known = {
         score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
@@ -185,6 +216,7 @@ def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
     } | {n: (label.replace("SFT", names[baseline]), form) for n, (label, form) in METRICS.items()}
     known |= {n: (n.replace("_", " "), "z.3f") for n in present if n.endswith("_accuracy")}
     known |= {n: (n.replace(OF_SEVERAL, " pass@"), "z.3f") for n in present if OF_SEVERAL in n}
+    known |= {n: (n.replace(MAJORITY, "majority@"), "z.3f") for n in present if MAJORITY in n}
     known |= {n: (n.replace("tasks/", "task ", 1), "z.3f") for n in present if n[:6] == "tasks/"}
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
@@ -192,6 +224,7 @@ def metric_rows(evaluation: dict[str, Any]) -> list[tuple[str, ...]]:
         ours, theirs = policies[candidate].get(name), policies[baseline].get(name)
         both = ours is not None and theirs is not None
         difference = f"{ours - theirs:+{form}}" if both else ABSENT
+        difference = _change(changes[name], f"+{form}") if name in changes else difference
         values = (metric_value(metrics, name, form) for metrics in policies.values())
         rows.append((label, *values, difference))
     return rows

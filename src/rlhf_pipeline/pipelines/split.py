@@ -1,6 +1,7 @@
 """Stage split: divides the data. Stage source runs once for each source."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -54,10 +55,10 @@ def source_job(config: SourceConfig, seed: int) -> Job:
 
     Raises the errors of `source_origin`.
     """
-    origin = source_origin(config)
-    is_generated = find_source(config.name).generate is not None
+    origin, source = source_origin(config), find_source(config.name)
+    is_generated = source.generate is not None
     return Job(
-        SOURCE,
+        replace(SOURCE, libraries=(*SOURCE.libraries, *source.libraries)),
         {"source": config},
         origin.files,
         seed if is_generated else 0,

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 
+from rlhf_pipeline.text_statistics import final_answer
+
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -28,21 +30,6 @@ AGREES: dict[str, Callable[[str, str], bool]] = {
     "last_number": _same_last_number,
 }
 """Whether an answer (second) agrees with the true one (first), by `ReferenceReward.reference`."""
-
-
-_FINAL = re.compile(r"####|\\boxed\{|\banswer(?:\s+is:?|:)", re.IGNORECASE)
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
-
-
-def final_answer(text: str) -> str:
-    r"""The result that a text names, without separators of thousands; all of it if it names none.
-
-    It is the rest of the line after the last `####`, `\boxed{`, "answer:" or "answer is", without
-    marks of Markdown and TeX around it.
-    """
-    *before, last = _FINAL.split(text.strip())
-    found = last.strip().partition("\n")[0] if before else last
-    return _THOUSANDS.sub("", found.strip(" \t*_`$}.") or text.strip())
 
 
 def accuracy(true: str | None, given: str) -> tuple[float, float] | None:

@@ -41,7 +41,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
-    gold_metrics,
+    quality_metrics,
     rollout_fault,
     rollout_metrics,
     sampler_fault,
@@ -163,8 +163,8 @@ def evaluate(setup: Setup, log: StepLog) -> None:
 def held_out_metrics(setup: Setup) -> dict[str, float]:
     """Metrics of the actor on held-out prompts, with the same seeds at every evaluation.
 
-    They contain the gold score if it is known for every prompt. It is only shown: no choice
-    depends on it.
+    They contain gold score and accuracy if known for every prompt. These are only shown: no choice
+    depends on them.
     """
     validation, world = setup.validation, setup.world
     # Equally many prompts on each rank: ZeRO-3 needs all ranks in every forward pass.
@@ -175,7 +175,7 @@ def held_out_metrics(setup: Setup) -> dict[str, float]:
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
     metrics = rollout_metrics(scored, setup.config, world, held_out=True)
-    return metrics | gold_metrics(rows, scored.sequences, setup.models.tokenizer, world)
+    return metrics | quality_metrics(rows, scored.sequences, setup.models.tokenizer, world)
 
 
 def exceeds_bound(metrics: dict[str, float], config: PPOConfig) -> bool:

@@ -12,6 +12,7 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.records import Scored
+from rlhf_pipeline.rollout.true_answers import accuracy
 from rlhf_pipeline.training.experience import equal_groups, sampler_weights_of, training_scores
 from rlhf_pipeline.training.ppo_setup import ppo_advice
 
@@ -66,18 +67,29 @@ def _effective(sums: dict[str, float]) -> float:
     return sums["weight"] ** 2 / squares if squares else 0.0
 
 
-def gold_metrics(
+def quality_metrics(
     rows: dict[str, list[Any]],
     sequences: Sequences,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
 ) -> dict[str, float]:
-    """The mean gold score over all ranks; empty unless it is known for every prompt."""
+    """What is known about the answers besides the rewards, as means over all ranks.
+
+    The gold score, and strict and lenient accuracy (`rollout.true_answers.accuracy`), each of them
+    only if it is known for every prompt.
+    """
     texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
-    gold = [g for g in map(gold_score, rows["source"], rows["messages"], texts) if g is not None]
-    counts = torch.tensor([sum(gold), len(texts) - len(gold), len(texts)]).double()
-    total, unknown, count = world.sum(counts).tolist()
-    return {} if unknown else {"objective/gold_score": total / count}
+    true = rows.get("reference", [None] * len(texts))  # an earlier split has no such column
+    right = [each or (None, None) for each in map(accuracy, true, texts)]
+    columns = {
+        "gold_score": list(map(gold_score, rows["source"], rows["messages"], texts)),
+        "accuracy": [strict for strict, _ in right],
+        "accuracy_lenient": [lenient for _, lenient in right],
+    }
+    known = [[value for value in column if value is not None] for column in columns.values()]
+    counts = torch.tensor([[sum(own), len(own), len(texts)] for own in known]).double()
+    sums = zip(columns, world.sum(counts).tolist(), strict=True)
+    return {f"objective/{name}": total / n for name, (total, own, n) in sums if own == n}
 
 
 def rollout_fault(

@@ -31,6 +31,7 @@ CLEANED = "argilla/ultrafeedback-binarized-preferences-cleaned"
 CAPYBARA = "argilla/distilabel-capybara-dpo-7k-binarized"
 HELPSTEER, OASST, WIKITEXT = "nvidia/HelpSteer2", "OpenAssistant/oasst1", "Salesforce/wikitext"
 ALPACA, HC3 = "tatsu-lab/alpaca", "Hello-SimpleAI/HC3-Chinese"
+GSM8K = "openai/gsm8k"
 
 
 def asked(*turns: str, system: str | None = None) -> tuple[Message, ...]:
@@ -101,6 +102,14 @@ RECORDS: dict[str, list[Any]] = {
     ALPACA: [Example(asked("Identify the odd one out.\n\nTwitter, Instagram, Telegram"),
                      "Telegram"),
              Example(asked("Name a colour."), "Blue."), Example(asked("Draw a tree."), "")],
+    GSM8K: [
+        Example(asked("Natalia sold clips to 48 of her friends in April, and then she sold half as "
+                      "many clips in May. How many clips did Natalia sell altogether in April and "
+                      "May?"),
+                "Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 = 72 clips altogether in "
+                "April and May.\n#### 72", reference="72"),
+        Example(asked("A car costs $1,000 and a van costs $350 more. What does the van cost?"),
+                "The van costs $1000 + $350 = $1350.\n#### 1,350", reference="1350")],
     "wangrui6/Zhihu-KOL": [Example(asked("怎么说服男朋友买烤箱"), "先请他吃一次烤鸡。")],
     "trl-lib/tldr": [Example(POST, "My friend is always late, what now?")],
     HC3: [Example(asked("什么是通货膨胀"), "就是东西越来越贵。"),
@@ -202,6 +211,10 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     ("wangrui6/Zhihu-KOL", {"RESPONSE": None}, missing("RESPONSE", "NoneType")),
     (ALPACA, {"input": None}, missing("input", "NoneType")),
     ("databricks/databricks-dolly-15k", {"context": 3}, missing("context", "int")),
+    *((GSM8K, {"answer": answer}, Unused("the answer has no result after ####"))
+      for answer in ("It is 72.", "It is 72.\n####", "#### ,")),
+    (GSM8K, {"answer": "72.5% of it\n#### -72.50 "},
+     Example(RECORDS[GSM8K][0].prompt, "72.5% of it\n#### -72.50", reference="-72.50")),
     ("trl-lib/tldr", {"completion": None}, missing("completion", "NoneType")),
     ("lmqg/qag_jaquad", {"questions": []}, skipped("the paragraph has no question")),
     ("lmqg/qag_jaquad", {"questions": "a"}, missing("questions", "str", "a list")),
@@ -334,7 +347,8 @@ def test_each_source_is_found_by_its_own_name() -> None:
         assert source.name == name and source.description
         ways = (source.parse, source.parser, source.assemble, source.generate)
         assert sum(way is not None for way in ways) == 1
-    assert RECORDS.keys() == MODULES.keys() - {"synthetic", "files", "local/jsonfile"}
+    own = {"synthetic", "reasoning_gym", "files", "local/jsonfile"}
+    assert RECORDS.keys() == MODULES.keys() - own
     folder = Path(several_rows.__file__).parent
     declared = {path.stem for path in folder.glob("*.py") if "\nSOURCES = (" in path.read_text()}
     assert {module.rpartition(".")[2] for module in MODULES.values()} == declared

@@ -14,7 +14,7 @@ from rlhf_pipeline.data.records import Example, Message, Record, Role, Unused
 Row = dict[str, Any]
 """A row of a file or of the hub: column -> value. Nested columns are lists and dicts."""
 
-Kind = Literal["comparisons", "demonstrations", "text", "any"]
+Kind = Literal["comparisons", "demonstrations", "prompts", "text", "any"]
 
 CONVERTED = "refs/convert/parquet"
 """Branch with the hub's own Parquet conversion of a repository, which needs no loading script."""
@@ -40,7 +40,7 @@ class Source:
     name: str
     """The data set's name on the Hugging Face hub, or a name of this project."""
     kind: Kind
-    """Kind of the records; demonstrations serve SFT only. "any": the configuration decides."""
+    """Kind of the records. "any": the configuration decides."""
     description: str
     """One line for docs/data.md."""
     columns: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Source:
     """For your own data: a function from the column map of the configuration to `parse`."""
     assemble: Callable[[Rows], Records] | None = None
     """For records that span several rows: a function from placed rows to placed records."""
-    generate: Callable[[SourceConfig, int], Iterator[tuple[str, Record]]] | None = None
+    generate: Callable[[SourceConfig, int], Records] | None = None
     """For sources without files: a function from configuration and seed to placed records."""
     hub: str | None = None
     """Repository on the hub, if it differs from `name`."""
@@ -67,6 +67,8 @@ class Source:
     """True: the source has no repository on the hub, so `path` must be set."""
     extra: tuple[str, ...] = ()
     """The keys of `Example.extra`, if its examples have any."""
+    libraries: tuple[str, ...] = ()
+    """Libraries of the extra `tasks` that generate the rows; their versions count."""
 
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:

@@ -30,6 +30,7 @@ from rlhf_pipeline.data.sources.adapter import (
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _VICUNA_TURN = re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT):")
 _CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
 _TIE = "the two answers have the same score"
 _PAIR = ("prompt", "chosen", "rejected")
 
@@ -170,6 +171,18 @@ def _parse_paragraph(row: Row) -> Example:
     return Example(question(questions[0]), text(row, "paragraph"))
 
 
+def _parse_gsm8k(row: Row) -> Example:
+    """Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems".
+
+    The solution ends with the line "#### 1,234". Marks such as <<48/2=24>> call a calculator.
+    """
+    solution = _CALCULATOR.sub("", text(row, "answer")).strip()
+    result = solution.rpartition("####")[2].strip().replace(",", "")
+    if not result or "####" not in solution:
+        raise MalformedRowError("the answer has no result after ####")
+    return Example(question(text(row, "question")), solution, reference=result)
+
+
 def _mkqa(language: str, code: str) -> Source:
     """Of several equally correct answers, the first is used."""
 
@@ -252,6 +265,9 @@ SOURCES = (
     # output and count as bad: set `max_bad_fraction` to 0.001.
     _texts("tatsu-lab/alpaca", "instruction input", "output",
            "instructions and answers written by a model, about 52,000; a few without an answer"),
+    Source("openai/gsm8k", "demonstrations",
+           "school mathematics with solutions and true answers, about 7,500; 1,319 in split test",
+           ("question", "answer"), _parse_gsm8k, subset="main"),
     _texts("wangrui6/Zhihu-KOL", "INSTRUCTION", "RESPONSE",
            "Chinese: questions and answers of Zhihu, about a million"),
     # Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization".

@@ -95,6 +95,7 @@ class NodeProgram:
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not the library
             "PYTHONUNBUFFERED": "1",
+            "PYTHONHASHSEED": "0",  # libraries that generate tasks go through sets of texts
             # Otherwise transformers asks a bot on the hub for a conversion and loads the result.
             "DISABLE_SAFETENSORS_CONVERSION": "1",
             LAUNCH: f"{process_identity(os.getpid())} {Path(self.directory).resolve()}",

@@ -1,0 +1,108 @@
+"""Tasks of reasoning-gym as a source."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.source import column_faults
+from rlhf_pipeline.data.sources.generated_tasks import generate
+from rlhf_pipeline.errors import ConfigError, DataError
+from rlhf_pipeline.pipelines.split import source_job
+
+SPELL = "Spell this word backward (example: sun -> nus):"
+SHORT = {"min_word_len": 3, "max_word_len": 4}
+
+
+def source(samples: int = 6, **tasks: Any) -> SourceConfig:
+    return SourceConfig(name="reasoning_gym", samples=samples, tasks=tasks)
+
+
+@pytest.fixture(autouse=True)
+def library() -> None:
+    pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+
+
+def test_the_tasks_take_turns_and_each_question_has_its_answer() -> None:
+    sums = {"max_terms": 2, "max_digits": 1}
+    rows = dict(generate(source(spell_backward=SHORT, chain_sum=sums), seed=0))
+    assert [*rows] == [f"reasoning_gym:{n}" for n in range(6)]
+    assert rows["reasoning_gym:0"] == Example((Message("user", f"{SPELL} daub"),), reference="buad")
+    for n, row in enumerate(rows.values()):
+        asked = row.prompt[0].content
+        assert asked.startswith("State the final answer to" if n % 2 else SPELL)
+        last = asked.removesuffix(" =").rpartition(": ")[2]
+        assert row.reference == (str(eval(last)) if n % 2 else last[::-1])
+
+
+def test_the_seed_decides_everything_and_no_question_repeats() -> None:
+    words = source(1000, spell_backward={"min_word_len": 3, "max_word_len": 3})
+    rows = [row for _, row in generate(words, seed=0)]
+    assert len({row.prompt[0].content.casefold() for row in rows}) == 1000
+    assert [row for _, row in generate(words, seed=0)] == rows
+    assert [row for _, row in generate(words, seed=1)][:999] != rows[1:]
+
+
+def test_no_test_prompt_is_trained_on(write_records, prepare, load) -> None:
+    """A test source of the same tasks takes its questions from the other one."""
+    rows, tests = (
+        [row for _, row in generate(source(n, spell_backward=SHORT), seed=0)] for n in (300, 50)
+    )
+    sources = [{"name": "files", "path": "a.jsonl"}, {"name": "files", "path": "b.jsonl"}]
+    sources[1] |= {"phases": ["test"]}
+    folders = write_records("a", *rows), write_records("b", *tests)
+    prepare(*folders, sources=sources, weights=(0, 0, 1))
+    train, validation, test = (
+        {row["messages"][0]["content"]: row["reference"] for row in load(name)}
+        for name in ("ppo/train.arrow", "ppo/validation.arrow", "evaluation/test.arrow")
+    )
+    assert {row.prompt[0].content for row in tests} < {*test}
+    assert (len(train), len(validation), len(test)) == (200, 25, 75)
+    assert not {*train} & {*test} and not {*train} & {*validation} and not {*validation} & {*test}
+    assert test[f"{SPELL} daub"] == "buad"
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "reason"),
+    [
+        ("spel_backward", {}, r"tasks\.spel_backward: unknown task \(did you mean spell_backw"),
+        ("spell_backward", {"min_word": 3},
+         r"tasks\.spell_backward\.min_word: unknown parameter \(did you mean min_word_len\?\)"),
+        ("spell_backward", {"seed": 3}, r"tasks\.spell_backward\.seed: unknown parameter; the "
+         r"parameters there are data_file, max_word_len, min_word_len"),
+        ("spell_backward", {"min_word_len": 5, "max_word_len": 4},
+         r"tasks\.spell_backward: reasoning_gym refuses .* max_word_len must be >= min_word_len\. "
+         r"Fix: correct its parameters"),
+        ("graph_color", {}, r"tasks\.graph_color: found a question with several right answers"),
+    ],
+)  # fmt: skip
+def test_what_the_library_does_not_know_is_refused_before_the_run(task, given, reason) -> None:
+    wrong = source(**{task: given})
+    with pytest.raises(DataError, match=reason):
+        list(generate(wrong, seed=0))
+    (fault,) = column_faults("split.sources", [source(chain_sum={}), wrong])
+    assert fault.startswith(f"split.sources.1: tasks.{task}")
+
+
+def test_too_few_questions_are_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"tasks\.tower_of_hanoi: found \d+ different questions in "
+    ):
+        list(generate(source(500, tower_of_hanoi={}), seed=0))
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ConfigError, match=r"Fix: .*'rlhf-pipeline\[tasks\]'"):
+        list(generate(source(spell_backward={}), seed=0))
+
+
+def test_the_version_of_the_library_is_in_the_recipe(tmp_path: Path) -> None:
+    assert source_job(source(chain_sum={}), seed=3).spec.libraries[-1] == "reasoning_gym"
+    assert source_job(source(chain_sum={}), seed=3).seed == 3
+    assert "reasoning_gym" not in source_job(SourceConfig(), seed=3).spec.libraries
