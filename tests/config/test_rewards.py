@@ -60,7 +60,7 @@ def test_the_trained_reward_model_alone_is_the_default():
     [
         ([], (), "found no reward source, expected at least one. Fix: add one, or remove rewards"),
         (["foo"], (0,), "expected 'trained', 'FILE.py:FUNCTION', "),
-        ([{"weight": 2.0}], (0,), "or a block with one of model, callable, path and reference"),
+        ([{"weight": 2.0}], (0,), "or a block with one of model, callable, path, reference, reg"),
         ([{"model": "trained", "path": "/x"}], (0, "model", "path"), EXTRA),
         ([{"model": "other"}], (0, "model", "model"), "Input should be 'trained'"),
         ([{"callable": "my.py"}], (0, "callable", "callable"),

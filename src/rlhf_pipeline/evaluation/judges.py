@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.reward_files import reads_references
@@ -19,8 +20,10 @@ from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     ModelJudge,
+    ModelReward,
     PairwiseJudge,
-    ReferenceReward,
+    RegexReward,
+    RubricReward,
     SampleReward,
     SampleRewards,
     TrainedReward,
@@ -66,12 +69,24 @@ def model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[st
             if folder is None:
                 folder = Path(snapshot_download(judge.model, revision=job.digests[place]))
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
-            where = f"{setup.place}.{place}"
+            where = setup.places.get(judge.label, f"evaluate.{place}")
             model = ModelSource.load(reward, folder, where, contracts, tokens, setup.world)
             if judge.folder is not None and place not in job.inputs:
                 job.expect_unchanged(place, judge.folder)
             yield judge.label, partial(by_source, source=model)
             del model  # before the next one is loaded
+
+
+def _asked(judge: Block) -> tuple[str | None, str | None]:
+    """What tells a judge by a regular expression, a rubric or a chat model from others."""
+    match judge:
+        case RegexReward():
+            return judge.regex, "regex"
+        case RubricReward():
+            return judge.rubric, judge.openai.model
+        case PairwiseJudge():
+            return None, judge.openai.model
+    return None, None
 
 
 def optimized_judges(
@@ -107,12 +122,11 @@ def optimized_judges(
             except ConfigError:
                 unknown = True
             reads_truth |= unknown or reads_references(reward)
-        elif isinstance(reward, ReferenceReward):
-            reads_truth = True
-        elif isinstance(reward, PairwiseJudge):
-            optimized.add((None, reward.openai.model))
-        else:
+        elif isinstance(reward, ModelReward):
             optimized.add((content, None))
+        else:
+            optimized.add(_asked(reward))
+            reads_truth |= reads_references(reward)
     for index, judge in enumerate(config.judges):
         place = f"{JUDGE_PREFIX}{index}"
         match judge:
@@ -122,10 +136,8 @@ def optimized_judges(
                 same |= reads_truth and reads_references(judge)
             case ModelJudge():
                 same = (job.digests[place], None) in optimized
-            case PairwiseJudge():
-                same = (None, judge.openai.model) in optimized
             case _:
-                same = reads_truth and isinstance(judge, ReferenceReward)
+                same = _asked(judge) in optimized or (reads_truth and reads_references(judge))
         if same:
             found.add(judge.label)
     return found, [] if own is None else names

@@ -53,12 +53,8 @@ class FunctionSource:
         """
         given = {"the split": answered.columns}
         check_signature(self.place, inspect.signature(self.function), given)
-        missing = answered.references.count(None) if "references" in self._asked else 0
-        if missing:  # it would take right answers for wrong ones
-            raise StageError(
-                f"{self.place}: found {missing} of {len(answered.references)} prompts without a "
-                "true answer, expected one for each. Fix: set split.without_reference to drop"
-            )
+        if "references" in self._asked:
+            require_references(self.place, answered)
         try:
             results = self._call(answered, scored)
         except Exception as error:
@@ -109,6 +105,15 @@ class FunctionSource:
         return (
             f"at {len(answered.prompts)} responses together, the first to the prompt "
             f"{answered.prompts[0]}"
+        )
+
+
+def require_references(place: str, answered: Answered) -> None:
+    """Raise StageError if a true answer is missing: right answers would count as wrong ones."""
+    if missing := answered.references.count(None):
+        raise StageError(
+            f"{place}: found {missing} of {len(answered.references)} prompts without a true "
+            "answer, expected one for each. Fix: set split.without_reference to drop"
         )
 
 

@@ -25,8 +25,10 @@ from rlhf_pipeline.config.rewards import (
     CallableReward,
     ModelReward,
     ReferenceReward,
+    RegexReward,
     Rewards,
     RewardSource,
+    RubricReward,
     TrainedReward,
 )
 from rlhf_pipeline.data.template import fix_date, render_dialogues
@@ -39,9 +41,11 @@ from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.chat_client import COUNTS, reply_folder
 from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
 from rlhf_pipeline.rollout.records import Answered, Scored
-from rlhf_pipeline.rollout.true_answers import agreement
+from rlhf_pipeline.rollout.rubric import RubricSource
+from rlhf_pipeline.rollout.true_answers import agreement, matches
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -177,6 +181,13 @@ class RewardSum:
         for name, (*_, source) in self.sources.items():
             with heartbeat.scored_by(name):
                 parts[name] = source(scored, answered)
+            if isinstance(source, RubricSource):  # counts for each response
+                own = source.counts
+                parts |= {
+                    f"{name}/{count}": torch.full_like(parts[name], own[count] / len(parts[name]))
+                    for count in COUNTS
+                }
+                own.clear()
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
         total = torch.stack([weight * own for weight, _, own in named]).sum(0)
         clipped = torch.stack([weight * own.clamp(-clip, clip) for weight, clip, own in named])
@@ -226,6 +237,10 @@ def load_rewards(
                 return FunctionSource(reward.callable, import_function(reward, job, name))
             case ReferenceReward():
                 return FunctionSource(reward.reference, agreement(reward.reference))
+            case RegexReward():
+                return FunctionSource(f"regex {reward.regex!r}", matches(reward.regex))
+            case RubricReward():
+                return RubricSource(f"{job.stage}.{name}", reward, reply_folder(job))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 model = ModelSource.load(
