@@ -13,13 +13,13 @@ from pydantic import (
     Discriminator,
     Field,
     PositiveFloat,
+    PositiveInt,
     Tag,
     field_validator,
 )
 
 from rlhf_pipeline.config.base_model import TEMPLATE_DATE
-from rlhf_pipeline.config.block import Block, Precision
-from rlhf_pipeline.config.chat import ChatConfig
+from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import Door
 
 INPUT_PREFIX = "rewards."
@@ -135,30 +135,49 @@ class RegexReward(RewardSource):
     regex: str
     """The pattern, in the syntax of Python's `re`."""
 
-    @field_validator("regex")
-    @classmethod
-    def _compiles(cls, value: str) -> str:
+    def _faults(self) -> Iterator[str]:
         try:
-            regex.compile(value)
+            regex.compile(self.regex)
         except regex.error as error:
-            raise ValueError(
-                f"found {value!r}, expected a regular expression: {error.msg} at position "
-                f"{error.pos}"
-            ) from None
-        return value
+            yield f"found {self.regex!r}, expected a regular expression: {error}"
 
     @property
     def label(self) -> str:
         return self.name or "regex"
 
 
+class ChatConfig(Block):
+    """A chat model behind an OpenAI-compatible server, and what it is asked."""
+
+    base_url: str = Field(pattern=r"^https?://[^@?\s]+$")
+    """Address of the server, for example http://localhost:8000/v1, without user and query."""
+    model: str
+    """Name of the model on that server."""
+    api_key_env: str | None = operational(None)
+    """Environment variable with the key. None: the server needs none."""
+    template: str | None = None
+    """The question, with {prompt}, {first} and {second}. The model answers with [[A]] if the first
+    answer is better, [[B]] if the second one is, and [[C]] for a tie."""
+    request: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0})
+    """Further fields of every request, such as max_tokens."""
+    concurrency: PositiveInt = operational(8)
+    """Requests at the same time."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_fields(cls, value: str | None) -> str | None:
+        fields = "{prompt}", "{first}", "{second}"
+        if value is not None and any(field not in value for field in fields):
+            raise ValueError(f"expected text with {', '.join(fields)}")
+        return value
+
+
 class RubricReward(RewardSource):
-    """A chat model that scores each answer alone, in [0, 1]."""
+    """A chat model that scores each answer alone, from 0 to 1."""
 
     rubric: str = Field(min_length=1)
-    """What a good answer is. The model gets it with the prompt and the answer, and with the scale.
-    A text with {response} is the whole question instead: {prompt}, {response} and {reference}, the
-    true answer, stand for these texts, and it must ask for a score like [[7]]."""
+    """What a good answer is. {prompt}, {response} and {reference}, the true answer, stand for these
+    texts; a text with {response} is the whole question, and must ask for a score like [[7]]."""
     openai: ChatConfig
     """The chat model."""
     scale: PositiveFloat = 10.0
@@ -167,8 +186,6 @@ class RubricReward(RewardSource):
     def _faults(self) -> Iterator[str]:
         if self.openai.template is not None:
             yield "openai.template: found a text, expected none: the rubric is the question"
-        if "{prompt}" in self.rubric and "{response}" not in self.rubric:
-            yield "found {prompt} without {response}, expected both or neither"
 
     @property
     def label(self) -> str:

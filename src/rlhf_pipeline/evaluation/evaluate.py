@@ -62,8 +62,7 @@ from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.rollout.chat_client import COUNTS, reply_folder
-from rlhf_pipeline.rollout.chat_client import as_text as dialogue
+from rlhf_pipeline.rollout.chat_model import REPLIES, dialogue, reply_folder
 from rlhf_pipeline.rollout.generation import Generator, load_generator, row_seeds
 from rlhf_pipeline.rollout.records import Answered, Scored, ended
 from rlhf_pipeline.rollout.true_answers import accuracy
@@ -110,7 +109,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     drawn = in_order(baseline, draws, config.baseline_draws)
     answers, drawn, replies = judge_pairs(answers, drawn, config, reply_folder(job))
     for name in counts:
-        replies[name] = {one: sum(own[name].get(one, 0) for own in counted) for one in COUNTS}
+        replies[name] = {one: sum(own[name].get(one, 0) for own in counted) for one in REPLIES}
     more = {"best_of_n": curve, "perplexity": perplexities, "pairwise_judges": replies}
     optimized, rewards = optimized_judges(job, candidate.name, config)
     evaluation = compare(answers, config, optimized, drawn, rewards)

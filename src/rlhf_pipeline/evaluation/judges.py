@@ -7,12 +7,12 @@ line in `texts.load_judges`. Metrics, win rates and reports follow from the judg
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
-from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.reward_files import reads_references
@@ -21,9 +21,6 @@ from rlhf_pipeline.config.rewards import (
     CallableReward,
     ModelJudge,
     ModelReward,
-    PairwiseJudge,
-    RegexReward,
-    RubricReward,
     SampleReward,
     SampleRewards,
     TrainedReward,
@@ -69,24 +66,12 @@ def model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[st
             if folder is None:
                 folder = Path(snapshot_download(judge.model, revision=job.digests[place]))
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
-            where = setup.places.get(judge.label, f"evaluate.{place}")
+            where = setup.config.place_of(judge)
             model = ModelSource.load(reward, folder, where, contracts, tokens, setup.world)
             if judge.folder is not None and place not in job.inputs:
                 job.expect_unchanged(place, judge.folder)
             yield judge.label, partial(by_source, source=model)
             del model  # before the next one is loaded
-
-
-def _asked(judge: Block) -> tuple[str | None, str | None]:
-    """What tells a judge by a regular expression, a rubric or a chat model from others."""
-    match judge:
-        case RegexReward():
-            return judge.regex, "regex"
-        case RubricReward():
-            return judge.rubric, judge.openai.model
-        case PairwiseJudge():
-            return None, judge.openai.model
-    return None, None
 
 
 def optimized_judges(
@@ -95,7 +80,8 @@ def optimized_judges(
     """The judges that the candidate's training has optimized, and its rewards with their weights.
 
     A function counts by its place, or its file and name; a reward model by its content; a judge by
-    true answers if a reward function reads them, or its file has changed. DPO, which has no
+    true answers if a reward reads them, or its file has changed; a chat model by its name and its
+    rubric. DPO, which has no
     rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
@@ -141,3 +127,9 @@ def optimized_judges(
         if same:
             found.add(judge.label)
     return found, [] if own is None else names
+
+
+def _asked(judge: Any) -> tuple[str, str | None]:
+    """The rubric or the regular expression of a judge, and its chat model."""
+    chat = getattr(judge, "openai", None)
+    return getattr(judge, "rubric", getattr(judge, "regex", "")), chat and chat.model

@@ -33,7 +33,7 @@ from rlhf_pipeline.evaluation.pairwise import judge_pairs
 from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.evaluation.texts import load_judges
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.rollout.chat_client import reply_folder
+from rlhf_pipeline.rollout.chat_model import reply_folder
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
@@ -57,11 +57,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
     held_out = count + sampled_rows(others, config.validation_prompts, job.seed)
     own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
     together = pa.Table.from_batches([batch for file in files for batch in file.batches])
-    prompts, judging = Rows.of(together).columns(own), config.judging()
+    prompts, judging = Rows.of(together).columns(own), config.judging(place)
     seed = job.seed + table.round - 1
-    places = {one.label: f"{place}.rewards.{i}" for i, one in enumerate(config.rewards)}
-    setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place, places)
-    setups, judges = {"policy": setup}, load_judges(job, judging, places=places)
+    setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
+    setups, judges = {"policy": setup}, load_judges(job, judging)
     scored, _ = answer_all({"policy": job.inputs["policy"]}, None, setups, None, config.n)
     draws = judge_all(scored, job, judges, setups)
     shared = {}
@@ -74,7 +73,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if world.rank != 0:
         return {}
     answers = {"": [], "policy": in_order("policy", draws, config.n)}
-    answers, *_ = judge_pairs(answers, answers["policy"], judging, reply_folder(job), places)
+    answers, *_ = judge_pairs(answers, answers["policy"], judging, reply_folder(job))
     samples: dict[int, Sample] = {int(row): one for part in gathered for row, one in part.items()}
     for row, group in groupby(answers["policy"], lambda answer: answer.row):
         found = list(group)

@@ -1,8 +1,8 @@
 """What the evaluation of every policy needs; models are loaded one at a time."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,6 @@ class Setup:
     trust: bool  # whether code that ships with a model may run
     world: World
     place: str = "evaluate"  # the parameters of `config`, for messages
-    places: Mapping[str, str] = field(default_factory=dict)  # of judges by name, if elsewhere
 
 
 def with_model(

@@ -22,11 +22,10 @@ from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import Answer, compare
 from rlhf_pipeline.evaluation.report import Evaluation
-from rlhf_pipeline.rollout.chat_client import reply_folder
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.rollout.chat_model import ChatModel, RubricSource, reply_folder
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function, matches
 from rlhf_pipeline.rollout.records import Answered, Scored
-from rlhf_pipeline.rollout.rubric import RubricSource
-from rlhf_pipeline.rollout.true_answers import AGREES, accuracy, matches
+from rlhf_pipeline.rollout.true_answers import AGREES, accuracy
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 
@@ -65,13 +64,10 @@ def load_judges(
     job: LaunchedJob,
     config: EvaluateConfig,
     functions: Mapping[int, Callable[..., Any]] | None = None,
-    places: Mapping[str, str] = {},
     counts: dict[str, Counter[str]] | None = None,
 ) -> dict[str, Judge]:
     """The judges that need no model, by their names; `functions` are those that are at hand.
-
-    `places` are the parameters of the judges by name, for messages; else they are
-    `evaluate.judges`. `counts` gets the `COUNTS` of each rubric, which grow as it judges.
+    `counts` gets the `REPLIES` to each rubric, which grow as it judges.
 
     Raises StageError if a function cannot be imported, or does not take prompts and responses.
     """
@@ -85,14 +81,11 @@ def load_judges(
         elif isinstance(judge, ReferenceReward):
             judges[judge.label] = partial(by_reference, agrees=AGREES[judge.reference])
         elif isinstance(judge, RegexReward):
-            source = FunctionSource(f"regex {judge.regex!r}", matches(judge.regex))
-            judges[judge.label] = partial(by_source, source=source)
+            judges[judge.label] = partial(by_source, source=matches(judge.regex))
         elif isinstance(judge, RubricReward):
-            place = places.get(judge.label, f"evaluate.{JUDGE_PREFIX}{index}")
-            rubric = RubricSource(place, judge, reply_folder(job))
-            judges[judge.label] = partial(by_source, source=rubric)
-            if counts is not None:
-                counts[judge.label] = rubric.counts
+            model = ChatModel(judge.openai, reply_folder(job), config.place_of(judge))
+            judges[judge.label] = partial(by_source, source=RubricSource(judge, model))
+            (counts if counts is not None else {})[judge.label] = model.counts
     return judges
 
 
@@ -168,8 +161,7 @@ def _text_judges(
     inputs = {}
     for index, judge in enumerate(config.judges):
         asked = {"references" if isinstance(judge, ReferenceReward) else "a model"}
-        if isinstance(judge, RegexReward):
-            asked = set()
+        asked -= {"a model"} if isinstance(judge, RegexReward) else set()
         if isinstance(judge, CallableReward) and index in functions:
             asked = {*inspect.signature(functions[index]).parameters}
         elif isinstance(judge, CallableReward):

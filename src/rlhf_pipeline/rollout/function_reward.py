@@ -18,10 +18,12 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor
 
@@ -30,6 +32,9 @@ from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
+
+SEARCH_S = 5
+"""Longest search for a pattern in one response."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,18 @@ def require_references(place: str, answered: Answered) -> None:
             f"{place}: found {missing} of {len(answered.references)} prompts without a true "
             "answer, expected one for each. Fix: set split.without_reference to drop"
         )
+
+
+def matches(pattern: str) -> FunctionSource:
+    """1 for a response in which a regular expression is found, else 0.
+
+    A search that does not end in `SEARCH_S`, since the pattern backtracks, fails like a function.
+    """
+    search = partial(regex.compile(pattern).search, timeout=SEARCH_S)
+    return FunctionSource(
+        f"regex {pattern!r}",
+        lambda prompts, responses: [search(each) is not None for each in responses],
+    )
 
 
 def _line(error: Exception) -> str:

@@ -41,11 +41,10 @@ from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.chat_client import COUNTS, reply_folder
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.rollout.chat_model import REPLIES, ChatModel, RubricSource, reply_folder
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function, matches
 from rlhf_pipeline.rollout.records import Answered, Scored
-from rlhf_pipeline.rollout.rubric import RubricSource
-from rlhf_pipeline.rollout.true_answers import agreement, matches
+from rlhf_pipeline.rollout.true_answers import agreement
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -180,14 +179,11 @@ class RewardSum:
         parts = {}
         for name, (*_, source) in self.sources.items():
             with heartbeat.scored_by(name):
-                parts[name] = source(scored, answered)
-            if isinstance(source, RubricSource):  # counts for each response
-                own = source.counts
-                parts |= {
-                    f"{name}/{count}": torch.full_like(parts[name], own[count] / len(parts[name]))
-                    for count in COUNTS
-                }
-                own.clear()
+                parts[name] = own = source(scored, answered)
+            if isinstance(source, RubricSource):
+                counts = source.model.counts
+                each = {key: torch.full_like(own, counts.pop(key, 0) / len(own)) for key in REPLIES}
+                parts |= {f"{name}/{key}": value for key, value in each.items()}
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
         total = torch.stack([weight * own for weight, _, own in named]).sum(0)
         clipped = torch.stack([weight * own.clamp(-clip, clip) for weight, clip, own in named])
@@ -238,9 +234,10 @@ def load_rewards(
             case ReferenceReward():
                 return FunctionSource(reward.reference, agreement(reward.reference))
             case RegexReward():
-                return FunctionSource(f"regex {reward.regex!r}", matches(reward.regex))
+                return matches(reward.regex)
             case RubricReward():
-                return RubricSource(f"{job.stage}.{name}", reward, reply_folder(job))
+                place = f"{job.stage}.{name}"
+                return RubricSource(reward, ChatModel(reward.openai, reply_folder(job), place))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 model = ModelSource.load(

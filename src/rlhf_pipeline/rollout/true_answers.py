@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 
-import regex
-
 from rlhf_pipeline.rollout.mathematics import same_mathematics
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -50,7 +48,6 @@ def final_answer(text: str) -> str:
     return _THOUSANDS.sub("", found.strip(" \t*_`$}.") or text.strip())
 
 
-_TEX = re.compile(r"\$|\\\(|\\\[|\\boxed")
 _WORD = re.compile(r"\s[A-Za-z]{2,}|[A-Za-z]{2,}\s")
 _COMMAND = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .]*\})?")
 _TEX_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|,\\!|\{,\})(?=\d{3})")
@@ -58,12 +55,10 @@ _TEX_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|,\\!|\{,\})(?=\d{3})")
 
 def _as_tex(text: str) -> str:
     """A text as math-verify reads it: a result without TeX's marks gets them, prose does not."""
-    *before, last = _TEX_THOUSANDS.sub("", text).split("####")
-    last = last.strip().partition("\n")[0] if before else last
-    if _TEX.search(last):
+    last = _TEX_THOUSANDS.sub("", text).rpartition("####")[2]
+    if re.search(r"\$|\\[(\[]|\\boxed", last):
         return last
-    *before, result = _FINAL.split(last)
-    result = (result.strip().partition("\n")[0] if before else result).strip(" \t\n*_`.")
+    result = _FINAL.split(last)[-1].strip(" \t\n*_`.")
     return result if _WORD.search(_COMMAND.sub("", result)) else f"${result}$"
 
 
@@ -88,22 +83,5 @@ def agreement(kind: str) -> Callable[..., list[float]]:
         prompts: Sequence[object], responses: Sequence[str], references: Sequence[str]
     ) -> list[float]:
         return [float(agrees(*pair)) for pair in zip(references, responses, strict=True)]
-
-    return reward
-
-
-LIMIT_S = 5
-"""Longest search for a pattern in one response."""
-
-
-def matches(pattern: str) -> Callable[..., list[float]]:
-    """The reward function of a regular expression: 1 for a response in which it is found, else 0.
-
-    It raises TimeoutError where the search does not end: the pattern backtracks without bound.
-    """
-    search = regex.compile(pattern).search
-
-    def reward(prompts: Sequence[object], responses: Sequence[str]) -> list[float]:
-        return [float(search(response, timeout=LIMIT_S) is not None) for response in responses]
 
     return reward
