@@ -88,6 +88,11 @@ FAULTS = [
      [{"openai": {"base_url": "http://x", "model": "m", "api_key_env": "NO_SUCH_KEY"}}],
      "evaluate.judges.0.openai.api_key_env: found no environment variable NO_SUCH_KEY, "
      "expected one with the key. Fix: export it"),
+    ("ppo.rewards", [{"rubric": "r", "openai": {"base_url": "http://x", "model": "m",
+                                                "api_key_env": "NO_SUCH_KEY"}}],
+     "ppo.rewards.0.openai.api_key_env: found no environment variable NO_SUCH_KEY"),
+    ("rejection", {"sample": {"rewards": ["my.py:gold"]}},
+     "rejection.sample.rewards: found two judges called 'gold'"),
     ("evaluate.tasks", {"names": ["missing.yaml"]},
      "evaluate.tasks.names.0: found missing.yaml, expected a file of YAML: [Errno 2]"),
 ]  # fmt: skip
@@ -186,6 +191,10 @@ OPENAI = {"openai": {"base_url": "http://localhost:8000/v1", "model": "m"}}
          "evaluate.generator: vllm needs the package vllm"),
         ("openai", "judges", "evaluate.judges", [OPENAI],
          "evaluate.judges.0.openai: needs openai"),
+        ("openai", "judges", "ppo.rewards", [OPENAI | {"rubric": "Short."}],
+         "ppo.rewards.0.openai: needs openai"),
+        ("math_verify", "math", "evaluate.judges", [{"reference": "math"}],
+         "evaluate.judges.0.reference: math needs math-verify"),
         ("lm_eval", "tasks", "evaluate.tasks", {"names": ["own.yaml"]},
          "evaluate.tasks: needs lm_eval"),
         ("gguf", "gguf", "base_model", {"path": "model.gguf"},

@@ -52,7 +52,7 @@ class SampleConfig(AnsweringConfig):
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How answers are sampled."""
 
-    def judging(self, place: str) -> EvaluateConfig:
+    def judging(self, place: str = "sample") -> EvaluateConfig:
         """The same for the code of the evaluation, with the rewards as judges of `place`."""
         shared = self.model_dump(include={*AnsweringConfig.model_fields, "sampling"})
         judges = as_judges(self.rewards, penalties=True)
