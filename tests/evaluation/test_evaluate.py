@@ -325,7 +325,7 @@ def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world
     pytest.importorskip("openai", reason="the extra `judges` is not installed")
 
     def reply(first, second):
-        return "[[1]]" if "is for" in first else longer(first, second)
+        return "[[5]]" if "is for" in first else longer(first, second)
 
     with chat_server(reply) as (url, requests):
         chat = {"openai": {"base_url": url, "model": "judge"}}
@@ -338,7 +338,7 @@ def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world
         run(inputs, work / "b", judges=judges)
         assert len(requests) == asked
     assert evaluation_in(work / "b")["pairwise_judges"]["judge"]["cached"] == pairs
-    assert {answer["alone_score"] for answer in answers_of(lines, "ppo")} == {0.1}
+    assert {answer["alone_score"] for answer in answers_of(lines, "ppo")} == {0.5}
     pairs = zip(answers_of(lines, "sft_again"), answers_of(lines, "ppo"), strict=True)
     for theirs, ours in pairs:  # independent draws
         a, b = len(ours["response"]), len(theirs["response"])
