@@ -331,10 +331,10 @@ Judge = Annotated[
 
 
 SampleReward = Annotated[
-    Annotated[Reward, Tag("reward")]
-    | Annotated[RubricReward, Tag("rubric")]
-    | Annotated[PairwiseJudge, Tag("openai")],
-    Discriminator(lambda value: _kind("rubric", "openai")(value) or "reward"),
+    Annotated[Reward, Tag("reward")] | Annotated[PairwiseJudge, Tag("openai")],
+    Discriminator(
+        lambda value: "openai" if _kind("rubric", "openai")(value) == "openai" else "reward"
+    ),
 ]
 SampleRewards = Annotated[tuple[SampleReward, ...], AfterValidator(_check_labels)]
 """Rewards of PPO, and chat models that compare the answers to a prompt."""

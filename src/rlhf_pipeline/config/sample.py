@@ -57,9 +57,8 @@ class SampleConfig(AnsweringConfig):
         shared = self.model_dump(include={*AnsweringConfig.model_fields, "sampling"})
         judges = as_judges(self.rewards, penalties=True)
         config = EvaluateConfig.model_validate(shared | {"judges": judges})
-        config._places.update(
-            {one.label: f"{place}.rewards.{i}" for i, one in enumerate(self.rewards)}
-        )
+        for index, one in enumerate(self.rewards):
+            config._places[one.label] = f"{place}.rewards.{index}"
         return config
 
     def _faults(self) -> Iterator[str]:

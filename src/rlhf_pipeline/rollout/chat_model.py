@@ -76,18 +76,16 @@ class ChatModel:
         """
         from openai import OpenAI, OpenAIError
 
-        config, key = self.config, self.config.api_key_env
+        config, url, key = self.config, self.config.base_url, self.config.api_key_env
         secret = os.environ[key] if key else "none"
-        client = OpenAI(
-            base_url=config.base_url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S
-        )
+        client = OpenAI(base_url=url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S)
         self.cache.mkdir(parents=True, exist_ok=True)
 
         def reply(question: str) -> tuple[dict[str, Any], bool]:
             messages = [{"role": "user", "content": question}]
             request: dict[str, Any] = {"model": config.model, "messages": messages}
             request["extra_body"] = config.request
-            text = json.dumps([config.base_url, request], sort_keys=True)
+            text = json.dumps([url, request], sort_keys=True)
             path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
             if path.is_file():
                 return json.loads(path.read_text()), True
@@ -116,7 +114,7 @@ class ChatModel:
         except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
             # The last four: an answer without the fields of a completion.
             raise StageError(
-                f"{self.place}: {config.model} at {without_secrets(config.base_url)} did not "
+                f"{self.place}: {config.model} at {without_secrets(url)} did not "
                 f"judge: {type(error).__name__}: {without_secrets(str(error))}. Fix: repeat the "
                 "command when the server answers; the replies so far are kept"
             ) from None
