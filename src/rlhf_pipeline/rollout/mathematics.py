@@ -31,17 +31,16 @@ def same_mathematics(true: str, given: str) -> bool:
     """
     heartbeat.tick()
     with _turn:
-        if not _processes:
+        if not _processes or _processes[0].poll() is not None:
             pipe = subprocess.PIPE
             command = [sys.executable, "-P", "-m", __name__, str(LIMIT_S)]
-            _processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe))
+            _processes[:] = [subprocess.Popen(command, stdin=pipe, stdout=pipe)]
         (process,) = _processes
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps([true, given]).encode() + b"\n")
         process.stdin.flush()
         found = process.stdout.read(1)
         if not found:
-            _processes.clear()
             if process.wait() > 0:
                 raise StageError(f"math: math-verify failed, see the log. Fix: {install('math')}")
             why = f"status {process.returncode} in the comparison with {true!r} of {given[-200:]!r}"
