@@ -33,9 +33,6 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 
-SEARCH_S = 5
-"""Longest search for a pattern in one response."""
-
 
 @dataclass(frozen=True)
 class FunctionSource:
@@ -122,12 +119,10 @@ def require_references(place: str, answered: Answered) -> None:
         )
 
 
-def matches(pattern: str) -> FunctionSource:
-    """1 for a response in which a regular expression is found, else 0.
-
-    A search that does not end in `SEARCH_S`, since the pattern backtracks, fails like a function.
-    """
-    search = partial(regex.compile(pattern).search, timeout=SEARCH_S)
+def matches(pattern: str, limit_s: float = 5.0) -> FunctionSource:
+    """1 for a response in which a regular expression is found, else 0. A search of a response that
+    takes longer than the limit, because the pattern backtracks, fails like a function."""
+    search = partial(regex.compile(pattern).search, timeout=limit_s)
     return FunctionSource(
         f"regex {pattern!r}",
         lambda prompts, responses: [search(each) is not None for each in responses],
