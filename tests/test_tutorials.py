@@ -89,7 +89,7 @@ def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
 
 
 def test_the_generated_tasks_of_the_tutorial_pass_all_checks():
-    pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+    pytest.importorskip("reasoning_gym", reason="the extra `gym` is not installed")
     page = (TUTORIALS / "grpo.md").read_text().partition("## 4. ")[2]
     changes = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     conf = str(PROJECT / "conf")

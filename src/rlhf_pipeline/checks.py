@@ -16,7 +16,7 @@ from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import Judge, ModelJudge, PairwiseJudge, as_judges, local_source
+from rlhf_pipeline.config.rewards import Judge, ModelJudge, as_judges, local_source
 from rlhf_pipeline.config.roads import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -130,7 +130,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             judges = as_judges(policy.rewards, penalties=every_one)
             named = evaluate.model_copy(update={"judges": judges})
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
-            yield from found
+            yield from (f.replace("evaluate.judges", f"{policy.sampler}.rewards") for f in found)
         yield from reward_faults(policy.rewards, f"{policy.sampler}.rewards", _carried(rated))
         yield from _judges(policy.rewards, f"{policy.sampler}.rewards")
         yield from _sampled(policy, sum(layout.ranks))
@@ -251,7 +251,9 @@ def _judges(judges: Sequence[Any], places: str) -> Iterator[str]:
                 f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "
                 "hub with tokens of its own"
             )
-        if isinstance(judge, PairwiseJudge):
+        if getattr(judge, "reference", None) == "math":
+            yield from _absent(f"{place}.reference: math needs math-verify", "math_verify", "math")
+        if hasattr(judge, "openai"):
             key = judge.openai.api_key_env
             absent = list(_absent(f"{place}.openai: needs openai", "openai", "judges"))
             yield from absent
@@ -281,7 +283,7 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
                 f"list it in {right}"
             )
         for library in known.libraries:
-            yield from _absent(f"{place}.{index}: needs {library}", library, "tasks")
+            yield from _absent(f"{place}.{index}: needs {library}", library, "gym")
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
 

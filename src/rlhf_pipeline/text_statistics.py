@@ -58,7 +58,7 @@ def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
-_FINAL = re.compile(r"####|\\boxed\{|\banswer(?:\s+is:?|:)", re.IGNORECASE)
+FINAL = re.compile(r"####|\\boxed\{|\banswer(?:\s+is:?|:)", re.IGNORECASE)
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 
 
@@ -68,6 +68,6 @@ def final_answer(text: str) -> str:
     It is the rest of the line after the last `####`, `\boxed{`, "answer:" or "answer is", without
     marks of Markdown and TeX around it.
     """
-    *before, last = _FINAL.split(text.strip())
+    *before, last = FINAL.split(text.strip())
     found = last.strip().partition("\n")[0] if before else last
     return _THOUSANDS.sub("", found.strip(" \t*_`$}.") or text.strip())

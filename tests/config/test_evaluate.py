@@ -57,9 +57,9 @@ def test_best_of_n_is_a_power_of_two(number, works):
     ("judges", "message"),
     [
         (["trained"], "expected FILE.py:FUNCTION"),
-        ([{"path": "/models/other"}], "a block with one of callable, model, reference and openai"),
+        ([{"path": "/models/other"}], "a block with one of callable, model, reference, regex, rub"),
         ([{"model": "a/b", "weight": 2.0}], "Extra inputs are not permitted"),
-        ([{"reference": "near"}], "Input should be 'exact', 'contains' or 'last_number'"),
+        ([{"reference": "near"}], "Input should be 'exact', 'final_answer', 'contains', 'last_"),
         ([{"reference": "exact"}, {"reference": "exact"}], "found two judges called 'exact'"),
         ([{"openai": {"base_url": "ftp://x", "model": "m"}}], "String should match pattern"),
         ([{"openai": CHAT | {"base_url": "http://a:b@x/v1"}}], "String should match pattern"),

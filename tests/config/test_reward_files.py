@@ -4,7 +4,13 @@ import pytest
 
 from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.reward_files import reads_references, reward_faults
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceReward, TrainedReward
+from rlhf_pipeline.config.rewards import (
+    CallableReward,
+    ModelReward,
+    ReferenceReward,
+    RubricReward,
+    TrainedReward,
+)
 
 SCORES = """
 raise SystemExit  # nothing is executed
@@ -58,8 +64,11 @@ def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, s
     assert reads_references(CallableReward(callable=f"{tmp_path}/my.py:reward")) is reads
 
 
-def test_a_judge_of_the_kind_reference_reads_true_answers():
+def test_judges_that_read_true_answers():
+    chat = {"base_url": "http://here/v1", "model": "m"}
     assert reads_references(ReferenceReward(reference="exact"))
+    assert reads_references(RubricReward(rubric="As good as {reference}.", openai=chat))
+    assert not reads_references(RubricReward(rubric="Good.", openai=chat))
     assert not reads_references(TrainedReward())
 
 

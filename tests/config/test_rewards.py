@@ -4,7 +4,15 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward, uses_trained
+from rlhf_pipeline.config.rewards import (
+    CallableReward,
+    ChatConfig,
+    ModelReward,
+    RegexReward,
+    RubricReward,
+    TrainedReward,
+    uses_trained,
+)
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 PPO = {
@@ -16,6 +24,7 @@ PPO = {
     "critic": MODEL,
 }
 
+CHAT = {"base_url": "http://here/v1", "model": "org/judge-1"}
 EXTRA = "Extra inputs are not permitted"
 
 
@@ -27,6 +36,8 @@ def test_each_form():
         {"model": "trained", "name": "again"},
         {"callable": "my.py:h", "weight": -0.5},
         {"path": "/models/other", "retokenize": True},
+        {"regex": "^Yes"},
+        {"rubric": "Short.", "openai": CHAT, "scale": 5},
     ]
     config = PPOConfig.model_validate(PPO | {"rewards": rewards})
     assert config.rewards == (
@@ -36,6 +47,8 @@ def test_each_form():
         TrainedReward(name="again"),
         CallableReward(callable="my.py:h", weight=-0.5),
         ModelReward(path="/models/other", retokenize=True),
+        RegexReward(regex="^Yes"),
+        RubricReward(rubric="Short.", openai=ChatConfig(**CHAT), scale=5.0),
     )
     assert [reward.label for reward in config.rewards] == [
         "trained",
@@ -44,6 +57,8 @@ def test_each_form():
         "again",
         "h",
         "other",
+        "regex",
+        "judge-1",
     ]
     # The round trip through job.json.
     assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
@@ -60,7 +75,7 @@ def test_the_trained_reward_model_alone_is_the_default():
     [
         ([], (), "found no reward source, expected at least one. Fix: add one, or remove rewards"),
         (["foo"], (0,), "expected 'trained', 'FILE.py:FUNCTION', "),
-        ([{"weight": 2.0}], (0,), "or a block with one of model, callable, path and reference"),
+        ([{"weight": 2.0}], (0,), "or a block with one of model, callable, path, reference, reg"),
         ([{"model": "trained", "path": "/x"}], (0, "model", "path"), EXTRA),
         ([{"model": "other"}], (0, "model", "model"), "Input should be 'trained'"),
         ([{"callable": "my.py"}], (0, "callable", "callable"),
@@ -69,6 +84,12 @@ def test_the_trained_reward_model_alone_is_the_default():
         ([{"callable": "my.py:f", "retokenize": True}], (0, "callable", "retokenize"), EXTRA),
         ([{"path": "/x", "wait": 1}], (0, "path", "wait"), EXTRA),
         ([{"path": "/x", "weight": float("nan")}], (0, "path", "weight"), "finite number"),
+        ([{"regex": "yes|(no"}], (0, "regex"),
+         "found 'yes|(no', expected a regular expression: missing ) at position 7"),
+        ([{"openai": CHAT}], (0,), "beside openai, add a rubric"),
+        ([{"rubric": "Short."}], (0, "rubric", "openai"), "Field required"),
+        ([{"rubric": "Short.", "openai": CHAT | {"template": "{prompt} {first} {second}"}}],
+         (0, "rubric"), "openai.template: found a text, expected none: the rubric is the question"),
         (["a.py:f", "b.py:f"], (),
          "found two sources called 'f', expected unique names. Fix: set name"),
         ([{"path": "/models/a b"}], (), "found label 'a b', expected letters, digits, "),

@@ -323,15 +323,22 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
 
 def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world, tmp_path):
     pytest.importorskip("openai", reason="the extra `judges` is not installed")
-    with chat_server(longer) as (url, requests):
-        judges = [{"openai": {"base_url": url, "model": "judge"}}]
+
+    def reply(first, second):
+        return "[[5]]" if "is for" in first else longer(first, second)
+
+    with chat_server(reply) as (url, requests):
+        chat = {"openai": {"base_url": url, "model": "judge"}}
+        judges = [chat, chat | {"rubric": "[[1]] is for {response}.", "name": "alone"}]
         work = tmp_path / "workspace" / "evaluate"
         metrics, lines = run(inputs, work / "a", judges=judges)
         asked = len(requests)
-        assert asked == metrics["pairwise_judges/judge/calls"] > 0
+        pairs, alone = (metrics[f"pairwise_judges/{name}/calls"] for name in ("judge", "alone"))
+        assert (asked, pairs > 0, alone > 0) == (pairs + alone, True, True)
         run(inputs, work / "b", judges=judges)
         assert len(requests) == asked
-    assert evaluation_in(work / "b")["pairwise_judges"]["judge"]["cached"] == asked
+    assert evaluation_in(work / "b")["pairwise_judges"]["judge"]["cached"] == pairs
+    assert {answer["alone_score"] for answer in answers_of(lines, "ppo")} == {0.5}
     pairs = zip(answers_of(lines, "sft_again"), answers_of(lines, "ppo"), strict=True)
     for theirs, ours in pairs:  # independent draws
         a, b = len(ours["response"]), len(theirs["response"])

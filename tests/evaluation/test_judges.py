@@ -32,6 +32,9 @@ def test_what_agrees_with_the_true_answer(kind, true, given, agrees):
     assert AGREES[kind](true, given) is agrees
 
 
+RUBRIC = {"rubric": "Short.", "openai": {"base_url": "http://here/v1", "model": "m"}}
+
+
 def test_a_row_without_a_true_answer_has_no_score():
     config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
     judges = load_judges(SimpleNamespace(inputs={}), config)
@@ -53,6 +56,11 @@ def test_a_row_without_a_true_answer_has_no_score():
         ([{"weight": 1.0, "callable": "my.py:reads"}], {"exact"}, ["reads"]),
         ([{"weight": 1.0, "reference": "contains"}], {"exact"}, ["contains"]),
         ([{"openai": {"base_url": "http://there/v1", "model": "m"}}], {"m"}, ["m"]),
+        ([RUBRIC], {"rubric"}, ["m"]),
+        ([RUBRIC | {"rubric": "Long."}], set(), ["m"]),
+        ([RUBRIC | {"rubric": "As {reference}."}], {"exact"}, ["m"]),
+        ([{"regex": "^Yes"}], {"regex"}, ["regex"]),
+        ([{"regex": "^No"}], set(), ["regex"]),
         ([{"weight": 1.0, "callable": "gone.py:f"}], {"f", "exact"}, ["f"]),  # nobody can know
     ],
 )
@@ -83,6 +91,8 @@ def test_judges_that_training_has_optimized(tmp_path, monkeypatch, rewards, opti
             {"model": "./b", "name": "same_as_trained"},
             {"reference": "exact"},
             {"openai": {"base_url": "http://here/v1", "model": "m"}},
+            RUBRIC | {"name": "rubric"},
+            {"regex": "^Yes"},
         ]
     )
     job = LaunchedJob(

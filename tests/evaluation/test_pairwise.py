@@ -84,7 +84,9 @@ def test_refusals_and_replies_without_a_verdict_are_ties_and_counted(tmp_path):
 def test_a_judge_that_mostly_says_nothing_is_an_error(tmp_path):
     with (
         chat_server(lambda *_: "Hm.") as (url, _),
-        pytest.raises(StageError, match=r"found 6 of 6 replies of chat without a verdict.*'Hm\.'"),
+        pytest.raises(
+            StageError, match=r"judges\.0: found 6 of 6 replies of .* without a verdict.*'Hm\.'"
+        ),
     ):
         judge_answers(policies(**TEXTS), config(url), tmp_path)
 

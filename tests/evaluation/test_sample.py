@@ -129,3 +129,17 @@ def test_no_pair_at_all_is_refused(inputs, world, tmp_path):
             tmp_path / "f",
             rewards=[f"{tmp_path}/my.py:a"],
         )
+
+
+def test_messages_name_the_reward_of_the_sample(inputs, world, tmp_path):
+    """The trained reward model, which is no judge of the list, has a number, too."""
+    with chat_server(lambda *_: "Hm.") as (url, _):
+        chat = {"openai": {"base_url": url, "model": "m"}}
+        rewards = [{"reference": "exact"}, chat | {"rubric": "Short."}]
+        with pytest.raises(StageError, match=r"^iterative_dpo\.sample\.rewards\.1: found .* of m "):
+            run(inputs, tmp_path / "w" / "s" / "f", rewards=rewards)
+    rewards = ["trained", {"path": "./other"}, chat]
+    judging = SampleConfig(rewards=rewards).judging("rejection.sample")
+    assert [judging.place_of(judge) for judge in judging.judges] == [
+        "rejection.sample.rewards.1", "rejection.sample.rewards.2"
+    ]  # fmt: skip

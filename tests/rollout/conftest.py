@@ -57,7 +57,9 @@ def load(policy, contract, world, tmp_path):
                 "score_clip": score_clip,
             }
         )  # fmt: skip
-        job = LaunchedJob("ppo", "f", 1, {}, files or {}, digests or {}, tmp_path, 60.0)
+        job = LaunchedJob(
+            "ppo", "f", 1, {}, files or {}, digests or {}, tmp_path / "ppo" / "f", 60.0
+        )
         return load_rewards(
             job,
             config.rewards,

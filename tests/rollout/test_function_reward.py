@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function, matches
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -52,6 +52,15 @@ def test_a_function_that_reads_true_answers_needs_one_for_each_prompt(scored, an
         reads(scored, replace(answered, references=["4", None, "6"]))
     blind = function("def f(prompts, responses): return [2.0] * len(responses)")
     assert blind(scored, replace(answered, references=[None] * 3)).tolist() == [2.0] * 3
+
+
+def test_a_pattern_is_searched_and_its_search_has_an_end(scored, answered):
+    assert matches(r"^\d$")(scored, answered).tolist() == [1.0, 0.0, 1.0]
+    slow = replace(answered, responses=["a", "a" * 60 + "b", ""])
+    with pytest.raises(
+        StageError, match=r"^regex '\(a\|aa\)\+\$' failed at the response 'aaa.*Timeout"
+    ):
+        matches("(a|aa)+$", 0.05)(scored, slow)
 
 
 FIRST = "prompt [{'role': 'user', 'content': 'Question 0?'}]"

@@ -68,6 +68,12 @@ PPO = {
 }  # fmt: skip
 
 
+GROUPS = {
+    "advantage": "rloo", "critic": None, "responses_per_prompt": 2, "policy_loss": "cispo",
+    "equal_groups": "resample", "maximum_resamples": 2, "curriculum": {"passes": 1},
+}  # fmt: skip
+
+
 class Training:
     """A recipe that can pause, and its runs in several workspaces."""
 
@@ -155,12 +161,12 @@ def has_pending_sigterm(pid: int) -> bool:
     return bool(int(pending.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.fixture
-def ppo(ppo_inputs, tmp_path):
+@pytest.fixture(params=[{}])
+def ppo(ppo_inputs, tmp_path, request):
     """PPO that pauses in its second step."""
     reward, pause = tmp_path / "reward.py", tmp_path / "pause"
     reward.write_text(PAUSING_REWARD.format(pause=str(pause)))
-    config = PPO | {"rewards": [f"{reward}:reward"]}
+    config = PPO | request.param | {"rewards": [f"{reward}:reward"]}
     return Training("ppo", config, ppo_inputs | {"rewards.0": reward}, tmp_path)
 
 
@@ -210,6 +216,7 @@ def require_equal(directory: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ppo", [{}, GROUPS], indirect=True, ids=["gae", "resampled groups"])
 def test_resumed_ppo_equals_uninterrupted_ppo_after_its_driver_was_killed(ppo):
     directory = ppo.interrupt("interrupted", 1, kill_driver)
     assert not (directory / "export" / "manifest.json").exists()

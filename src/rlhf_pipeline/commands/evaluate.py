@@ -49,9 +49,9 @@ from rlhf_pipeline.tracking.store import tracking_uri
     "--judge",
     "judges",
     multiple=True,
-    help="Judge of the answers: FILE.py:FUNCTION; exact, contains or last_number, for true "
-    "answers; the folder of a reward model; or an item of evaluate.judges as YAML. May be "
-    "repeated; the first one decides.  [default: evaluate.judges]",
+    help="Judge of the answers: FILE.py:FUNCTION; exact, final_answer, contains, "
+    "last_number or math, for true answers; the folder of a reward model; or an item of "
+    "evaluate.judges as YAML. May be repeated; the first one decides.  [default: evaluate.judges]",
 )
 @click.option(
     "--register",

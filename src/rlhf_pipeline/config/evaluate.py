@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     field_validator,
 )
 
@@ -123,6 +124,12 @@ class EvaluateConfig(AnsweringConfig):
     many answers to every prompt, which include those of `answers_per_prompt`. 0: no such report."""
     tasks: TasksConfig | None = None
     """Benchmark tasks that each policy also solves. None: no tasks."""
+
+    _places: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def place_of(self, judge: Judge) -> str:
+        """The parameter of a judge, for messages; for stage `sample`, that of the reward."""
+        return self._places.get(judge.label, f"evaluate.{JUDGE_PREFIX}{self.judges.index(judge)}")
 
     def models(self, trained: Sequence[DeepSpeedConfig]) -> list[FrozenModel]:
         """The models that the stage loads one after the other, as they were `trained`."""

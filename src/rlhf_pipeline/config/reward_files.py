@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import defined, parameters, signature
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceReward
+from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceReward, RubricReward
 from rlhf_pipeline.errors import ConfigError
 
 Carried = Mapping[str, Collection[str]]
@@ -31,8 +31,11 @@ def reward_faults(
 
 
 def reads_references(source: Block) -> bool:
-    """Whether a reward or a judge reads the true answers: one of the kind `reference`, or a
-    function with a parameter `references`, as far as `defined` finds it."""
+    """Whether a reward or a judge reads the true answers: one of the kind `reference`, a
+    rubric with {reference}, or a function with a parameter `references`, as far as `defined` finds
+    it."""
+    if isinstance(source, RubricReward):
+        return "{reference}" in source.rubric
     if not isinstance(source, CallableReward):
         return isinstance(source, ReferenceReward)
     return "references" in parameters(defined(source.callable))

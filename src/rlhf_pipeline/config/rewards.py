@@ -1,16 +1,18 @@
 """Sources of PPO's score; judges of an evaluation beside the reward model and the gold score."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import regex
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
+    PositiveFloat,
     PositiveInt,
     Tag,
     field_validator,
@@ -29,7 +31,8 @@ _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*
 _NAME = re.compile(r"[\w.-]+")
 _REWARD_FORMS = (
     "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
-    "model, callable, path and reference"
+    "model, callable, path, reference, regex and rubric; beside openai, add a rubric: without one "
+    "a chat model compares answers, and scores none"
 )
 
 
@@ -39,8 +42,8 @@ class RewardSource(Block):
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Factor of the centred score in the sum. 0: the source is reported without effect."""
     name: str | None = None
-    """Name in the metric `reward/<name>`. None: "trained", the name of the function or folder, or
-    the kind of agreement with the true answer."""
+    """Name in the metric `reward/<name>`. None: "trained", the name of the function, folder or chat
+    model, the kind of agreement with the true answer, or "regex"."""
 
 
 class TrainedReward(RewardSource):
@@ -107,7 +110,7 @@ class ModelReward(RewardSource):
         return self.name or self.folder.resolve().name
 
 
-Agreement = Literal["exact", "contains", "last_number"]
+Agreement = Literal["exact", "final_answer", "contains", "last_number", "math"]
 
 
 class ReferenceReward(RewardSource):
@@ -118,12 +121,77 @@ class ReferenceReward(RewardSource):
 
     reference: Agreement
     """What counts as right, without regard to case, white space and a final full stop. exact: the
-    answer is the true answer; contains: it contains it; last_number: its last number is that of the
-    true answer."""
+    answer is the true answer; final_answer: the result that it names after its last "answer is",
+    "answer:", `####` or boxed in TeX is that of the true answer; contains: it contains it;
+    last_number: its last number is that of the true answer; math: both are equal as mathematics, by
+    the library math-verify."""
 
     @property
     def label(self) -> str:
         return self.name or self.reference
+
+
+class RegexReward(RewardSource):
+    """1 for a response in which a regular expression is found, else 0."""
+
+    regex: str
+    """The pattern, in the syntax of Python's `re`."""
+
+    def _faults(self) -> Iterator[str]:
+        try:
+            regex.compile(self.regex)
+        except regex.error as error:
+            yield f"found {self.regex!r}, expected a regular expression: {error}"
+
+    @property
+    def label(self) -> str:
+        return self.name or "regex"
+
+
+class ChatConfig(Block):
+    """A chat model behind an OpenAI-compatible server, and what it is asked."""
+
+    base_url: str = Field(pattern=r"^https?://[^@?\s]+$")
+    """Address of the server, for example http://localhost:8000/v1, without user and query."""
+    model: str
+    """Name of the model on that server."""
+    api_key_env: str | None = operational(None)
+    """Environment variable with the key. None: the server needs none."""
+    template: str | None = None
+    """The question, with {prompt}, {first} and {second}. The model answers with [[A]] if the first
+    answer is better, [[B]] if the second one is, and [[C]] for a tie."""
+    request: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0})
+    """Further fields of every request, such as max_tokens."""
+    concurrency: PositiveInt = operational(8)
+    """Requests at the same time."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_fields(cls, value: str | None) -> str | None:
+        fields = "{prompt}", "{first}", "{second}"
+        if value is not None and any(field not in value for field in fields):
+            raise ValueError(f"expected text with {', '.join(fields)}")
+        return value
+
+
+class RubricReward(RewardSource):
+    """A chat model that scores each answer alone, from 0 to 1."""
+
+    rubric: str = Field(min_length=1)
+    """What a good answer is. {prompt}, {response} and {reference}, the true answer, stand for these
+    texts; a text with {response} is the whole question, and must ask for a score like [[7]]."""
+    openai: ChatConfig
+    """The chat model."""
+    scale: PositiveFloat = 10.0
+    """The best score. A reply counts by its last [[number]], divided by this value."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.openai.template is not None:
+            yield "openai.template: found a text, expected none: the rubric is the question"
+
+    @property
+    def label(self) -> str:
+        return self.name or self.openai.model.rpartition("/")[2]
 
 
 def _short_form(value: Any) -> Any:
@@ -147,9 +215,11 @@ Reward = Annotated[
     Annotated[TrainedReward, Tag("model")]
     | Annotated[CallableReward, Tag("callable")]
     | Annotated[ModelReward, Tag("path")]
-    | Annotated[ReferenceReward, Tag("reference")],
+    | Annotated[ReferenceReward, Tag("reference")]
+    | Annotated[RegexReward, Tag("regex")]
+    | Annotated[RubricReward, Tag("rubric")],
     Discriminator(
-        _kind("model", "callable", "path", "reference"),
+        _kind("model", "callable", "path", "reference", "regex", "rubric"),
         custom_error_type="reward",
         custom_error_message=_REWARD_FORMS,
     ),
@@ -193,7 +263,7 @@ def trained_weight(rewards: Sequence[RewardSource]) -> float:
 
 _JUDGE_FORMS = (
     "expected 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of callable, "
-    "model, reference and openai"
+    "model, reference, regex, rubric and openai"
 )
 
 
@@ -232,32 +302,6 @@ class ModelJudge(Block):
         return ModelReward(path=str(folder), **own)
 
 
-class ChatConfig(Block):
-    """A chat model behind an OpenAI-compatible server, and what it is asked."""
-
-    base_url: str = Field(pattern=r"^https?://[^@?\s]+$")
-    """Address of the server, for example http://localhost:8000/v1, without user and query."""
-    model: str
-    """Name of the model on that server."""
-    api_key_env: str | None = operational(None)
-    """Environment variable with the key. None: the server needs none."""
-    template: str | None = None
-    """The question, with {prompt}, {first} and {second}. The model answers with [[A]] if the first
-    answer is better, [[B]] if the second one is, and [[C]] for a tie."""
-    request: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0})
-    """Further fields of every request, such as max_tokens."""
-    concurrency: PositiveInt = operational(8)
-    """Requests at the same time."""
-
-    @field_validator("template")
-    @classmethod
-    def _has_fields(cls, value: str | None) -> str | None:
-        fields = "{prompt}", "{first}", "{second}"
-        if value is not None and any(field not in value for field in fields):
-            raise ValueError(f"expected text with {', '.join(fields)}")
-        return value
-
-
 class PairwiseJudge(Block):
     """A chat model that compares two answers, in both orders."""
 
@@ -276,9 +320,11 @@ Judge = Annotated[
     Annotated[CallableReward, Tag("callable")]
     | Annotated[ModelJudge, Tag("model")]
     | Annotated[ReferenceReward, Tag("reference")]
+    | Annotated[RegexReward, Tag("regex")]
+    | Annotated[RubricReward, Tag("rubric")]
     | Annotated[PairwiseJudge, Tag("openai")],
     Discriminator(
-        _kind("callable", "model", "reference", "openai"),
+        _kind("callable", "model", "reference", "regex", "rubric", "openai"),
         custom_error_type="judge",
         custom_error_message=_JUDGE_FORMS,
     ),
@@ -288,7 +334,9 @@ Judge = Annotated[
 
 SampleReward = Annotated[
     Annotated[Reward, Tag("reward")] | Annotated[PairwiseJudge, Tag("openai")],
-    Discriminator(lambda value: _kind("openai")(value) or "reward"),
+    Discriminator(
+        lambda value: "openai" if _kind("rubric", "openai")(value) == "openai" else "reward"
+    ),
 ]
 SampleRewards = Annotated[tuple[SampleReward, ...], AfterValidator(_check_labels)]
 """Rewards of PPO, and chat models that compare the answers to a prompt."""
@@ -306,7 +354,7 @@ def as_judges(rewards: Sequence[SampleReward], *, penalties: bool = False) -> tu
             found.append(ModelJudge(model=reward.path, name=reward.label, **own))
         elif isinstance(reward, PairwiseJudge):
             found.append(reward)
-        elif isinstance(reward, CallableReward | ReferenceReward):
+        elif not isinstance(reward, TrainedReward):
             found.append(reward.model_copy(update={"weight": 1.0}))
     return tuple(found)
 

@@ -52,11 +52,14 @@ class SampleConfig(AnsweringConfig):
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How answers are sampled."""
 
-    def judging(self) -> EvaluateConfig:
-        """The same for the code of the evaluation, with the rewards as judges."""
+    def judging(self, place: str = "sample") -> EvaluateConfig:
+        """The same for the code of the evaluation, with the rewards as judges of `place`."""
         shared = self.model_dump(include={*AnsweringConfig.model_fields, "sampling"})
         judges = as_judges(self.rewards, penalties=True)
-        return EvaluateConfig.model_validate(shared | {"judges": judges})
+        config = EvaluateConfig.model_validate(shared | {"judges": judges})
+        for index, one in enumerate(self.rewards):
+            config._places[one.label] = f"{place}.rewards.{index}"
+        return config
 
     def _faults(self) -> Iterator[str]:
         for index, reward in enumerate(self.rewards):

@@ -9,6 +9,7 @@ every answer. One model at a time is in memory: what could be trained can be eva
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -61,6 +62,7 @@ from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.rewards import kl_estimate
+from rlhf_pipeline.rollout.chat_model import REPLIES, dialogue, reply_folder
 from rlhf_pipeline.rollout.generation import Generator, load_generator, row_seeds
 from rlhf_pipeline.rollout.records import Answered, Scored, ended
 from rlhf_pipeline.rollout.true_answers import accuracy
@@ -75,9 +77,6 @@ if TYPE_CHECKING:
 
 Draw = tuple[str, int]  # a policy, and the number of its answer to each prompt
 
-CACHE = "judge_replies"
-"""Folder of the workspace with the replies of chat models, which later evaluations reuse."""
-
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Answer, judge, compare; write the evaluation and all answers."""
@@ -88,7 +87,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     baseline = next(iter(folders))
     setups = load(job, config, candidate, folders, world)
     setup = setups[baseline]
-    judges = load_judges(job, config)
+    counts: dict[str, Counter[str]] = {}
+    judges = load_judges(job, config, counts=counts)
     rows = job.inputs.get(SFT_ROWS)
     held_out = None if rows is None else held_out_answers(rows, setup)
     tasks = None
@@ -101,12 +101,15 @@ def main(job: LaunchedJob) -> dict[str, float]:
     drawn_by_sft = max(config.baseline_draws, best)
     scored, perplexities = answer_all(folders, held_out, setups, tasks, drawn_by_sft)
     draws = judge_all(scored, job, judges, setups)
+    counted = world.gather(counts)
     if world.rank != 0:
         return {}
     curve = best_of_n([draws[baseline, draw] for draw in range(best)]) if best else None
     answers = {name: in_order(name, draws, config.answers_per_prompt) for name in folders}
     drawn = in_order(baseline, draws, config.baseline_draws)
-    answers, drawn, replies = judge_pairs(answers, drawn, config, job.directory.parents[1] / CACHE)
+    answers, drawn, replies = judge_pairs(answers, drawn, config, reply_folder(job))
+    for name in counts:
+        replies[name] = {one: sum(own[name].get(one, 0) for own in counted) for one in REPLIES}
     more = {"best_of_n": curve, "perplexity": perplexities, "pairwise_judges": replies}
     optimized, rewards = optimized_judges(job, candidate.name, config)
     evaluation = compare(answers, config, optimized, drawn, rewards)
@@ -312,7 +315,7 @@ def judged(
             row=int(row),
             response=text.responses[i],
             draw=draw,
-            prompt="\n\n".join(f"{m['role'].title()}: {m['content']}" for m in text.prompts[i]),
+            prompt=dialogue(text.prompts[i]),
             scores={name: given[i] for name, given in scores.items()},
             kl=known(log_ratios[i].sum()),
             sft_logprob=known(sft_logprobs[i].sum()),

@@ -7,6 +7,7 @@ line in `texts.load_judges`. Metrics, win rates and reports follow from the judg
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,8 +20,7 @@ from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     ModelJudge,
-    PairwiseJudge,
-    ReferenceReward,
+    ModelReward,
     SampleReward,
     SampleRewards,
     TrainedReward,
@@ -66,7 +66,7 @@ def model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[st
             if folder is None:
                 folder = Path(snapshot_download(judge.model, revision=job.digests[place]))
             reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
-            where = f"{setup.place}.{place}"
+            where = setup.config.place_of(judge)
             model = ModelSource.load(reward, folder, where, contracts, tokens, setup.world)
             if judge.folder is not None and place not in job.inputs:
                 job.expect_unchanged(place, judge.folder)
@@ -80,7 +80,8 @@ def optimized_judges(
     """The judges that the candidate's training has optimized, and its rewards with their weights.
 
     A function counts by its place, or its file and name; a reward model by its content; a judge by
-    true answers if a reward function reads them, or its file has changed. DPO, which has no
+    true answers if a reward reads them, or its file has changed; a chat model by its name and its
+    rubric. DPO, which has no
     rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
@@ -107,12 +108,11 @@ def optimized_judges(
             except ConfigError:
                 unknown = True
             reads_truth |= unknown or reads_references(reward)
-        elif isinstance(reward, ReferenceReward):
-            reads_truth = True
-        elif isinstance(reward, PairwiseJudge):
-            optimized.add((None, reward.openai.model))
-        else:
+        elif isinstance(reward, ModelReward):
             optimized.add((content, None))
+        else:
+            optimized.add(_asked(reward))
+            reads_truth |= reads_references(reward)
     for index, judge in enumerate(config.judges):
         place = f"{JUDGE_PREFIX}{index}"
         match judge:
@@ -122,10 +122,14 @@ def optimized_judges(
                 same |= reads_truth and reads_references(judge)
             case ModelJudge():
                 same = (job.digests[place], None) in optimized
-            case PairwiseJudge():
-                same = (None, judge.openai.model) in optimized
             case _:
-                same = reads_truth and isinstance(judge, ReferenceReward)
+                same = _asked(judge) in optimized or (reads_truth and reads_references(judge))
         if same:
             found.add(judge.label)
     return found, [] if own is None else names
+
+
+def _asked(judge: Any) -> tuple[str, str | None]:
+    """The rubric or the regular expression of a judge, and its chat model."""
+    chat = getattr(judge, "openai", None)
+    return getattr(judge, "rubric", getattr(judge, "regex", "")), chat and chat.model

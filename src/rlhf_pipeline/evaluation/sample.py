@@ -28,11 +28,12 @@ from rlhf_pipeline.distributed.batches import Rows, even_share, load_rows, sampl
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.evaluate import CACHE, answer_all, in_order, judge_all
+from rlhf_pipeline.evaluation.evaluate import answer_all, in_order, judge_all
 from rlhf_pipeline.evaluation.pairwise import judge_pairs
 from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.evaluation.texts import load_judges
 from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.rollout.chat_model import reply_folder
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
@@ -56,7 +57,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     held_out = count + sampled_rows(others, config.validation_prompts, job.seed)
     own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
     together = pa.Table.from_batches([batch for file in files for batch in file.batches])
-    prompts, judging = Rows.of(together).columns(own), config.judging()
+    prompts, judging = Rows.of(together).columns(own), config.judging(place)
     seed = job.seed + table.round - 1
     setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
     setups, judges = {"policy": setup}, load_judges(job, judging)
@@ -72,7 +73,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if world.rank != 0:
         return {}
     answers = {"": [], "policy": in_order("policy", draws, config.n)}
-    answers, *_ = judge_pairs(answers, answers["policy"], judging, job.directory.parents[1] / CACHE)
+    answers, *_ = judge_pairs(answers, answers["policy"], judging, reply_folder(job))
     samples: dict[int, Sample] = {int(row): one for part in gathered for row, one in part.items()}
     for row, group in groupby(answers["policy"], lambda answer: answer.row):
         found = list(group)

@@ -4,6 +4,7 @@ This module imports neither transformers nor DeepSpeed, whose imports take secon
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +16,14 @@ from torch import Tensor
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.definitions import defined, parameters, source_file
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig
-from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward
+from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward, RegexReward, RubricReward
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import Answer, compare
 from rlhf_pipeline.evaluation.report import Evaluation
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.rollout.chat_model import ChatModel, RubricSource, reply_folder
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function, matches
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.true_answers import AGREES, accuracy
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -62,8 +64,10 @@ def load_judges(
     job: LaunchedJob,
     config: EvaluateConfig,
     functions: Mapping[int, Callable[..., Any]] | None = None,
+    counts: dict[str, Counter[str]] | None = None,
 ) -> dict[str, Judge]:
     """The judges that need no model, by their names; `functions` are those that are at hand.
+    `counts` gets the `REPLIES` to each rubric, which grow as it judges.
 
     Raises StageError if a function cannot be imported, or does not take prompts and responses.
     """
@@ -76,6 +80,12 @@ def load_judges(
             judges[judge.label] = partial(by_source, source=source)
         elif isinstance(judge, ReferenceReward):
             judges[judge.label] = partial(by_reference, agrees=AGREES[judge.reference])
+        elif isinstance(judge, RegexReward):
+            judges[judge.label] = partial(by_source, source=matches(judge.regex))
+        elif isinstance(judge, RubricReward):
+            model = ChatModel(judge.openai, reply_folder(job), config.place_of(judge))
+            judges[judge.label] = partial(by_source, source=RubricSource(judge, model))
+            (counts if counts is not None else {})[judge.label] = model.counts
     return judges
 
 
@@ -151,6 +161,7 @@ def _text_judges(
     inputs = {}
     for index, judge in enumerate(config.judges):
         asked = {"references" if isinstance(judge, ReferenceReward) else "a model"}
+        asked -= {"a model"} if isinstance(judge, RegexReward) else set()
         if isinstance(judge, CallableReward) and index in functions:
             asked = {*inspect.signature(functions[index]).parameters}
         elif isinstance(judge, CallableReward):

@@ -7,6 +7,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
+from rlhf_pipeline.stages.cache.code import library_version
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 
@@ -63,7 +64,7 @@ def reward_inputs(
     """Inputs of reward functions and reward models, by input name: paths, and identities.
 
     The paths are source files of functions and reward models that this pipeline made. The
-    identities are digests of reward models made elsewhere.
+    identities are digests of reward models made elsewhere, and the version of math-verify.
     """
     paths, identities = {}, {}
     for index, reward in enumerate(rewards):
@@ -74,4 +75,6 @@ def reward_inputs(
             paths[name] = reward.folder
         elif isinstance(reward, ModelReward):
             identities[name] = folder_digest(reward.folder)
+        elif getattr(reward, "reference", None) == "math":
+            identities[name] = library_version("math-verify")
     return paths, identities

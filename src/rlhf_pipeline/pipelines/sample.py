@@ -33,7 +33,7 @@ def in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> C
         assert config is not None, "checked before the run"
         model, own = sft_model, config.model_dump(include={*block.model_fields})
         rewards, known = reward_inputs(config.rewards)
-        judges, identities = judge_inputs(config.sample.judging().judges)
+        judges, identities = judge_inputs(config.sample.judging(config.sampler).judges)
         if config.needs_reward_model:
             judges["reward_model"] = reward_model
         spec = SAMPLE.answering_by(config.sample.generator)

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.losses import Importance
 from rlhf_pipeline.rl.masking import check_same_shape, check_shapes
 
 KLEstimator = Literal["k1", "k3"]
@@ -130,7 +129,7 @@ def sampler_weights(
     sampler_logprobs: Tensor,
     mask: Tensor,
     *,
-    level: Importance,
+    level: Literal["token", "sequence"],
     beyond: Literal["truncate", "mask"],
     maximum: float,
 ) -> Tensor:

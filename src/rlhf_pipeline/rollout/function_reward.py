@@ -18,10 +18,12 @@ import sys
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor
 
@@ -53,12 +55,8 @@ class FunctionSource:
         """
         given = {"the split": answered.columns}
         check_signature(self.place, inspect.signature(self.function), given)
-        missing = answered.references.count(None) if "references" in self._asked else 0
-        if missing:  # it would take right answers for wrong ones
-            raise StageError(
-                f"{self.place}: found {missing} of {len(answered.references)} prompts without a "
-                "true answer, expected one for each. Fix: set split.without_reference to drop"
-            )
+        if "references" in self._asked:
+            require_references(self.place, answered)
         try:
             results = self._call(answered, scored)
         except Exception as error:
@@ -110,6 +108,25 @@ class FunctionSource:
             f"at {len(answered.prompts)} responses together, the first to the prompt "
             f"{answered.prompts[0]}"
         )
+
+
+def require_references(place: str, answered: Answered) -> None:
+    """Raise StageError if a true answer is missing: right answers would count as wrong ones."""
+    if missing := answered.references.count(None):
+        raise StageError(
+            f"{place}: found {missing} of {len(answered.references)} prompts without a true "
+            "answer, expected one for each. Fix: set split.without_reference to drop"
+        )
+
+
+def matches(pattern: str, limit_s: float = 5.0) -> FunctionSource:
+    """1 for a response in which a regular expression is found, else 0. A search of a response that
+    takes longer than the limit, because the pattern backtracks, fails like a function."""
+    search = partial(regex.compile(pattern).search, timeout=limit_s)
+    return FunctionSource(
+        f"regex {pattern!r}",
+        lambda prompts, responses: [search(each) is not None for each in responses],
+    )
 
 
 def _line(error: Exception) -> str:

@@ -27,8 +27,10 @@ from rlhf_pipeline.config.rewards import (
     CallableReward,
     ModelReward,
     ReferenceReward,
+    RegexReward,
     Rewards,
     RewardSource,
+    RubricReward,
     TrainedReward,
 )
 from rlhf_pipeline.data.template import fix_date, render_dialogues
@@ -42,7 +44,8 @@ from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokeniz
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl.rewards import Aggregate, aggregated
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function
+from rlhf_pipeline.rollout.chat_model import REPLIES, ChatModel, RubricSource, reply_folder
+from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function, matches
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.true_answers import agreement
 from rlhf_pipeline.runtime import heartbeat
@@ -180,7 +183,11 @@ class RewardSum:
         parts = {}
         for name, (*_, source) in self.sources.items():
             with heartbeat.scored_by(name):
-                parts[name] = source(scored, answered)
+                parts[name] = own = source(scored, answered)
+            if isinstance(source, RubricSource):
+                counts = source.model.counts
+                each = {key: torch.full_like(own, counts.pop(key, 0) / len(own)) for key in REPLIES}
+                parts |= {f"{name}/{key}": value for key, value in each.items()}
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
         if self.aggregate != "sum":  # a source without effect is no member of an ensemble
             named = [one for one in named if one[0]]
@@ -234,6 +241,11 @@ def load_rewards(
                 return FunctionSource(reward.callable, import_function(reward, job, name))
             case ReferenceReward():
                 return FunctionSource(reward.reference, agreement(reward.reference))
+            case RegexReward():
+                return matches(reward.regex)
+            case RubricReward():
+                place = f"{job.stage}.{name}"
+                return RubricSource(reward, ChatModel(reward.openai, reply_folder(job), place))
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 model = ModelSource.load(

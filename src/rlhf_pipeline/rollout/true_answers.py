@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 
-from rlhf_pipeline.text_statistics import final_answer
+from rlhf_pipeline.rollout.mathematics import same_mathematics
+from rlhf_pipeline.text_statistics import FINAL, final_answer
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -26,23 +27,39 @@ def _same_last_number(true: str, given: str) -> bool:
 
 AGREES: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda true, given: _normal(true) == _normal(given),
+    "final_answer": lambda true, given: _normal(final_answer(true)) == _normal(final_answer(given)),
     "contains": lambda true, given: _normal(true) in _normal(given),
     "last_number": _same_last_number,
+    "math": lambda true, given: same_mathematics(_as_tex(true), _as_tex(given)),
 }
 """Whether an answer (second) agrees with the true one (first), by `ReferenceReward.reference`."""
+
+
+_WORD = re.compile(r"\s[A-Za-z]{2,}|[A-Za-z]{2,}\s")
+_COMMAND = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .]*\})?")
+_TEX_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|,\\!|\{,\})(?=\d{3})")
+
+
+def _as_tex(text: str) -> str:
+    """A text as math-verify reads it: a result without TeX's marks gets them, prose does not."""
+    last = _TEX_THOUSANDS.sub("", text).rpartition("####")[2]
+    if re.search(r"\$|\\[(\[]|\\boxed", last):
+        return last
+    result = FINAL.split(last)[-1].strip(" \t\n*_`.")
+    return result if _WORD.search(_COMMAND.sub("", result)) else f"${result}$"
 
 
 def accuracy(true: str | None, given: str) -> tuple[float, float] | None:
     """Whether an answer is right, 1 or 0: (strict, lenient); None without a true answer.
 
-    strict: its final answer is that of the true answer (`exact`). lenient: its last number is that
-    of the true answer, if that one is a number, else it contains the true answer.
+    strict: its final answer is that of the true answer (`final_answer`). lenient: its last number
+    is that of the true answer, if that one is a number, else it contains the true answer.
     """
     if true is None:
         return None
     right = final_answer(true)
     lenient = AGREES["last_number" if _NUMBER.fullmatch(right) else "contains"]
-    return float(AGREES["exact"](right, final_answer(given))), float(lenient(right, given))
+    return float(AGREES["final_answer"](true, given)), float(lenient(right, given))
 
 
 def agreement(kind: str) -> Callable[..., list[float]]:

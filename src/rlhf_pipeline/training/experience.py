@@ -178,7 +178,8 @@ def equal_groups(scored: Scored, config: PPOConfig) -> Tensor:
     """
     parts = [training_scores(scored, config)]
     if config.advantage == "gdpo":
-        parts += scored.parts.values()
+        labels = [reward.label for reward in config.rewards]
+        parts += [scored.parts[label] for label in labels if label in scored.parts]
     by_prompt = torch.stack([groups(part, config) for part in parts])
     return (by_prompt == by_prompt[:, :1]).all(1).all(0)
 

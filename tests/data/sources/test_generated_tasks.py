@@ -25,7 +25,7 @@ def source(samples: int = 6, **tasks: Any) -> SourceConfig:
 
 @pytest.fixture(autouse=True)
 def library() -> None:
-    pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+    pytest.importorskip("reasoning_gym", reason="the extra `gym` is not installed")
 
 
 def test_the_tasks_take_turns_and_each_question_has_its_answer() -> None:
@@ -98,7 +98,7 @@ def test_too_few_questions_are_refused() -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ConfigError, match=r"Fix: .*'rlhf-pipeline\[tasks\]'"):
+    with pytest.raises(ConfigError, match=r"Fix: .*'rlhf-pipeline\[gym\]'"):
         list(generate(source(spell_backward={}), seed=0))
 
 

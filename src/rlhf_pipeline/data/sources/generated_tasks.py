@@ -62,7 +62,7 @@ def _check(name: str, given: dict[str, Any]) -> None:
     try:
         from reasoning_gym.factory import DATASETS  # here: it imports a thousand modules
     except ImportError:
-        raise ConfigError(f"{TASKS}: the library is missing. Fix: {install('tasks')}") from None
+        raise ConfigError(f"{TASKS}: the library is missing. Fix: {install('gym')}") from None
     if name not in DATASETS:
         raise DataError(
             f"tasks.{name}: unknown task{suggestion(name, DATASETS)}, expected one of reasoning_gym"
