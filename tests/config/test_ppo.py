@@ -26,7 +26,9 @@ def test_sizes_of_a_step():
     )
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "grpo", "reinforce"])
+@pytest.mark.parametrize(
+    "advantage", ["rloo", "grpo", "gdpo", "reinforce", "reinforce++", "reverse_kl"]
+)
 def test_no_critic_is_needed(advantage):
     config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
     assert config.critic is None
@@ -65,6 +67,28 @@ def test_no_critic_is_needed(advantage):
         (RLOO | {"reinforce_baseline": "none"},
          "reinforce_baseline: found none, expected the default batch_mean: only advantage "
          "reinforce reads it"),
+        (GAE | {"equal_groups": "drop"},
+         "equal_groups: found drop, expected the default keep: only advantage rloo or grpo or gdpo "
+         "reads it"),
+        (RLOO | {"gamma": 0.9},
+         "gamma: found 0.9, expected the default 1.0: only advantage gae or reinforce++ reads it"),
+        (GAE | {"importance": "sequence"},
+         "importance: found sequence, expected token for advantage gae, whose advantages differ"),
+        (RLOO | {"policy_loss": "cispo", "dual_clip": 3.0},
+         "dual_clip: found 3.0, expected null for policy_loss cispo"),
+        (RLOO | {"overlong_penalty": 1.0, "sampling": {"max_response_tokens": 100}},
+         "overlong_buffer: found 128, expected at most sampling.max_response_tokens 100"),
+        (RLOO | {"aggregate": "min"},
+         "aggregate: found min, expected sum for a single source of rewards"),
+        (RLOO | {"aggregate": "min", "advantage": "gdpo",
+                 "rewards": [{"reference": "exact"}, {"reference": "contains"}]},
+         "aggregate: found min, expected sum for advantage gdpo"),
+        (GAE | {"curriculum": {}},
+         "curriculum: found a block, expected null for a single response per prompt"),
+        (RLOO | {"curriculum": {"minimum": 0.5, "maximum": 0.5}},
+         "minimum: found 0.5, expected less than maximum 0.5"),
+        (RLOO | {"old_logprobs": "rollout", "sampler_correction": {}},
+         "sampler_correction: found a block, expected null for old_logprobs rollout"),
         (GAE | {"critic_warmup_steps": 4},
          "critic_warmup_steps: found 4, expected less than steps 4"),
         (GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},
@@ -83,3 +107,19 @@ def test_conflicting_options_are_refused(fields, message):
 def test_a_limit_that_is_off_restricts_nothing():
     for limits in ({"maximum": 150.0, "explosion": None}, {"explosion": 0.5}, {"maximum": 3.0}):
         PPOConfig.model_validate(GAE | {"kl": limits})
+
+
+@pytest.mark.parametrize(
+    ("fields", "level"),
+    [
+        ({}, None),
+        ({"generator": "vllm"}, "token"),
+        ({"generator": "vllm", "old_logprobs": "rollout"}, None),
+        ({"generator": "vllm", "sampler_correction": None}, None),
+        ({"actor": MODEL | {"deepspeed": {"precision": "bf16"}}}, "token"),
+        ({"sampler_correction": {"level": "sequence"}}, "sequence"),
+    ],
+)
+def test_a_sampler_is_corrected_where_it_is_not_the_policy(fields, level):
+    found = PPOConfig.model_validate(RLOO | fields).correction
+    assert level == (found and found.level)

@@ -1,5 +1,7 @@
 """Advantages by every estimator, on one rank and on two ranks that are threads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -99,6 +101,62 @@ def test_advantages_without_a_critic(experience_of, ranks, options, expected):
     for rank, experience in enumerate(experience_of(ranks, values=False, **options)):
         torch.testing.assert_close(experience.advantages, whole[rank::ranks], rtol=1e-5, atol=1e-6)
         assert experience.old_values is None and experience.returns is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reinforce_plus_plus_is_white_over_the_tokens_of_all_ranks(experience_of, ranks):
+    """Returns 3, 3.1; 1.5; 1; 2, 2.1: mean 12.7 / 6, variance 30.27 / 6 - 4.4802778 = 0.5647222.
+
+    0.8833333, 0.9833333; -0.6166667; -1.1166667; -0.1166667, -0.0166667 over 0.7514800.
+    """
+    expected = torch.tensor(
+        [[1.1754583, 1.3085289], [-0.8206029, 0.0], [-1.4859566, 0.0], [-0.1552492, -0.0221784]]
+    )
+    found = experience_of(ranks, values=False, advantage="reinforce++")
+    for rank, experience in enumerate(found):
+        own = expected[rank::ranks]
+        torch.testing.assert_close(experience.advantages, own, rtol=1e-5, atol=1e-6)
+
+
+def of_prompts(scored, config, kl_coef, world):
+    """The experience of responses of which the third was cut, and b's have equal scores."""
+    ended, scores = torch.tensor([True, True, False, True]), torch.tensor([3.0, 2.0, 1.0, 2.0])
+    scored = replace(scored, ended=ended, scores=scores, clipped_scores=scores)
+    return make_experience(scored, config, kl_coef=0.0, world=world)
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({}, [True, True, True, True]),
+        ({"truncated": "mask"}, [True, True, False, True]),
+        ({"equal_groups": "drop"}, [True, False, True, False]),
+        ({"equal_groups": "resample", "truncated": "mask"}, [True, False, False, False]),
+    ],
+)
+def test_what_does_not_train_leaves_the_action_mask_alone(experience_of, options, trained):
+    """The advantages stay those of whole groups: +-1 / sqrt(2) and nothing."""
+    (found,) = experience_of(1, False, of_prompts, advantage="grpo", **options)
+    assert torch.equal(found.sequences.action_mask, MASK & torch.tensor(trained)[:, None])
+    assert torch.equal(found.sequences.real_mask, MASK)
+    rows = [[0.7070568] * 2, [0.0] * 2, [-0.7070568, 0.0], [0.0] * 2]
+    torch.testing.assert_close(found.advantages, torch.tensor(rows), rtol=1e-5, atol=1e-6)
+
+
+def sampled_elsewhere(scored, config, kl_coef, world):
+    sampler = scored.logprobs - torch.tensor(0.5).log()  # twice as likely there
+    scored = replace(scored, sampler_logprobs=sampler)
+    return make_experience(scored, config, kl_coef=kl_coef, world=world)
+
+
+@pytest.mark.parametrize(("level", "share"), [("token", 0.5), ("sequence", 0.25)])
+def test_advantages_have_the_weight_of_the_sampler(experience_of, level, share):
+    """The first response has two tokens: 1/2 each, or 1/4 together."""
+    correction = {"sampler_correction": {"level": level}, "advantage": "rloo"}
+    (found,) = experience_of(1, False, sampled_elsewhere, **correction)
+    (plain,) = experience_of(1, False, advantage="rloo")
+    torch.testing.assert_close(found.advantages[0], share * plain.advantages[0])
+    torch.testing.assert_close(found.advantages[1], 0.5 * plain.advantages[1])
 
 
 @settings(deadline=None, max_examples=50)

@@ -13,7 +13,7 @@ def test_without_a_curriculum_steps_follow_the_permutations():
     stream = PromptStream(10, 1, None)
     drawn = [stream.draw(4).tolist() for _ in range(6)]
     assert drawn == [step_rows(10, 4, step, seed=1).tolist() for step in range(6)]
-    stream.record({number: 1.0 for number in range(10)})
+    stream.record(dict.fromkeys(range(10), 1.0))
     assert stream.draw(4).tolist() == step_rows(10, 4, 6, seed=1).tolist()
 
 

@@ -58,7 +58,7 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        returns = [[number, when] for number, when in self._returns.items()]
+        returns = sorted([number, when] for number, when in self._returns.items())
         return {"drawn": self.drawn, "left_out": self.left_out, "returns": returns}
 
     def restored(self, state: Mapping[str, Any]) -> None:
