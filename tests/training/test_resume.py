@@ -53,11 +53,14 @@ calls = 0
 def reward(prompts, responses):
     global calls
     calls += 1
-    while calls > 1 and Path({pause!r}).exists():
+    while calls > {rounds} and Path({pause!r}).exists():
         time.sleep(0.01)
+    if calls % {rounds}:
+        return [0.0] * len(responses)
     return [-len(response) / 10 for response in responses]
 """
-"""Pauses from the second step on while a file exists."""
+"""Pauses from the second step on while a file exists. With two rounds a step, the first has equal
+scores, so that the second one replaces all prompts."""
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SFT = MODEL | {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 2}
@@ -70,7 +73,7 @@ PPO = {
 
 GROUPS = {
     "advantage": "rloo", "critic": None, "responses_per_prompt": 2, "policy_loss": "cispo",
-    "equal_groups": "resample", "maximum_resamples": 2, "curriculum": {"passes": 1},
+    "equal_groups": "resample", "maximum_resamples": 1, "curriculum": {"passes": 1},
 }  # fmt: skip
 
 
@@ -165,7 +168,8 @@ def has_pending_sigterm(pid: int) -> bool:
 def ppo(ppo_inputs, tmp_path, request):
     """PPO that pauses in its second step."""
     reward, pause = tmp_path / "reward.py", tmp_path / "pause"
-    reward.write_text(PAUSING_REWARD.format(pause=str(pause)))
+    rounds = 2 if request.param else 1
+    reward.write_text(PAUSING_REWARD.format(pause=str(pause), rounds=rounds))
     config = PPO | request.param | {"rewards": [f"{reward}:reward"]}
     return Training("ppo", config, ppo_inputs | {"rewards.0": reward}, tmp_path)
 
