@@ -16,7 +16,15 @@ from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_files import reward_faults
-from rlhf_pipeline.config.rewards import Judge, ModelJudge, as_judges, local_source
+from rlhf_pipeline.config.rewards import (
+    Judge,
+    ModelJudge,
+    PairwiseJudge,
+    ReferenceReward,
+    RubricReward,
+    as_judges,
+    local_source,
+)
 from rlhf_pipeline.config.roads import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -251,9 +259,9 @@ def _judges(judges: Sequence[Any], places: str) -> Iterator[str]:
                 f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "
                 "hub with tokens of its own"
             )
-        if getattr(judge, "reference", None) == "math":
+        if isinstance(judge, ReferenceReward) and judge.reference == "math":
             yield from _absent(f"{place}.reference: math needs math-verify", "math_verify", "math")
-        if hasattr(judge, "openai"):
+        if isinstance(judge, PairwiseJudge | RubricReward):
             key = judge.openai.api_key_env
             absent = list(_absent(f"{place}.openai: needs openai", "openai", "judges"))
             yield from absent

@@ -76,7 +76,7 @@ def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
         ("ppo.policy_loss", "my_rlhf.losses:hinge",
          "my_rlhf.losses:hinge cannot be called: missing a required argument: 'chosen_scores'. "
          "Fix: name its parameters after what they get, which is logprobs, old_logprobs, "
-         "advantages, mask, max_response_tokens and the parameters of ppo; give others a default"),
+         "advantages, mask, reduce and the parameters of ppo; give others a default"),
         ("ppo.generator", "my_rlhf.wrong:Silent", "found no method generate, expected one"),
         ("ppo.generator", "my_rlhf.wrong:Greedy", "missing a required argument: 'model'"),
         ("split.sources", [{"name": "my_rlhf.wrong:Silent"}], "expected a Source"),

@@ -26,9 +26,7 @@ def test_sizes_of_a_step():
     )
 
 
-@pytest.mark.parametrize(
-    "advantage", ["rloo", "grpo", "gdpo", "reinforce", "reinforce++", "reverse_kl"]
-)
+@pytest.mark.parametrize("advantage", ["rloo", "grpo", "gdpo", "reinforce", "reinforce++"])
 def test_no_critic_is_needed(advantage):
     config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
     assert config.critic is None
@@ -84,7 +82,9 @@ def test_no_critic_is_needed(advantage):
                  "rewards": [{"reference": "exact"}, {"reference": "contains"}]},
          "aggregate: found min, expected sum for advantage gdpo"),
         (GAE | {"curriculum": {}},
-         "curriculum: found a block, expected null for a single response per prompt"),
+         "responses_per_prompt: found 1, expected 2 or more for curriculum, which compares"),
+        (RLOO | {"advantage": "my_rlhf:own", "responses_per_prompt": 1, "equal_groups": "drop"},
+         "responses_per_prompt: found 1, expected 2 or more for equal_groups, which compares"),
         (RLOO | {"curriculum": {"minimum": 0.5, "maximum": 0.5}},
          "minimum: found 0.5, expected less than maximum 0.5"),
         (RLOO | {"old_logprobs": "rollout", "sampler_correction": {}},

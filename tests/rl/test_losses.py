@@ -149,7 +149,7 @@ def test_denominators(denominator, total, count):
 
 @pytest.mark.parametrize("denominator", ["sequences", "constant"])
 def test_every_loss_of_the_actor_has_the_denominator(denominator):
-    options = {"denominator": denominator, "max_response_tokens": 10}
+    options = {"reduce": partial(reduced, denominator=denominator, max_response_tokens=10)}
     expected = {"sequences": 3, "constant": 30}[denominator]
     losses = [
         policy_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK, clip_range=0.2, **options),

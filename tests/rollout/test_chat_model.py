@@ -61,18 +61,19 @@ def test_the_requests_run_at_the_same_time(tmp_path):
 
 
 def test_a_resumed_step_asks_nothing_twice(load, scored, rows):
-    """The counts are metrics, for each response."""
+    """The counts are metrics, but no source of rewards."""
     with chat_server(lambda *_: "[[10]]") as (url, requests):
         reward = {"rubric": "Good.", "openai": {"base_url": url, "model": "m"}, "name": "good"}
         first, again = (load(reward)(scored, rows) for _ in range(2))
     assert len(requests) == 3
     assert first.scores.tolist() == again.scores.tolist() == [1.0, 1.0, 1.0]
-    assert first.parts.keys() == {
-        "good", "good/calls", "good/cached", "good/refusals", "good/unparsable",
-        "good/prompt_tokens", "good/completion_tokens",
+    assert first.replies.keys() == {
+        "good/calls", "good/cached", "good/refusals", "good/unparsable", "good/prompt_tokens",
+        "good/completion_tokens",
     }  # fmt: skip
-    assert first.parts["good/calls"].tolist() == again.parts["good/cached"].tolist() == [1.0] * 3
-    assert again.parts["good/calls"].tolist() == [0.0] * 3
+    assert first.replies["good/calls"] == again.replies["good/cached"] == 3
+    assert again.replies["good/calls"] == 0
+    assert first.parts == again.parts == {}
 
 
 def test_replies_without_a_score_are_0_and_counted(tmp_path):

@@ -104,15 +104,14 @@ class Door:
 ADVANTAGE = Door(
     "advantage",
     {
-        "gae": "rlhf_pipeline.rl.rewards:gae",
-        "rloo": "rlhf_pipeline.rl.rewards:leave_one_out",
-        "grpo": "rlhf_pipeline.rl.rewards:grpo",
-        "gdpo": "rlhf_pipeline.rl.rewards:gdpo",
-        "reinforce": "rlhf_pipeline.rl.rewards:reinforce",
-        "reinforce++": "rlhf_pipeline.rl.rewards:reinforce_plus_plus",
-        "reverse_kl": "rlhf_pipeline.rl.rewards:reverse_kl",
+        "gae": "rlhf_pipeline.rl.advantages:gae",
+        "rloo": "rlhf_pipeline.rl.advantages:leave_one_out",
+        "grpo": "rlhf_pipeline.rl.advantages:grpo",
+        "gdpo": "rlhf_pipeline.rl.advantages:gdpo",
+        "reinforce": "rlhf_pipeline.rl.advantages:reinforce",
+        "reinforce++": "rlhf_pipeline.rl.advantages:reinforce_plus_plus",
     },
-    "scores parts weights penalties returns moments rewards whitened log_ratios values mask",
+    "scores parts weights penalties returns moments rewards whitened values mask",
 )
 POLICY_LOSS = Door(
     "policy_loss",
@@ -120,7 +119,7 @@ POLICY_LOSS = Door(
         "clip": "rlhf_pipeline.rl.losses:policy_loss",
         "cispo": "rlhf_pipeline.rl.losses:cispo_loss",
     },
-    "logprobs old_logprobs advantages mask max_response_tokens",
+    "logprobs old_logprobs advantages mask reduce",
 )
 REWARD_LOSS = Door(
     "reward_model_loss",

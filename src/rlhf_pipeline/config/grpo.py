@@ -4,7 +4,8 @@ from typing import Annotated
 from pydantic import NonNegativeFloat, PositiveInt
 
 from rlhf_pipeline.config.doors import ADVANTAGE
-from rlhf_pipeline.config.ppo import KLConfig, PPOConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.ppo_blocks import KLConfig
 from rlhf_pipeline.config.training import OptimizerConfig, SamplingConfig, TrainedModelConfig
 
 

@@ -14,6 +14,13 @@ from pydantic import (
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR
+from rlhf_pipeline.config.ppo_blocks import (
+    CurriculumConfig,
+    EMAConfig,
+    KLConfig,
+    PtxConfig,
+    SamplerCorrectionConfig,
+)
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward, uses_trained
 from rlhf_pipeline.config.training import (
     FrozenModel,
@@ -25,108 +32,6 @@ from rlhf_pipeline.config.training import (
     TrainedModel,
     TrainedModelConfig,
 )
-
-
-class KLConfig(Block):
-    """KL constraint to the reference.
-
-    KL is in nats per response: the sum over its tokens, averaged over responses.
-    """
-
-    coef: NonNegativeFloat = 0.1
-    """Coefficient of the KL penalty per token. With `target`: its initial value."""
-    place: Literal["reward", "loss"] = "reward"
-    """Where the penalty acts. reward: each token's reward contains -coef * k1, so that a token also
-    answers for the KL of later tokens. loss: the policy's loss contains coef * k2, and advantages
-    see no KL. Each place has the one estimator with the gradient of the KL there (Tang and Munos
-    2025): k2 and k3 hardly restrain the policy as a reward, nor do k1 and k3 as a loss."""
-    target: PositiveFloat | None = None
-    """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
-    horizon: PositiveInt = 1000
-    """Responses over which the adaptive coefficient changes by a factor of at most 1.22 (e^0.2)."""
-    maximum: PositiveFloat | None = None
-    """KL limit: above it, training stops early and exports the best model within the limit. At a
-    large KL, the reward model's score rises while true quality falls (Gao et al. 2022). None: no
-    limit."""
-    explosion: PositiveFloat | None = 100.0
-    """KL above which training has diverged: the stage fails and exports nothing. Must exceed
-    `maximum`. Useful policies stay below some tens of nats; very long responses with a small `coef`
-    may need more. None: no limit."""
-    stop_update: PositiveFloat | None = None
-    """Skip the remaining epochs of a step once the mean KL per token from the sampling policy to
-    the trained one (`policy/approx_kl`) exceeds this over an epoch. Learning-rate schedules advance
-    as if no epoch was skipped. None: no limit."""
-
-    def _faults(self) -> Iterator[str]:
-        if (
-            self.explosion is not None
-            and self.maximum is not None
-            and self.explosion <= self.maximum
-        ):
-            yield (
-                f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
-                ". Fix: raise it, or set it to null for no limit"
-            )
-
-
-class EMAConfig(Block):
-    """Exponential moving average of the actor's weights in fp32, exported beside the actor."""
-
-    decay: float = Field(default=0.992, gt=0, lt=1)
-    """Weight of the previous average at each optimizer step; it spans about 1 / (1 - decay) steps.
-    0.992 as in DeepSpeed-Chat."""
-
-
-class PtxConfig(Block):
-    """Language-model loss on the text of `split.pretraining` in every optimizer step of the actor.
-
-    It prevents forgetting of abilities that the reward ignores (PPO-ptx, Ouyang et al. 2022,
-    equation 2).
-    """
-
-    coef: PositiveFloat = 27.8
-    """Weight of the text's mean negative log-likelihood per token, relative to PPO's mean loss per
-    token; 27.8 as in InstructGPT and DeepSpeed-Chat."""
-    batch_size: PositiveInt
-    """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response. A forward
-    pass has at most `micro_batch_tokens` tokens."""
-
-
-class CurriculumConfig(Block):
-    """Which prompts come again, by the share of right responses at their last visit.
-
-    Prompts that are always or never solved teach nothing, since their responses have equal scores.
-    """
-
-    solved: float = Field(default=1.0, allow_inf_nan=False)
-    """Score from which a response is right, with the penalties for cut and long ones."""
-    minimum: float = Field(default=0.0, ge=0, le=1)
-    """A prompt with at most this share of right responses is left out."""
-    maximum: float = Field(default=1.0, ge=0, le=1)
-    """A prompt with at least this share of right responses is left out."""
-    passes: PositiveInt = 2
-    """Passes over the data that such a prompt sits out before it is tried again."""
-
-    def _faults(self) -> Iterator[str]:
-        if self.minimum >= self.maximum:
-            yield f"minimum: found {self.minimum}, expected less than maximum {self.maximum}"
-
-
-class SamplerCorrectionConfig(Block):
-    """Importance weights for responses whose sampler differs from the policy that trains.
-
-    Another program (vLLM), another kernel or bf16 give a token another probability, so the
-    responses come from a slightly different policy. `rollout/logprob_gap` measures the difference,
-    and `rollout/effective_sample_size` how much of the rollout the weights leave.
-    """
-
-    level: Literal["token", "sequence"] = "token"
-    """token: a weight for each token, biased for long responses, with little variance; sequence:
-    one for each response, without this bias, with more variance."""
-    beyond: Literal["truncate", "mask"] = "truncate"
-    """What happens to a weight above `maximum`: it becomes `maximum`, or 0."""
-    maximum: float = Field(default=2.0, gt=1)
-    """Largest weight; 2 as in Yao et al. 2025."""
 
 
 class PPOConfig(SavingConfig):
@@ -176,8 +81,7 @@ class PPOConfig(SavingConfig):
     responses and divides by their standard deviation (Shao et al. 2024); gdpo does so for each
     source of rewards before the sum (Liu et al. 2026); reinforce subtracts the mean of the step
     (Williams 1992). One per token: reinforce++ whitens the returns of all tokens of the step (Hu
-    2025); reverse_kl is the log ratio to the reference, which is then a teacher. A function of
-    yours has a critic if it reads `values` (docs/extending.md)."""
+    2025). A function of yours has a critic if it reads `values` (docs/extending.md)."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
     """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores, which
     have no advantage. drop: no loss counts them, and the update does not compute them; resample:
@@ -340,11 +244,6 @@ class PPOConfig(SavingConfig):
         exact &= self.actor.deepspeed.precision == "fp32"
         return None if exact or self.old_logprobs == "rollout" else SamplerCorrectionConfig()
 
-    @property
-    def leaves_out(self) -> bool:
-        """Whether some responses of a step may not train."""
-        return self.equal_groups != "keep" or self.truncated == "mask"
-
     def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:
             batches = f"{self.rollout_batches} * " if self.rollout_batches > 1 else ""
@@ -380,29 +279,58 @@ class PPOConfig(SavingConfig):
                     f"{name}: found {value}, expected the default {default}: only advantage "
                     f"{' or '.join(advantages)} reads it. Fix: remove {name}"
                 )
+        for name, off in {"equal_groups": "keep", "curriculum": None}.items():
+            if getattr(self, name) != off and self.responses_per_prompt < 2:
+                yield (
+                    f"responses_per_prompt: found 1, expected 2 or more for {name}, which compares "
+                    f"the responses to one prompt. Fix: raise it, or remove {name}"
+                )
+        yield from self._score_and_loss_faults()
+        yield from self._model_faults()
+        if self.critic_warmup_steps >= self.steps:
+            yield (
+                f"critic_warmup_steps: found {self.critic_warmup_steps}, expected less than steps "
+                f"{self.steps}, so that the actor trains"
+            )
+        if self.kl.target is not None and self.kl.horizon <= 0.2 * self.responses_per_step:
+            yield (
+                f"kl.horizon: found {self.kl.horizon}, expected more than a fifth of the "
+                f"{self.responses_per_step} responses of a step"
+            )
+
+    def _score_and_loss_faults(self) -> Iterator[str]:
         if self.policy_loss == "cispo" and self.dual_clip is not None:
-            yield f"dual_clip: found {self.dual_clip}, expected null for policy_loss cispo"
+            yield (
+                f"dual_clip: found {self.dual_clip}, expected null for policy_loss cispo. "
+                "Fix: remove dual_clip"
+            )
         if self.importance == "sequence" and self.advantage in _OF_TOKENS:
             yield (
                 f"importance: found sequence, expected token for advantage {self.advantage}, whose "
-                "advantages differ within a response"
+                "advantages differ within a response. Fix: remove importance"
             )
         if self.overlong_buffer > self.sampling.max_response_tokens and self.overlong_penalty:
             yield (
                 f"overlong_buffer: found {self.overlong_buffer}, expected at most "
-                f"sampling.max_response_tokens {self.sampling.max_response_tokens}"
+                f"sampling.max_response_tokens {self.sampling.max_response_tokens}. Fix: lower it"
             )
         if self.aggregate != "sum" and sum(reward.weight != 0 for reward in self.rewards) < 2:
-            yield f"aggregate: found {self.aggregate}, expected sum for a single source of rewards"
+            yield (
+                f"aggregate: found {self.aggregate}, expected sum for a single source of rewards. "
+                "Fix: add a source, or remove aggregate"
+            )
         if self.aggregate != "sum" and self.advantage == "gdpo":
-            yield f"aggregate: found {self.aggregate}, expected sum for advantage gdpo"
-        if self.curriculum is not None and self.responses_per_prompt < 2:
-            yield "curriculum: found a block, expected null for a single response per prompt"
+            yield (
+                f"aggregate: found {self.aggregate}, expected sum for advantage gdpo, which scales "
+                "each source alone. Fix: remove aggregate"
+            )
         if isinstance(self.sampler_correction, Block) and self.old_logprobs == "rollout":
             yield (
                 "sampler_correction: found a block, expected null for old_logprobs rollout, whose "
-                "ratios contain the correction"
+                "ratios contain the correction. Fix: remove sampler_correction"
             )
+
+    def _model_faults(self) -> Iterator[str]:
         if self.generator == "vllm" and not self.gather_for_generation:
             yield (
                 "gather_for_generation: found false, expected true for generator vllm, whose "
@@ -425,21 +353,11 @@ class PPOConfig(SavingConfig):
                 "expected fp16 in both or neither: both skip a step if the gradients of one "
                 "overflow. Fix: set both to fp16, or neither"
             )
-        if self.critic_warmup_steps >= self.steps:
-            yield (
-                f"critic_warmup_steps: found {self.critic_warmup_steps}, expected less than steps "
-                f"{self.steps}, so that the actor trains"
-            )
-        if self.kl.target is not None and self.kl.horizon <= 0.2 * self.responses_per_step:
-            yield (
-                f"kl.horizon: found {self.kl.horizon}, expected more than a fifth of the "
-                f"{self.responses_per_step} responses of a step"
-            )
 
 
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
-_OF_TOKENS = ("gae", "reinforce++", "reverse_kl")
-_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "reverse_kl")
+_OF_TOKENS = ("gae", "reinforce++")
+_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),
     "lam": ("gae",),

@@ -7,12 +7,12 @@ line in `texts.load_judges`. Metrics, win rates and reports follow from the judg
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.reward_files import reads_references
@@ -21,6 +21,9 @@ from rlhf_pipeline.config.rewards import (
     CallableReward,
     ModelJudge,
     ModelReward,
+    PairwiseJudge,
+    RegexReward,
+    RubricReward,
     SampleReward,
     SampleRewards,
     TrainedReward,
@@ -81,8 +84,7 @@ def optimized_judges(
 
     A function counts by its place, or its file and name; a reward model by its content; a judge by
     true answers if a reward reads them, or its file has changed; a chat model by its name and its
-    rubric. DPO, which has no
-    rewards, learns from the same comparisons as the trained reward model.
+    rubric. DPO, which has no rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
     own = next((block for block in trained.config.values() if "rewards" in block), None)
@@ -129,7 +131,13 @@ def optimized_judges(
     return found, [] if own is None else names
 
 
-def _asked(judge: Any) -> tuple[str, str | None]:
-    """The rubric or the regular expression of a judge, and its chat model."""
-    chat = getattr(judge, "openai", None)
-    return getattr(judge, "rubric", getattr(judge, "regex", "")), chat and chat.model
+def _asked(judge: Block) -> tuple[str, str | None]:
+    """What a judge looks for, its rubric or its regular expression, and its chat model."""
+    match judge:
+        case RubricReward():
+            return judge.rubric, judge.openai.model
+        case PairwiseJudge():
+            return "", judge.openai.model
+        case RegexReward():
+            return judge.regex, None
+    return "", None

@@ -4,7 +4,7 @@ from pathlib import Path
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward
+from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, ReferenceReward
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.cache.code import library_version
@@ -75,6 +75,6 @@ def reward_inputs(
             paths[name] = reward.folder
         elif isinstance(reward, ModelReward):
             identities[name] = folder_digest(reward.folder)
-        elif getattr(reward, "reference", None) == "math":
+        elif isinstance(reward, ReferenceReward) and reward.reference == "math":
             identities[name] = library_version("math-verify")
     return paths, identities

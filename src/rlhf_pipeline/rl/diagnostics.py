@@ -43,12 +43,8 @@ def policy_diagnostics(
     logprobs, old_logprobs = logprobs.double(), old_logprobs.double()
     ratio = (logprobs - old_logprobs).exp()
     high = clip_range if clip_range_high is None else clip_range_high
-    clipped = (
-        ratio
-        if importance == "token"
-        else importance_ratios(logprobs, old_logprobs, mask, importance=importance)
-    )
-    outside = (clipped - 1 > high) | (1 - clipped > clip_range)
+    used = importance_ratios(logprobs, old_logprobs, mask, importance=importance)
+    outside = (used - 1 > high) | (1 - used > clip_range)
     return {
         "approx_kl": masked_sum(kl_estimate(old_logprobs, logprobs, "k3"), mask),
         "clip_fraction": masked_sum(outside.double(), mask),

@@ -8,6 +8,7 @@ Shapes: B sequences, R response tokens, N comparisons. A mask is (B, R) bool, Tr
 term: the policy chose it. Sums are 0-dim float32. All functions raise ValueError for a wrong shape.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from rlhf_pipeline.rl.masking import check_same_shape, check_shapes, masked_row_
 
 LossSum = tuple[Tensor, Tensor]  # sum and number of terms
 Importance = Literal["token", "sequence"]
-Denominator = Literal["tokens", "sequences", "constant"]
+Reduce = Callable[[Tensor, Tensor], LossSum]  # terms and mask, (B, R) each; see `reduced`
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor) -> LossSum:
@@ -46,7 +47,7 @@ def reduced(
     terms: Tensor,
     mask: Tensor,
     *,
-    denominator: Denominator = "tokens",
+    denominator: Literal["tokens", "sequences", "constant"] = "tokens",
     max_response_tokens: int = 0,
 ) -> LossSum:
     """Sum the terms x_t of each token, and count what divides their sum.
@@ -106,15 +107,14 @@ def policy_loss(
     dual_clip: float | None = None,
     importance: Importance = "token",
     log_ratio_clamp: float = 20.0,
-    denominator: Denominator = "tokens",
-    max_response_tokens: int = 0,
+    reduce: Reduce = reduced,
 ) -> LossSum:
     """Negative clipped surrogate objective of PPO.
 
         clipped_t = clip(ratio_t, 1 - clip_range, 1 + clip_range_high)
         surrogate_t = min(ratio_t * A_t, clipped_t * A_t)
         surrogate_t = max(surrogate_t, dual_clip * A_t)     where A_t < 0, if dual_clip is set
-        L = -sum_t surrogate_t                              divided as `reduced` says
+        L = -sum_t surrogate_t                              summed by `reduce`
 
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; dual clip: Ye et al.,
     https://arxiv.org/abs/1912.09729, equation 5; a range of its own upwards: DAPO, Yu et al.,
@@ -128,7 +128,7 @@ def policy_loss(
         clip_range_high: allowed deviation upwards; None = `clip_range`.
         dual_clip: largest ratio that counts for a negative advantage, > 1; None = no limit.
         importance, log_ratio_clamp: see `importance_ratios`.
-        denominator, max_response_tokens: see `reduced`.
+        reduce: sums the terms of all tokens.
 
     Raises:
         ValueError: a shape is wrong, or dual_clip is not above 1.
@@ -147,9 +147,7 @@ def policy_loss(
         surrogate = torch.where(
             advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate
         )
-    return reduced(
-        -surrogate, mask, denominator=denominator, max_response_tokens=max_response_tokens
-    )
+    return reduce(-surrogate, mask)
 
 
 def cispo_loss(
@@ -161,13 +159,12 @@ def cispo_loss(
     clip_range: float,
     clip_range_high: float | None = None,
     importance: Importance = "token",
-    denominator: Denominator = "tokens",
-    max_response_tokens: int = 0,
+    reduce: Reduce = reduced,
 ) -> LossSum:
     """CISPO: a policy gradient with clipped importance weights, in which every token takes part.
 
         weight_t = min(ratio_t, 1 + clip_range_high)     a constant
-        L = -sum_t weight_t * A_t * logprobs_t           divided as `reduced` says
+        L = -sum_t weight_t * A_t * logprobs_t           summed by `reduce`
 
     Source: MiniMax, https://arxiv.org/abs/2506.13585, equations 4 and 5, without a lower limit, as
     in their runs. Arguments as in `policy_loss`.
@@ -177,7 +174,7 @@ def cispo_loss(
     ratio = importance_ratios(logprobs.detach(), old_logprobs, mask, importance=importance)
     weights = ratio.clamp(max=1 + high) * torch.where(mask, advantages.detach().float(), 0.0)
     terms = -weights * torch.where(mask, logprobs.float(), 0.0)
-    return reduced(terms, mask, denominator=denominator, max_response_tokens=max_response_tokens)
+    return reduce(terms, mask)
 
 
 def kl_loss(
@@ -187,8 +184,7 @@ def kl_loss(
     mask: Tensor,
     *,
     log_ratio_clamp: float = 20.0,
-    denominator: Denominator = "tokens",
-    max_response_tokens: int = 0,
+    reduce: Reduce = reduced,
 ) -> LossSum:
     """KL penalty of the policy from its reference.
 
@@ -207,15 +203,14 @@ def kl_loss(
     )
     log_ratio = torch.where(mask, logprobs.float() - ref_logprobs.detach().float(), 0.0)
     terms = weights * log_ratio.square() / 2
-    return reduced(terms, mask, denominator=denominator, max_response_tokens=max_response_tokens)
+    return reduce(terms, mask)
 
 
 def entropy_loss(
     entropy: Tensor,
     mask: Tensor,
     *,
-    denominator: Denominator = "tokens",
-    max_response_tokens: int = 0,
+    reduce: Reduce = reduced,
 ) -> LossSum:
     """Negative entropy of the policy: an exploration bonus. `entropy` is (B, R), in nats.
 
@@ -224,9 +219,7 @@ def entropy_loss(
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9; the caller applies the
     coefficient c_2.
     """
-    return reduced(
-        -entropy.float(), mask, denominator=denominator, max_response_tokens=max_response_tokens
-    )
+    return reduce(-entropy.float(), mask)
 
 
 def value_loss(

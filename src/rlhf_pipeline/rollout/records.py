@@ -84,6 +84,8 @@ class Scored:
     sampler_logprobs: Tensor | None = None  # (B, R) those of the `Rollout`
     training_pass: TrainingPass | None = None
     """The outputs of policy and critic with graphs, if scoring and the update share a pass."""
+    replies: dict[str, float] = field(default_factory=dict)
+    """Requests to chat models that score, their replies and tokens, by `name/count`."""
 
     @property
     def kl(self) -> Tensor:
@@ -106,7 +108,8 @@ class Scored:
             name: both(x, getattr(other, name)) for name, x in tensors(self).items()
         }
         parts = {name: both(x, other.parts[name]) for name, x in self.parts.items()}
-        return replace(self, sequences=sequences, parts=parts, **changed)
+        replies = {name: count + other.replies[name] for name, count in self.replies.items()}
+        return replace(self, sequences=sequences, parts=parts, replies=replies, **changed)
 
     def with_values_plus(self, offset: float) -> "Scored":
         """The same rollout with a number added to every value."""

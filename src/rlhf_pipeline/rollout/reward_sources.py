@@ -180,22 +180,20 @@ class RewardSum:
         answered = Answered([], [], [])
         if any(source.reads_texts for *_, source in self.sources.values()):
             answered = self._as_text(scored, rows)
-        parts = {}
+        parts, replies = dict[str, Tensor](), dict[str, float]()
         for name, (*_, source) in self.sources.items():
             with heartbeat.scored_by(name):
-                parts[name] = own = source(scored, answered)
+                parts[name] = source(scored, answered)
             if isinstance(source, RubricSource):
-                counts = source.model.counts
-                each = {key: torch.full_like(own, counts.pop(key, 0) / len(own)) for key in REPLIES}
-                parts |= {f"{name}/{key}": value for key, value in each.items()}
+                replies |= {f"{name}/{key}": source.model.counts.pop(key, 0) for key in REPLIES}
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
-        if self.aggregate != "sum":  # a source without effect is no member of an ensemble
+        if self.aggregate != "sum":  # a source of weight 0 must change neither minimum nor mean
             named = [one for one in named if one[0]]
         total = torch.stack([weight * own for weight, _, own in named])
         clipped = torch.stack([weight * own.clamp(-clip, clip) for weight, clip, own in named])
         total, clipped = (aggregated(each, self.aggregate) for each in (total, clipped))
         parts = parts if len(parts) > 1 else {}
-        return replace(scored, scores=total, clipped_scores=clipped, parts=parts)
+        return replace(scored, scores=total, clipped_scores=clipped, parts=parts, replies=replies)
 
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
         if missing := {"messages", "reference"} - rows.keys():

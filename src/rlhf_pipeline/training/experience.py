@@ -21,14 +21,9 @@ from rlhf_pipeline.models.forward import (
     sequence_scores,
 )
 from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.rl.advantages import gae, to_tokens
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
-from rlhf_pipeline.rl.rewards import (
-    gae,
-    per_token_rewards,
-    sampler_weights,
-    shaped_scores,
-    to_tokens,
-)
+from rlhf_pipeline.rl.rewards import per_token_rewards, sampler_weights, shaped_scores
 from rlhf_pipeline.rollout.records import Experience, Scored, TrainingPass, ended
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.training.ppo_setup import PPOModels
@@ -114,10 +109,9 @@ def make_experience(
     `ppo.advantage` returns something else.
     """
     mask = scored.sequences.action_mask
-    trained = replace(scored.sequences, action_mask=mask & trains(scored, config)[:, None])
     experience = partial(
         Experience,
-        trained if config.leaves_out else scored.sequences,
+        replace(scored.sequences, action_mask=mask & trains(scored, config)[:, None]),
         scored.logprobs,
         ref_logprobs=scored.ref_logprobs,
         sampler_logprobs=scored.sampler_logprobs,
@@ -136,7 +130,6 @@ def make_experience(
         moments=lambda x: mean_and_variance(_moments(x, torch.ones_like(x).bool(), world)),
         rewards=token_rewards(scored, config, kl_coef=kl_coef, world=world),
         whitened=lambda x: whiten(x, mask, _moments(x, mask, world)),
-        log_ratios=scored.logprobs - scored.ref_logprobs,
         values=scored.values,
         mask=mask,
     )
@@ -178,8 +171,7 @@ def equal_groups(scored: Scored, config: PPOConfig) -> Tensor:
     """
     parts = [training_scores(scored, config)]
     if config.advantage == "gdpo":
-        labels = [reward.label for reward in config.rewards]
-        parts += [scored.parts[label] for label in labels if label in scored.parts]
+        parts += scored.parts.values()
     by_prompt = torch.stack([groups(part, config) for part in parts])
     return (by_prompt == by_prompt[:, :1]).all(1).all(0)
 
@@ -188,16 +180,13 @@ def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
     """The score of each source (S, K, G) and its weight (S,). The last ones are the penalties for
     cut and long responses."""
     assert scored.clipped_scores is not None
-    found = {
-        reward.label: (reward.weight, scored.parts.get(reward.label)) for reward in config.rewards
-    }
-    named = [(w, part) for w, part in found.values() if part is not None]
-    named = named or [(1.0, scored.clipped_scores)]
-    named.append((1.0, training_scores(scored, config) - scored.clipped_scores))
-    weights, parts = zip(*named, strict=True)
+    weights, parts = [1.0], [scored.clipped_scores]
+    if scored.parts:
+        weights, parts = [one.weight for one in config.rewards], [*scored.parts.values()]
+    parts.append(training_scores(scored, config) - scored.clipped_scores)
     return {
         "parts": torch.stack([groups(part, config) for part in parts]),
-        "weights": torch.tensor(weights),
+        "weights": torch.tensor([*weights, 1.0]),
     }
 
 
@@ -206,14 +195,8 @@ def sampler_weights_of(scored: Scored, config: PPOConfig) -> Tensor | float:
     correction = config.correction
     if correction is None or scored.sampler_logprobs is None:
         return 1.0
-    return sampler_weights(
-        scored.logprobs,
-        scored.sampler_logprobs,
-        scored.sequences.action_mask,
-        level=correction.level,
-        beyond=correction.beyond,
-        maximum=correction.maximum,
-    )
+    mask, sampled = scored.sequences.action_mask, scored.sampler_logprobs
+    return sampler_weights(scored.logprobs, sampled, mask, **correction.model_dump())
 
 
 def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> float:
@@ -255,15 +238,15 @@ def coef_in_reward(kl_coef: float, config: PPOConfig) -> float:
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
     """The scores that PPO maximizes, (B,): clipped, and lower for responses without EOS."""
     assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
-    return shaped_scores(
-        scored.clipped_scores,
-        scored.ended,
-        scored.sequences.action_mask.sum(1),
-        missing_eos_penalty=config.missing_eos_penalty,
-        overlong_penalty=config.overlong_penalty,
-        overlong_buffer=config.overlong_buffer,
+    shaped: Tensor = by_name(
+        shaped_scores,
+        config,
+        scores=scored.clipped_scores,
+        has_eos=scored.ended,
+        lengths=scored.sequences.action_mask.sum(1),
         max_response_tokens=config.sampling.max_response_tokens,
     )
+    return shaped
 
 
 def groups(x: Tensor, config: PPOConfig) -> Tensor:

@@ -27,10 +27,7 @@ from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
-from rlhf_pipeline.distributed.batches import (
-    own_share,
-    sampled_rows,
-)
+from rlhf_pipeline.distributed.batches import own_share, sampled_rows
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rl.rewards import adapted_kl_coef

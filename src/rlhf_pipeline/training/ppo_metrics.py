@@ -36,6 +36,7 @@ def rollout_metrics(
         "tokens": mask.sum().double(),
         "ended": scored.ended.sum().double(),
         **{f"reward/{name}": part.sum().double() for name, part in scored.parts.items()},
+        **{f"replies/{name}": torch.tensor(float(n)) for name, n in scored.replies.items()},
     }
     if scored.values is not None:
         own["values"] = masked_sum(scored.values, mask).double()

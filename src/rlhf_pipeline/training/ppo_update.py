@@ -2,7 +2,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import (
     LossSum,
+    Reduce,
     entropy_loss,
     kl_loss,
     reduced,
@@ -116,7 +116,7 @@ def in_micro_batches(
         for epoch in range(1, config.ppo_epochs + 1)
         for rows in minibatch_rows(count, size, world, (*key, epoch))
     ]
-    if config.leaves_out:
+    if config.equal_groups != "keep" or config.truncated == "mask":
         drawn = _only_trained(drawn, experience.sequences.action_mask.any(1), world)
     lengths = [experience.sequences.lengths[rows] for rows in drawn]
     groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
@@ -155,7 +155,7 @@ def update_minibatch(
     """
     masks = [piece.sequences.action_mask for piece in pieces]
     counts = [
-        torch.stack([mask.sum(), number_of_terms(config, mask), divisor(config, mask)])
+        torch.stack([mask.sum(), number_of_terms(config, mask), reduction(config)(mask, mask)[1]])
         for mask in masks
     ]
     count = torch.stack(counts).sum(0).double()
@@ -251,34 +251,26 @@ def actor_loss(
         sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "rollout/count": count}
     if config.kl.place == "loss":
         assert piece.ref_logprobs is not None
-        total, _ = kl_loss(
-            logprobs, piece.old_logprobs, piece.ref_logprobs, mask, **reduction(config)
-        )
+        reduce = reduction(config)
+        total, _ = kl_loss(logprobs, piece.old_logprobs, piece.ref_logprobs, mask, reduce=reduce)
         loss = loss + kl_coef * (total / others)
     if config.entropy_coef > 0:
-        total, _ = entropy_loss(entropy, mask, **reduction(config))
+        total, _ = entropy_loss(entropy, mask, reduce=reduction(config))
         loss = loss + config.entropy_coef * (total / others)
     return loss, sums
 
 
 def policy_loss(config: PPOConfig, **tensors: Tensor) -> LossSum:
     """The loss that `ppo.policy_loss` names."""
-    longest = config.sampling.max_response_tokens
-    loss: LossSum = by_name(
-        POLICY_LOSS.load(config.policy_loss), config, **tensors, max_response_tokens=longest
-    )
+    function = POLICY_LOSS.load(config.policy_loss)
+    loss: LossSum = by_name(function, config, **tensors, reduce=reduction(config))
     return loss
 
 
-def reduction(config: PPOConfig) -> dict[str, Any]:
-    """How the actor's other losses are summed, see `losses.reduced`."""
+def reduction(config: PPOConfig) -> Reduce:
+    """How the losses of the actor are summed over tokens."""
     longest = config.sampling.max_response_tokens
-    return {"denominator": config.denominator, "max_response_tokens": longest}
-
-
-def divisor(config: PPOConfig, mask: Tensor) -> Tensor:
-    """What divides these losses."""
-    return reduced(torch.zeros(mask.shape, device=mask.device), mask, **reduction(config))[1]
+    return partial(reduced, denominator=config.denominator, max_response_tokens=longest)
 
 
 @torch.no_grad()
@@ -331,7 +323,7 @@ def _approx_kl(sums: Sums, before: Sums, world: World) -> float:
         name: sums[name] - before.get(name, 0) for name in ("policy/approx_kl", "policy/count")
     }
     total = world.sums(added)
-    return total["policy/approx_kl"] / total["policy/count"]
+    return total["policy/approx_kl"] / max(1.0, total["policy/count"])
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

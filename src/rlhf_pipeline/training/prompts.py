@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.config.ppo import CurriculumConfig
+from rlhf_pipeline.config.ppo_blocks import CurriculumConfig
 from rlhf_pipeline.distributed.batches import rows_at
 
 CHUNK = 1024

@@ -18,12 +18,7 @@ from rlhf_pipeline.distributed.engine import release_freed
 from rlhf_pipeline.rollout.generation import Seed, row_seeds
 from rlhf_pipeline.rollout.records import Rollout, Scored
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.training.experience import (
-    equal_groups,
-    groups,
-    score_sequences,
-    training_scores,
-)
+from rlhf_pipeline.training.experience import equal_groups, groups, score_sequences, training_scores
 from rlhf_pipeline.training.ppo_setup import Setup
 
 Columns = dict[str, list[Any]]
@@ -89,9 +84,8 @@ def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
     They can if neither the models nor the rows change in between, and if all rows fit a pass.
     """
     config, models = setup.config, setup.models
-    if config.ppo_epochs * config.updates_per_epoch > 1 or step <= config.critic_warmup_steps:
-        return False
-    if config.equal_groups == "resample":
+    changes = config.ppo_epochs * config.updates_per_epoch > 1 or config.equal_groups == "resample"
+    if changes or step <= config.critic_warmup_steps:
         return False
     lengths, tokens = [rollout.sequences.lengths], config.micro_batch_tokens
     (found,) = micro_batches(lengths, tokens, models.actor, setup.world)
@@ -130,12 +124,10 @@ def resample(
         others = repeats * most + torch.arange(len(mine))
         places = repeats * (count // world.size) + own
         scored = scored.replaced(places.flatten(), fresh, others.flatten())
-    metrics = {}
-    if config.equal_groups == "resample":
-        metrics["rollout/resampled"] = further / count
+    metrics = {"rollout/resampled": further} if config.equal_groups == "resample" else {}
     if config.curriculum is not None:
-        metrics["rollout/left_out"] = (setup.stream.left_out - left_out) / count
-    return scored, metrics
+        metrics["rollout/left_out"] = setup.stream.left_out - left_out
+    return scored, {name: number / count for name, number in metrics.items()}
 
 
 def note_solved(setup: Setup, scored: Scored, prompts: Sequence[int]) -> None:

@@ -68,7 +68,7 @@ class Source:
     extra: tuple[str, ...] = ()
     """The keys of `Example.extra`, if its examples have any."""
     libraries: tuple[str, ...] = ()
-    """Libraries of the extra `tasks` that generate the rows; their versions count."""
+    """Libraries of the extra `gym` that generate the rows; their versions count."""
 
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:

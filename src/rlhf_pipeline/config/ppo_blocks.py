@@ -1,0 +1,110 @@
+"""The blocks inside `ppo` and `grpo`: KL, average of weights, ptx, curriculum, correction."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from rlhf_pipeline.config.block import Block
+
+
+class KLConfig(Block):
+    """KL constraint to the reference.
+
+    KL is in nats per response: the sum over its tokens, averaged over responses.
+    """
+
+    coef: NonNegativeFloat = 0.1
+    """Coefficient of the KL penalty per token. With `target`: its initial value."""
+    place: Literal["reward", "loss"] = "reward"
+    """Where the penalty acts. reward: each token's reward contains -coef * k1, so that a token also
+    answers for the KL of later tokens. loss: the policy's loss contains coef * k2, and advantages
+    see no KL. Each place has the one estimator with the gradient of the KL there (Tang and Munos
+    2025): k2 and k3 hardly restrain the policy as a reward, nor do k1 and k3 as a loss."""
+    target: PositiveFloat | None = None
+    """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
+    horizon: PositiveInt = 1000
+    """Responses over which the adaptive coefficient changes by a factor of at most 1.22 (e^0.2)."""
+    maximum: PositiveFloat | None = None
+    """KL limit: above it, training stops early and exports the best model within the limit. At a
+    large KL, the reward model's score rises while true quality falls (Gao et al. 2022). None: no
+    limit."""
+    explosion: PositiveFloat | None = 100.0
+    """KL above which training has diverged: the stage fails and exports nothing. Must exceed
+    `maximum`. Useful policies stay below some tens of nats; very long responses with a small `coef`
+    may need more. None: no limit."""
+    stop_update: PositiveFloat | None = None
+    """Skip the remaining epochs of a step once the mean KL per token from the sampling policy to
+    the trained one (`policy/approx_kl`) exceeds this over an epoch. Learning-rate schedules advance
+    as if no epoch was skipped. None: no limit."""
+
+    def _faults(self) -> Iterator[str]:
+        if (
+            self.explosion is not None
+            and self.maximum is not None
+            and self.explosion <= self.maximum
+        ):
+            yield (
+                f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
+                ". Fix: raise it, or set it to null for no limit"
+            )
+
+
+class EMAConfig(Block):
+    """Exponential moving average of the actor's weights in fp32, exported beside the actor."""
+
+    decay: float = Field(default=0.992, gt=0, lt=1)
+    """Weight of the previous average at each optimizer step; it spans about 1 / (1 - decay) steps.
+    0.992 as in DeepSpeed-Chat."""
+
+
+class PtxConfig(Block):
+    """Language-model loss on the text of `split.pretraining` in every optimizer step of the actor.
+
+    It prevents forgetting of abilities that the reward ignores (PPO-ptx, Ouyang et al. 2022,
+    equation 2).
+    """
+
+    coef: PositiveFloat = 27.8
+    """Weight of the text's mean negative log-likelihood per token, relative to PPO's mean loss per
+    token; 27.8 as in InstructGPT and DeepSpeed-Chat."""
+    batch_size: PositiveInt
+    """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response. A forward
+    pass has at most `micro_batch_tokens` tokens."""
+
+
+class CurriculumConfig(Block):
+    """Which prompts come again, by the share of right responses at their last visit.
+
+    Prompts that are always or never solved teach nothing, since their responses have equal scores.
+    """
+
+    solved: float = Field(default=1.0, allow_inf_nan=False)
+    """Score from which a response is right, with the penalties for cut and long ones."""
+    minimum: float = Field(default=0.0, ge=0, le=1)
+    """A prompt with at most this share of right responses is left out."""
+    maximum: float = Field(default=1.0, ge=0, le=1)
+    """A prompt with at least this share of right responses is left out."""
+    passes: PositiveInt = 2
+    """Passes over the data that such a prompt sits out before it is tried again."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.minimum >= self.maximum:
+            yield f"minimum: found {self.minimum}, expected less than maximum {self.maximum}"
+
+
+class SamplerCorrectionConfig(Block):
+    """Importance weights for responses whose sampler differs from the policy that trains.
+
+    Another program (vLLM), another kernel or bf16 give a token another probability, so the
+    responses come from a slightly different policy. `rollout/logprob_gap` measures the difference,
+    and `rollout/effective_sample_size` how much of the rollout the weights leave.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    """token: a weight for each token, biased for long responses, with little variance; sequence:
+    one for each response, without this bias, with more variance."""
+    beyond: Literal["truncate", "mask"] = "truncate"
+    """What happens to a weight above `maximum`: it becomes `maximum`, or 0."""
+    maximum: float = Field(default=2.0, gt=1)
+    """Largest weight; 2 as in Yao et al. 2025."""

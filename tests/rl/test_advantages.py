@@ -1,0 +1,138 @@
+"""Advantages beside values worked by hand. Padding is NaN, so that a leak shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf_pipeline.rl.advantages import (
+    gae,
+    gdpo,
+    group_relative,
+    leave_one_out,
+    reinforce_plus_plus,
+    to_tokens,
+)
+
+NAN = float("nan")
+close = torch.testing.assert_close
+MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+
+# --- gae, gamma 1, lam 0.5 ---
+# Row 0: deltas 0 + 2 - 1, 0 + 3 - 2, 10 - 3 = 1, 1, 7; A = 7, then 1 + 7/2 = 4.5,
+# then 1 + 4.5/2 = 3.25.
+# Row 1: deltas 0 + 2 - 1, 4 - 2 = 1, 2; A = 2, then 1 + 2/2 = 2.
+# Row 2: no token.
+# Row 3: as row 1, with a token of a tool in between.
+GAE_REWARDS = torch.tensor([[0.0, 0.0, 10.0], [0.0, 4.0, 99.0], [NAN, NAN, NAN], [0.0, NAN, 4.0]])
+VALUES = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 99.0], [NAN, NAN, NAN], [1.0, NAN, 2.0]])
+GAE_MASK = torch.tensor(
+    [[True, True, True], [True, True, False], [False, False, False], [True, False, True]]
+)
+ADVANTAGES = torch.tensor([[3.25, 4.5, 7.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0], [2.0, 0.0, 2.0]])
+RETURNS = torch.tensor([[4.25, 6.5, 10.0], [3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [3.0, 0.0, 4.0]])
+
+
+@pytest.mark.parametrize("garbage", [None, NAN, float("inf"), -1e30])
+def test_advantages_and_returns_and_no_other_token_changes_them(garbage):
+    given = [GAE_REWARDS, VALUES]
+    if garbage is not None:
+        given = [x.masked_fill(~GAE_MASK, garbage) for x in given]
+    before = [x.clone() for x in given]
+    advantages, returns = gae(*given, GAE_MASK, gamma=1.0, lam=0.5)
+    close(advantages, ADVANTAGES)
+    close(returns, RETURNS)
+    close(given, before, equal_nan=True)
+
+
+def test_gamma_discounts_the_next_value_and_the_next_advantage():
+    """Deltas 0 + 4/2 - 2, 0 + 2/2 - 4, 8 - 2 = 0, -3, 6; A = 6, -3 + 6/4, 0 - 1.5/4."""
+    rewards, values = torch.tensor([[0.0, 0.0, 8.0]]), torch.tensor([[2.0, 4.0, 2.0]])
+    advantages, returns = gae(rewards, values, MASK[:1], gamma=0.5, lam=0.5)
+    close(advantages, torch.tensor([[-0.375, -1.5, 6.0]]))
+    close(returns, torch.tensor([[1.625, 2.5, 8.0]]))
+
+
+def test_lam_1_is_monte_carlo_and_lam_0_one_step():
+    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5.0, -1.0, 4.0]])
+    # The rewards still to come: 1 + 2 + 3, 2 + 3, 3.
+    close(gae(rewards, values, MASK[:1], gamma=1.0, lam=1.0)[1], torch.tensor([[6.0, 5.0, 3.0]]))
+    # The deltas: 1 - 1 - 5, 2 + 4 + 1, 3 - 4.
+    close(gae(rewards, values, MASK[:1], gamma=1.0, lam=0.0)[0], torch.tensor([[-5.0, 7.0, -1.0]]))
+
+
+def test_the_critic_may_have_a_lambda_of_its_own():
+    """With 1, the critic's returns are those to come; the advantages stay those of 1/2."""
+    rewards, values = torch.tensor([[0.0, 0.0, 10.0]]), torch.tensor([[1.0, 2.0, 3.0]])
+    advantages, returns = gae(rewards, values, MASK[:1], gamma=1.0, lam=0.5, value_lam=1.0)
+    close(advantages, torch.tensor([[3.25, 4.5, 7.0]]))
+    close(returns, torch.tensor([[10.0, 10.0, 10.0]]))
+
+
+def test_reinforce_plus_plus_whitens_the_returns_of_tokens():
+    """0 + (0 + 10 / 2) / 2, 0 + 10 / 2, 10; the second row has one token."""
+    rewards = torch.tensor([[0.0, 0.0, 10.0], [4.0, NAN, NAN]])
+    found = reinforce_plus_plus(rewards, MASK[[0, 2]], lambda x: 2 * x, gamma=0.5)
+    close(found, torch.tensor([[5.0, 10.0, 20.0], [8.0, 0.0, 0.0]]))
+
+
+def test_bfloat16_arguments_are_computed_in_float32_without_gradient():
+    """Deltas 0 + 0.9 * 3 - 0 and 0 - 3; bfloat16 would round 2.7 to 2.703125."""
+    values = torch.tensor([[0.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
+    rewards, mask = torch.zeros(1, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bool)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.0)
+    assert not (advantages.requires_grad or returns.requires_grad)
+    close(advantages, torch.tensor([[2.7, -3.0]]))
+    close(returns, torch.tensor([[2.7, 0.0]]))
+
+
+# --- without a critic: three responses to each of two prompts, one prompt per column ---
+
+GROUPS = torch.tensor([[1.0, 4.0], [2.0, 4.0], [6.0, 4.0]])
+
+
+def test_leave_one_out_compares_with_the_other_responses():
+    """1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2."""
+    close(leave_one_out(GROUPS), torch.tensor([[-3.0, 0.0], [-1.5, 0.0], [4.5, 0.0]]))
+
+
+def test_group_relative_compares_with_all_responses():
+    """Mean 3; standard deviation of -2, -1, 3: sqrt(14 / 2) = 2.6457513; plus 1e-4: 2.6458513."""
+    scaled = torch.tensor([[-0.7559003, 0.0], [-0.3779502, 0.0], [1.1338505, 0.0]])
+    close(group_relative(GROUPS, scale=True), scaled, rtol=1e-6, atol=0)
+    centred = torch.tensor([[-2.0, 0.0], [-1.0, 0.0], [3.0, 0.0]])
+    close(group_relative(GROUPS, scale=False), centred)
+    # 0.5e-7 / (7.1e-8 + 1e-4) = 0.0005; without the constant it would be 0.7.
+    assert group_relative(torch.tensor([[0.0], [1e-7]]), scale=True).abs().max() < 1e-3
+
+
+def test_gdpo_scales_each_reward_before_the_sum():
+    """The second reward is 100 times larger, differs in the other group, and counts twice.
+
+    Its group 100, 0, -100 has the deviation 100, so 2 * 100 / 100.0001 = 1.999998. The first is
+    as above. The mean of all six is 0, the variance (1.9998488 + 7.999984) / 6 = 1.6666388, so all
+    are divided by 1.2909836 + 1e-4. The penalties 1, 0, 2 cost the first prompt 0, -1, 1.
+    """
+    parts = torch.stack([GROUPS, torch.tensor([[0.0, 100.0], [0.0, 0.0], [0.0, -100.0]])])
+    penalties = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 0.0]])
+    found = gdpo(
+        parts, torch.tensor([1.0, 2.0]), penalties,
+        lambda x: (x.double().mean(), x.double().var(correction=0)),
+    )  # fmt: skip
+    expected = [[-0.5854774, 1.5490848], [-0.2927388 + 1, 0.0], [0.8782162 - 1, -1.5490848]]
+    close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one", "no groups"])
+def test_a_group_needs_two_responses(returns):
+    for function in (leave_one_out, lambda r: group_relative(r, scale=True)):
+        with pytest.raises(ValueError, match=r"expected \(K, G\) with K >= 2"):
+            function(returns)
+
+
+def test_each_token_gets_the_advantage_of_its_response():
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    advantages = to_tokens(torch.tensor([2.0, -1.0]), mask)
+    close(advantages, torch.tensor([[2.0, 2.0, 2.0], [-1.0, 0.0, -1.0]]))
+    with pytest.raises(ValueError, match=r"advantages is \(2, 1\), mask is \(2, 3\)"):
+        to_tokens(torch.zeros(2, 1), mask)
