@@ -151,8 +151,8 @@ class PPOConfig(SavingConfig):
     actor: TrainedModelConfig
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
-    """The value model. It starts from the reward model, or if `reward_model` is null from the policy
-    with a new head. Required for gae, not allowed otherwise."""
+    """The value model. It starts from the reward model, or without one from the policy with a new
+    head. Required for gae, not allowed otherwise."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation of the generator `hybrid`."""
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
