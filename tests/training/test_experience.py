@@ -159,6 +159,54 @@ def test_advantages_have_the_weight_of_the_sampler(experience_of, level, share):
     torch.testing.assert_close(found.advantages[1], 0.5 * plain.advantages[1])
 
 
+def test_the_weight_of_the_sampler_follows_whitening_and_spares_the_critic(experience_of):
+    (found,) = experience_of(1, True, sampled_elsewhere, sampler_correction={})
+    (plain,) = experience_of(1, True)
+    torch.testing.assert_close(found.advantages, 0.5 * plain.advantages)
+    assert torch.equal(found.returns, plain.returns)
+
+
+def test_the_critic_may_have_a_lambda_of_its_own(experience_of):
+    """Values are 0: with lambda 0, a return is the reward of its token."""
+    (found,) = experience_of(1, True, value_lam=0.0)
+    (plain,) = experience_of(1, True)
+    assert torch.equal(found.advantages, plain.advantages)
+    rewards = torch.tensor([[-0.1, 3.1], [1.5, 0.0], [1.0, 0.0], [-0.1, 2.1]])
+    torch.testing.assert_close(found.returns, rewards, rtol=1e-5, atol=1e-6)
+
+
+THREE = {"advantage": "gdpo", "rewards": ["trained", {"regex": ".", "weight": 3.0},
+       {"reference": "exact", "weight": 0.0}]}  # fmt: skip
+
+
+def of_three_sources(scored, config, kl_coef, world):
+    """For a, the model's scores are equal once clipped at 5; for b, those of the third source,
+    which has no weight, are all that differs. The third response was cut."""
+    parts = {
+        "trained": torch.tensor([9.0, 1.0, 5.0, 1.0]),
+        "regex": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        "exact": torch.tensor([0.0, 0.0, 0.0, 1.0]),
+    }
+    scores = parts["trained"].clamp(-5, 5) + 3 * parts["regex"]
+    cut = torch.tensor([True, True, False, True])
+    scored = replace(scored, parts=parts, clipped_scores=scores, ended=cut)
+    return make_experience(scored, config, kl_coef=0.0, world=world)
+
+
+def test_gdpo_gets_clipped_scores_weights_and_penalties(experience_of):
+    """a: the pattern and the penalty make +-0.7070068 each, times 3 and times 1: +-2.8280272; b: 0.
+
+    Over the deviation of the four, 2.8280272 / sqrt(2) = 1.9997172, plus 1e-4: +-1.4141429.
+    """
+    (found,) = experience_of(1, False, of_three_sources, **THREE, score_clip=5.0,
+                             missing_eos_penalty=1.0, equal_groups="drop")  # fmt: skip
+    a = 1.4141429
+    expected = torch.tensor([[a, a], [0.0, 0.0], [-a, 0.0], [0.0, 0.0]])
+    torch.testing.assert_close(found.advantages, expected, rtol=1e-5, atol=1e-6)
+    trained = torch.tensor([True, False, True, False])
+    assert torch.equal(found.sequences.action_mask, MASK & trained[:, None])
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     score=floats(-5, 5, width=32),

@@ -84,8 +84,9 @@ class PPOConfig(SavingConfig):
     2025). A function of yours has a critic if it reads `values` (docs/extending.md)."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
     """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores, which
-    have no advantage. drop: no loss counts them, and the update does not compute them; resample:
-    further prompts replace them until every group differs (dynamic sampling, Yu et al. 2025)."""
+    give them no advantage. drop: no loss counts them, that of the KL included, and the update does
+    not compute them; resample: further prompts replace them until every group differs (dynamic
+    sampling, Yu et al. 2025)."""
     maximum_resamples: PositiveInt = 10
     """With `equal_groups: resample`: further rounds of a step. What is equal after them counts as
     with drop."""
