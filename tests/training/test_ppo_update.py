@@ -121,7 +121,7 @@ def test_the_denominator_holds_for_all_losses_and_counts_what_trains(
         return run_ppo(config, ppo_inputs, world, tmp_path / denominator).lines[0]
 
     monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
-    monkeypatch.setattr(experience, "trains", lambda *_: torch.arange(8) > 0)
+    monkeypatch.setattr(experience, "trained_rows", lambda *_: torch.arange(8) > 0)
     # The policy is the reference, so that the KL itself has no gradient.
     monkeypatch.setattr(
         ppo_update, "kl_loss", lambda logprobs, old, ref, mask, reduce: reduce(logprobs, mask)

@@ -112,7 +112,7 @@ def make_experience(
     mask = scored.sequences.action_mask
     experience = partial(
         Experience,
-        replace(scored.sequences, action_mask=mask & trains(scored, config)[:, None]),
+        replace(scored.sequences, action_mask=mask & trained_rows(scored, config)[:, None]),
         scored.logprobs,
         ref_logprobs=scored.ref_logprobs,
         sampler_logprobs=scored.sampler_logprobs,
@@ -153,7 +153,7 @@ def make_experience(
     return experience(advantages=weights * white, old_values=scored.values, returns=returns)
 
 
-def trains(scored: Scored, config: PPOConfig) -> Tensor:
+def trained_rows(scored: Scored, config: PPOConfig) -> Tensor:
     """Which responses (B,) train: not those that were cut, or whose group teaches nothing, if
     `truncated` and `equal_groups` say so."""
     found = torch.ones(len(scored.sequences), dtype=torch.bool)
