@@ -160,9 +160,8 @@ def update_minibatch(
     ]
     count = torch.stack(counts).sum(0).double()
     # All responses may be left out.
-    tokens, policy_terms, other_terms = world.sum(count.to(world.device, non_blocking=True)).clamp(
-        min=1
-    )
+    totals = world.sum(count.to(world.device, non_blocking=True)).clamp(min=1)
+    tokens, policy_terms, other_terms = totals
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
