@@ -89,6 +89,18 @@ def experience_of(on_threads):
             {"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"place": "loss"}},
             [3.3, 1.5, 1.2, 2.0],
         ),
+        # The responses of two tokens, the limit, lose 1.
+        (
+            {
+                "advantage": "reinforce",
+                "reinforce_baseline": "none",
+                "kl": {"place": "loss"},
+                "overlong_penalty": 1.0,
+                "overlong_buffer": 1,
+                "sampling": {"max_response_tokens": 2},
+            },  # fmt: skip
+            [2.3, 1.5, 1.2, 1.0],
+        ),
         # 1.05 / 1.4850242 and 0.25 / 0.3536534.
         (
             {"advantage": "grpo", "kl": {"place": "loss"}},

@@ -113,10 +113,16 @@ def test_equal_groups_get_the_next_prompts_in_the_order_of_their_slots(step, ran
     assert step(ranks, config)[0] == [*drawn, *drawn]
 
 
-def test_the_curriculum_hears_of_every_prompt_once(step):
+def test_resampled_rows_share_no_forward_pass_with_the_update():
+    """The graphs of the pass that scored the first rows would train."""
+    setup = SimpleNamespace(config=config_of(), models=None)
+    assert not rollouts.one_pass(setup, None, 1)
+
+
+def test_the_curriculum_hears_of_every_prompt(step):
     """Scores of at least 1 are right: all of other prompts, and of a third prompt those of its
     slots from 1 on."""
     *_, state = step(1, config_of(curriculum={}))
-    assert {number for number, _ in state["returns"]} >= {
-        number for number in step(1, config_of(equal_groups="keep"))[0] if number % 3
-    }
+    drawn = PromptStream(COUNT, 1, None).draw(state["drawn"])
+    assert {number for number, _ in state["returns"]} >= {*drawn[drawn % 3 > 0].tolist()}
+    assert len({*drawn[drawn % 3 > 0]} - {*drawn[:4]}) > 0
