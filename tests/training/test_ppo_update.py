@@ -102,8 +102,13 @@ def test_the_kl_reaches_the_loss_with_its_coefficient(
     assert unit > 1e-3 and found == pytest.approx(norms * unit, rel=1e-4)
 
 
-def test_the_denominator_holds_for_all_losses_and_counts_what_trains(
-    ppo_inputs, world, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    "largest",
+    [{}, {"entropy_coef": 1000.0}, {"kl": {"place": "loss", "coef": 1000.0}}],
+    ids=["policy", "entropy", "kl"],
+)
+def test_the_denominator_holds_for_each_loss_and_counts_what_trains(
+    ppo_inputs, world, tmp_path, monkeypatch, largest
 ):
     """Seven responses train. `constant` divides by 7 * 110 in place of their tokens."""
     original, seen = ppo_update.update_minibatch, []
@@ -115,8 +120,7 @@ def test_the_denominator_holds_for_all_losses_and_counts_what_trains(
     def norm(denominator):
         config = ppo_config(
             steps=1, evaluations=1, advantage="reinforce", critic=None, truncated="mask",
-            denominator=denominator, entropy_coef=1000.0, kl={"place": "loss", "coef": 10.0},
-            sampling={"max_response_tokens": 110},
+            denominator=denominator, sampling={"max_response_tokens": 110}, **largest,
         )  # fmt: skip
         return run_ppo(config, ppo_inputs, world, tmp_path / denominator).lines[0]
 
