@@ -123,6 +123,14 @@ def test_the_ratio_of_a_sequence_is_a_geometric_mean():
     check(clipped, logprobs, -2.2, [[0.0, 0.0, 0.0]])
 
 
+def test_the_ratio_of_a_sequence_leaves_each_token_its_own_advantage():
+    """Ratio 1 and advantages 2 and 0, the second of a token that the sampler's mask leaves out."""
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    advantages, mask = torch.tensor([[2.0, 0.0]]), ONE.expand(1, 2)
+    loss = policy_loss(logprobs, logprobs, advantages, mask, clip_range=0.1, importance="sequence")
+    check(loss, logprobs, -1.0, [[-1.0, 0.0]])
+
+
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
     """Ratios 3 and 1, at most 2: -(2 * 2 * -1 + 1 * -1 * -2) / 2; gradients -2 * 2 / 2, 1 / 2."""
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)

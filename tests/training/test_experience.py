@@ -14,7 +14,12 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.advantages import grpo
 from rlhf_pipeline.rollout.records import Scored
-from rlhf_pipeline.training.experience import Experience, make_experience, value_offset
+from rlhf_pipeline.training.experience import (
+    Experience,
+    equal_groups,
+    make_experience,
+    value_offset,
+)
 
 NAN = float("nan")
 # Two responses each to the prompts a and b, in the order a, b, a, b.
@@ -89,6 +94,18 @@ def experience_of(on_threads):
             {"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"place": "loss"}},
             [3.3, 1.5, 1.2, 2.0],
         ),
+        # The responses of two tokens, the limit, lose 1.
+        (
+            {
+                "advantage": "reinforce",
+                "reinforce_baseline": "none",
+                "kl": {"place": "loss"},
+                "overlong_penalty": 1.0,
+                "overlong_buffer": 1,
+                "sampling": {"max_response_tokens": 2},
+            },
+            [2.3, 1.5, 1.2, 1.0],
+        ),
         # 1.05 / 1.4850242 and 0.25 / 0.3536534.
         (
             {"advantage": "grpo", "kl": {"place": "loss"}},
@@ -157,6 +174,72 @@ def test_advantages_have_the_weight_of_the_sampler(experience_of, level, share):
     (plain,) = experience_of(1, False, advantage="rloo")
     torch.testing.assert_close(found.advantages[0], share * plain.advantages[0])
     torch.testing.assert_close(found.advantages[1], 0.5 * plain.advantages[1])
+
+
+def test_the_weight_of_the_sampler_follows_whitening_and_spares_the_critic(experience_of):
+    (found,) = experience_of(1, True, sampled_elsewhere, sampler_correction={})
+    (plain,) = experience_of(1, True)
+    torch.testing.assert_close(found.advantages, 0.5 * plain.advantages)
+    assert torch.equal(found.returns, plain.returns)
+
+
+def test_the_critic_may_have_a_lambda_of_its_own(experience_of):
+    """Values are 0: with lambda 0, a return is the reward of its token."""
+    (found,) = experience_of(1, True, value_lam=0.0)
+    (plain,) = experience_of(1, True)
+    assert torch.equal(found.advantages, plain.advantages)
+    rewards = torch.tensor([[-0.1, 3.1], [1.5, 0.0], [1.0, 0.0], [-0.1, 2.1]])
+    torch.testing.assert_close(found.returns, rewards, rtol=1e-5, atol=1e-6)
+
+
+THREE = {
+    "advantage": "gdpo", "score_clip": 5.0, "missing_eos_penalty": 1.0,
+    "rewards": ["trained", {"regex": ".", "weight": 3.0}, {"reference": "exact", "weight": 0.0}],
+}  # fmt: skip
+
+
+def of_three_sources(trained, regex, exact, ended, function=make_experience):
+    """What a function makes of the scores of three sources, of which the last one has no weight."""
+
+    def make(scored, config, kl_coef, world):
+        parts = dict(
+            zip(
+                ("trained", "regex", "exact"),
+                map(torch.tensor, (trained, regex, exact)),
+                strict=True,
+            )
+        )
+        scores = parts["trained"].clamp(-5, 5) + 3 * parts["regex"]
+        own = replace(scored, parts=parts, clipped_scores=scores, ended=torch.tensor(ended).bool())
+        return function(own, config, kl_coef=0.0, world=world)
+
+    return make
+
+
+def test_gdpo_gets_clipped_scores_weights_and_penalties(experience_of):
+    """The third response was cut. A pair that differs has +-0.5 / 0.7072068 = +-0.7070068.
+
+    a: the model's scores are equal once clipped; the pattern counts three times and the penalty
+    once, 2.8280272. b: the model's scores alone. All over the deviation 2.0612613 plus 1e-4.
+    """
+    made = of_three_sources([9.0, 2.0, 5.0, 1.0], [1.0] * 2 + [0.0, 1.0], [0.0] * 4, [1, 1, 0, 1])
+    (found,) = experience_of(1, False, made, **THREE)
+    first, second = 1.3719221, 0.3429805
+    expected = torch.tensor([[first, first], [second, 0.0], [-first, 0.0], [-second, -second]])
+    torch.testing.assert_close(found.advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_is_equal_to_gdpo_if_every_source_with_a_weight_gives_equal_scores(experience_of):
+    """a: 5 + 0 and 2 + 3 are equal sums of other scores. b: the source without weight differs."""
+
+    def equal(scored, config, *, kl_coef, world):
+        return equal_groups(scored, config)
+
+    made = of_three_sources(
+        [5.0, 1.0, 2.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1, 1, 1, 1], equal
+    )
+    (found,) = experience_of(1, False, made, **THREE)
+    assert found.tolist() == [False, True]
 
 
 @settings(deadline=None, max_examples=50)

@@ -38,6 +38,19 @@ def test_the_metrics_of_a_rollout_by_hand(world):
     )  # fmt: skip
 
 
+def test_the_effective_sample_size_by_hand(world):
+    """Weights 2, 1 and 1/2 of three tokens: 3.5^2 / (3 * 5.25)."""
+    zeros = torch.zeros(2, 2)
+    scored = Scored(
+        collate([[5], [6]], [[20, 1], [21, 22]], 0, actions=[[True, True], [True, False]]),
+        zeros, zeros, None, torch.zeros(2), torch.ones(2).bool(), clipped_scores=torch.zeros(2),
+        sampler_logprobs=-torch.tensor([[2.0, 1.0], [0.5, 4.0]]).log(),
+    )  # fmt: skip
+    config = ppo_config(sampler_correction={"maximum": 3.0})
+    found = ppo.rollout_metrics(scored, config, world)
+    assert found["rollout/effective_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
+
+
 @pytest.fixture(scope="module")
 def trained(ppo_inputs, world, tmp_path_factory):
     return run_ppo(ppo_config(), ppo_inputs, world, tmp_path_factory.mktemp("ppo"))

@@ -7,7 +7,7 @@ import torch
 from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.rl import losses
-from rlhf_pipeline.training import ppo_update
+from rlhf_pipeline.training import experience, ppo_update
 
 ONE = torch.tensor(1)
 
@@ -100,6 +100,54 @@ def test_the_kl_reaches_the_loss_with_its_coefficient(
     unit = first_norm(tmp_path / "unit", coef=0.1, place="loss")
     found = first_norm(tmp_path / "changed", coef=coef, place=place)
     assert unit > 1e-3 and found == pytest.approx(norms * unit, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "largest",
+    [{}, {"entropy_coef": 1000.0}, {"kl": {"place": "loss", "coef": 1000.0}}],
+    ids=["policy", "entropy", "kl"],
+)
+def test_the_denominator_holds_for_each_loss_and_counts_what_trains(
+    ppo_inputs, world, tmp_path, monkeypatch, largest
+):
+    """Seven responses train. `constant` divides by 7 * 110 in place of their tokens."""
+    original, seen = ppo_update.update_minibatch, []
+
+    def update_minibatch(models, pieces, *args, **options):
+        seen.append([piece.sequences.action_mask for piece in pieces])
+        return original(models, pieces, *args, **options)
+
+    def norm(denominator):
+        config = ppo_config(
+            steps=1, evaluations=1, advantage="reinforce", critic=None, truncated="mask",
+            denominator=denominator, sampling={"max_response_tokens": 110}, **largest,
+        )  # fmt: skip
+        return run_ppo(config, ppo_inputs, world, tmp_path / denominator).lines[0]
+
+    monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
+    monkeypatch.setattr(experience, "trained_rows", lambda *_: torch.arange(8) > 0)
+    # The policy is the reference, so that the KL itself has no gradient.
+    monkeypatch.setattr(
+        ppo_update, "kl_loss", lambda logprobs, old, ref, mask, reduce: reduce(logprobs, mask)
+    )
+    lines = {name: norm(name) for name in ("tokens", "constant")}
+    rows = [int(mask.any(1).sum()) for mask in seen[0]]
+    assert sum(rows) == sum(map(len, seen[0])) == 7
+    tokens = sum(int(mask.sum()) for mask in seen[0])
+    assert 7 < tokens < 7 * 110 and len(seen[0]) > 1
+    by_tokens, by_constant = (line["optim/actor_grad_norm"] for line in lines.values())
+    assert by_constant == pytest.approx(by_tokens * tokens / (7 * 110), rel=2e-5)
+    assert lines["constant"]["policy/entropy"] == pytest.approx(lines["tokens"]["policy/entropy"])
+
+
+def test_a_rank_with_fewer_rows_that_train_computes_others(on_threads):
+    trained = torch.tensor([True, False, True, True]), torch.tensor([False, False, False, True])
+    drawn = [torch.tensor([0, 1]), torch.tensor([3, 2])]
+    first, second = on_threads(
+        2, lambda world: ppo_update._only_trained(drawn, trained[world.rank], world)
+    )
+    assert [rows.tolist() for rows in first] == [[0], [3, 2]]
+    assert [rows.tolist() for rows in second] == [[0], [3, 2]]
 
 
 def test_the_dual_clip_reaches_the_loss(ppo_inputs, world, tmp_path, monkeypatch):

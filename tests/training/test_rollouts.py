@@ -42,6 +42,7 @@ def step(on_threads, monkeypatch):
 
     def score(setup, rollout, rows, **_):
         numbers, seeds = rollout
+        setup.seeds.extend(seeds)
         sequences = collate([[n + 1] for n in numbers], [[9]] * len(numbers), 0)
         scores = torch.tensor(
             [
@@ -60,11 +61,13 @@ def step(on_threads, monkeypatch):
         def one(world):
             stream = PromptStream(COUNT, 1, config.curriculum)
             setup = SimpleNamespace(
-                config=config, world=world, stream=stream, prompts=Prompts(), seed=1
+                config=config, world=world, stream=stream, prompts=Prompts(), seed=1, seeds=[]
             )
             rows, seeds = rollouts.training_prompts(setup, 1)
             first = score(setup, roll_out(setup, rows, seeds, 1), rows)
             scored, metrics = rollouts.resample(setup, first, rows, 1)
+            if ranks == 1:  # with more, some rows fill gaps
+                assert len({*setup.seeds}) == len(setup.seeds)
             prompts = scored.sequences.prompt_ids[:, -1] - 1
             return prompts, scored.scores, metrics, stream.state()
 
@@ -99,10 +102,27 @@ def test_resampling_is_bounded(step):
     assert state["drawn"] <= 8 and any(number % 3 for number in prompts)
 
 
-def test_the_curriculum_hears_of_every_prompt_once(step):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_equal_groups_get_the_next_prompts_in_the_order_of_their_slots(step, ranks):
+    first = PromptStream(COUNT, 1, None)
+    drawn = first.draw(16)
+    slots = (drawn % 3 > 0).nonzero()[0].tolist()
+    assert slots != sorted(slots, key=lambda slot: slot % 2)  # nor the order of two ranks
+    drawn[slots] = first.draw(len(slots))
+    config = config_of(rollout_batch_size=32, minibatch_size=32, maximum_resamples=1)
+    assert step(ranks, config)[0] == [*drawn, *drawn]
+
+
+def test_resampled_rows_share_no_forward_pass_with_the_update():
+    """The graphs of the pass that scored the first rows would train."""
+    setup = SimpleNamespace(config=config_of(), models=None)
+    assert not rollouts.one_pass(setup, None, 1)
+
+
+def test_the_curriculum_hears_of_every_prompt(step):
     """Scores of at least 1 are right: all of other prompts, and of a third prompt those of its
     slots from 1 on."""
     *_, state = step(1, config_of(curriculum={}))
-    assert {number for number, _ in state["returns"]} >= {
-        number for number in step(1, config_of(equal_groups="keep"))[0] if number % 3
-    }
+    drawn = PromptStream(COUNT, 1, None).draw(state["drawn"])
+    assert {number for number, _ in state["returns"]} >= {*drawn[drawn % 3 > 0].tolist()}
+    assert len({*drawn[drawn % 3 > 0]} - {*drawn[:4]}) > 0

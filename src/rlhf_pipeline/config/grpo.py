@@ -33,7 +33,7 @@ class GRPOConfig(PPOConfig):
     """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
     row is a forward pass of its own."""
     advantage: Annotated[str, ADVANTAGE] = "grpo"
-    """Advantage estimator, see `ppo.advantage`: grpo, rloo, reinforce, or a function of yours."""
+    """Advantage estimator, see `ppo.advantage`: any without a critic, or a function of yours."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How responses are sampled."""
     kl: KLConfig = KLConfig(coef=0.04, place="loss")

@@ -52,8 +52,8 @@ class PPOConfig(SavingConfig):
     `generation_batches`). n batches of m responses equal one batch of n * m exactly. Neither
     increases GPU memory: models process micro batches, and responses are kept in main memory."""
     responses_per_prompt: PositiveInt = 1
-    """Independent responses to each prompt; must divide `rollout_batch_size`. rloo and grpo require
-    2 or more."""
+    """Independent responses to each prompt; must divide `rollout_batch_size`. rloo, grpo and gdpo
+    require 2 or more."""
     minibatch_size: PositiveInt
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
     micro_batch_tokens: PositiveInt
@@ -84,8 +84,9 @@ class PPOConfig(SavingConfig):
     2025). A function of yours has a critic if it reads `values` (docs/extending.md)."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
     """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores, which
-    have no advantage. drop: no loss counts them, and the update does not compute them; resample:
-    further prompts replace them until every group differs (dynamic sampling, Yu et al. 2025)."""
+    give them no advantage. drop: no loss counts them, that of the KL included, and the update does
+    not compute them; resample: further prompts replace them until every group differs (dynamic
+    sampling, Yu et al. 2025)."""
     maximum_resamples: PositiveInt = 10
     """With `equal_groups: resample`: further rounds of a step. What is equal after them counts as
     with drop."""
@@ -114,7 +115,8 @@ class PPOConfig(SavingConfig):
     (docs/extending.md)."""
     importance: Literal["token", "sequence"] = "token"
     """Ratio of new to old policy: token, that of each token; sequence, the geometric mean over the
-    response (GSPO, Zheng et al. 2025), which needs a `clip_range` of about 3e-4."""
+    response (GSPO, Zheng et al. 2025), which needs a `clip_range` of about 3e-4, and
+    `denominator: sequences` to be the objective of its paper."""
     clip_range: PositiveFloat = 0.2
     """Clip range of policy ratios around 1."""
     clip_range_high: PositiveFloat | None = None

@@ -20,7 +20,8 @@ class KLConfig(Block):
     """Where the penalty acts. reward: each token's reward contains -coef * k1, so that a token also
     answers for the KL of later tokens. loss: the policy's loss contains coef * k2, and advantages
     see no KL. Each place has the one estimator with the gradient of the KL there (Tang and Munos
-    2025): k2 and k3 hardly restrain the policy as a reward, nor do k1 and k3 as a loss."""
+    2025). As a reward, k2 and k3 hardly restrain the policy; as a loss, k1 has no effect on
+    average, and k3 has the gradient of the KL from the reference to the policy."""
     target: PositiveFloat | None = None
     """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
     horizon: PositiveInt = 1000

@@ -1,5 +1,6 @@
 """Sources of PPO's score; judges of an evaluation beside the reward model and the gold score."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
@@ -259,6 +260,12 @@ def trained_weight(rewards: Sequence[RewardSource]) -> float:
     """The weight of the trained reward model in the score; 1 if it has no effect on the score."""
     weights = [reward.weight for reward in rewards if isinstance(reward, TrainedReward)]
     return sum(weights) or 1.0
+
+
+def clip_of(reward: RewardSource, score_clip: float | None) -> float:
+    """The clip range of a source's centred scores, in which only reward models have one."""
+    is_model = isinstance(reward, TrainedReward | ModelReward)
+    return score_clip if is_model and score_clip else math.inf
 
 
 _JUDGE_FORMS = (

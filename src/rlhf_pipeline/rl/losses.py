@@ -57,8 +57,8 @@ def reduced(
         constant    sum_t x_t           / (number of rows * max_response_tokens) (Dr. GRPO)
 
     A row without a token counts nowhere. With `tokens`, a long response weighs more than a short
-    one; with `sequences`, each of its tokens weighs less; `constant` weighs all tokens of all steps
-    alike.
+    one; with `sequences`, each of its tokens weighs less; with `constant`, the lengths that the
+    policy has chosen divide nothing.
 
     Source: Yu et al., https://arxiv.org/abs/2503.14476, equation 8; Shao et al.,
     https://arxiv.org/abs/2402.03300, equation 3; Liu et al., https://arxiv.org/abs/2503.20783,
@@ -86,13 +86,17 @@ def importance_ratios(
         sequence    exp(mean over the row of logprobs_t - old_logprobs_t), equal for its tokens
 
     The log ratio is clamped, so that one token cannot make a loss infinite; a clamped one has no
-    gradient. Source of sequence: GSPO, Zheng et al., https://arxiv.org/abs/2507.18071, equation 7.
+    gradient. With `sequence`, each ratio has the gradient of its own token alone. The sum over a
+    row of equal advantages has the gradient of GSPO, and a token with the advantage 0 has none.
+
+    Source of sequence: GSPO, Zheng et al., https://arxiv.org/abs/2507.18071, equation 7 and
+    section 4.3 (GSPO-token).
     """
     # Mask before exp: in the backward pass, 0 * exp(garbage) would be NaN.
     log_ratio = torch.where(mask, logprobs.float() - old_logprobs.detach().float(), 0.0)
     if importance == "sequence":
         means = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        log_ratio = torch.where(mask, means, 0.0)
+        log_ratio = torch.where(mask, means.detach() + (log_ratio - log_ratio.detach()), 0.0)
     return log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
 
 

@@ -144,7 +144,7 @@ def sampler_weights(
 
     Source: truncated, Ionides 2008, https://doi.org/10.1198/106186008X320456; for RL of language
     models, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; masked, Zhao et al.,
-    https://arxiv.org/abs/2510.18855, section 2.2.
+    https://arxiv.org/abs/2510.18855, section 2.2, who mask weights below a minimum, too.
 
     `logprobs` are those of the policy as the trainer computes them, (B, R); the result is 0 outside
     the mask.

@@ -12,7 +12,6 @@ in `load_rewards`.
 Shapes: B responses of this rank.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from rlhf_pipeline.config.rewards import (
     RewardSource,
     RubricReward,
     TrainedReward,
+    clip_of,
 )
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -257,7 +257,6 @@ def load_rewards(
 
     sources = {}
     for index, reward in enumerate(rewards):
-        is_model = isinstance(reward, TrainedReward | ModelReward)
-        clip = score_clip if is_model and score_clip else math.inf
-        sources[reward.label] = (reward.weight, clip, load(reward, f"{INPUT_PREFIX}{index}"))
+        clip, source = clip_of(reward, score_clip), load(reward, f"{INPUT_PREFIX}{index}")
+        sources[reward.label] = (reward.weight, clip, source)
     return RewardSum(sources, tokenizer, aggregate)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_pipeline.config.doors import ADVANTAGE, by_name
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import clip_of
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
@@ -111,7 +112,7 @@ def make_experience(
     mask = scored.sequences.action_mask
     experience = partial(
         Experience,
-        replace(scored.sequences, action_mask=mask & trains(scored, config)[:, None]),
+        replace(scored.sequences, action_mask=mask & trained_rows(scored, config)[:, None]),
         scored.logprobs,
         ref_logprobs=scored.ref_logprobs,
         sampler_logprobs=scored.sampler_logprobs,
@@ -152,7 +153,7 @@ def make_experience(
     return experience(advantages=weights * white, old_values=scored.values, returns=returns)
 
 
-def trains(scored: Scored, config: PPOConfig) -> Tensor:
+def trained_rows(scored: Scored, config: PPOConfig) -> Tensor:
     """Which responses (B,) train: not those that were cut, or whose group teaches nothing, if
     `truncated` and `equal_groups` say so."""
     found = torch.ones(len(scored.sequences), dtype=torch.bool)
@@ -164,25 +165,29 @@ def trains(scored: Scored, config: PPOConfig) -> Tensor:
 
 
 def equal_groups(scored: Scored, config: PPOConfig) -> Tensor:
-    """For which prompts (G,) all responses have equal scores; for gdpo, equal ones of every source.
+    """For which prompts (G,) all responses have equal scores; for gdpo, equal ones of every source
+    that has a weight.
 
     A small spread is not an equal group, and a mean of 0 or 1 says nothing if scores are not 0 or
     1 (https://github.com/OpenRLHF/OpenRLHF/issues/1270).
     """
-    parts = [training_scores(scored, config)]
+    by_prompt = groups(training_scores(scored, config), config)[None]
     if config.advantage == "gdpo":
-        parts += scored.parts.values()
-    by_prompt = torch.stack([groups(part, config) for part in parts])
+        found = separate(scored, config)
+        by_prompt = found["parts"][found["weights"] != 0]
     return (by_prompt == by_prompt[:, :1]).all(1).all(0)
 
 
 def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
-    """The score of each source (S, K, G) and its weight (S,). The last ones are the penalties for
-    cut and long responses."""
+    """The clipped score of each source (S, K, G) and its weight (S,). The last ones are the
+    penalties for cut and long responses."""
     assert scored.clipped_scores is not None
     weights, parts = [1.0], [scored.clipped_scores]
     if scored.parts:
-        weights, parts = [one.weight for one in config.rewards], [*scored.parts.values()]
+        weights = [one.weight for one in config.rewards]
+        limits = [clip_of(one, config.score_clip) for one in config.rewards]
+        found = zip(scored.parts.values(), limits, strict=True)
+        parts = [part.clamp(-limit, limit) for part, limit in found]
     parts.append(training_scores(scored, config) - scored.clipped_scores)
     return {
         "parts": torch.stack([groups(part, config) for part in parts]),

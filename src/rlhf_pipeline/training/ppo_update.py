@@ -168,7 +168,8 @@ def update_minibatch(
     ]
     count = torch.stack(counts).sum(0).double()
     # All responses may be left out.
-    tokens, terms, others = world.sum(count.to(world.device, non_blocking=True)).clamp(min=1)
+    totals = world.sum(count.to(world.device, non_blocking=True)).clamp(min=1)
+    tokens, policy_terms, other_terms = totals
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses = [
@@ -179,8 +180,8 @@ def update_minibatch(
                 config,
                 tokens,
                 kl_coef,
-                terms=terms,
-                others=others,
+                policy_terms=policy_terms,
+                other_terms=other_terms,
                 is_sampler=is_sampler,
             )
             for piece in pieces
@@ -215,14 +216,14 @@ def actor_loss(
     tokens: Tensor,
     kl_coef: float,
     *,
-    terms: Tensor,
-    others: Tensor,
+    policy_terms: Tensor,
+    other_terms: Tensor,
     is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
     """The policy loss of a micro batch, plus KL penalty and entropy loss if they are on.
 
-    `tokens` is the number of tokens that the policy chose in the whole optimizer step, `terms` that
-    of the terms of `ppo.policy_loss`, `others` what divides the other losses.
+    Three numbers are those of the whole optimizer step: `tokens`, those that the policy chose;
+    `policy_terms`, what divides `ppo.policy_loss`; `other_terms`, what divides KL and entropy.
     """
     piece = piece.to(models.actor.device)
     mask = piece.sequences.action_mask
@@ -243,7 +244,7 @@ def actor_loss(
         advantages=piece.advantages,
         mask=mask,
     )
-    loss, count = total / terms, mask.sum()
+    loss, count = total / policy_terms, mask.sum()
     diagnostics = by_name(
         policy_diagnostics,
         config,
@@ -261,10 +262,10 @@ def actor_loss(
         assert piece.ref_logprobs is not None
         reduce = reduction(config)
         total, _ = kl_loss(logprobs, piece.old_logprobs, piece.ref_logprobs, mask, reduce=reduce)
-        loss = loss + kl_coef * (total / others)
+        loss = loss + kl_coef * (total / other_terms)
     if config.entropy_coef > 0:
         total, _ = entropy_loss(entropy, mask, reduce=reduction(config))
-        loss = loss + config.entropy_coef * (total / others)
+        loss = loss + config.entropy_coef * (total / other_terms)
     return loss, sums
 
 
