@@ -81,7 +81,8 @@ class PPOConfig(SavingConfig):
     responses and divides by their standard deviation (Shao et al. 2024); gdpo does so for each
     source of rewards before the sum (Liu et al. 2026); reinforce subtracts the mean of the step
     (Williams 1992). One per token: reinforce++ whitens the returns of all tokens of the step (Hu
-    2025). A function of yours has a critic if it reads `values` (docs/extending.md)."""
+    2025); immediate is the reward of the token alone (`distill`). A function of yours has a critic
+    if it reads `values` (docs/extending.md)."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
     """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores, which
     have no advantage. drop: no loss counts them, and the update does not compute them; resample:
@@ -342,7 +343,7 @@ class PPOConfig(SavingConfig):
                 f"actor.lora.quantize: found {lora.quantize}, expected null for generator vllm, "
                 "which adds the adapters to the matrices"
             )
-        yield from self.reference.faults_as_reference(self.actor)
+        yield from self._reference_faults()
         yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
         actor = critic = self.actor.deepspeed.precision
         if self.critic is not None:
@@ -354,10 +355,13 @@ class PPOConfig(SavingConfig):
                 "overflow. Fix: set both to fp16, or neither"
             )
 
+    def _reference_faults(self) -> Iterator[str]:
+        yield from self.reference.faults_as_reference(self.actor)
+
 
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
-_OF_TOKENS = ("gae", "reinforce++")
-_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++")
+_OF_TOKENS = ("gae", "reinforce++", "immediate")
+_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),
     "lam": ("gae",),
