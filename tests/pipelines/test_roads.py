@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import torch
 from conftest import Project
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pipeline.runtime.manifest import Manifest
 
@@ -151,3 +153,55 @@ def test_rejection_trains_the_base_model_on_the_best_of_its_answers(road, tmp_pa
     status = own.kedro(*own.arguments, env="road", command="rlhf status")
     for stage in ("sample round 1", "rejection round 1", "evaluate_rejection"):
         assert re.search(rf"{stage} +finished", status), status
+
+
+def teacher_like(base_model: Path, folder: Path) -> Path:
+    """A larger model with a base model's tokenizer, which prefers some tokens in any context."""
+    torch.manual_seed(7)
+    config = AutoConfig.from_pretrained(
+        base_model, num_hidden_layers=3, tie_word_embeddings=False, initializer_range=0.3
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    inputs = model.get_input_embeddings().weight.data
+    inputs[:] = inputs[0]
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base_model).save_pretrained(folder)
+    return folder
+
+
+def test_distill_moves_the_base_model_to_a_larger_teacher(road, tmp_path):
+    own = road(
+        "data_preparation",
+        [{"prompt": f"What is {n} + 1?"} for n in range(80)],
+        reward_model=None,
+        distill={
+            "teacher": "some/model",
+            "steps": 40,
+            "rollout_batch_size": 32,
+            "minibatch_size": 32,
+            "micro_batch_tokens": 512,
+            "evaluations": 2,
+            "evaluation_prompts": 8,
+            "sampling": {"max_response_tokens": 8},
+            "actor": {"optimizer": {"learning_rate": 2e-2}},
+        },
+        evaluate={
+            "prompts": 8,
+            "sampling": {"max_response_tokens": 8},
+            "judges": [{"regex": "1"}],
+        },
+    )
+    teacher = teacher_like(own.recipes("base_model")[0] / "export", tmp_path / "teacher")
+    arguments = own.arguments[0], "--pipeline=distill"
+    printed = own.kedro(*arguments, env="road", params=f"distill.teacher={teacher}")
+    print(printed)
+    curve = [json.loads(line)["metrics"] for line in (own.newest("06_models/distill_model") / "metrics.jsonl").open()]
+    print([round(m["objective/kl"], 2) for m in curve], [m["validation/kl"] for m in curve if "validation/kl" in m])
+    status = own.kedro(*arguments, env="road", command="rlhf status", params=f"distill.teacher={teacher}")
+    print(status)
+    print(own.kedro(*arguments, env="road", command="rlhf plan", params=f"distill.teacher={teacher}"))
+    print(own.kedro("--from-nodes=distill", *arguments, env="road", params=f"distill.teacher={teacher}"))
+    (teacher / "notes.txt").write_text("x")
+    print(own.kedro(*arguments, env="road", command="rlhf status", params=f"distill.teacher={teacher}"))
+    print(own.kedro("candidate", arguments[0], env="road", command="rlhf lineage"))
+    print((own.newest("08_reporting/distill_evaluation.html")))

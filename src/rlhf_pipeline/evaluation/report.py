@@ -187,7 +187,7 @@ def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
     name = policy.replace("_", " ")
     named = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
-    named["distill"] = "the distilled model"
+    named["distill"] = "distillation"
     named |= dict.fromkeys((BASE_MODEL, "baseline", "candidate"), f"the {name}")
     return named.get(policy, name.upper())
 
