@@ -1,4 +1,4 @@
-"""From the base model by GRPO, DPO and rejection sampling: real launches on two CPU ranks."""
+"""From the base model by GRPO, DPO, rejection sampling and distillation: real launches on two CPU ranks."""
 
 import json
 import re
@@ -193,15 +193,24 @@ def test_distill_moves_the_base_model_to_a_larger_teacher(road, tmp_path):
     )
     teacher = teacher_like(own.recipes("base_model")[0] / "export", tmp_path / "teacher")
     arguments = own.arguments[0], "--pipeline=distill"
-    printed = own.kedro(*arguments, env="road", params=f"distill.teacher={teacher}")
-    print(printed)
-    curve = [json.loads(line)["metrics"] for line in (own.newest("06_models/distill_model") / "metrics.jsonl").open()]
-    print([round(m["objective/kl"], 2) for m in curve], [m["validation/kl"] for m in curve if "validation/kl" in m])
-    status = own.kedro(*arguments, env="road", command="rlhf status", params=f"distill.teacher={teacher}")
-    print(status)
-    print(own.kedro(*arguments, env="road", command="rlhf plan", params=f"distill.teacher={teacher}"))
-    print(own.kedro("--from-nodes=distill", *arguments, env="road", params=f"distill.teacher={teacher}"))
-    (teacher / "notes.txt").write_text("x")
-    print(own.kedro(*arguments, env="road", command="rlhf status", params=f"distill.teacher={teacher}"))
-    print(own.kedro("candidate", arguments[0], env="road", command="rlhf lineage"))
-    print((own.newest("08_reporting/distill_evaluation.html")))
+    options = {"env": "road", "params": f"distill.teacher={teacher}"}
+    output = own.kedro(*arguments, **options)
+    assert "teacher: finished" in output and "distill: finished" in output
+    student = own.newest("06_models/distill_model")
+    records = [json.loads(line)["metrics"] for line in (student / "metrics.jsonl").open()]
+    assert records[0]["objective/kl"] > 1
+    assert records[-1]["validation/kl"] < 0.4
+    assert Manifest.read(student).metrics["validation/kl"] < 0.4
+    config = json.loads((own.recipes("teacher")[0] / "export" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    assert list(evaluation_of(own, "distill")["policies"]) == ["base_model", "distill"]
+    page = own.newest("08_reporting/distill_evaluation.html").read_text()
+    assert "KL from the teacher" in page and "distillation was not trained on this judge" in page
+    assert "KL from SFT, nats per response" not in page
+    plan = json.loads(own.kedro(*arguments, "--json", command="rlhf plan", **options))
+    sizes = plan["stages"][0]["models"]
+    assert sizes["distill.reference"]["weights"] > 1.4 * sizes["distill.actor"]["weights"]
+    assert "distill: reused" in own.kedro(*arguments, "--from-nodes=distill", **options)
+    (teacher / "notes.txt").write_text("other bytes")
+    status = own.kedro(*arguments, command="rlhf status", **options)
+    assert re.search(r"teacher +run +\w+ +input bytes changed", status), status

@@ -9,12 +9,9 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.ppo_blocks import KLConfig
 from rlhf_pipeline.config.rewards import Reward
 from rlhf_pipeline.config.training import (
-    FrozenModel,
     FrozenModelConfig,
     OptimizerConfig,
     SamplingConfig,
-    StageModel,
-    TrainedModel,
     TrainedModelConfig,
 )
 
@@ -73,6 +70,7 @@ class DistillConfig(PPOConfig):
     """
 
     stage = sampler = "distill"
+    has_teacher = True
 
     teacher: Annotated[
         TeacherConfig, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
@@ -105,13 +103,6 @@ class DistillConfig(PPOConfig):
     """How the frozen teacher is loaded, also beside LoRA. A large one may have bf16 and ZeRO stage
     3 while the student has others."""
 
-    def models(self) -> list[StageModel]:
-        """Student and teacher."""
-        return [
-            TrainedModel(f"{self.stage}.actor", self.actor, averaged=self.ema is not None),
-            FrozenModel(f"{self.stage}.reference", self.reference.beside(self.actor.deepspeed)),
-        ]
-
     def _faults(self) -> Iterator[str]:
         for name in UNUSED:
             if getattr(self, name) != type(self).model_fields[name].default:
@@ -120,6 +111,3 @@ class DistillConfig(PPOConfig):
                     f"Fix: remove {name}"
                 )
         yield from super()._faults()
-
-    def _reference_faults(self) -> Iterator[str]:
-        yield from self.reference.faults_beside("reference", self.actor)

@@ -41,6 +41,8 @@ class PPOConfig(SavingConfig):
     """Name of the stage and of its parameter block."""
     sampler: ClassVar[str] = "ppo"
     """The parameter with rewards and sampling."""
+    has_teacher: ClassVar[bool] = False
+    """Whether the reference is another model than the start of the actor."""
 
     steps: PositiveInt
     """Number of steps. Each generates, scores and trains on `rollout_batches` *
@@ -202,7 +204,7 @@ class PPOConfig(SavingConfig):
         found: list[StageModel] = [
             TrainedModel(f"{self.stage}.actor", self.actor, averaged=averaged)
         ]
-        if not self.actor.is_own_reference:
+        if self.has_teacher or not self.actor.is_own_reference:
             frozen = self.reference.beside(self.actor.deepspeed)
             found.append(FrozenModel(f"{self.stage}.reference", frozen))
         if self.critic is not None:
@@ -343,7 +345,10 @@ class PPOConfig(SavingConfig):
                 f"actor.lora.quantize: found {lora.quantize}, expected null for generator vllm, "
                 "which adds the adapters to the matrices"
             )
-        yield from self._reference_faults()
+        if self.has_teacher:
+            yield from self.reference.faults_beside("reference", self.actor)
+        else:
+            yield from self.reference.faults_as_reference(self.actor)
         yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
         actor = critic = self.actor.deepspeed.precision
         if self.critic is not None:
@@ -354,9 +359,6 @@ class PPOConfig(SavingConfig):
                 "expected fp16 in both or neither: both skip a step if the gradients of one "
                 "overflow. Fix: set both to fp16, or neither"
             )
-
-    def _reference_faults(self) -> Iterator[str]:
-        yield from self.reference.faults_as_reference(self.actor)
 
 
 _OF_GROUPS = ("rloo", "grpo", "gdpo")

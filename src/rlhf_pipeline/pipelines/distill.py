@@ -1,7 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_pipeline.config.distill import DistillConfig, TeacherConfig
+from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.data.token_contract import NAME, common_contract
 from rlhf_pipeline.pipelines import base_model
 from rlhf_pipeline.pipelines.ppo import shared_inputs, spec_of
@@ -22,16 +22,11 @@ def distill(
     Raises ArtifactError before the stage starts if both have different tokenizers.
     """
     assert config is not None, "checked before the run"
-    teacher = fetched(config.teacher, seed, stages)
+    identity = base_model.base_model_identity(config.teacher, "distill.teacher")
+    teacher = stages.run(Job(TEACHER, {"base_model": config.teacher}, {}, 0, identity))
     models = {"sft_model": sft_model, "distill.teacher": teacher}
     if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
         common_contract(models, "choose a teacher with the student's tokenizer and chat template")
     inputs = shared_inputs(split, sft_model, config) | {"teacher": teacher}
     spec = SPEC.answering_by(config.generator)
     return stages.run(Job(spec, {spec.name: config}, inputs, seed))
-
-
-def fetched(teacher: TeacherConfig, seed: int, stages: Stages) -> Path:
-    """The teacher with its token contract."""
-    identity = base_model.base_model_identity(teacher, "distill.teacher")
-    return stages.run(Job(TEACHER, {"base_model": teacher}, {}, seed, identity))

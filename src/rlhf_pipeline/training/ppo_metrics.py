@@ -40,7 +40,7 @@ def rollout_metrics(
     }
     if scored.values is not None:
         own["values"] = masked_sum(scored.values, mask).double()
-    if config.responses_per_prompt > 1 and config.rewards and not held_out:
+    if config.rewards and config.responses_per_prompt > 1 and not held_out:
         own["rollout/equal_groups"] = equal_groups(scored, config).double().mean() * len(scores)
     if config.correction is not None and not held_out:
         weights = torch.as_tensor(sampler_weights_of(scored, config)).double()
@@ -115,17 +115,14 @@ def rollout_fault(
     if metrics["rollout/response_tokens"] != metrics["rollout/eos_fraction"]:
         return None
     cause = (
-        "the SFT model ends at once. Fix: check its demonstrations, and whether the chat template "
-        "ends a prompt with EOS"
+        f"the actor has learned to end at once because {config.stage}.rewards prefers that. Fix: "
+        f"raise {config.stage}.kl.coef ({config.kl.coef:g}), or check the scores of short answers"
+        if trained
+        else "the SFT model ends at once. Fix: check its demonstrations, and whether the chat "
+        "template ends a prompt with EOS"
     )
-    if trained and config.rewards:
-        cause = (
-            f"the actor has learned to end at once because {config.stage}.rewards prefers that. "
-            f"Fix: raise {config.stage}.kl.coef ({config.kl.coef:g}), or check the scores of short "
-            "answers"
-        )
-    elif trained:
-        cause = "the actor has learned to end at once. Fix: check whether the teacher does"
+    if trained and config.has_teacher:
+        cause = "the actor has learned to end at once. Fix: check whether its teacher does"
     return f"every response is empty {where}: {cause}"
 
 
