@@ -1,4 +1,4 @@
-"""From the base model by GRPO, DPO, rejection sampling and distillation: real launches on two CPU ranks."""
+"""From the base model by GRPO, DPO, rejection sampling, distillation: launches on two CPU ranks."""
 
 import json
 import re
