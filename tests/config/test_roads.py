@@ -61,7 +61,7 @@ NO_JUDGE = "evaluate.judges: found none, expected at least one"
         ({}, PPO, f"ppo.rewards: {NO_MODEL}"),
         ({"grpo": {}}, GRPO, f"grpo.rewards: {NO_MODEL}"),
         ({"rejection": {}}, {"rejection"}, f"rejection.sample.rewards: {NO_MODEL}"),
-        ({"ppo": {"rewards": ["json:dumps"]}}, PPO, "ppo.critic: found a block, but reward_model"),
+        ({"ppo": {"rewards": ["json:dumps"]}}, PPO, None),  # its critic starts from the policy
         ({}, DPO, NO_JUDGE),
         ({"grpo": {"rewards": [{"reference": "exact", "weight": -1}]}}, GRPO, NO_JUDGE),
         # Policies and evaluations that do not run need nothing.

@@ -154,7 +154,8 @@ class PPOConfig(SavingConfig):
     actor: TrainedModelConfig
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
-    """The value model. It starts from the reward model. Required for gae, not allowed otherwise."""
+    """The value model. It starts from the reward model, or if `reward_model` is null from the policy
+    with a new head. Required for gae, not allowed otherwise."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation of the generator `hybrid`."""
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
@@ -190,8 +191,8 @@ class PPOConfig(SavingConfig):
 
     @property
     def needs_reward_model(self) -> bool:
-        """Whether the trained reward model is a reward, or the critic starts from it."""
-        return self.critic is not None or uses_trained(self.rewards)
+        """Whether the trained reward model is a reward."""
+        return uses_trained(self.rewards)
 
     @property
     def reward_model_companion(self) -> TrainedModelConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import as_judges, uses_trained
+from rlhf_pipeline.config.rewards import as_judges
 from rlhf_pipeline.config.sample import SAMPLED, SampledConfig
 from rlhf_pipeline.config.split import PHASES, Phase, SplitConfig
 from rlhf_pipeline.errors import ConfigError
@@ -93,17 +93,15 @@ def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
 def faults_without_reward_model(
     blocks: Mapping[str, Any], nodes: Collection[str], *, has_gold: bool
 ) -> Iterator[str]:
-    """Rewards and critics of these nodes that need the reward model, and an evaluation without a
-    judge, if `reward_model` is null. `has_gold`: the gold score judges."""
+    """Rewards of these nodes that need the reward model, and an evaluation without a judge, if
+    `reward_model` is null. `has_gold`: the gold score judges."""
     if blocks["reward_model"] is not None:
         return
     for policy in samplers(blocks):
         if policy.stage in nodes and policy.needs_reward_model:
-            is_reward = uses_trained(policy.rewards)
-            found = "rewards: found trained" if is_reward else "critic: found a block"
             yield (
-                f"{policy.sampler}.{found}, but reward_model is null. Fix: set reward_model, or "
-                f"other rewards and no critic, or {policy.stage} to null"
+                f"{policy.sampler}.rewards: found trained, but reward_model is null. Fix: set "
+                f"reward_model, or other rewards, or {policy.stage} to null"
             )
     evaluations = [name for name in nodes if name.startswith("evaluate")]
     evaluated = [name.removeprefix("evaluate").removeprefix("_") or "ppo" for name in evaluations]

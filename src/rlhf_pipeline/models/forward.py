@@ -199,7 +199,9 @@ def _rectangular(values: Tensor, batch: Sequences) -> Tensor:
 def _packs(policy: nn.Module, model: PreTrainedModel) -> bool:
     """Whether packed rows have the outputs that they have alone, also if they share a prompt.
 
-    Rounding is allowed, a tenth of what the first row would change as the beginning of the second.
+    Rounding is allowed: a root mean square of a tenth of what the first row would change as the
+    beginning of the second. The largest difference says less, because a pretrained model in bf16
+    can enlarge the rounding of a single token to a fifth of that.
     """
     if model.config._attn_implementation != PACKED:
         return False
@@ -211,8 +213,8 @@ def _packs(policy: nn.Module, model: PreTrainedModel) -> bool:
         for ids in (SECOND, THIRD, FIRST + SECOND)
     )
     alone = torch.cat([second, third[3:]])
-    error = (packed[len(FIRST) :] - alone).abs().amax()
-    leak = (mixed[len(FIRST) :] - second).abs().amax()
+    error = (packed[len(FIRST) :] - alone).square().mean().sqrt()
+    leak = (mixed[len(FIRST) :] - second).square().mean().sqrt()
     return bool(error <= 0.1 * leak)
 
 

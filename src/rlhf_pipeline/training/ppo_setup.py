@@ -32,6 +32,7 @@ from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
 from rlhf_pipeline.training.prompts import PromptStream
 from rlhf_pipeline.training.resume import Checkpoints
+from rlhf_pipeline.training.reward_model import untrained
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
@@ -204,6 +205,8 @@ def load_ppo_models(
 ) -> PPOModels:
     """Load the models of `ppo` from the SFT model, those with a scalar head from the reward model.
 
+    Without a reward model, the critic starts from the SFT model with a new head.
+
     During the warm-up of the critic the actor does not train, so it makes fewer updates.
     """
     trust = job.trust_remote_code
@@ -211,8 +214,9 @@ def load_ppo_models(
     updates = config.ppo_epochs * config.updates_per_epoch
 
     def load(model: TrainedModel | FrozenModel) -> Any:
-        source = load_scores if model.scalar else load_policy
-        folder = job.inputs["reward_model" if model.scalar else "sft_model"]
+        has_head = model.scalar and "reward_model" in job.inputs
+        source = load_scores if has_head else untrained if model.scalar else load_policy
+        folder = job.inputs["reward_model" if has_head else "sft_model"]
         if model.name == "reference":
             folder = job.inputs.get("teacher", folder)
         from_disk = partial(source, folder, trust_remote_code=trust)

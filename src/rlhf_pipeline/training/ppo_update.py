@@ -106,15 +106,23 @@ def in_micro_batches(
     world: World,
     key: tuple[int, int],
 ) -> Iterator[list[Experience]]:
-    """The micro batches of each minibatch, epoch after epoch."""
+    """The micro batches of each minibatch, epoch after epoch.
+
+    A minibatch has all responses to its prompts if its size allows it, because the responses to a
+    prompt share its tokens in a forward pass.
+    """
     if experience.training_pass is not None:
         yield [experience]
         return
-    count, size = len(experience.sequences) * world.size, config.minibatch_size
+    rows = torch.arange(len(experience.sequences))
+    together = config.responses_per_prompt
+    if config.minibatch_size % (together * world.size):
+        together = 1
+    units, size = rows.view(together, -1), config.minibatch_size // together
     drawn = [
-        torch.from_numpy(rows)
+        units[:, torch.from_numpy(chosen)].flatten()
         for epoch in range(1, config.ppo_epochs + 1)
-        for rows in minibatch_rows(count, size, world, (*key, epoch))
+        for chosen in minibatch_rows(units.shape[1] * world.size, size, world, (*key, epoch))
     ]
     if config.equal_groups != "keep" or config.truncated == "mask":
         drawn = _only_trained(drawn, experience.sequences.action_mask.any(1), world)

@@ -1,0 +1,187 @@
+"""What is each method worth on a task that a program checks? A real model, three seeds.
+
+    python benchmarks/checkable.py MODEL              # a .gguf file or a folder: docs/which-method.md
+    python benchmarks/checkable.py MODEL --seeds 1    # fewer seeds
+    python benchmarks/checkable.py --draw             # the table and the plot of what is finished
+
+The task is chain_sum of reasoning-gym: sums and differences of two numbers of one or two digits.
+The reward is 1 if the last number of an answer is right. Every method samples the same number of
+answers, from the same prompts' phase, and starts from the untouched model. Questions of the test
+are in no other part. A seed decides the order of the prompts and all answers; each run has one
+core. Results: benchmarks/results/checkable/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from experiments import LAUNCH, RESULTS, Tree, commit, history, side_by_side
+
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.sample import RejectionConfig
+from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.pipelines.base_model import base_model
+from rlhf_pipeline.pipelines.evaluate import evaluate_models
+from rlhf_pipeline.pipelines.grpo import grpo
+from rlhf_pipeline.pipelines.rejection import rejection
+from rlhf_pipeline.pipelines.split import split
+from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.statistics import difference, share_with_interval
+
+STEPS, PROMPTS, ANSWERS, TOKENS = 30, 8, 8, 16
+REWARDS = [{"reference": "last_number"}]
+DATA = {
+    "sources": [
+        {
+            "name": "reasoning_gym",
+            "samples": 3000,
+            "tasks": {
+                "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+            },
+        }
+    ],
+    "weights": [0, 0, 1],
+    "validation_fraction": 0.03,
+    "test_fraction": 0.1,
+    "near_duplicates": "keep",  # all questions repeat one instruction
+    "max_prompt_tokens": 64,
+    "max_response_tokens": TOKENS,
+}
+MODEL = {
+    "deepspeed": {"zero_stage": 1, "precision": "bf16"},
+    "optimizer": {"learning_rate": 1e-5, "weight_decay": 0.0},
+}
+COMMON = {
+    "steps": STEPS,
+    "rollout_batch_size": PROMPTS * ANSWERS,
+    "responses_per_prompt": ANSWERS,
+    "minibatch_size": PROMPTS * ANSWERS // 2,  # two updates a step, so that ratios matter
+    "micro_batch_tokens": 2048,
+    "rewards": REWARDS,
+    "sampling": {"max_response_tokens": TOKENS},
+    "kl": {"coef": 0.02, "place": "loss", "maximum": 20.0},
+    "evaluations": 1,
+    "evaluation_prompts": 32,
+    "actor": MODEL,
+}
+ALONE = "untouched"
+METHODS: dict[str, Tree] = {
+    "GRPO": {},
+    "RLOO": {"advantage": "rloo"},
+    "PPO": {"advantage": "gae", "critic": MODEL, "value_clip_range": None, "lam": 1.0},
+    "GSPO": {
+        "importance": "sequence",
+        "denominator": "sequences",
+        "clip_range": 3e-4,
+        "clip_range_high": 4e-4,
+    },
+    "GRPO, drop": {"equal_groups": "drop"},
+    "GRPO, resample": {"equal_groups": "resample", "maximum_resamples": 4},
+}
+REJECTION = "rejection"
+ROUNDS = 3
+
+
+def main() -> int:
+    """Train what is missing, one run a core, then evaluate, and draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--methods", nargs="+", default=[*METHODS, REJECTION])
+    parser.add_argument("--draw", action="store_true")
+    given, root = parser.parse_args(), RESULTS / "checkable"
+    if not given.draw:
+        prepare(given.model, root)
+        tasks = [(m, s, given.model, root) for s in given.seeds for m in given.methods]
+        for row in side_by_side(train, tasks):
+            print(json.dumps(row), flush=True)
+        for rows in side_by_side(judge, [(s, given.model, root) for s in given.seeds]):
+            print(json.dumps(rows), flush=True)
+    return report(root)
+
+
+def prepare(model: str, root: Path) -> tuple[Path, Path, StageRunner]:
+    """The untouched model as a checkpoint, and the prompts."""
+    stages = StageRunner(RunContext(root / "workspace", LAUNCH))
+    data = SplitConfig.model_validate(DATA)
+    base = base_model(BaseModelConfig(path=model), data, 1, stages)
+    return base, split(base, data, 1, stages), stages
+
+
+def policy(method: str, seed: int, model: str, root: Path) -> Path:
+    """The policy that a method trains."""
+    base, rows, stages = prepare(model, root)
+    if method != REJECTION:
+        config = GRPOConfig.model_validate(COMMON | METHODS[method])
+        return grpo(rows, base, base, None, config, seed, stages)
+    sample = {
+        "n": ANSWERS,
+        "prompts": STEPS * PROMPTS // ROUNDS,
+        "validation_prompts": 16,
+        "rewards": REWARDS,
+        "min_score": 1.0,
+        "sampling": COMMON["sampling"],
+    }
+    given = MODEL | {"sample": sample, "rounds": ROUNDS, "batch_size": 16, "epochs": 2}
+    config = RejectionConfig.model_validate(given | {"micro_batch_tokens": 2048})
+    return rejection(rows, base, base, None, config, seed, stages)
+
+
+def train(method: str, seed: int, model: str, root: Path) -> Tree:
+    """Train one policy; what its last steps measured."""
+    trained = policy(method, seed, model, root)
+    found = {"method": method, "seed": seed, "commit": commit(), "history": history(trained)}
+    (root / f"train-{method}-{seed}.json").write_text(json.dumps(found))
+    return {"method": method, "seed": seed, "last": found["history"][-1:]}
+
+
+def judge(seed: int, model: str, root: Path) -> Tree:
+    """Let the policies of a seed answer the test questions; the right ones by method."""
+    base, rows, stages = prepare(model, root)
+    names = {name.replace(", ", "-"): name for name in (*METHODS, REJECTION)}
+    done = {
+        key: name for key, name in names.items() if (root / f"train-{name}-{seed}.json").exists()
+    }
+    models = {ALONE: base} | {key: policy(name, seed, model, root) for key, name in done.items()}
+    config = EvaluateConfig.model_validate(
+        {"judges": REWARDS, "sampling": COMMON["sampling"], "prompts": 300, "precision": "bf16",
+         "answers_per_prompt": 2}
+    )  # fmt: skip
+    prompts = dict.fromkeys(models, rows / "evaluation")
+    export = evaluate_models(models, prompts, config, seed, stages)
+    found = {"seed": seed, "commit": commit()} | summary(export, {ALONE: ALONE} | done)
+    (root / f"test-{seed}.json").write_text(json.dumps(found))
+    return {name: np.mean(right) for name, right in found["right"].items()}
+
+
+def summary(export: Path, names: dict[str, str]) -> dict[str, Any]:
+    """Whether each answer to each question is right, and the KL, by method."""
+    right: dict[str, dict[int, list[float]]] = {name: {} for name in names.values()}
+    kl: dict[str, list[float]] = {name: [] for name in names.values()}
+    for line in (export / "answers.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        if answer["policy"] in names:
+            name = names[answer["policy"]]
+            right[name].setdefault(answer["row"], []).append(answer["last_number_score"])
+            kl[name].append(answer["kl"])
+    return {
+        "right": {name: [rows[row] for row in sorted(rows)] for name, rows in right.items()},
+        "kl": {name: float(np.mean(values)) for name, values in kl.items()},
+    }
+
+
+def report(root: Path) -> int:
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
