@@ -167,6 +167,13 @@ def test_a_teacher_of_unknown_size_is_not_checked_and_a_warning_says_so(paramete
     )
 
 
+def test_a_distillation_does_not_ask_how_good_the_reward_model_is(parameters):
+    """It does not read the reward model, which is a judge only."""
+    blocks = check_values(parameters | {"distill": {"teacher": "someone/model"}})
+    assert blocks["reward_model"].gate is not None
+    check_inputs("distill", {}, {"distill"}, blocks)
+
+
 def test_lengths_are_checked_against_the_model_that_the_split_receives(parameters, tmp_path):
     """A model on the hub is known once it is fetched. Both limits need 512 + 256 positions."""
     parameters["split"] |= {"max_prompt_tokens": 512, "max_response_tokens": 256}
