@@ -45,6 +45,7 @@ NOT_RUN = {
     "kedro run --env=tiny --pipeline=grpo": "needs a block; tests/test_tutorials.py",
     "kedro run --pipeline=full --params=launch.mode": "tests/stages/launch/test_two_nodes.py",
     'kedro run --pipeline=full --params="$params': "tests/stages/launch/test_two_nodes.py",
+    "kedro run --pipeline=distill": "needs a teacher; tests/pipelines/test_roads.py",
     "kedro run --pipeline=simpo": "tests/test_package.py",
     "kedro run --pipeline=full --params=store": "tests/test_storage.py",
     "make": "a target of the Makefile",

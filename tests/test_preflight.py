@@ -17,6 +17,7 @@ from rlhf_pipeline.preflight import (
     check_memory,
     check_root,
 )
+from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
@@ -146,6 +147,31 @@ def test_a_model_of_unknown_size_passes(large):
     unknown = large | {"base_model": {"path": "someone/model"}}
     tiny = Hardware(1, gpu_memory=GIB)
     assert check_memory(unknown, ALL, tiny, refuses=True) == []
+
+
+def test_the_memory_of_a_distillation_contains_its_teacher(parameters):
+    """A bf16 OPT-13B beside a small student: 2 bytes for each weight on each of 2 GPUs."""
+    plan = {"teacher": "facebook/opt-13b", "reference": {"deepspeed": {"precision": "bf16"}}}
+    given = as_json(check_values(parameters | {"distill": plan}))
+    gpus = Hardware(2, gpu_memory=16 * GIB)
+    with pytest.raises(ConfigError, match=r"^distill: found 24\.\d GiB of weights.* 16\.0 GiB of"):
+        check_memory(given, {"distill"}, gpus, refuses=True)
+    assert check_memory(given, {"distill"}, Hardware(2, gpu_memory=80 * GIB), refuses=True) == []
+
+
+def test_a_teacher_of_unknown_size_is_not_checked_and_a_warning_says_so(parameters):
+    given = as_json(check_values(parameters | {"distill": {"teacher": "someone/model"}}))
+    (warning,) = check_memory(given, {"distill"}, Hardware(1, gpu_memory=GIB), refuses=True)
+    assert warning.startswith(
+        "distill: its memory is not checked: distill.teacher.path: found someone/model, whose sizes"
+    )
+
+
+def test_a_distillation_does_not_ask_how_good_the_reward_model_is(parameters):
+    """It does not read the reward model, which is a judge only."""
+    blocks = check_values(parameters | {"distill": {"teacher": "someone/model"}})
+    assert blocks["reward_model"].gate is not None
+    check_inputs("distill", {}, {"distill"}, blocks)
 
 
 def test_lengths_are_checked_against_the_model_that_the_split_receives(parameters, tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_pipeline.config.block import leaves, validated
 from rlhf_pipeline.config.definitions import defined, parameters
+from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -149,6 +150,9 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
                 "the sources and block_tokens of split.pretraining, or set "
                 f"{policy.stage}.ptx to null"
             )
+        if isinstance(policy, DistillConfig):
+            faults = path_faults(policy.teacher.path)
+            yield from (one.replace("base_model.path", "distill.teacher.path") for one in faults)
         yield from _critic(policy)
     yield from judge_faults(evaluate.judges, every, "evaluate.judges")
     if evaluate.tasks is not None:

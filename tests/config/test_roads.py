@@ -34,6 +34,7 @@ def parameters():
         ({"sft": None, "ppo": None}, (0, 4, 0)),  # all pairs serve the reward model and DPO
         ({"ppo": None, "grpo": {}}, (2, 4, 4)),
         ({"ppo": None, "rejection": {}}, (2, 4, 4)),
+        ({"ppo": None, "distill": {"teacher": "t"}}, (2, 4, 4)),
         ({"ppo": None, "iterative_dpo": {}}, (2, 4, 4)),
         ({"sft": None, "reward_model": None, "ppo": None}, (0, 4, 0)),  # DPO alone
         ({"sft": None, "reward_model": None, "ppo": None, "grpo": BY_ANSWERS}, (0, 0, 4)),
@@ -65,6 +66,8 @@ NO_JUDGE = "evaluate.judges: found none, expected at least one"
         ({"grpo": {"rewards": [{"reference": "exact", "weight": -1}]}}, GRPO, NO_JUDGE),
         # Policies and evaluations that do not run need nothing.
         ({"grpo": BY_ANSWERS}, GRPO, None),
+        ({"distill": {"teacher": "t"}}, {"distill"}, None),
+        ({"distill": {"teacher": "t"}}, {"distill", "evaluate_distill"}, NO_JUDGE),
         ({"grpo": BY_ANSWERS}, {"evaluate_grpo"}, None),
         ({"grpo": BY_ANSWERS}, {"evaluate"}, NO_JUDGE),
         ({}, {"split", "sft"}, None),
@@ -108,7 +111,7 @@ def test_a_pipeline_that_leaves_the_rows_of_a_phase_unused_says_so(parameters):
     dpo = ["base_model", "split", "sft", "reward_model", "dpo"]
     assert list(unused_phases(split, dpo)) == [
         "split: phase ppo gets 40% of the training conversations, which pipeline dpo does not use. "
-        "Fix: set ppo, grpo, rejection, iterative_dpo to null"
+        "Fix: set ppo, grpo, distill, rejection, iterative_dpo to null"
     ]
     assert not list(unused_phases(split, [*dpo, "ppo"]))
     assert not list(unused_phases(split, ["base_model", "split", "sft"]))  # others may follow

@@ -1,4 +1,4 @@
-"""From the base model by GRPO, DPO and rejection sampling: real launches on two CPU ranks."""
+"""From the base model by GRPO, DPO, rejection sampling, distillation: launches on two CPU ranks."""
 
 import json
 import re
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import torch
 from conftest import Project
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pipeline.runtime.manifest import Manifest
 
@@ -151,3 +153,64 @@ def test_rejection_trains_the_base_model_on_the_best_of_its_answers(road, tmp_pa
     status = own.kedro(*own.arguments, env="road", command="rlhf status")
     for stage in ("sample round 1", "rejection round 1", "evaluate_rejection"):
         assert re.search(rf"{stage} +finished", status), status
+
+
+def teacher_like(base_model: Path, folder: Path) -> Path:
+    """A larger model with a base model's tokenizer, which prefers some tokens in any context."""
+    torch.manual_seed(7)
+    config = AutoConfig.from_pretrained(
+        base_model, num_hidden_layers=3, tie_word_embeddings=False, initializer_range=0.3
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    inputs = model.get_input_embeddings().weight.data
+    inputs[:] = inputs[0]
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base_model).save_pretrained(folder)
+    return folder
+
+
+def test_distill_moves_the_base_model_to_a_larger_teacher(road, tmp_path):
+    own = road(
+        "data_preparation",
+        [{"prompt": f"What is {n} + 1?"} for n in range(80)],
+        reward_model=None,
+        distill={
+            "teacher": "some/model",
+            "steps": 40,
+            "rollout_batch_size": 32,
+            "minibatch_size": 32,
+            "micro_batch_tokens": 512,
+            "evaluations": 2,
+            "evaluation_prompts": 8,
+            "sampling": {"max_response_tokens": 8},
+            "actor": {"optimizer": {"learning_rate": 2e-2}},
+        },
+        evaluate={
+            "prompts": 8,
+            "sampling": {"max_response_tokens": 8},
+            "judges": [{"regex": "1"}],
+        },
+    )
+    teacher = teacher_like(own.recipes("base_model")[0] / "export", tmp_path / "teacher")
+    arguments = own.arguments[0], "--pipeline=distill"
+    options = {"env": "road", "params": f"distill.teacher={teacher}"}
+    output = own.kedro(*arguments, **options)
+    assert "teacher: finished" in output and "distill: finished" in output
+    student = own.newest("06_models/distill_model")
+    records = [json.loads(line)["metrics"] for line in (student / "metrics.jsonl").open()]
+    assert records[0]["objective/kl"] > 1
+    assert records[-1]["validation/kl"] < 0.4
+    assert Manifest.read(student).metrics["validation/kl"] < 0.4
+    config = json.loads((own.recipes("teacher")[0] / "export" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    assert list(evaluation_of(own, "distill")["policies"]) == ["base_model", "distill"]
+    page = own.newest("08_reporting/distill_evaluation.html").read_text()
+    assert "KL from the teacher" in page and "distillation was not trained on this judge" in page
+    assert "KL from SFT, nats per response" not in page
+    plan = json.loads(own.kedro(*arguments, "--json", command="rlhf plan", **options))
+    sizes = plan["stages"][0]["models"]
+    assert sizes["distill.reference"]["weights"] > 1.4 * sizes["distill.actor"]["weights"]
+    assert "distill: reused" in own.kedro(*arguments, "--from-nodes=distill", **options)
+    (teacher / "notes.txt").write_text("other bytes")
+    status = own.kedro(*arguments, command="rlhf status", **options)
+    assert re.search(r"teacher +run +\w+ +input bytes changed", status), status

@@ -67,6 +67,15 @@ def test_a_stage_has_the_charts_of_its_metrics():
     assert (margin.title, margin.value) == ("Margin of the chosen response", "")
 
 
+def test_the_kl_of_a_distillation_is_that_from_its_teacher():
+    given = records(objective__kl=[5.0, 1.0])
+    (kl,) = training_charts("distill", {"distill": given}, {})
+    assert (kl.title, kl.note) == (
+        "KL from the teacher, nats per response",
+        "Healthy: it falls, then levels off.",
+    )
+
+
 def test_several_trainings_are_compared_on_held_out_rows():
     one = records(objective__kl=[1.0, 2.0], validation__kl=[None, 1.5], policy__entropy=[1.0, 0.9])
     kl, entropy = training_charts("ppo", {"a": one, "b": one}, {})

@@ -95,7 +95,7 @@ RANKS = Hardware(2)
 
 
 def work(stage, **block):
-    block |= {} if stage == "ppo" else OPTIMIZER
+    block |= {} if stage in ("ppo", "distill") else OPTIMIZER
     return stage_work(stage, {stage: block}, SHAPE, RANKS, LENGTHS)
 
 
@@ -148,6 +148,22 @@ def test_ppo():
     critic = WEIGHTS + 100
     assert found.checkpoints == 3 * (16 * WEIGHTS + 12 * critic)
     assert found.saved_models == 2 * 3 * 4 * WEIGHTS
+
+
+TEACHER = {"model_type": "llama", "hidden_size": 200, "num_hidden_layers": 8, "vocab_size": 1000,
+           "num_attention_heads": 4, "intermediate_size": 800}  # fmt: skip
+
+
+def test_a_distillation_has_a_forward_pass_of_the_teacher(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TEACHER))
+    found = work(
+        "distill", teacher=str(tmp_path), steps=5, rollout_batch_size=16, minibatch_size=16,
+        sampling={"max_response_tokens": 20},
+    )  # fmt: skip
+    own, teacher = (forward_flops(each, 5 * 16 * 50, 50) for each in (SHAPE, Shape.of(TEACHER)))
+    assert teacher > 6 * own
+    assert found.flops == pytest.approx((2 + 3) * own + teacher)
+    assert found.saved_models == 3 * 4 * WEIGHTS  # the teacher is not saved
 
 
 PPO = {

@@ -9,10 +9,10 @@ from rlhf_pipeline.stages.context import forced_stages
 from rlhf_pipeline.stages.run import StageRunner
 
 ALL = [
-    *"source base_model split sft reward_model sample".split(),
-    *"ppo grpo dpo kto rejection iterative_dpo".split(),
-    *"evaluate evaluate_grpo evaluate_dpo evaluate_kto evaluate_rejection".split(),
-    *"evaluate_iterative_dpo evaluate_champion".split(),
+    *"source base_model split sft reward_model sample teacher".split(),
+    *"ppo grpo distill dpo kto rejection iterative_dpo".split(),
+    *"evaluate evaluate_grpo evaluate_distill evaluate_dpo evaluate_kto".split(),
+    *"evaluate_rejection evaluate_iterative_dpo evaluate_champion".split(),
 ]
 
 

@@ -40,7 +40,7 @@ def model_card(
     origins = [
         _origin(manifest)
         for manifest in policy.made_from.values()
-        if manifest.stage in ("base_model", "source")
+        if manifest.stage in ("base_model", "teacher", "source")
     ]
     return environment.get_template("model_card.md.j2").render(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),
@@ -67,12 +67,12 @@ def _shown(value: object) -> str:
 
 
 def _origin(manifest: Manifest) -> dict[str, str | None]:
-    """A base model or a source of data: its name, id on the hub, identity and licence.
+    """A base model, a teacher or a source of data: its name, id on the hub, identity and licence.
 
     A path of this machine is not shown.
     """
     kind: Literal["dataset", "model"] = "dataset"
-    if manifest.stage == "base_model":
+    if manifest.stage != "source":
         given = manifest.config["base_model"]
         path, kind = given["path"], "model"
         hub = path if COMMIT in manifest.inputs else None
@@ -87,7 +87,7 @@ def _origin(manifest: Manifest) -> dict[str, str | None]:
         license_name = str((metadata_load(readme) or {}).get("license", UNKNOWN))
     identity = ", ".join(f"{each} {digest}" for each, digest in manifest.inputs.items())
     return {
-        "what": "base model" if kind == "model" else "data",
+        "what": manifest.stage.replace("_", " ") if kind == "model" else "data",
         "name": hub or name,
         "hub": hub,
         "identity": identity or f"recipe {manifest.fingerprint}",

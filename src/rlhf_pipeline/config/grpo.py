@@ -3,6 +3,7 @@ from typing import Annotated
 
 from pydantic import NonNegativeFloat, PositiveInt
 
+from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.config.doors import ADVANTAGE
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.ppo_blocks import KLConfig
@@ -44,5 +45,7 @@ class GRPOConfig(PPOConfig):
     """The policy in training. It starts from the SFT model, or without SFT from the base model."""
 
 
-POLICIES: Mapping[str, type[PPOConfig]] = {kind.stage: kind for kind in (PPOConfig, GRPOConfig)}
+POLICIES: Mapping[str, type[PPOConfig]] = {
+    kind.stage: kind for kind in (PPOConfig, GRPOConfig, DistillConfig)
+}
 """The blocks of the stages that run the program of PPO."""

@@ -41,6 +41,8 @@ class PPOConfig(SavingConfig):
     """Name of the stage and of its parameter block."""
     sampler: ClassVar[str] = "ppo"
     """The parameter with rewards and sampling."""
+    has_teacher: ClassVar[bool] = False
+    """Whether the reference is another model than the start of the actor."""
 
     steps: PositiveInt
     """Number of steps. Each generates, scores and trains on `rollout_batches` *
@@ -81,7 +83,8 @@ class PPOConfig(SavingConfig):
     responses and divides by their standard deviation (Shao et al. 2024); gdpo does so for each
     source of rewards before the sum (Liu et al. 2026); reinforce subtracts the mean of the step
     (Williams 1992). One per token: reinforce++ whitens the returns of all tokens of the step (Hu
-    2025). A function of yours has a critic if it reads `values` (docs/extending.md)."""
+    2025); immediate is the reward of the token alone (`distill`). A function of yours has a critic
+    if it reads `values` (docs/extending.md)."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
     """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores, which
     give them no advantage. drop: no loss counts them, that of the KL included, and the update does
@@ -204,7 +207,7 @@ class PPOConfig(SavingConfig):
         found: list[StageModel] = [
             TrainedModel(f"{self.stage}.actor", self.actor, averaged=averaged)
         ]
-        if not self.actor.is_own_reference:
+        if self.has_teacher or not self.actor.is_own_reference:
             frozen = self.reference.beside(self.actor.deepspeed)
             found.append(FrozenModel(f"{self.stage}.reference", frozen))
         if self.critic is not None:
@@ -345,7 +348,10 @@ class PPOConfig(SavingConfig):
                 f"actor.lora.quantize: found {lora.quantize}, expected null for generator vllm, "
                 "which adds the adapters to the matrices"
             )
-        yield from self.reference.faults_as_reference(self.actor)
+        if self.has_teacher:
+            yield from self.reference.faults_beside("reference", self.actor)
+        else:
+            yield from self.reference.faults_as_reference(self.actor)
         yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
         actor = critic = self.actor.deepspeed.precision
         if self.critic is not None:
@@ -359,8 +365,8 @@ class PPOConfig(SavingConfig):
 
 
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
-_OF_TOKENS = ("gae", "reinforce++")
-_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++")
+_OF_TOKENS = ("gae", "reinforce++", "immediate")
+_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),
     "lam": ("gae",),

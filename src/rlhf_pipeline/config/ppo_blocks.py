@@ -1,4 +1,4 @@
-"""The blocks inside `ppo` and `grpo`: KL, average of weights, ptx, curriculum, correction."""
+"""The blocks inside `ppo`, `grpo` and `distill`: KL, average, ptx, curriculum, correction."""
 
 from collections.abc import Iterator
 from typing import Literal

@@ -14,13 +14,13 @@ from rlhf_pipeline.config.split import PHASES, Phase, SplitConfig
 from rlhf_pipeline.errors import ConfigError
 
 ON_PROMPTS = (*POLICIES, *SAMPLED)
-"""The policies that answer prompts and train on rewards."""
+"""The policies that answer prompts and train on their answers."""
 
 OPTIONAL: Mapping[str, Any] = {
     "sft": {},
     "reward_model": {},
     "ppo": {},
-    **dict.fromkeys(("grpo", *SAMPLED)),
+    **dict.fromkeys(("grpo", "distill", *SAMPLED)),
 }
 """The blocks that may be null, with the value of one that is missing."""
 

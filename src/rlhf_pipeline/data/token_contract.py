@@ -134,7 +134,9 @@ def control_tokens(tokenizer: Tokenizer, contract: TokenContract) -> frozenset[s
     return frozenset(special - ({tokenizer.unk_token} - roles))
 
 
-def common_contract(models: dict[str, Path]) -> TokenContract:
+def common_contract(
+    models: dict[str, Path], fix: str = "train both from the same base_model"
+) -> TokenContract:
     """The contract that all models share. Messages contain the names of the models.
 
     Raises ArtifactError if two contracts differ, or one is missing.
@@ -145,8 +147,7 @@ def common_contract(models: dict[str, Path]) -> TokenContract:
             if (found := getattr(other, field)) != value:
                 raise ArtifactError(
                     f"{first} and {name} use different tokenizers: {field} is {value} in "
-                    f"{models[first]} and {found} in {models[name]}. Fix: train both from the same "
-                    "base_model."
+                    f"{models[first]} and {found} in {models[name]}. Fix: {fix}."
                 )
     return contract
 

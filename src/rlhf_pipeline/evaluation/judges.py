@@ -87,7 +87,7 @@ def optimized_judges(
     rubric. DPO, which has no rewards, learns from the same comparisons as the trained reward model.
     """
     trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    own = next((block for block in trained.config.values() if "rewards" in block), None)
+    own = next((block for block in trained.config.values() if block.get("rewards")), None)
     if own is None and not {"comparisons", "reward_model"} & trained.inputs.keys():
         return set(), []
     given = ["trained"] if own is None else own["rewards"]

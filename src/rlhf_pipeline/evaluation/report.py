@@ -9,7 +9,7 @@ The evaluation is a dict of JSON types:
     judge       the judge that decides about a promotion
     independent whether the candidate's training has not optimized that judge
     optimized   the judges that it has optimized
-    rewards     names of the rewards that it has maximized; none for DPO
+    rewards     names of the rewards that it has maximized; none for DPO and distillation
     reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     policies    by policy, the baseline first: metrics; `m_lower` and `m_upper` are the 95% interval
                 of the metric `m`
@@ -187,6 +187,7 @@ def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
     name = policy.replace("_", " ")
     named = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
+    named["distill"] = "distillation"
     named |= dict.fromkeys((BASE_MODEL, "baseline", "candidate"), f"the {name}")
     return named.get(policy, name.upper())
 

@@ -24,7 +24,7 @@ def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: S
     return stages.run(job)
 
 
-def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
+def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> dict[str, str]:
     """The commit of `revision` on the hub, or the digest of a local folder or file.
 
     Empty for a model that is built from `base_model.architecture`. Raises ArtifactError if the hub
@@ -40,7 +40,7 @@ def base_model_identity(config: BaseModelConfig) -> dict[str, str]:
         return {COMMIT: commit_of("model", config.path, config.revision)}
     except LookupError as error:
         raise ArtifactError(
-            f"base_model.path: {error}; no local folder has this name either. Fix: check the "
-            "spelling and the network, or set base_model.revision to a commit that was downloaded "
-            "before"
+            f"{block}.path: {error}; no local folder has this name either. Fix: check the "
+            "spelling and the network, or set "
+            f"{block}.revision to a commit that was downloaded before"
         ) from error

@@ -42,12 +42,10 @@ def by_rewards(policy: StageSpec) -> Callable[..., Path]:
         """Train the SFT model on the scores of its rewards for the prompts of the phase `ppo`."""
         assert config is not None, "checked before the run"
         rewards, reward_identities = reward_inputs(config.rewards)
-        inputs = {"prompts": split / "ppo", "sft_model": sft_model}
+        inputs = shared_inputs(split, sft_model, config)
         if trained is not None:
             inputs["reward_model"] = reward_model
         inputs |= rewards
-        if config.ptx is not None:
-            inputs["pretraining"] = split / "pretraining"
         spec = policy.answering_by(config.generator)
         return stages.run(Job(spec, {spec.name: config}, inputs, seed, reward_identities))
 
@@ -56,6 +54,12 @@ def by_rewards(policy: StageSpec) -> Callable[..., Path]:
 
 
 ppo = by_rewards(SPEC)
+
+
+def shared_inputs(split: Path, sft_model: Path, config: PPOConfig) -> dict[str, Path]:
+    """What every stage that runs the program of PPO reads: prompts, its start, the text of ptx."""
+    inputs = {"prompts": split / "ppo", "sft_model": sft_model}
+    return inputs if config.ptx is None else inputs | {"pretraining": split / "pretraining"}
 
 
 def reward_inputs(

@@ -15,10 +15,11 @@ from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
+from rlhf_pipeline.pipelines.distill import TEACHER
 from rlhf_pipeline.pipelines.sample import SAMPLE
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
-OWN = ("ppo", "grpo", "dpo", "kto", "rejection", "iterative_dpo")
+OWN = ("ppo", "grpo", "distill", "dpo", "kto", "rejection", "iterative_dpo")
 POLICY = Door("policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in OWN})
 """Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
 node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""
@@ -54,9 +55,10 @@ def stage_specs() -> dict[str, StageSpec]:
     """Every stage that launches a program, by name."""
     policies = [module.SPEC for module in policy_stages().values()]
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
-    prepared = [split.SOURCE, base_model.SPEC, split.SPEC, sft.SPEC, reward_model.SPEC, SAMPLE]
+    prepared = [split.SOURCE, base_model.SPEC, split.SPEC, sft.SPEC, reward_model.SPEC]
     evaluations = map(evaluate.SPEC.for_candidate, candidates)
-    return {spec.name: spec for spec in (*prepared, *policies, *evaluations)}
+    between = SAMPLE, TEACHER
+    return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 
 def parameter_blocks() -> dict[str, type[Block]]:

@@ -66,6 +66,8 @@ PPO = (
     ("Explained variance of the critic", "value/explained_variance",
      "in the band and rising. Below 0, a constant would predict better.", (0.0, 1.0)),
 )
+OF_TEACHER = ("KL from the teacher, nats per response", "objective/kl",
+              "it falls, then levels off.", None)
 OTHERS = (
     ("Loss", "{}/loss", "both fall. A held-out loss that rises again is overfitting.", None),
     ("Accuracy on comparisons", "{}/accuracy",
@@ -95,6 +97,8 @@ def training_charts(
         (f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD, None)
         for metric in sorted(each for each in present if each.startswith("reward/"))
     ]
+    if stage == "distill":
+        others = [OF_TEACHER if each[1] == OF_TEACHER[1] else each for each in others]
     charts = (shown_first, *rewards, *others) if stage in POLICIES else OTHERS
     for heading, pattern, note, healthy in charts:
         metric = pattern.format(stage)

@@ -177,6 +177,8 @@ class RewardSum:
         `rows` are the columns of the prompts' table. Raises ArtifactError if a source reads text,
         and the table has no messages or references.
         """
+        if not self.sources:  # a teacher alone
+            return replace(scored, clipped_scores=scored.scores)
         answered = Answered([], [], [])
         if any(source.reads_texts for *_, source in self.sources.values()):
             answered = self._as_text(scored, rows)

@@ -24,7 +24,7 @@ from rlhf_pipeline.sizing.memory import (
     weight_bytes,
 )
 from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.work import Lengths, Load
+from rlhf_pipeline.sizing.work import Lengths, Load, reference_shape
 
 LIBRARIES = 300 * 2**20
 """Bytes of a rank without a model: interpreter and libraries."""
@@ -89,7 +89,7 @@ def plan_stage(
     hardware: Hardware,
     lengths: Mapping[str, Lengths] | None = None,
 ) -> StageMemory:
-    """The memory of a stage: sft, reward_model, ppo, grpo, dpo or evaluate.
+    """The memory of a stage: sft, reward_model, ppo, grpo, distill, dpo or evaluate.
 
     `parameters` are the blocks as plain values, by name: that of the stage, and `split`; `shape` is
     the base model's. `lengths` are rows and tokens by phase; without them, they are as long as the
@@ -99,10 +99,11 @@ def plan_stage(
     if isinstance(load.config, EvaluateConfig):
         found = _evaluate(load.config, load, shape, hardware)
     else:
+        reference = reference_shape(load.config, shape)
         found = [
             trained_model(model, shape, hardware, load.rows)
             if isinstance(model, TrainedModel)
-            else frozen_model(model, shape, hardware, load.rows)
+            else frozen_model(model, shape if model.scalar else reference, hardware, load.rows)
             for model in load.models
         ]
         if isinstance(load.config, PPOConfig):

@@ -7,6 +7,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -22,9 +23,11 @@ from rlhf_pipeline.config.training import (
     TrainedModel,
     TrainedModelConfig,
 )
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import BYTES, Rows, trained_parameters
+from rlhf_pipeline.sizing.models import base_model_shape
 from rlhf_pipeline.sizing.shape import Shape
 
 LEAST_RATE_SUM = 2e-4
@@ -300,8 +303,8 @@ def _supervised(config: SupervisedStage, load: Load, shape: Shape) -> dict[str, 
 def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
     row = load.lengths.row
     sampled = config.steps * config.responses_per_step * row
-    passes = 3.0  # generation, the policy that sampled, its reference
-    flops = passes * forward_flops(shape, sampled, row)
+    flops = 2 * forward_flops(shape, sampled, row)  # generation, the policy that sampled
+    flops += forward_flops(reference_shape(config, shape), sampled, row)
     tokens = sampled * config.ppo_epochs
     for model in load.models:
         if model.scalar:
@@ -312,6 +315,21 @@ def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
     rates = None if config.actor.lora else rate_sum(config.actor.optimizer, updates)
     work = {"steps": config.steps, "updates": updates, "tokens": tokens, "flops": flops}
     return work | {"rate_sum": rates}
+
+
+def reference_shape(config: StageConfig, shape: Shape) -> Shape:
+    """The sizes of the reference: those of the base model, or of a teacher.
+
+    Raises ConfigError if nothing on this machine says those of the teacher.
+    """
+    if not isinstance(config, DistillConfig):
+        return shape
+    if (found := base_model_shape(config.teacher)) is None:
+        raise ConfigError(
+            f"distill.teacher.path: found {config.teacher.path}, whose sizes are not known on this "
+            "machine. Fix: set it to a local folder with a config.json"
+        )
+    return found
 
 
 def rate_sum(config: OptimizerConfig, updates: int) -> float:

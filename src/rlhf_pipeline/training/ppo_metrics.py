@@ -40,17 +40,20 @@ def rollout_metrics(
     }
     if scored.values is not None:
         own["values"] = masked_sum(scored.values, mask).double()
-    if config.responses_per_prompt > 1 and not held_out:
+    if config.rewards and config.responses_per_prompt > 1 and not held_out:
         own["rollout/equal_groups"] = equal_groups(scored, config).double().mean() * len(scores)
     if config.correction is not None and not held_out:
         weights = torch.as_tensor(sampler_weights_of(scored, config)).double()
         own |= {"weight": weights.sum(), "weight_squared": weights.square().sum()}
     sums = world.sums(own)
     count = sums["responses"]
-    return {
+    of_rewards = {
         "objective/score": sums["score"] / count,
         "objective/shaped_score": sums["shaped"] / count,
         "objective/clipped_fraction": sums["clipped"] / count,
+    }
+    return {
+        **(of_rewards if config.rewards else {}),
         "objective/kl": sums["kl"] / count,
         "objective/kl_k3": sums["kl_k3"] / count,
         "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
@@ -118,6 +121,8 @@ def rollout_fault(
         else "the SFT model ends at once. Fix: check its demonstrations, and whether the chat "
         "template ends a prompt with EOS"
     )
+    if trained and config.has_teacher:
+        cause = "the actor has learned to end at once. Fix: check whether its teacher does"
     return f"every response is empty {where}: {cause}"
 
 

@@ -47,7 +47,7 @@ class PPOModels:
 
     actor: DeepSpeedEngine  # the policy in training
     reference: nn.Module
-    """Its frozen start. With LoRA it is the actor with its adapters off."""
+    """Its frozen start, or a teacher. With LoRA the start is the actor with its adapters off."""
     critic: DeepSpeedEngine | None
     """The value model in training; None if `ppo.advantage` needs none."""
     reward_model: nn.Module | None
@@ -217,6 +217,8 @@ def load_ppo_models(
         has_head = model.scalar and "reward_model" in job.inputs
         source = load_scores if has_head else untrained if model.scalar else load_policy
         folder = job.inputs["reward_model" if has_head else "sft_model"]
+        if model.name == "reference":
+            folder = job.inputs.get("teacher", folder)
         from_disk = partial(source, folder, trust_remote_code=trust)
         if isinstance(model, TrainedModel):
             return train_engine(from_disk, model.config, steps[model.name] * updates)
@@ -292,4 +294,6 @@ def ppo_advice(metric: str, config: PPOConfig) -> str:
     if config.critic is not None and ("value" in metric or "critic" in metric):
         return stability_advice(f"{config.stage}.critic.", config.critic)
     actor = stability_advice(f"{config.stage}.actor.", config.actor)
+    if not config.rewards:  # nothing holds the actor near its start
+        return actor
     return f"{actor}, or raise {config.stage}.kl.coef ({config.kl.coef:g})"

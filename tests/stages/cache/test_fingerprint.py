@@ -97,7 +97,7 @@ PROGRAMS = {spec.name: spec.program for spec in stage_specs().values()}
 @pytest.mark.parametrize(
     ("file", "stages"),
     [
-        ("training/ppo_update.py", {"ppo", "grpo"}),
+        ("training/ppo_update.py", {"ppo", "grpo", "distill"}),
         ("training/pairs.py", {"reward_model", "dpo", "iterative_dpo"}),
         ("evaluation/sample.py", {"sample"}),
         ("training/sft.py", {"sft", "rejection"}),

@@ -1,0 +1,113 @@
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.doors import ADVANTAGE
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.ppo_blocks import KLConfig
+from rlhf_pipeline.config.rewards import Reward
+from rlhf_pipeline.config.training import (
+    FrozenModelConfig,
+    OptimizerConfig,
+    SamplingConfig,
+    TrainedModelConfig,
+)
+
+UNUSED = (
+    *("advantage", "rewards", "aggregate", "reward_model", "curriculum"),
+    *("score_clip", "missing_eos_penalty", "overlong_penalty"),
+)
+"""Fields of PPO that shape scores, of which a distillation has none."""
+
+
+class TeacherConfig(BaseModelConfig):
+    """The model to learn from, by its `path` alone or by a block with the fields of `base_model`.
+
+    It needs the tokenizer, the chat template and the end tokens of the student.
+    """
+
+    path: str
+    """A Hugging Face id, a local folder, or a local `.gguf` file. The recipe contains its commit,
+    or the digest of its bytes."""
+    architecture: None = None
+    """A teacher has weights."""
+    vocab_size: None = None
+    """A teacher has a tokenizer."""
+
+
+class TeacherKLConfig(KLConfig):
+    """The reverse KL to the teacher, which a distillation minimizes; see `ppo.kl`."""
+
+    coef: PositiveFloat = 1.0
+    """Factor of the advantages. AdamW hardly depends on it; it weighs the KL against `ptx` and
+    `entropy_coef`."""
+    explosion: PositiveFloat | None = None
+    """KL above which training has diverged. None: no limit, since the student starts far from its
+    teacher."""
+
+    def _faults(self) -> Iterator[str]:
+        for name, default in {"place": "reward", "target": None, "maximum": None}.items():
+            if (value := getattr(self, name)) != default:
+                yield (
+                    f"{name}: found {value}, expected none: a distillation minimizes the KL to the "
+                    f"teacher, and holds it nowhere. Fix: remove {name}"
+                )
+
+
+class DistillConfig(PPOConfig):
+    """On-policy distillation: the program of PPO with a teacher in place of rewards and critic.
+
+        A_t = kl.coef * (log p_teacher(y_t | x, y_<t) - log p_student(y_t | x, y_<t))
+
+    The student samples the response y to the prompt x. Each token answers for its own reverse KL
+    alone, a discount of 0; advantages are not whitened.
+
+    Source: Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation,
+    whose recipe has these numbers of steps and this learning rate. The reverse KL on own samples is
+    also that of GKD (Agarwal et al. 2023) and MiniLLM (Gu et al. 2023), without their mixtures.
+    """
+
+    stage = sampler = "distill"
+    has_teacher = True
+
+    teacher: Annotated[
+        TeacherConfig, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
+    ]
+    """The model to learn from: a Hugging Face id, a folder, a `.gguf` file, or a block. It may be
+    larger than the student."""
+    steps: PositiveInt = 100
+    """Number of steps. Each generates, scores and trains on `rollout_batches` *
+    `rollout_batch_size` responses."""
+    rollout_batch_size: PositiveInt = 64
+    """Responses per generated batch, over all ranks."""
+    minibatch_size: PositiveInt = 64
+    """Responses per optimizer step, over all ranks; must divide the responses of a step."""
+    micro_batch_tokens: PositiveInt = 2048
+    """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
+    row is a forward pass of its own."""
+    advantage: Annotated[str, ADVANTAGE] = "immediate"
+    """Each token's own reverse KL; there is no other choice."""
+    rewards: tuple[Reward, ...] = ()
+    """None: the teacher alone says what is good."""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """None: the teacher's probability of EOS counts."""
+    sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
+    """How responses are sampled; the temperature is also that of the teacher."""
+    kl: TeacherKLConfig = TeacherKLConfig()
+    """The reverse KL to the teacher."""
+    actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=5e-5))
+    """The student. It starts from the SFT model, or without SFT from the base model."""
+    reference: FrozenModelConfig = FrozenModelConfig()
+    """How the frozen teacher is loaded, also beside LoRA. A large one may have bf16 and ZeRO stage
+    3 while the student has others."""
+
+    def _faults(self) -> Iterator[str]:
+        for name in UNUSED:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield (
+                    f"{name}: found a value, expected none: the teacher alone says what is good. "
+                    f"Fix: remove {name}"
+                )
+        yield from super()._faults()

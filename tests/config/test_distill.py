@@ -1,0 +1,93 @@
+"""The options of distillation: a teacher is enough, and what shapes scores is refused."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_pipeline.checks import check
+from rlhf_pipeline.config.block import validated
+from rlhf_pipeline.config.distill import DistillConfig
+from rlhf_pipeline.config.training import FrozenModel
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+LORA = {"optimizer": {"learning_rate": 1e-4}, "lora": {}}
+
+
+@pytest.mark.parametrize("teacher", ["facebook/opt-1.3b", {"path": "facebook/opt-1.3b"}])
+def test_a_teacher_is_enough(teacher):
+    config = DistillConfig.model_validate({"teacher": teacher})
+    assert config.teacher.path == "facebook/opt-1.3b"
+    assert (config.critic, config.rewards, config.needs_reward_model) == (None, (), False)
+    assert [model.block for model in config.models()] == ["distill.actor", "distill.reference"]
+    # The round trip through job.json.
+    assert DistillConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_the_teacher_is_loaded_beside_adapters_in_its_own_precision():
+    given = {"teacher": "t", "actor": LORA, "reference": {"deepspeed": {"precision": "bf16"}}}
+    _, teacher = DistillConfig.model_validate(given).models()
+    assert isinstance(teacher, FrozenModel) and teacher.config.precision == "bf16"
+
+
+NONE = "found a value, expected none: the teacher alone says what is good. Fix: remove"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rewards": [{"reference": "exact"}]}, f"rewards: {NONE} rewards"),
+        ({"advantage": "grpo"}, f"advantage: {NONE} advantage"),
+        ({"aggregate": "min"}, f"aggregate: {NONE}"),
+        ({"curriculum": {}}, f"curriculum: {NONE}"),
+        ({"score_clip": 1.0}, f"score_clip: {NONE}"),
+        ({"missing_eos_penalty": 1.0}, f"missing_eos_penalty: {NONE}"),
+        ({"overlong_penalty": 1.0}, f"overlong_penalty: {NONE}"),
+        ({"reward_model": {"deepspeed": {"precision": "bf16"}}}, f"reward_model: {NONE}"),
+        ({"critic": LORA}, "critic: found a block, expected none for advantage immediate"),
+        ({"value_lam": 1.0}, "value_lam: found 1.0, expected the default None: only advantage gae"),
+        ({"gamma": 0.9}, "gamma: found 0.9, expected the default 1.0: only advantage gae or"),
+        ({"equal_groups": "drop"}, "equal_groups: found drop, expected the default keep"),
+        ({"whiten_rewards": True}, "whiten_rewards: found True, expected the default False"),
+        ({"importance": "sequence"}, "importance: found sequence, expected token for advantage"),
+        ({"kl": {"place": "loss"}}, "place: found loss, expected none: a distillation minimizes"),
+        ({"kl": {"target": 1.0}}, "target: found 1.0, expected none"),
+        ({"kl": {"maximum": 1.0}}, "maximum: found 1.0, expected none"),
+        ({"reference": {"deepspeed": {"offload_parameters": True}}},
+         "reference.deepspeed.offload_parameters: found true at zero_stage 0"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_is_refused(fields, message):
+    with pytest.raises(ValidationError) as error:
+        DistillConfig.model_validate({"teacher": "facebook/opt-1.3b", **fields})
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "fault"),
+    [
+        ({}, "distill.teacher: missing. Fix: set it"),
+        ({"teacher": {"architecture": {"model_type": "llama"}}}, "distill.teacher.path: missing"),
+        ({"teacher": "https://host/model"}, "distill.teacher.path: found a URL"),
+        ({"teacher": "t", "kl": {"coef": 0}}, "distill.kl.coef: found 0, expected more than 0"),
+    ],
+)
+def test_a_teacher_has_weights(block, fault):
+    _, faults = validated("distill", DistillConfig, block)
+    assert any(each.startswith(fault) for each in faults), faults
+
+
+def test_a_folder_without_a_model_is_refused_before_the_run(tmp_path):
+    conf = Path(__file__).parents[2] / "conf"
+    loader = LayeredConfigLoader(
+        str(conf),
+        env="base",
+        runtime_params={"distill": {"teacher": str(tmp_path)}},
+        **CONFIG_LOADER_ARGS,
+    )
+    with pytest.raises(
+        ConfigError, match=r"distill\.teacher\.path: found '.*', a folder without c"
+    ):
+        check(loader["parameters"], gpus=0, elsewhere=True)
