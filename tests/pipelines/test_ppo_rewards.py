@@ -117,7 +117,8 @@ from pathlib import Path
 def short(prompts, responses):
     if len(responses) == 1 and Path(__file__).with_name("hang").exists():
         os.fork() or os.setsid() or os.fork()
-        time.sleep(600)
+        time.sleep(60)
+        os._exit(0)
     return [-len(response) / 10 for response in responses]
 """
 

@@ -77,17 +77,17 @@ FUNCTIONS = {
     "returns_a_liar": ("return [Liar()]", "returned an object of the type Liar, no finite number,"),
     "raises_a_liar": ("raise Unpicklable(lambda: 0)", "failed with Unpicklable: <function"),
     "forks_many": (
-        "[os.fork() or time.sleep(600) for _ in range(30)]; time.sleep(99)",
+        "[os.fork() or (time.sleep(60), os._exit(0)) for _ in range(30)]; time.sleep(60)",
         "took longer than 1 s (timeout_s)",
     ),
     "forks_children_that_fork": (
-        "[(os.fork(), time.sleep(0.2)) for _ in range(6)]; time.sleep(600)",
+        "[(os.fork(), time.sleep(0.2)) for _ in range(6)]; time.sleep(60); os._exit(0)",
         "took longer than 1 s (timeout_s)",
     ),
     "leaves_a_daemon": ("daemon(); os._exit(4)", "ended its process with code 4"),
     "fails_beside_a_daemon": ("daemon(); raise ValueError('x')", "failed with ValueError: x ("),
     "leaves_a_program": (
-        "subprocess.Popen(['sleep', '600'], start_new_session=True); os._exit(6)",
+        "subprocess.Popen(['sleep', '60'], start_new_session=True); os._exit(6)",
         "ended its process with code 6",
     ),
 }  # fmt: skip
@@ -104,7 +104,7 @@ def daemon():
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            time.sleep(600)
+            time.sleep(60)
         os._exit(0)
     time.sleep(0.2)
 """
