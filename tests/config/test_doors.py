@@ -77,6 +77,7 @@ def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
          "my_rlhf.losses:hinge cannot be called: missing a required argument: 'chosen_scores'. "
          "Fix: name its parameters after what they get, which is logprobs, old_logprobs, "
          "advantages, mask, reduce and the parameters of ppo; give others a default"),
+        ("ppo.policy_loss", "my_rlhf.wrong:later", "found `async def`, expected `def`"),
         ("ppo.generator", "my_rlhf.wrong:Silent", "found no method generate, expected one"),
         ("ppo.generator", "my_rlhf.wrong:Greedy", "missing a required argument: 'model'"),
         ("split.sources", [{"name": "my_rlhf.wrong:Silent"}], "expected a Source"),
@@ -86,6 +87,7 @@ def test_code_that_does_not_fit_is_refused_before_a_run(installed, place, value,
     (installed / "wrong.py").write_text(
         "class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
         "    def generate(self, prompts, sampling, seeds, prompt_numbers=None): ...\n"
+        "async def later(logprobs): ...\n"
     )
     with pytest.raises(ConfigError) as error:
         check(parameters(**{place: value}), gpus=0)

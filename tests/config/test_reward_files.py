@@ -6,6 +6,7 @@ from rlhf_pipeline.config.definitions import source_file
 from rlhf_pipeline.config.reward_files import reads_references, reward_faults
 from rlhf_pipeline.config.rewards import (
     CallableReward,
+    CodeReward,
     ModelReward,
     ReferenceReward,
     RubricReward,
@@ -49,6 +50,7 @@ def faults(tmp_path, source: str, function: str = "reward") -> list[str]:
         ("from scores import no_such as reward", False),
         ("from no_such import reward", False),
         ("reward = reward", False),
+        ("async def reward(prompts, responses, references): ...", True),
         (
             "class Exact:\n    def __call__(self, prompts, responses, references): ...\n"
             "reward = Exact()",
@@ -67,6 +69,7 @@ def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, s
 def test_judges_that_read_true_answers():
     chat = {"base_url": "http://here/v1", "model": "m"}
     assert reads_references(ReferenceReward(reference="exact"))
+    assert reads_references(CodeReward(code="python"))
     assert reads_references(RubricReward(rubric="As good as {reference}.", openai=chat))
     assert not reads_references(RubricReward(rubric="Good.", openai=chat))
     assert not reads_references(TrainedReward())
@@ -91,7 +94,6 @@ def test_the_function_is_found(tmp_path, source):
         ("def other(): ...\ndef reword():\n    reward = 1", "/my.py, expected reward"),
         ("def other(): ...\ndef reword():\n    reward = 1", "found functions other, reword in "),
         ("class A:\n    def reward(self): ...", "found functions none in "),
-        ("async def reward(prompts, responses): ...", "expected reward"),
         ("def reward(:", "is not Python source: invalid syntax"),
     ],
 )  # fmt: skip
@@ -209,3 +211,14 @@ def test_a_reward_model_s_folder(tmp_path, files, fields, message):
         (tmp_path / name).write_text(content)
     found = reward_faults([ModelReward(path=str(tmp_path), **fields)])
     assert found == [] if message is None else message in found[0]
+
+
+def test_processes_and_tokens_exclude_each_other(tmp_path):
+    (tmp_path / "my.py").write_text("def f(prompts, responses, scored): ...")
+    place = f"{tmp_path}/my.py:f"
+    assert reward_faults([CallableReward(callable=place)]) == []
+    (fault,) = reward_faults([CallableReward(callable=place, processes=2)])
+    assert fault == (
+        f"ppo.rewards.0: {place}: found processes: 2 and the parameter scored, which no process "
+        "gets. Fix: set processes to 0"
+    )

@@ -7,6 +7,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     ChatConfig,
+    CodeReward,
     ModelReward,
     RegexReward,
     RubricReward,
@@ -38,6 +39,7 @@ def test_each_form():
         {"path": "/models/other", "retokenize": True},
         {"regex": "^Yes"},
         {"rubric": "Short.", "openai": CHAT, "scale": 5},
+        {"code": "python", "timeout_s": 2},
     ]
     config = PPOConfig.model_validate(PPO | {"rewards": rewards})
     assert config.rewards == (
@@ -49,6 +51,7 @@ def test_each_form():
         ModelReward(path="/models/other", retokenize=True),
         RegexReward(regex="^Yes"),
         RubricReward(rubric="Short.", openai=ChatConfig(**CHAT), scale=5.0),
+        CodeReward(code="python", timeout_s=2.0),
     )
     assert [reward.label for reward in config.rewards] == [
         "trained",
@@ -59,6 +62,7 @@ def test_each_form():
         "other",
         "regex",
         "judge-1",
+        "code",
     ]
     # The round trip through job.json.
     assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
@@ -82,6 +86,10 @@ def test_the_trained_reward_model_alone_is_the_default():
          "expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
         (["my file:f"], (0, "callable", "callable"), "expected FILE.py:FUNCTION"),
         ([{"callable": "my.py:f", "retokenize": True}], (0, "callable", "retokenize"), EXTRA),
+        ([{"callable": "my.py:f", "timeout_s": 5}], (0, "callable"),
+         "timeout_s: found 5, which needs processes of its own. Fix: set processes to 1 or more"),
+        ([{"code": "perl"}], (0, "code", "code"), "Input should be 'python'"),
+        ([{"code": "python", "memory_mib": 8}], (0, "code", "memory_mib"), "equal to 64"),
         ([{"path": "/x", "wait": 1}], (0, "path", "wait"), EXTRA),
         ([{"path": "/x", "weight": float("nan")}], (0, "path", "weight"), "finite number"),
         ([{"regex": "yes|(no"}], (0, "regex"),
@@ -101,3 +109,11 @@ def test_other_forms_are_refused(rewards, place, message):
     (fault,) = refusal.value.errors()
     assert fault["loc"] == ("rewards", *place)
     assert message in fault["msg"]
+
+
+def test_the_processes_of_a_function_are_no_part_of_the_recipe():
+    isolated = CallableReward(callable="my.py:f", processes=2, timeout_s=9)
+    assert isolated.recipe() == CallableReward(callable="my.py:f").recipe()
+    limits = CodeReward(code="python", processes=9)
+    assert limits.recipe() == CodeReward(code="python").recipe()
+    assert limits.recipe() != CodeReward(code="python", timeout_s=9).recipe()

@@ -72,6 +72,17 @@ def test_a_judge_may_be_named_by_its_place(tmp_path):
         evaluate(PROMPTS, OURS, THEIRS, places[1:])
 
 
+def test_judges_run_programs_and_functions_in_processes(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "async def longer(prompts, responses): return [len(responses[0])]\n"
+    )
+    isolated = {"callable": f"{tmp_path}/own.py:longer", "processes": 2, "timeout_s": 60}
+    ours, theirs = ["x = 2"] * 4, ["```python\nx = 1 + 2\n```"] * 4
+    judges = [isolated, {"code": "python"}]
+    found = evaluate(PROMPTS, ours, theirs, judges, references=["assert x == 2"] * 4)
+    assert found["win_rates"]["longer"]["losses"] == found["win_rates"]["code"]["wins"] == 4
+
+
 def tokens(prompts, responses, scored): ...
 
 
@@ -90,6 +101,11 @@ def broken(prompts, responses):
         ({"judges": [brief, brief]}, "judges: found two judges called 'brief'"),
         ({"judges": [right]}, r"judges\.0: found right, which needs references, .* Fix: pass"),
         ({"judges": [brief, {"reference": "exact"}]}, r"judges\.1: found exact, which needs ref"),
+        ({"judges": [{"code": "python"}]}, r"judges\.0: found code, which needs references"),
+        (
+            {"judges": [{"callable": lambda prompts, responses: [1.0], "processes": 1}]},
+            "lambda ended its process with code 1 ",
+        ),
         ({"judges": [tokens]}, "found tokens, which needs scored, expected a judge of texts"),
         ({"judges": [{"model": "./m"}]}, "found m, which needs a model, expected a judge of texts"),
         ({"judges": ["nowhere:f"]}, "nowhere:f: found no module nowhere"),

@@ -1,7 +1,11 @@
 """The stage ppo with a reward function: a real launch on two ranks learns what it rewards."""
 
 import json
+import os
+from contextlib import suppress
+from uuid import uuid4
 
+import psutil
 import pyarrow as pa
 import pytest
 
@@ -54,37 +58,45 @@ def artifacts(make_model, tmp_path):
     return finished(split), finished(sft), sft
 
 
+def training(*rewards, **changes):
+    fields = {
+        "steps": 12,
+        "rollout_batch_size": 32,
+        "minibatch_size": 32,
+        "micro_batch_tokens": 256,
+        "ppo_epochs": 2,
+        "advantage": "reinforce",
+        "evaluations": 1,
+        "evaluation_prompts": 16,
+        "sampling": {"max_response_tokens": 12},
+        "kl": {"coef": 0.0},
+        "missing_eos_penalty": 0.0,
+        "rewards": rewards,
+        "actor": {"optimizer": {"learning_rate": 1e-2}},
+    }
+    return PPOConfig.model_validate(fields | changes)
+
+
+def launched(artifacts, config, tmp_path):
+    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=2))
+    return ppo(*artifacts, None, config, 1, StageRunner(context))
+
+
+def metrics(export):
+    lines = (export.parent / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
 def test_the_reward_of_a_function_rises_and_its_source_is_part_of_the_recipe(artifacts, tmp_path):
     source = tmp_path / "my_rewards.py"
     source.write_text(SHORT)
-    config = PPOConfig.model_validate(
-        {
-            "steps": 12,
-            "rollout_batch_size": 32,
-            "minibatch_size": 32,
-            "micro_batch_tokens": 256,
-            "ppo_epochs": 2,
-            "advantage": "reinforce",
-            "evaluations": 1,
-            "evaluation_prompts": 16,
-            "sampling": {"max_response_tokens": 12},
-            "kl": {"coef": 0.0},
-            "missing_eos_penalty": 0.0,
-            "rewards": [f"{source}:short"],
-            "actor": {"optimizer": {"learning_rate": 1e-2}},
-        }
-    )
+    config = training(f"{source}:short")
 
     def run():
-        context = RunContext(tmp_path / "workspace", LaunchConfig(processes=2))
-        return ppo(*artifacts, None, config, 1, StageRunner(context))
+        return launched(artifacts, config, tmp_path)
 
     export = run()
-    lines = [
-        json.loads(line)["metrics"]
-        for line in (export.parent / "metrics.jsonl").read_text().splitlines()
-    ]
-    scores = [line["objective/score"] for line in lines]
+    scores = [line["objective/score"] for line in metrics(export)]
     assert scores[-1] > scores[0] + 0.3, scores  # three characters
     assert run() == export
     source.write_text(SHORT.replace("-len(response) / 10", "float('nan')"))
@@ -96,3 +108,48 @@ def test_the_reward_of_a_function_rises_and_its_source_is_part_of_the_recipe(art
         run()
     source.write_text(SHORT)
     assert run() == export
+
+
+HANGS = """
+import os, time
+from pathlib import Path
+
+def short(prompts, responses):
+    if len(responses) == 1 and Path(__file__).with_name("hang").exists():
+        os.fork() or os.setsid() or os.fork()
+        time.sleep(60)
+        os._exit(0)
+    return [-len(response) / 10 for response in responses]
+"""
+
+
+def test_functions_in_processes_and_programs_in_a_sandbox_score_beside_each_other(
+    artifacts, tmp_path, monkeypatch
+):
+    """A function in processes trains as one without. One that hangs ends the stage and leaves none
+    of what it has started."""
+    monkeypatch.setenv("ISOLATION_TEST", mark := uuid4().hex)
+    source = tmp_path / "my_rewards.py"
+    source.write_text(HANGS)
+    isolated = {"callable": f"{source}:short", "processes": 2, "timeout_s": 5}
+    programs = {"code": "python", "name": "tests"}
+    given = training(isolated, programs, steps=2)
+    lines = metrics(launched(artifacts, given, tmp_path))
+    assert [line["replies/tests/failed"] for line in lines] == [1.0, 1.0]
+    alone = training(f"{source}:short", programs, steps=2)
+    assert alone.recipe() == given.recipe()
+    apart = metrics(launched(artifacts, alone, tmp_path / "other"))
+    assert [line["reward/short"] for line in lines] == [line["reward/short"] for line in apart]
+    (tmp_path / "hang").touch()
+    with pytest.raises(
+        StageError,
+        match=r"my_rewards\.py:short took longer than 5 s \(timeout_s\) at the response '.*' to "
+        r"the prompt \[\{'role'",
+    ):
+        launched(artifacts, given, tmp_path / "third")
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("ISOLATION_TEST") == mark:
+                found.append(process)
+    assert found == []

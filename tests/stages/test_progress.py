@@ -4,6 +4,7 @@ import io
 import logging
 import pydoc
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from rlhf_pipeline.stages.events import StageRun
 from rlhf_pipeline.stages.progress import ProgressDisplay, StageProgress
 
 PROJECT = Path(__file__).parents[2]
-SCORING = Heartbeat(0, 1, phase="scoring", step=1, scorer="length_reward")
+SCORING = Heartbeat(0, 1, phase="scoring", step=1, scorer="length_reward", progressed=988)
 UPDATE = Heartbeat(0, 1, phase="update", step=1)
 
 
@@ -63,7 +64,7 @@ SOURCE = run(stage="source", config={"source": {"name": "files"}})
             ),
             [
                 "sft: running as abcdef01 in ws/sft/abc",
-                "sft: step 1/10  scoring: length_reward  sft/loss 1.500",
+                "sft: step 1/10  scoring: length_reward, 12 s  sft/loss 1.500",
                 "sft: step 1/10  sft/loss 1.500",
             ],
         ),
@@ -84,6 +85,7 @@ SOURCE = run(stage="source", config={"source": {"name": "files"}})
 )
 def test_the_lines_of_a_log(monkeypatch, calls, lines):
     monkeypatch.setattr("rlhf_pipeline.stages.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
     output = io.StringIO()
     calls(ProgressDisplay(Console(file=output, width=200)))
     assert output.getvalue().splitlines() == lines
@@ -121,13 +123,14 @@ def terminal(monkeypatch):
 
 def test_the_live_line_is_cut_by_a_narrow_terminal_and_gone_after_an_interruption(monkeypatch):
     display, shown, _ = terminal(monkeypatch)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
     started = "sft: running as abcdef01 in ws/sft/abc"
     assert shown() == [started, "sft: 0:00  importing libraries"]
     display.stage_phase(run(), Heartbeat(0, 1))
     assert shown() == [started, "sft: 0:00  loading models and data"]
     display.stage_phase(run(), SCORING)
     display.stage_metrics(run(), [record(1, 0, **LOSS), record(4, 6, **LOSS)])
-    line = "sft: step 4/10  0:00  0:12 left  scoring: length_reward  sf\N{HORIZONTAL ELLIPSIS}"
+    line = "sft: step 4/10  0:00  0:12 left  scoring: length_reward, 12\N{HORIZONTAL ELLIPSIS}"
     assert shown() == [started, line]
     display.stage_ended(run(), "KILLED", {})
     assert shown() == [started, "sft: interrupted after 0 s  sft/loss 1.500"]

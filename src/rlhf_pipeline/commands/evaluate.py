@@ -18,7 +18,7 @@ from rlhf_pipeline.commands.command import ENV, Command
 from rlhf_pipeline.config.base_model import positions_in
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
-from rlhf_pipeline.config.rewards import Agreement
+from rlhf_pipeline.config.reward_blocks import Agreement
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
 from rlhf_pipeline.data.split_page import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import ConfigError
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
 
 def source_file(place: str) -> Path:
     """Return the source file of a place, without importing its module or packages.
@@ -45,7 +47,7 @@ def source_file(place: str) -> Path:
     return Path(origin)
 
 
-def defined(place: str, method: str = "__init__") -> ast.FunctionDef | None:
+def defined(place: str, method: str = "__init__") -> Function | None:
     """The function of a place, the `method` of a class, or the `__call__` of an instance, both
     without `self`.
 
@@ -54,8 +56,8 @@ def defined(place: str, method: str = "__init__") -> ast.FunctionDef | None:
     """
     location, _, name = place.rpartition(":")
     bound = _bound(place)
-    if isinstance(bound.get(name), ast.AsyncFunctionDef | None):
-        functions = sorted(name for name, by in bound.items() if isinstance(by, ast.FunctionDef))
+    if name not in bound:
+        functions = sorted(name for name, by in bound.items() if isinstance(by, Function))
         raise ConfigError(
             f"{place}: found functions {', '.join(functions) or 'none'} in "
             f"{source_file(place)}, expected {name}"
@@ -64,7 +66,7 @@ def defined(place: str, method: str = "__init__") -> ast.FunctionDef | None:
         match bound.pop(name, None):
             case ast.Assign(value=ast.Name(id=name)) | ast.AnnAssign(value=ast.Name(id=name)):
                 continue
-            case ast.FunctionDef() as function:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() as function:
                 return function
             case ast.ClassDef() as made:
                 found = _method(made, method)
@@ -84,13 +86,13 @@ def defined(place: str, method: str = "__init__") -> ast.FunctionDef | None:
         return None
 
 
-def parameters(function: ast.FunctionDef | None) -> set[str]:
+def parameters(function: Function | None) -> set[str]:
     """The names of a function's parameters."""
     arguments = ast.walk(function.args) if function else ()
     return {one.arg for one in arguments if isinstance(one, ast.arg)}
 
 
-def signature(function: ast.FunctionDef | None) -> inspect.Signature | None:
+def signature(function: Function | None) -> inspect.Signature | None:
     """The signature of a function; None under a decorator, which may change it."""
     if function is None or function.decorator_list:
         return None
@@ -110,7 +112,7 @@ def _bound(place: str) -> dict[str, ast.stmt]:
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{place}: {path} is not Python source: {error}") from None
     for statement in statements:
-        is_scope = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        is_scope = isinstance(statement, Function | ast.ClassDef)
         for node in [statement] if is_scope else ast.walk(statement):
             stored = isinstance(getattr(node, "ctx", None), ast.Store) and getattr(node, "id", None)
             if name := getattr(node, "asname", None) or getattr(node, "name", None) or stored:
@@ -118,9 +120,9 @@ def _bound(place: str) -> dict[str, ast.stmt]:
     return bound
 
 
-def _method(made: ast.stmt | None, name: str) -> ast.FunctionDef | None:
+def _method(made: ast.stmt | None, name: str) -> Function | None:
     for method in made.body if isinstance(made, ast.ClassDef) else ():
-        if isinstance(method, ast.FunctionDef) and method.name == name:
+        if isinstance(method, Function) and method.name == name:
             del (method.args.posonlyargs or method.args.args)[:1]
             return method
     return None

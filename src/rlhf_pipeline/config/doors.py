@@ -10,6 +10,7 @@ A function or a class gets what its parameters name: the values that its door of
 of its parameter block.
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -177,7 +178,9 @@ def door_faults(prefix: str, block: Block) -> Iterator[str]:
             continue
         offered = [*door.offers.split(), *type(block).model_fields]
         try:
-            found = signature(defined(place))
+            found = signature(function := defined(place))
+            if isinstance(function, ast.AsyncFunctionDef):
+                raise ConfigError(f"{place}: found `async def`, expected `def`")
             if door.method:
                 defined(place, door.method)
             if found is not None:

@@ -4,7 +4,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import defined, parameters, signature
-from rlhf_pipeline.config.rewards import CallableReward, ModelReward, ReferenceReward, RubricReward
+from rlhf_pipeline.config.rewards import (
+    CallableReward,
+    CodeReward,
+    ModelReward,
+    ReferenceReward,
+    RubricReward,
+)
 from rlhf_pipeline.errors import ConfigError
 
 Carried = Mapping[str, Collection[str]]
@@ -21,7 +27,9 @@ def reward_faults(
         try:
             match reward:
                 case CallableReward():
-                    if found := signature(defined(reward.callable)):
+                    function = defined(reward.callable)
+                    check_isolated(reward, parameters(function))
+                    if found := signature(function):
                         check_signature(reward.callable, found, sources)
                 case ModelReward():
                     _check_model(reward)
@@ -31,13 +39,13 @@ def reward_faults(
 
 
 def reads_references(source: Block) -> bool:
-    """Whether a reward or a judge reads the true answers: one of the kind `reference`, a
-    rubric with {reference}, or a function with a parameter `references`, as far as `defined` finds
-    it."""
+    """Whether a reward or a judge reads the true answers: one of the kinds `reference` and `code`,
+    a rubric with {reference}, or a function with a parameter `references`, as far as `defined`
+    finds it."""
     if isinstance(source, RubricReward):
         return "{reference}" in source.rubric
     if not isinstance(source, CallableReward):
-        return isinstance(source, ReferenceReward)
+        return isinstance(source, ReferenceReward | CodeReward)
     return "references" in parameters(defined(source.callable))
 
 
@@ -69,6 +77,15 @@ def check_signature(reward: str, signature: inspect.Signature, sources: Carried 
             "Fix: define it as `def reward(prompts, responses)`; a further parameter "
             "`references` gets the reference answers, `scored` the tokens"
         ) from None
+
+
+def check_isolated(reward: CallableReward, asked: Collection[str]) -> None:
+    """Raise ConfigError if processes shall call a function that asks for the rank's tokens."""
+    if reward.processes and "scored" in asked:
+        raise ConfigError(
+            f"{reward.callable}: found processes: {reward.processes} and the parameter scored, "
+            "which no process gets. Fix: set processes to 0"
+        )
 
 
 def _check_model(reward: ModelReward) -> None:

@@ -16,14 +16,21 @@ from torch import Tensor
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.definitions import defined, parameters, source_file
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig
-from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward, RegexReward, RubricReward
+from rlhf_pipeline.config.rewards import (
+    CallableReward,
+    CodeReward,
+    ReferenceReward,
+    RegexReward,
+    RubricReward,
+)
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import Answer, compare
 from rlhf_pipeline.evaluation.report import Evaluation
 from rlhf_pipeline.rollout.chat_model import ChatModel, RubricSource, reply_folder
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function, matches
+from rlhf_pipeline.rollout.code_reward import CodeSource
+from rlhf_pipeline.rollout.function_reward import FunctionSource, matches
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.true_answers import AGREES, accuracy
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -75,8 +82,7 @@ def load_judges(
     for index, judge in enumerate(config.judges):
         if isinstance(judge, CallableReward):
             function = (functions or {}).get(index)
-            function = function or import_function(judge, job, f"{JUDGE_PREFIX}{index}")
-            source = FunctionSource(judge.callable, function)
+            source = FunctionSource.load(judge, job, f"{JUDGE_PREFIX}{index}", function)
             judges[judge.label] = partial(by_source, source=source)
         elif isinstance(judge, ReferenceReward):
             judges[judge.label] = partial(by_reference, agrees=AGREES[judge.reference])
@@ -86,6 +92,9 @@ def load_judges(
             model = ChatModel(judge.openai, reply_folder(job), config.place_of(judge))
             judges[judge.label] = partial(by_source, source=RubricSource(judge, model))
             (counts if counts is not None else {})[judge.label] = model.counts
+        elif isinstance(judge, CodeReward):
+            code = CodeSource(judge, config.place_of(judge))
+            judges[judge.label] = partial(by_source, source=code)
     return judges
 
 
@@ -160,7 +169,8 @@ def _text_judges(
         raise ConfigError("\n".join(faults or ["judges: found none, expected at least one"]))
     inputs = {}
     for index, judge in enumerate(config.judges):
-        asked = {"references" if isinstance(judge, ReferenceReward) else "a model"}
+        by_truth = isinstance(judge, ReferenceReward | CodeReward)
+        asked = {"references" if by_truth else "a model"}
         asked -= {"a model"} if isinstance(judge, RegexReward) else set()
         if isinstance(judge, CallableReward) and index in functions:
             asked = {*inspect.signature(functions[index]).parameters}

@@ -157,3 +157,7 @@ class RubricSource:
         ]
         verdicts = self.model.verdicts(questions, score)
         return torch.tensor([verdicts[question] or 0.0 for question in questions])
+
+    def counted(self) -> dict[str, int]:
+        """The `REPLIES` since the last call."""
+        return {name: self.model.counts.pop(name, 0) for name in REPLIES}

@@ -8,28 +8,31 @@ Each rank calls the function once per rollout, with the rows of that rank:
 and without surrounding white space. A function with a parameter `references` also gets the true
 answers, one for each row; one with a parameter `scored` gets the tokens, a `Scored`. Any other
 parameter gets the column of its name that the sources carry (`columns.extra`).
+
+With `CallableReward.processes`, processes of the rank call it with one row at a time.
 """
 
-import importlib
-import importlib.util
 import inspect
-import math
-import sys
-import traceback
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import regex
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.reward_files import check_signature
+from rlhf_pipeline.config.reward_files import check_isolated, check_signature
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.rollout.function_workers import (
+    Call,
+    Workers,
+    described,
+    imported,
+    number,
+    results,
+)
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -41,10 +44,30 @@ class FunctionSource:
     place: str  # the function as written in the parameters, for messages
     function: Callable[..., Any]
     reads_texts: bool = True
+    workers: Workers | None = None  # None: the function is called in this process
 
     def __post_init__(self) -> None:
         signature = inspect.signature(self.function)  # `checks` knows what the sources carry
         check_signature(self.place, signature, {"the split": signature.parameters})
+
+    @classmethod
+    def load(
+        cls,
+        reward: CallableReward,
+        job: LaunchedJob,
+        name: str,
+        function: Callable[..., Any] | None = None,
+    ) -> "FunctionSource":
+        """The function, imported unless it is at hand, with its processes.
+
+        Raises the errors of `check_isolated` and `import_function`.
+        """
+        source = cls(reward.callable, function or import_function(reward, job, name))
+        check_isolated(reward, source._asked)
+        if not reward.processes:
+            return source
+        target = reward.callable, _location(reward, job, name), reward.function
+        return replace(source, workers=Workers(*target, reward.processes, reward.timeout_s))
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
         """Call the function.
@@ -57,51 +80,52 @@ class FunctionSource:
         check_signature(self.place, inspect.signature(self.function), given)
         if "references" in self._asked:
             require_references(self.place, answered)
+        if self.workers is not None:
+            rows = (answered.row(row) for row in range(len(answered.responses)))
+            return torch.tensor(self.workers([self._call(row, scored) for row in rows]))
         try:
-            results = self._call(answered, scored)
+            found = results(self.function, self._call(answered, scored))
         except Exception as error:
             where = self._where(answered, scored)
+            raise StageError(f"{self.place} failed {where}: {described(error)}") from error
+        if len(found) != len(answered.responses):
             raise StageError(
-                f"{self.place} failed {where}: {type(error).__name__}: {error}{_line(error)}"
-            ) from error
-        if len(results) != len(answered.responses):
-            raise StageError(
-                f"{self.place}: found {len(results)} results, expected "
+                f"{self.place}: found {len(found)} results, expected "
                 f"{len(answered.responses)}, one for each response. The first prompt is "
                 f"{answered.prompts[0]}"
             )
         return torch.tensor(
-            [self._number(result, answered, row) for row, result in enumerate(results)]
+            [self._number(result, answered, row) for row, result in enumerate(found)]
         )
 
-    def _call(self, answered: Answered, scored: Scored) -> list[Any]:
-        offered = answered.columns | {"references": answered.references, "scored": scored}
+    def _call(self, answered: Answered, scored: Scored) -> Call:
+        offered: dict[str, Any] = answered.columns | {
+            "references": answered.references,
+            "scored": scored,
+        }
         further = list(self._asked)[2:]  # the first two get prompts and responses
         more = {name: value for name, value in offered.items() if name in further}
-        return list(self.function(answered.prompts, answered.responses, **more))
+        return Call(answered.prompts, answered.responses, more)
 
     @property
     def _asked(self) -> Collection[str]:
         return inspect.signature(self.function).parameters
 
     def _number(self, result: Any, answered: Answered, row: int) -> float:
-        try:
-            number = math.nan if isinstance(result, str | bytes) else float(result)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
+        found = number(result)
+        if isinstance(found, str):
             raise StageError(
-                f"{self.place}: found {result!r}, expected a finite number, for the response "
+                f"{self.place}: found {found}, expected a finite number, for the response "
                 f"{answered.responses[row]!r} to the prompt {answered.prompts[row]}"
             )
-        return number
+        return found
 
     def _where(self, answered: Answered, scored: Scored) -> str:
         """The first row on which the function also fails alone, for the message."""
         for row in range(0 if "scored" in self._asked else len(answered.prompts)):
             one = answered.row(row)
             try:
-                self._call(one, scored)
+                results(self.function, self._call(one, scored))
             except Exception:  # the user's function may raise anything
                 return f"at the response {one.responses[0]!r} to the prompt {one.prompts[0]}"
         return (
@@ -129,16 +153,6 @@ def matches(pattern: str, limit_s: float = 5.0) -> FunctionSource:
     )
 
 
-def _line(error: Exception) -> str:
-    """The place of an error of a reward function: the innermost one outside of libraries."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)[2:]
-        if not frame.filename.startswith(("<", sys.prefix, sys.base_prefix))
-    ]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
 def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Callable[..., Any]:
     """Import the function from a file, which is the input `name`, or from an installed module.
 
@@ -146,11 +160,7 @@ def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Call
     has changed since the stage was planned.
     """
     try:
-        is_file = reward.location.endswith(".py")
-        module = (
-            _run_file(job.inputs[name]) if is_file else importlib.import_module(reward.location)
-        )
-        function = getattr(module, reward.function)
+        function = imported(_location(reward, job, name), reward.function)
     except Exception as error:
         raise StageError(
             f"{reward.callable} cannot be imported: {type(error).__name__}: {error}. "
@@ -162,11 +172,6 @@ def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Call
     return function
 
 
-def _run_file(path: Path) -> ModuleType:
-    name = f"ppo_rewards_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "preflight rejects files that are not .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return module
+def _location(reward: CallableReward, job: LaunchedJob, name: str) -> str:
+    """The file of the plan, or the module."""
+    return str(job.inputs[name]) if reward.location.endswith(".py") else reward.location

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.rewards import (
     INPUT_PREFIX,
     CallableReward,
+    CodeReward,
     ModelReward,
     ReferenceReward,
     RegexReward,
@@ -44,8 +45,9 @@ from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokeniz
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl.rewards import Aggregate, aggregated
-from rlhf_pipeline.rollout.chat_model import REPLIES, ChatModel, RubricSource, reply_folder
-from rlhf_pipeline.rollout.function_reward import FunctionSource, import_function, matches
+from rlhf_pipeline.rollout.chat_model import ChatModel, RubricSource, reply_folder
+from rlhf_pipeline.rollout.code_reward import CodeSource
+from rlhf_pipeline.rollout.function_reward import FunctionSource, matches
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.true_answers import agreement
 from rlhf_pipeline.runtime import heartbeat
@@ -186,8 +188,8 @@ class RewardSum:
         for name, (*_, source) in self.sources.items():
             with heartbeat.scored_by(name):
                 parts[name] = source(scored, answered)
-            if isinstance(source, RubricSource):
-                replies |= {f"{name}/{key}": source.model.counts.pop(key, 0) for key in REPLIES}
+            if isinstance(source, RubricSource | CodeSource):
+                replies |= {f"{name}/{key}": n for key, n in source.counted().items()}
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
         if self.aggregate != "sum":  # a source of weight 0 must change neither minimum nor mean
             named = [one for one in named if one[0]]
@@ -238,7 +240,7 @@ def load_rewards(
                 assert trained_mean is not None, "the trained reward model is loaded as well"
                 return TrainedSource(trained_mean)
             case CallableReward():
-                return FunctionSource(reward.callable, import_function(reward, job, name))
+                return FunctionSource.load(reward, job, name)
             case ReferenceReward():
                 return FunctionSource(reward.reference, agreement(reward.reference))
             case RegexReward():
@@ -246,6 +248,8 @@ def load_rewards(
             case RubricReward():
                 place = f"{job.stage}.{name}"
                 return RubricSource(reward, ChatModel(reward.openai, reply_folder(job), place))
+            case CodeReward():
+                return CodeSource(reward, f"{job.stage}.{name}")
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 model = ModelSource.load(

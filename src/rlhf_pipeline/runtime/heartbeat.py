@@ -119,7 +119,7 @@ def tick() -> None:
 def scored_by(scorer: str) -> Iterator[None]:
     """Report the reward or the judge that scores inside the block; after an error it stays."""
     global _here
-    _here = replace(_here, scorer=scorer)
+    _here = replace(_here, scorer=scorer, progressed=time.time())
     yield
     _here = replace(_here, scorer="")
 

@@ -112,8 +112,10 @@ class ProgressDisplay(StageListener):
 
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
         phase = PHASES.get(heartbeat.phase, heartbeat.phase)
-        shown = f"{phase}: {heartbeat.scorer}" if heartbeat.scorer else phase
-        self._progress = replace(self._progress, phase=shown)
+        if heartbeat.scorer:
+            seconds = max(0.0, time.time() - heartbeat.progressed)  # clocks of machines differ
+            phase += f": {heartbeat.scorer}, {seconds:.0f} s"
+        self._progress = replace(self._progress, phase=phase)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         self._show(run, records)

@@ -1,0 +1,88 @@
+"""Scores from tests: the program in a response runs in a sandbox with the tests of its prompt."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.config.rewards import CodeReward
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.rollout.function_reward import require_references
+from rlhf_pipeline.rollout.records import Answered, Scored
+from rlhf_pipeline.runtime import heartbeat, sandbox
+
+FAULTS = tuple(each for each in get_args(sandbox.Outcome) if each != "passed")
+"""How programs end that do not pass."""
+
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+def program_of(response: str) -> str:
+    """The last fenced block of a response, which may lack its end; without one the response."""
+    return (_FENCED.findall(response) or [response])[-1]
+
+
+@dataclass(frozen=True)
+class CodeSource:
+    """Programs that pass their tests as a source of rewards; each rank runs those of its rows."""
+
+    reward: CodeReward
+    place: str  # its parameters, for messages
+    counts: Counter[str] = field(default_factory=Counter)  # of `FAULTS`
+    reads_texts: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises StageError if the machine does not offer the sandbox."""
+        (outcome,) = self._outcomes([""], [""])
+        if outcome != "passed":
+            raise StageError(
+                f"{self.place}: found that an empty program {outcome.replace('_', ' ')}, expected "
+                "that it passes. Fix: raise timeout_s or memory_mib"
+            )
+
+    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
+        """1 for each program that passes the tests in its true answer, else 0, (B,).
+
+        Raises StageError if a true answer is missing or is no Python, or the sandbox fails.
+        """
+        require_references(self.place, answered)
+        tests = [str(each) for each in answered.references]
+        for row, text in enumerate(tests):
+            try:
+                compile(text, "<tests>", "exec")
+            except (SyntaxError, ValueError) as error:
+                raise StageError(
+                    f"{self.place}: found the true answer {text!r} of the prompt "
+                    f"{answered.prompts[row]}, expected tests in Python: {error}"
+                ) from None
+        outcomes = self._outcomes(map(program_of, answered.responses), tests)
+        self.counts.update(each for each in outcomes if each != "passed")
+        return torch.tensor([float(each == "passed") for each in outcomes])
+
+    def counted(self) -> dict[str, int]:
+        """The `FAULTS` since the last call."""
+        return {fault: self.counts.pop(fault, 0) for fault in FAULTS}
+
+    def _outcomes(self, programs: Iterable[str], tests: Iterable[str]) -> list[sandbox.Outcome]:
+        limits = self.reward.model_dump(include={"timeout_s", "memory_mib"})
+        run = partial(sandbox.run, isolated=self.reward.sandbox == "required", **limits)
+        try:
+            with ThreadPoolExecutor(self.reward.processes) as pool:
+                outcomes = []
+                for outcome in pool.map(run, programs, tests):
+                    heartbeat.tick()
+                    outcomes.append(outcome)
+                return outcomes
+        except sandbox.SandboxError as error:
+            raise StageError(
+                f"{self.place}: found {error}, expected a sandbox of namespaces and seccomp, which "
+                "needs Linux 5.12. Fix: allow namespaces (user.max_user_namespaces; on Ubuntu also "
+                "kernel.apparmor_restrict_unprivileged_userns=0, in Docker --security-opt seccomp="
+                "unconfined), or set sandbox to limits: programs then read and write your files"
+            ) from None
