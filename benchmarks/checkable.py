@@ -1,14 +1,14 @@
 """What is each method worth on a task that a program checks? A real model, three seeds.
 
-    python benchmarks/checkable.py MODEL              # a .gguf file or a folder: docs/which-method.md
-    python benchmarks/checkable.py MODEL --seeds 1    # fewer seeds
-    python benchmarks/checkable.py --draw             # the table and the plot of what is finished
+    python benchmarks/checkable.py MODEL            # a .gguf file or a folder
+    python benchmarks/checkable.py MODEL --seeds 1  # fewer seeds
+    python benchmarks/checkable.py --draw           # the table and the plot of what is finished
 
-The task is chain_sum of reasoning-gym: sums and differences of two numbers of one or two digits.
-The reward is 1 if the last number of an answer is right. Every method samples the same number of
-answers, from the same prompts' phase, and starts from the untouched model. Questions of the test
-are in no other part. A seed decides the order of the prompts and all answers; each run has one
-core. Results: benchmarks/results/checkable/.
+The task is sums of a number from 1 to 9 and one from 1 to 30. The reward is 1 if the last number of
+an answer is right. Every method starts from the untouched model, trains adapters in bf16, and
+samples about the same number of answers; the sums of the test are in no other part. A seed decides
+the order of the prompts and all answers; each run has one core. Results:
+benchmarks/results/checkable/.
 """
 
 from __future__ import annotations
@@ -33,30 +33,22 @@ from rlhf_pipeline.pipelines.rejection import rejection
 from rlhf_pipeline.pipelines.split import split
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.statistics import difference, share_with_interval
 
-STEPS, PROMPTS, ANSWERS, TOKENS = 30, 8, 8, 16
+STEPS, PROMPTS, ANSWERS, TOKENS = 10, 8, 8, 10
 REWARDS = [{"reference": "last_number"}]
 DATA = {
-    "sources": [
-        {
-            "name": "reasoning_gym",
-            "samples": 3000,
-            "tasks": {
-                "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-            },
-        }
-    ],
+    "sources": [{"name": "files", "columns": {"prompt": "question", "reference": "answer"}}],
     "weights": [0, 0, 1],
-    "validation_fraction": 0.03,
-    "test_fraction": 0.1,
-    "near_duplicates": "keep",  # all questions repeat one instruction
-    "max_prompt_tokens": 64,
+    "validation_fraction": 0.05,
+    "test_fraction": 0.25,
+    "near_duplicates": "keep",  # all questions have the same words
+    "max_prompt_tokens": 40,
     "max_response_tokens": TOKENS,
 }
 MODEL = {
     "deepspeed": {"zero_stage": 1, "precision": "bf16"},
-    "optimizer": {"learning_rate": 1e-5, "weight_decay": 0.0},
+    "optimizer": {"learning_rate": 3e-4, "weight_decay": 0.0},
+    "lora": {"rank": 16, "alpha": 32},
 }
 COMMON = {
     "steps": STEPS,
@@ -83,10 +75,27 @@ METHODS: dict[str, Tree] = {
         "clip_range_high": 4e-4,
     },
     "GRPO, drop": {"equal_groups": "drop"},
-    "GRPO, resample": {"equal_groups": "resample", "maximum_resamples": 4},
+    # Six steps, because each has further rounds: all methods sample about 640 answers.
+    "GRPO, resample": {"equal_groups": "resample", "maximum_resamples": 4, "steps": 6},
+        "equal_groups": "resample",
+        "maximum_resamples": 4,
+        "steps": 6,
+    },  # samples alike
 }
 REJECTION = "rejection"
 ROUNDS = 3
+
+
+def sums() -> list[Tree]:
+    """Every sum of a number from 1 to 9 and one from 1 to 30, in both orders."""
+    pairs = {pair for a in range(1, 10) for b in range(1, 31) for pair in ((a, b), (b, a))}
+    system = {"role": "system", "content": "Answer with a number."}
+
+    def row(a: int, b: int) -> Tree:
+        question = {"role": "user", "content": f"What is {a} + {b}?"}
+        return {"question": [system, question], "answer": str(a + b)}
+
+    return [row(*pair) for pair in sorted(pairs)]
 
 
 def main() -> int:
@@ -112,7 +121,12 @@ def main() -> int:
 def prepare(model: str, root: Path) -> tuple[Path, Path, StageRunner]:
     """The untouched model as a checkpoint, and the prompts."""
     stages = StageRunner(RunContext(root / "workspace", LAUNCH))
-    data = SplitConfig.model_validate(DATA)
+    file = root / "sums.jsonl"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(each) + "\n" for each in sums()))
+    given = DATA | {"sources": [{**DATA["sources"][0], "path": str(file)}]}
+    data = SplitConfig.model_validate(given)
     base = base_model(BaseModelConfig(path=model), data, 1, stages)
     return base, split(base, data, 1, stages), stages
 
@@ -153,8 +167,8 @@ def judge(seed: int, model: str, root: Path) -> Tree:
     }
     models = {ALONE: base} | {key: policy(name, seed, model, root) for key, name in done.items()}
     config = EvaluateConfig.model_validate(
-        {"judges": REWARDS, "sampling": COMMON["sampling"], "prompts": 300, "precision": "bf16",
-         "answers_per_prompt": 2}
+        {"judges": REWARDS, "sampling": COMMON["sampling"], "prompts": 120, "precision": "bf16",
+         "answers_per_prompt": 4}
     )  # fmt: skip
     prompts = dict.fromkeys(models, rows / "evaluation")
     export = evaluate_models(models, prompts, config, seed, stages)

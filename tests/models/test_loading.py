@@ -7,7 +7,7 @@ import torch
 
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.training.reward_model import untrained
+from rlhf_pipeline.training.new_head import untrained
 
 LOADS = {
     "policy": load_policy,

@@ -19,10 +19,11 @@ from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.experience import make_experience
+from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.ppo_metrics import rollout_metrics
 from rlhf_pipeline.training.ppo_setup import load_ppo_models
 from rlhf_pipeline.training.ppo_update import update_models
-from rlhf_pipeline.training.reward_model import RewardModelTask, untrained
+from rlhf_pipeline.training.reward_model import RewardModelTask
 from rlhf_pipeline.training.sft import SFTTask
 from rlhf_pipeline.training.supervised import Setup, train_step
 

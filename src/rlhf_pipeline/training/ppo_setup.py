@@ -30,9 +30,9 @@ from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
+from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.prompts import PromptStream
 from rlhf_pipeline.training.resume import Checkpoints
-from rlhf_pipeline.training.reward_model import untrained
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.config.doors import REWARD_LOSS, by_name
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
@@ -24,13 +23,13 @@ from rlhf_pipeline.distributed.batches import by_micro_batches, even_share, load
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import World, join
-from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.models.forward import sequence_scores
-from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, store_score_mean
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.statistics import calibration, rank_correlation, rate_interval
+from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import BLOCK, train
 
@@ -81,18 +80,6 @@ def main(job: LaunchedJob) -> dict[str, float]:
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics | write_report(job, config, task.contract, world)
-
-
-def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:
-    """The SFT model with a new scalar head; all ranks draw the same one. See `load_scores`.
-
-    Its standard deviation is 1 / sqrt(d + 1) for width d (Huang et al., 2024, arXiv 2403.17031). A
-    head of zeros would give the other weights no gradient until it has moved.
-    """
-    model = load_scores(sft_model, precision, new_head=True, **how)
-    with gathered(model.head.parameters()):
-        nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
-    return model
 
 
 def write_report(
