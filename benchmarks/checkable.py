@@ -77,10 +77,6 @@ METHODS: dict[str, Tree] = {
     "GRPO, drop": {"equal_groups": "drop"},
     # Six steps, because each has further rounds: all methods sample about 640 answers.
     "GRPO, resample": {"equal_groups": "resample", "maximum_resamples": 4, "steps": 6},
-        "equal_groups": "resample",
-        "maximum_resamples": 4,
-        "steps": 6,
-    },  # samples alike
 }
 REJECTION = "rejection"
 ROUNDS = 3
