@@ -182,3 +182,23 @@ def test_one_kernel_computes_what_the_loop_over_rows_computes(
     for found, other in zip(results(), expected, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-5, atol=2e-6)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("logits", "packs"), [(slice(0, 1), True), (slice(None), False)])
+def test_rounding_of_one_logit_is_no_leak_between_rows(models, logits, packs):
+    """bf16 can move a single logit of a pretrained model far; a leak moves all logits of a token."""
+    packed, _ = models
+    packed.packed_pass = False
+
+    def note(module, args, kwargs):
+        module.packed_pass = kwargs.get("packed_rows") is not None
+
+    def enlarge(module, args, output):
+        output = output.clone()
+        if packed.packed_pass:
+            output[0, -1, logits] += output.abs().amax() / 2
+        return output
+
+    packed.register_forward_pre_hook(note, with_kwargs=True)
+    packed.get_output_embeddings().register_forward_hook(enlarge)
+    assert probe_capabilities(packed).packed is packs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ppo_runs import ppo_config
+from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import collate
@@ -39,3 +39,17 @@ def test_a_reward_model_without_effect_leaves_the_critic_its_scale(ppo_inputs, w
         raw = models.reward_model(**inputs, scores_to_keep=1)
         estimate = models.critic(**inputs, scores_to_keep=1)
     torch.testing.assert_close(estimate, raw)
+
+
+def test_without_a_reward_model_the_critic_is_the_policy_with_a_new_head(
+    ppo_inputs, world, tmp_path
+):
+    inputs = {name: path for name, path in ppo_inputs.items() if name != "reward_model"}
+    run = run_ppo(ppo_config(rewards=[{"regex": "."}]), inputs, world, tmp_path)
+    start, policy = run.start["critic"], run.start["actor"]
+    shared = [name for name in start if name.endswith("embed_tokens.weight")]
+    assert len(shared) == 1
+    assert torch.equal(start[shared[0]], policy["model.embed_tokens.weight"])
+    head = next(value for name, value in start.items() if name.endswith("score.weight"))
+    assert float(head.std()) == pytest.approx((head.shape[1] + 1) ** -0.5, rel=0.5)
+    assert all("value/loss" in line for line in run.lines)

@@ -52,6 +52,27 @@ def test_every_epoch_trains_on_other_minibatches(ppo_inputs, world, tmp_path, mo
     assert len({tuple(sorted(epoch)) for epoch in epochs}) == 3
 
 
+def test_a_minibatch_has_all_responses_to_its_prompts(ppo_inputs, world, tmp_path, monkeypatch):
+    """They share the prompt's tokens in a forward pass."""
+    original, seen = ppo_update.update_minibatch, []
+
+    def update_minibatch(models, pieces, *args, **options):
+        rows = [row for piece in pieces for row in piece.sequences.prompt_ids.tolist()]
+        seen.append([tuple(token for token in row if token) for row in rows])
+        return original(models, pieces, *args, **options)
+
+    monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
+    config = ppo_config(
+        steps=1, evaluations=1, minibatch_size=4, ppo_epochs=2, responses_per_prompt=2,
+        advantage="rloo", critic=None, rewards=[{"regex": "."}],
+    )  # fmt: skip
+    run_ppo(config, ppo_inputs, world, tmp_path)
+    assert len(seen) == 4
+    for prompts in seen:
+        assert sorted(map(prompts.count, {*prompts})) == [2, 2]
+    assert {*seen[0], *seen[1]} == {*seen[2], *seen[3]}
+
+
 def test_pooled_batches_equal_one_large_batch(trained, ppo_inputs, world, tmp_path):
     config = ppo_config(rollout_batch_size=2, rollout_batches=4)
     pooled = run_ppo(config, ppo_inputs, world, tmp_path)
