@@ -186,7 +186,7 @@ def test_one_kernel_computes_what_the_loop_over_rows_computes(
 
 @pytest.mark.parametrize(("logits", "packs"), [(slice(0, 1), True), (slice(None), False)])
 def test_rounding_of_one_logit_is_no_leak_between_rows(models, logits, packs):
-    """bf16 can move a single logit of a pretrained model far; a leak moves all logits of a token."""
+    """bf16 can move one logit of a pretrained model far; a leak moves all logits of a token."""
     packed, _ = models
     packed.packed_pass = False
 

@@ -32,6 +32,7 @@ def test_the_program_is_the_last_fenced_block(response, program):
     assert program_of(response) == program
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_programs_that_pass_their_tests_score_1_and_others_are_counted_by_their_fault(
     load, scored, rows, monkeypatch
 ):
@@ -48,6 +49,7 @@ def test_programs_that_pass_their_tests_score_1_and_others_are_counted_by_their_
         }  # fmt: skip
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_tests_that_are_missing_or_no_python_end_the_stage(scored, answered):
     source = CodeSource(CodeReward(code="python"), "ppo.rewards.0")
     with pytest.raises(StageError, match=r"^ppo\.rewards\.0: found 1 of 3 prompts without a true"):
@@ -76,6 +78,7 @@ def test_a_machine_without_a_sandbox_is_refused_when_the_reward_is_loaded(load, 
     load({"code": "python", "sandbox": "limits"})
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_limits_below_an_empty_program_are_refused_when_the_reward_is_loaded(load):
     with pytest.raises(
         StageError, match=r"^ppo\.rewards\.0: found that an empty program timed out, expected that "

@@ -204,6 +204,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_hostile_program_earns_nothing(name, tmp_path, monkeypatch):
     program, outcome = PROGRAMS[name]
@@ -219,7 +220,7 @@ def test_a_hostile_program_earns_nothing(name, tmp_path, monkeypatch):
         values = {"home": home, "work": work, "caller": os.getpid()}
         for field, value in (values | {"port": server.getsockname()[1]}).items():
             program = program.replace(f"{{{field}}}", str(value))
-        reward = CodeReward(code="python", timeout_s=2, memory_mib=128, processes=1)
+        reward = CodeReward(code="python", timeout_s=4, memory_mib=128, processes=1)
         source = CodeSource(reward, "ppo.rewards.0")
         responses = [f"Here:\n```python\n{each}\n```" for each in (program, PASSES)]
         began = time.monotonic()

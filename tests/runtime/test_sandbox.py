@@ -9,6 +9,8 @@ import pytest
 
 from rlhf_pipeline.runtime import sandbox
 
+pytestmark = pytest.mark.usefixtures("namespaces")
+
 
 def run(program, tests="", timeout_s=20, memory_mib=512, **options):
     return sandbox.run(program, tests, timeout_s=timeout_s, memory_mib=memory_mib, **options)
