@@ -140,6 +140,7 @@ def policy(method: str, seed: int, model: str, root: Path) -> Path:
         "validation_prompts": 16,
         "rewards": REWARDS,
         "min_score": 1.0,
+        "cut_answers": "keep",  # at first nearly all are cut, which the other methods allow, too
         "sampling": COMMON["sampling"],
     }
     given = MODEL | {"sample": sample, "rounds": ROUNDS, "batch_size": 16, "epochs": 2}
@@ -239,9 +240,8 @@ def plot(root: Path, names: list[str], tests: list[Tree]) -> None:
         color = f"C{index}"
         for file in sorted(root.glob(f"train-{name}-*.json")):
             rows = [row for row in json.loads(file.read_text())["history"] if SCORE in row]
-            sampled = np.cumsum(
-                [PROMPTS * ANSWERS + ANSWERS * row.get("rollout/resampled", 0) for row in rows]
-            )
+            further = np.array([row.get("rollout/resampled", 0) for row in rows])
+            sampled = np.cumsum(PROMPTS * ANSWERS * (1 + further))
             is_first = file.stem.endswith("-1")
             left.plot(sampled, [row[SCORE] for row in rows], color=color, label=name * is_first)
     for index, name in enumerate([*names, ALONE]):
