@@ -166,7 +166,7 @@ def judge(seed: int, model: str, root: Path) -> Tree:
     models = {ALONE: base} | {key: policy(name, seed, model, root) for key, name in done.items()}
     config = EvaluateConfig.model_validate(
         {"judges": REWARDS, "sampling": COMMON["sampling"], "prompts": 120, "precision": "bf16",
-         "answers_per_prompt": 4}
+         "answers_per_prompt": 2}
     )  # fmt: skip
     prompts = dict.fromkeys(models, rows / "evaluation")
     export = evaluate_models(models, prompts, config, seed, stages)
