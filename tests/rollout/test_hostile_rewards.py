@@ -128,6 +128,8 @@ def test_a_hostile_function_ends_the_stage_with_its_name(name, tmp_path, monkeyp
     assert time.monotonic() - began < LONGEST_S
     text = failure.value.message
     assert text.startswith(f"{place} {message}")
+    if "ended its process" in message:  # which of the calls it was may be unknown so early
+        text = text.removesuffix(", or at one of 2 others")
     assert text.endswith(f"at the response 'four' to the prompt {PROMPTS[0]}")
     assert survivors(lambda p: p.environ().get("HOSTILE_TEST") == mark) == []
 
