@@ -179,6 +179,7 @@ def result(workspace: Path, start: float) -> dict[str, Any]:
 def stage_parameters(stage: str, zero: int, precision: str, further: str) -> str:
     """Parameters for some seconds of training with a checkpoint every third step."""
     blocks = ["ppo.actor", "ppo.critic"] if stage == "ppo" else [stage]
+    blocks = [block for block in blocks if f"{block}=null" not in further.split(",")]
     engine = {"zero_stage": zero, "precision": precision}
     engines = [
         f"{block}.deepspeed.{key}={value}" for block in blocks for key, value in engine.items()

@@ -37,6 +37,23 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
         },
         False,
     ),
+    "ppo by sequences, resampled": (
+        "ppo",
+        {
+            "actor": trained(2), "critic": None, "advantage": "grpo", "responses_per_prompt": 2,
+            "importance": "sequence", "denominator": "sequences", "clip_range": 3e-4,
+            "equal_groups": "resample", "curriculum": {}, "rewards": [{"regex": "[a-m]"}],
+        },
+        True,
+    ),
+    "cispo": (
+        "ppo",
+        {
+            "actor": trained(1), "critic": trained(1), "policy_loss": "cispo",
+            "denominator": "constant", "truncated": "mask", "value_lam": 1.0,
+        },
+        True,
+    ),
     "evaluate": ("evaluate", {"best_of_n": 2}, False),
 }  # fmt: skip
 FURTHER = {

@@ -88,7 +88,7 @@ class DistillConfig(PPOConfig):
     """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
     row is a forward pass of its own."""
     advantage: Annotated[str, ADVANTAGE] = "immediate"
-    """Each token's own reverse KL; there is no other choice."""
+    """immediate: the advantage of a token is its own reverse KL. Another value is refused."""
     rewards: tuple[Reward, ...] = ()
     """None: the teacher alone says what is good."""
     missing_eos_penalty: NonNegativeFloat = 0.0

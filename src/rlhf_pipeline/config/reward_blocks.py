@@ -1,4 +1,4 @@
-"""The kinds of rewards: one block each, told apart by a field that no other one has."""
+"""The parameter block of each kind of reward. A field that no other kind has tells its kind."""
 
 import re
 from collections.abc import Iterator

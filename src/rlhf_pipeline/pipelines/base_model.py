@@ -41,6 +41,5 @@ def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> d
     except LookupError as error:
         raise ArtifactError(
             f"{block}.path: {error}; no local folder has this name either. Fix: check the "
-            "spelling and the network, or set "
-            f"{block}.revision to a commit that was downloaded before"
+            f"spelling and the network, or set {block}.revision to a commit that was downloaded before"
         ) from error

@@ -99,11 +99,8 @@ class FunctionSource:
         )
 
     def _call(self, answered: Answered, scored: Scored) -> Call:
-        offered: dict[str, Any] = answered.columns | {
-            "references": answered.references,
-            "scored": scored,
-        }
-        further = list(self._asked)[2:]  # the first two get prompts and responses
+        own: dict[str, Any] = {"references": answered.references, "scored": scored}
+        offered, further = answered.columns | own, [*self._asked][2:]  # two get the texts
         more = {name: value for name, value in offered.items() if name in further}
         return Call(answered.prompts, answered.responses, more)
 

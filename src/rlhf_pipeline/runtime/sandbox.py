@@ -162,7 +162,7 @@ def _enter_namespaces(memory_mib: int) -> None:
 
 
 def _deny_calls() -> None:
-    """Deny `_CALLS` by seccomp. Threads are allowed; a child that is no thread is not."""
+    """Deny `_CALLS` by seccomp. The program may start threads, but no processes."""
     audit, clone, denied = _CALLS[platform.machine()]
     load, equal, at_least, has, end, kill, fault = 0x20, 0x15, 0x35, 0x45, 0x06, 1 << 31, 5 << 16
     steps = [(load, 0, 0, 4), (equal, 1, 0, audit), (end, 0, 0, kill)]

@@ -203,23 +203,27 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
 def load_ppo_models(
     job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World
 ) -> PPOModels:
-    """Load the models of `ppo` from the SFT model, those with a scalar head from the reward model.
+    """Load the models of `ppo`.
 
-    Without a reward model, the critic starts from the SFT model with a new head.
-
-    During the warm-up of the critic the actor does not train, so it makes fewer updates.
+    Policies are the SFT model, but the reference may be a teacher. Models with a scalar head are the
+    reward model; without one, the critic is the SFT model with a new head. During the warm-up of
+    the critic the actor does not train, so it makes fewer updates.
     """
     trust = job.trust_remote_code
     steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
     updates = config.ppo_epochs * config.updates_per_epoch
 
+    def start(model: TrainedModel | FrozenModel) -> tuple[Callable[..., Any], str]:
+        """How a model is loaded, and from which input."""
+        if model.scalar:
+            has_scores = "reward_model" in job.inputs
+            return (load_scores, "reward_model") if has_scores else (untrained, "sft_model")
+        is_teacher = model.name == "reference" and config.has_teacher
+        return load_policy, "teacher" if is_teacher else "sft_model"
+
     def load(model: TrainedModel | FrozenModel) -> Any:
-        has_head = model.scalar and "reward_model" in job.inputs
-        source = load_scores if has_head else untrained if model.scalar else load_policy
-        folder = job.inputs["reward_model" if has_head else "sft_model"]
-        if model.name == "reference":
-            folder = job.inputs.get("teacher", folder)
-        from_disk = partial(source, folder, trust_remote_code=trust)
+        source, name = start(model)
+        from_disk = partial(source, job.inputs[name], trust_remote_code=trust)
         if isinstance(model, TrainedModel):
             return train_engine(from_disk, model.config, steps[model.name] * updates)
         return frozen_model(from_disk, model.config, world)
