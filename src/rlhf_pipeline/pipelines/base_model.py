@@ -40,6 +40,6 @@ def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> d
         return {COMMIT: commit_of("model", config.path, config.revision)}
     except LookupError as error:
         raise ArtifactError(
-            f"{block}.path: {error}; no local folder has this name either. Fix: check the "
-            f"spelling and the network, or set {block}.revision to a commit that was downloaded before"
+            f"{block}.path: {error}; no local folder has this name either. Fix: check the spelling"
+            f" and the network, or set {block}.revision to a commit that was downloaded before"
         ) from error

@@ -205,9 +205,9 @@ def load_ppo_models(
 ) -> PPOModels:
     """Load the models of `ppo`.
 
-    Policies are the SFT model, but the reference may be a teacher. Models with a scalar head are the
-    reward model; without one, the critic is the SFT model with a new head. During the warm-up of
-    the critic the actor does not train, so it makes fewer updates.
+    Policies are the SFT model, but the reference may be a teacher. Models with a scalar head are
+    the reward model; without one, the critic is the SFT model with a new head. During the warm-up
+    of the critic the actor does not train, so it makes fewer updates.
     """
     trust = job.trust_remote_code
     steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
