@@ -2,6 +2,7 @@
 
     python benchmarks/checkable.py MODEL            # a .gguf file or a folder
     python benchmarks/checkable.py MODEL --seeds 1  # fewer seeds
+    python benchmarks/checkable.py MODEL --alone 40 # only the untouched model, with 40 tokens
     python benchmarks/checkable.py --draw           # the table and the plot of what is finished
 
 The task is sums of a number from 1 to 9 and one from 1 to 30. The reward is 1 if the last number of
@@ -103,8 +104,13 @@ def main() -> int:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--methods", nargs="+", default=[*METHODS, REJECTION])
+    parser.add_argument("--alone", type=int, metavar="TOKENS")
     parser.add_argument("--draw", action="store_true")
     given, root = parser.parse_args(), RESULTS / "checkable"
+    if given.alone:
+        for seed, right in side_by_side(alone, [(s, given, root) for s in given.seeds]):
+            print(f"seed {seed}:", "{:.3f} [{:.3f}, {:.3f}]".format(*share_with_interval(right)))
+        return 0
     if not given.draw:
         prepare(given.model, root)
         tasks = [(m, s, given.model, root) for s in given.seeds for m in given.methods]
@@ -164,15 +170,30 @@ def judge(seed: int, model: str, root: Path) -> Tree:
         key: name for key, name in names.items() if (root / f"train-{name}-{seed}.json").exists()
     }
     models = {ALONE: base} | {key: policy(name, seed, model, root) for key, name in done.items()}
-    config = EvaluateConfig.model_validate(
-        {"judges": REWARDS, "sampling": COMMON["sampling"], "prompts": 120, "precision": "bf16",
-         "answers_per_prompt": 2}
-    )  # fmt: skip
-    prompts = dict.fromkeys(models, rows / "evaluation")
-    export = evaluate_models(models, prompts, config, seed, stages)
+    export = answers(models, rows, TOKENS, seed, stages)
     found = {"seed": seed, "commit": commit()} | summary(export, {ALONE: ALONE} | done)
     (root / f"test-{seed}.json").write_text(json.dumps(found))
     return {name: np.mean(right) for name, right in found["right"].items()}
+
+
+def alone(seed: int, given: argparse.Namespace, root: Path) -> tuple[int, list[list[float]]]:
+    """Whether the answers of the untouched model are right with more tokens, by question."""
+    base, rows, stages = prepare(given.model, root)
+    models = {ALONE: base, "again": base}  # a comparison needs two
+    export = answers(models, rows, given.alone, seed, stages)
+    return seed, summary(export, {ALONE: ALONE})["right"][ALONE]
+
+
+def answers(
+    models: dict[str, Path], rows: Path, tokens: int, seed: int, stages: StageRunner
+) -> Path:
+    """Two answers of each model to each question of the test."""
+    config = EvaluateConfig.model_validate(
+        {"judges": REWARDS, "sampling": {"max_response_tokens": tokens}, "prompts": 120,
+         "precision": "bf16", "answers_per_prompt": 2}
+    )  # fmt: skip
+    prompts = dict.fromkeys(models, rows / "evaluation")
+    return evaluate_models(models, prompts, config, seed, stages)
 
 
 def summary(export: Path, names: dict[str, str]) -> dict[str, Any]:
