@@ -12,9 +12,9 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.rl.logprobs import sampled
-from rlhf_pipeline.rollout import transformers_generator
+from rlhf_pipeline.rollout import decoding
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.transformers_generator import Decoding, TransformersGenerator, repacked
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator, repacked
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
@@ -63,7 +63,7 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
     ends = replace(policy[1], eos_ids=tuple(range(1, 40)))  # about one token of seven
     together, sizes = TransformersGenerator(policy[0], ends), []
     monkeypatch.setattr(
-        transformers_generator,
+        decoding,
         "sampled",
         lambda logits, *rest: sizes.append(len(logits)) or sampled(logits, *rest),
     )
@@ -75,23 +75,6 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
     ]
     assert whole == alone
     assert {len(row) for row in whole} != {24}
-
-
-def test_rows_that_leave_at_fixed_tokens_have_the_same_responses(policy, generator, monkeypatch):
-    """As on a GPU. Some rows end early, and none of them gets a token after its EOS."""
-    sampling = SamplingConfig(max_response_tokens=40, batch_size_per_gpu=4, temperature=2.0)
-    seeds = row_seeds(1, 1, np.arange(24))
-    expected = responses(generator.generate(PROMPTS * 6, sampling, seeds).sequences)
-    assert min(map(len, expected)) < 16 < max(map(len, expected))
-    looks = []
-
-    def known(self, finished, step):
-        looks.append(step)
-        return finished if (step + 1) % 16 == 0 else None
-
-    monkeypatch.setattr(Decoding, "_known", known)
-    assert responses(generator.generate(PROMPTS * 6, sampling, seeds).sequences) == expected
-    assert max(looks) >= 16
 
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
