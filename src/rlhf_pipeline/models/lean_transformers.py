@@ -32,7 +32,6 @@ with hidden("sklearn"):
         AutoModelForSequenceClassification,
         AutoTokenizer,
         Cache,
-        DynamicCache,
         GenerationConfig,
         PreTrainedModel,
     )

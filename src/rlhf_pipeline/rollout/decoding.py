@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models.lean_transformers import DynamicCache, PreTrainedModel
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.logprobs import sampled
-from rlhf_pipeline.rollout.key_values import RoomyCache
+from rlhf_pipeline.rollout.key_values import RoomyCache, prompt_cache
 from rlhf_pipeline.runtime import heartbeat
 
 FINISHED = 0.25
@@ -112,7 +112,7 @@ class Decoder:
             if numbers is not None:
                 numbers = torch.cat([numbers, numbers[:1].repeat(rows - count)])
         self._begin(mask, draws, self._read(ids, mask, numbers))
-        self._finished[count:rows] = True
+        self._finished[count:rows].fill_(True)
         for step in range(1, steps):
             seen = width + step - 1
             heartbeat.tick()
@@ -144,7 +144,7 @@ class Decoder:
         copies, rows, states = (
             copies.to(device, non_blocking=True),
             prompts.packed(),
-            DynamicCache(),
+            prompt_cache(),
         )
         logits = self._forward(rows.model_inputs(), states, keep=rows.ends)[0]
         cache.unpack(states, prompts.prompt_mask, copies)
@@ -158,7 +158,7 @@ class Decoder:
         self._visible[:rows, :width].copy_(mask, non_blocking=True)
         self._positions[:rows, 0].copy_(mask.sum(1) - 1, non_blocking=True)
         self._draws[:rows, : draws.shape[1]].copy_(draws, non_blocking=True)
-        torch.arange(rows, device=device, out=self._places[:rows])
+        self._places[:rows] = torch.arange(rows, device=device)
         self._finished.zero_()
         self._step.zero_()
         self._column.fill_(width - 1)

@@ -5,7 +5,23 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from rlhf_pipeline.models.lean_transformers import Cache, DynamicCache
+from rlhf_pipeline.models.lean_transformers import Cache
+
+
+class PromptLayer(DynamicLayer):
+    """The keys and values of one layer that a single forward pass makes."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the states, without a copy."""
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+def prompt_cache() -> Cache:
+    """A cache for one forward pass."""
+    return Cache(layer_class_to_replicate=PromptLayer)
 
 
 class RoomyLayer(DynamicLayer):
@@ -23,7 +39,7 @@ class RoomyLayer(DynamicLayer):
         """Write the first columns of the first rows."""
         rows, heads, length, width = keys.shape
         if not self.is_initialized:
-            self.lazy_initialization(keys, values)
+            self.is_initialized = True
             shape = self._cache.rows, heads, self._cache.room, width
             # Zeros: a masked column counts nothing, unless it happens to be NaN.
             self.keys, self.values = (x.new_zeros(*shape[:3], x.shape[3]) for x in (keys, values))
@@ -62,7 +78,7 @@ class RoomyCache(Cache):
         self.end = room
         """Columns that a token attends to, at most."""
 
-    def unpack(self, packed: DynamicCache, mask: Tensor, rows: Tensor) -> None:
+    def unpack(self, packed: Cache, mask: Tensor, rows: Tensor) -> None:
         """Write the states of packed prompts as those of left-padded ones.
 
         They are in float32 on a CPU: `packed_attention` would otherwise convert all of them for
