@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.config.training import LoRAConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.rl.logprobs import sampled
 from rlhf_pipeline.rollout import decoding
 from rlhf_pipeline.rollout.generation import row_seeds
@@ -116,3 +117,22 @@ def test_weights_that_are_sharded_stay():
     layer.weight.data = torch.empty(0)
     with repacked(layer, rows=2):
         assert "forward" not in vars(layer)
+
+
+@torch.no_grad()
+def test_adapters_are_added_to_the_weights_meanwhile(make_model):
+    model = load_policy(make_model("llama"), "fp32")
+    add_adapters(model, LoRAConfig())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.1)
+    expected = model(IDS).logits
+    products = []
+    with repacked(model, rows=2):
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda layer, *_: products.append(layer))
+        found = model(IDS).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert products == [model.get_output_embeddings()]  # the only layer without adapters
+    torch.testing.assert_close(model(IDS).logits, expected)

@@ -31,6 +31,8 @@ class RoomyLayer(DynamicLayer):
     at the cache's `column`, so nothing is copied and no address changes.
     """
 
+    is_initialized: bool
+
     def __init__(self, cache: "RoomyCache") -> None:
         super().__init__()
         self._cache = cache

@@ -6,6 +6,7 @@ On a CPU, the weights are in the layout of oneDNN meanwhile.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,22 +119,42 @@ def repacked(model: nn.Module, rows: int) -> Iterator[None]:
 
     Generation multiplies few rows by every weight, for each token again. torch lets the BLAS
     library rearrange a weight at every call, which takes longer than the product itself. The
-    operators here are those that torch's compiler uses (torch 2.13).
+    operators here are those that torch's compiler uses (torch 2.13). Adapters of LoRA are added to
+    the weights meanwhile, so a layer has one product instead of three.
 
     It needs memory for a second copy of the weights. On a GPU, and for weights that are sharded,
     it has no effect.
     """
-    layers = [
-        layer for layer in model.modules() if isinstance(layer, nn.Linear) and _is_supported(layer)
-    ]
+    layers = _linear_layers(model)
     try:
         for layer in layers:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
+            weight = with_adapters(layer, "weight").detach()
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
             vars(layer)["forward"] = partial(_linear, packed, layer.bias)
         yield
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
+
+
+def _linear_layers(module: nn.Module) -> list[Any]:
+    """The layers to rearrange; of one with adapters, not its parts."""
+    adapted: Any = module
+    base = adapted.get_base_layer() if hasattr(module, "get_base_layer") else module
+    if isinstance(base, nn.Linear):
+        return [module] if _is_supported(base) else []
+    return [layer for child in module.children() for layer in _linear_layers(child)]
+
+
+def with_adapters(module: nn.Module, name: str) -> Tensor:
+    """A parameter of a module; that of an adapted layer with its adapter added."""
+    adapted: Any = module
+    if not hasattr(module, "get_base_layer"):  # peft's layers have it
+        return module.get_parameter(name)
+    whole: Tensor = adapted.get_base_layer().get_parameter(name)
+    if name != "weight":
+        return whole
+    return whole + sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
 
 
 def _is_supported(layer: nn.Linear) -> bool:
