@@ -41,33 +41,30 @@ def trained(engine, world, steps, losses):
     return norms
 
 
-@pytest.mark.parametrize("losses", [1, 3])
 @pytest.mark.parametrize("optimizer", [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 1e9}])
 @pytest.mark.parametrize(
-    "settings",
+    ("stage", "precision", "accumulate", "losses"),
     [
-        {"zero_stage": 1, "precision": "bf16"},
-        {"zero_stage": 2, "precision": "bf16"},
-        {"zero_stage": 1, "precision": "bf16", "accumulate": "bf16"},
-        {"zero_stage": 2, "precision": "fp32"},
+        # Of several micro batches at stage 1, DeepSpeed rounds the sum to bf16; this step does not.
+        (1, "bf16", "fp32", 1),
+        (2, "bf16", "fp32", 3),
+        (1, "bf16", "bf16", 3),
+        (2, "fp32", "fp32", 3),
     ],
-    ids=lambda settings: "-".join(str(value) for value in settings.values()),
 )
 def test_weights_and_norms_are_those_of_deepspeed(
-    world, make_model, monkeypatch, settings, optimizer, losses
+    world, make_model, monkeypatch, stage, precision, accumulate, losses, optimizer
 ):
-    """Up to rounding: at stage 1, DeepSpeed rounds the sum of several micro batches to bf16."""
+    settings = {"zero_stage": stage, "precision": precision, "accumulate": accumulate}
     ours, theirs = (
         engine_of(make_model("llama"), settings, optimizer, lean, monkeypatch)
         for lean in (True, False)
     )
     norms = [trained(engine, world, STEPS, losses) for engine in (ours, theirs)]
-    assert norms[0] == pytest.approx(
-        norms[1], rel=1e-2 if settings["precision"] == "bf16" else 1e-5
-    )
+    assert norms[0] == pytest.approx(norms[1], rel=2e-3 if precision == "bf16" else 1e-5)
     for own, other in zip(fp32_shards(ours), fp32_shards(theirs), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
-    rounded = torch.bfloat16 if settings["precision"] == "bf16" else torch.float32
+    rounded = torch.bfloat16 if precision == "bf16" else torch.float32
     for (name, own), other in zip(
         ours.module.named_parameters(), theirs.module.parameters(), strict=True
     ):
