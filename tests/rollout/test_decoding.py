@@ -158,6 +158,13 @@ def test_a_wait_of_the_host_cannot_be_recorded(load, graphs, monkeypatch):
         sample(TransformersGenerator(model, contract))
 
 
+def test_nothing_is_recorded_if_no_single_mask_holds_for_all_layers(load, graphs):
+    model, contract = load("mistral")
+    model.config.sliding_window = 3
+    sample(TransformersGenerator(model, contract))
+    assert graphs.recorded == 0
+
+
 @pytest.mark.parametrize(
     "fields, expected",
     [

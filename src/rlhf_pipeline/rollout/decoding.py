@@ -42,7 +42,7 @@ class Decoder:
 
     Args:
         model: the model, whose weights may change between two batches.
-        packed: whether the model reads packed prompts.
+        prepared: whether one mask of four dimensions holds for all layers.
         synced: whether every rank must take part in every forward pass.
         graphs: whether to record the steps.
     """
@@ -56,15 +56,14 @@ class Decoder:
         room: int,
         tokens: int,
         device: torch.device,
-        packed: bool,
+        prepared: bool,
         synced: bool,
         graphs: bool,
     ) -> None:
         self._model, self._contract = model, contract
-        self._packed, self._synced, self._graphs = packed, synced, graphs
+        self._prepared, self._synced, self._graphs = prepared, synced, graphs
         self._replays: dict[int, Replay] = {}
         self._addresses = addresses(model)
-        self._is_prepared = packed and takes_prepared_mask(model.config, room)
         self._temperature = 1.0
         long: Any = {"dtype": torch.long, "device": device}
         self._column, self._step = torch.zeros(1, **long), torch.zeros(1, **long)
@@ -217,7 +216,7 @@ class Decoder:
         visible = self._visible[:rows, :end]
         inputs = {
             "input_ids": self._ids[:rows],
-            "attention_mask": visible[:, None, None] if self._is_prepared else visible,
+            "attention_mask": visible[:, None, None] if self._prepared else visible,
             "position_ids": self._positions[:rows],
         }
         logits = self._forward(inputs, self._cache)[:, -1]

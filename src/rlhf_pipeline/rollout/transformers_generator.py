@@ -18,7 +18,7 @@ from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.models.forward import LogprobHead, probe_capabilities
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate, pad
-from rlhf_pipeline.rollout.decoding import ROOM, Decoder
+from rlhf_pipeline.rollout.decoding import ROOM, Decoder, takes_prepared_mask
 from rlhf_pipeline.rollout.generation import Seed, uniform_draws
 from rlhf_pipeline.rollout.records import Rollout
 
@@ -87,19 +87,21 @@ class TransformersGenerator:
     ) -> Decoder:
         """What decodes a batch; with graphs, the one of the batch before if it has the room."""
         device, tokens = self._policy.device, sampling.max_response_tokens
-        graphs = sampling.cuda_graphs and device.type in GRAPHS and packed and not is_sharded(model)
+        room = -(-(width + tokens) // ROOM) * ROOM
+        prepared = packed and takes_prepared_mask(model.config, room)
+        graphs = device.type in GRAPHS and sampling.cuda_graphs and prepared
+        graphs &= not is_sharded(model)  # the addresses of gathered weights change
         if self._decoder is not None and self._decoder.fits(model, rows, width + tokens, tokens):
             return self._decoder
         self._decoder = None  # its memory, before that of the next one
-        room = -(-(width + tokens) // ROOM) * ROOM if graphs else width + tokens
         decoder = Decoder(
             model,
             self._contract,
             rows=rows,
-            room=room,
+            room=room if graphs else width + tokens,
             tokens=tokens,
             device=device,
-            packed=packed,
+            prepared=prepared,
             synced=is_sharded(model) and not self._gather,
             graphs=graphs,
         )
