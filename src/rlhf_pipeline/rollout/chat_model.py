@@ -134,7 +134,6 @@ class RubricSource:
 
     reward: RubricReward
     model: ChatModel
-    reads_texts: bool = True
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
         """Scores from 0 to 1, (B,); 0 for an answer whose reply has none. Errors: `verdicts`."""

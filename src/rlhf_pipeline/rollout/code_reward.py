@@ -35,7 +35,6 @@ class CodeSource:
     reward: CodeReward
     place: str  # its parameters, for messages
     counts: Counter[str] = field(default_factory=Counter)  # of `FAULTS`
-    reads_texts: bool = True
 
     def __post_init__(self) -> None:
         """Raises StageError if the machine does not offer the sandbox."""
@@ -53,13 +52,13 @@ class CodeSource:
         """
         require_references(self.place, answered)
         tests = [str(each) for each in answered.references]
-        for row, text in enumerate(tests):
+        for prompt, text in zip(answered.prompts, tests, strict=True):
             try:
                 compile(text, "<tests>", "exec")
             except (SyntaxError, ValueError) as error:
                 raise StageError(
-                    f"{self.place}: found the true answer {text!r} of the prompt "
-                    f"{answered.prompts[row]}, expected tests in Python: {error}"
+                    f"{self.place}: found the true answer {text!r} of the prompt {prompt}, "
+                    f"expected tests in Python: {error}"
                 ) from None
         outcomes = self._outcomes(map(program_of, answered.responses), tests)
         self.counts.update(each for each in outcomes if each != "passed")

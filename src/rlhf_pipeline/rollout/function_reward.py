@@ -13,7 +13,7 @@ With `CallableReward.processes`, processes of the rank call it with one row at a
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,12 +43,11 @@ class FunctionSource:
 
     place: str  # the function as written in the parameters, for messages
     function: Callable[..., Any]
-    reads_texts: bool = True
     workers: Workers | None = None  # None: the function is called in this process
 
     def __post_init__(self) -> None:
-        signature = inspect.signature(self.function)  # `checks` knows what the sources carry
-        check_signature(self.place, signature, {"the split": signature.parameters})
+        # `checks` knows what the sources carry.
+        check_signature(self.place, self._signature, {"the split": self._signature.parameters})
 
     @classmethod
     def load(
@@ -63,7 +62,7 @@ class FunctionSource:
         Raises the errors of `check_isolated` and `import_function`.
         """
         source = cls(reward.callable, function or import_function(reward, job, name))
-        check_isolated(reward, source._asked)
+        check_isolated(reward, source._signature.parameters)
         if not reward.processes:
             return source
         target = reward.callable, _location(reward, job, name), reward.function
@@ -76,50 +75,46 @@ class FunctionSource:
         answer that it reads is missing, if it fails or does not return one result per response, or
         if a result is not a finite number.
         """
-        given = {"the split": answered.columns}
-        check_signature(self.place, inspect.signature(self.function), given)
-        if "references" in self._asked:
+        prompts, responses = answered.prompts, answered.responses
+        check_signature(self.place, self._signature, {"the split": answered.columns})
+        if "references" in self._signature.parameters:
             require_references(self.place, answered)
         if self.workers is not None:
-            rows = (answered.row(row) for row in range(len(answered.responses)))
+            rows = (answered.row(row) for row in range(len(responses)))
             return torch.tensor(self.workers([self._call(row, scored) for row in rows]))
         try:
             found = results(self.function, self._call(answered, scored))
         except Exception as error:
             where = self._where(answered, scored)
             raise StageError(f"{self.place} failed {where}: {described(error)}") from error
-        if len(found) != len(answered.responses):
+        if len(found) != len(responses):
             raise StageError(
-                f"{self.place}: found {len(found)} results, expected "
-                f"{len(answered.responses)}, one for each response. The first prompt is "
-                f"{answered.prompts[0]}"
+                f"{self.place}: found {len(found)} results, expected {len(responses)}, one for "
+                f"each response. The first prompt is {prompts[0]}"
             )
-        return torch.tensor(
-            [self._number(result, answered, row) for row, result in enumerate(found)]
-        )
+        numbers = [number(result) for result in found]
+        for prompt, response, one in zip(prompts, responses, numbers, strict=True):
+            if isinstance(one, str):
+                raise StageError(
+                    f"{self.place}: found {one}, expected a finite number, for the response "
+                    f"{response!r} to the prompt {prompt}"
+                )
+        return torch.tensor(numbers)
+
+    @property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
 
     def _call(self, answered: Answered, scored: Scored) -> Call:
-        own: dict[str, Any] = {"references": answered.references, "scored": scored}
-        offered, further = answered.columns | own, [*self._asked][2:]  # two get the texts
+        offered = answered.columns | {"references": answered.references, "scored": scored}
+        further = [*self._signature.parameters][2:]  # two get the texts
         more = {name: value for name, value in offered.items() if name in further}
         return Call(answered.prompts, answered.responses, more)
 
-    @property
-    def _asked(self) -> Collection[str]:
-        return inspect.signature(self.function).parameters
-
-    def _number(self, result: Any, answered: Answered, row: int) -> float:
-        found = number(result)
-        if isinstance(found, str):
-            raise StageError(
-                f"{self.place}: found {found}, expected a finite number, for the response "
-                f"{answered.responses[row]!r} to the prompt {answered.prompts[row]}"
-            )
-        return found
-
     def _where(self, answered: Answered, scored: Scored) -> str:
         """The first row on which the function also fails alone, for the message."""
-        for row in range(0 if "scored" in self._asked else len(answered.prompts)):
+        reads_tokens = "scored" in self._signature.parameters
+        for row in range(0 if reads_tokens else len(answered.prompts)):
             one = answered.row(row)
             try:
                 results(self.function, self._call(one, scored))

@@ -97,7 +97,7 @@ class Workers:
         self.place, self.timeout_s, mark = place, timeout_s, uuid4().hex
         self._processes: list[_Worker] = []
         context: Any = SpawnContext()  # a rank has threads and devices, which no fork survives
-        context.Process = partial(_worker, self._processes, mark)
+        context.Process = partial(_Worker, self._processes, mark)
         self._pool = ProcessPool(processes, 0, _begin, (location, name), context)
         assert self._pool.active, "the property starts the processes"
         self.stop = weakref.finalize(self, _stop, self._pool, mark)
@@ -165,7 +165,10 @@ def _exit(code: int) -> str:
 class _Worker(SpawnProcess):
     """A process that does not import the program of the rank, and has a mark."""
 
-    mark = ""
+    def __init__(self, started: list["_Worker"], mark: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.mark = mark
+        started.append(self)
 
     def start(self) -> None:
         resource_tracker.ensure_running()  # before the mark: it is a process of the rank
@@ -176,12 +179,6 @@ class _Worker(SpawnProcess):
         finally:
             del os.environ[MARK]
             sys.modules["__main__"] = main
-
-
-def _worker(processes: list[_Worker], mark: str, **options: Any) -> _Worker:
-    processes.append(_Worker(**options))
-    processes[-1].mark = mark
-    return processes[-1]
 
 
 _function: Callable[..., Any]

@@ -6,16 +6,16 @@ or another aggregate of the summands (`ppo.aggregate`).
 
 PPO maximizes the same sum with the centred scores of reward models clipped.
 
-To add a source, write a class like `FunctionSource`, its block in `config/rewards.py`, and a case
+To add a source, write a class like `CodeSource`, its block in `config/rewards.py`, and a case
 in `load_rewards`.
 
 Shapes: B responses of this rank.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,27 +53,8 @@ from rlhf_pipeline.rollout.true_answers import agreement
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
-
-class Source(Protocol):
-    """One source of rewards, loaded."""
-
-    @property
-    def reads_texts(self) -> bool:
-        """Whether the source needs `Answered`."""
-
-    def __call__(self, scored: Scored, answered: Answered, /) -> Tensor:
-        """Centred scores of a rollout, (B,) float32 on the CPU."""
-
-
-@dataclass(frozen=True)
-class TrainedSource:
-    """The model of stage `reward_model`; `score_sequences` has already computed its scores."""
-
-    mean: float  # mean score of the chosen answers of held-out comparisons
-    reads_texts: bool = False
-
-    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        return scored.scores - self.mean
+Source = Callable[[Scored, Answered], Tensor]
+"""One source of rewards, loaded: the centred scores of a rollout, (B,) float32 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +68,6 @@ class ModelSource:
     """The model's tokenizer if it reads text; None if it reads the policy's tokens."""
     micro_batch_tokens: int
     world: World
-
-    @property
-    def reads_texts(self) -> bool:
-        return self.tokenizer is not None
 
     @classmethod
     def load(
@@ -119,9 +96,8 @@ class ModelSource:
             load_scores(folder, reward.precision, foreign=reward.retokenize, device=world.device)
         )
         assert_no_dropout(model)
-        mean = reward.mean
-        if mean is None:
-            mean = float(getattr(model.config, "score_mean", 0.0))
+        stored = float(getattr(model.config, "score_mean", 0.0))
+        mean = stored if reward.mean is None else reward.mean
         return cls(reward.path, model, mean, tokenizer, micro_batch_tokens, world)
 
     @torch.no_grad()
@@ -134,11 +110,8 @@ class ModelSource:
         if self.tokenizer is not None:
             rows = self._retokenized(self.tokenizer, answered)
             # The score belongs to the last token, so that token alone is the response.
-            sequences = collate(
-                [ids[:-1] for ids in rows],
-                [ids[-1:] for ids in rows],
-                self.tokenizer.pad_token_id or 0,
-            )
+            before, last = [ids[:-1] for ids in rows], [ids[-1:] for ids in rows]
+            sequences = collate(before, last, self.tokenizer.pad_token_id or 0)
         scores = by_micro_batches(
             sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
         )
@@ -170,7 +143,7 @@ class RewardSum:
 
     sources: dict[str, tuple[float, float, Source]]
     """Name to weight, clip range of the centred score, and source."""
-    tokenizer: PreTrainedTokenizerBase  # the policy's
+    tokenizer: PreTrainedTokenizerBase | None  # the policy's; None: no source reads texts
     aggregate: Aggregate = "sum"
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
@@ -181,9 +154,7 @@ class RewardSum:
         """
         if not self.sources:  # a teacher alone
             return replace(scored, clipped_scores=scored.scores)
-        answered = Answered([], [], [])
-        if any(source.reads_texts for *_, source in self.sources.values()):
-            answered = self._as_text(scored, rows)
+        answered = self._as_text(scored, rows)
         parts, replies = dict[str, Tensor](), dict[str, float]()
         for name, (*_, source) in self.sources.items():
             with heartbeat.scored_by(name):
@@ -200,6 +171,8 @@ class RewardSum:
         return replace(scored, scores=total, clipped_scores=clipped, parts=parts, replies=replies)
 
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
+        if self.tokenizer is None:
+            return Answered([], [], [])
         if missing := {"messages", "reference"} - rows.keys():
             raise ArtifactError(
                 f"the prompts have no column {' and '.join(sorted(missing))}. "
@@ -238,7 +211,7 @@ def load_rewards(
         match reward:
             case TrainedReward():
                 assert trained_mean is not None, "the trained reward model is loaded as well"
-                return TrainedSource(trained_mean)
+                return lambda scored, _: scored.scores - trained_mean  # it has scored already
             case CallableReward():
                 return FunctionSource.load(reward, job, name)
             case ReferenceReward():
@@ -265,4 +238,10 @@ def load_rewards(
     for index, reward in enumerate(rewards):
         clip, source = clip_of(reward, score_clip), load(reward, f"{INPUT_PREFIX}{index}")
         sources[reward.label] = (reward.weight, clip, source)
-    return RewardSum(sources, tokenizer, aggregate)
+    reads_texts = any(
+        reward.retokenize
+        if isinstance(reward, ModelReward)
+        else not isinstance(reward, TrainedReward)
+        for reward in rewards
+    )
+    return RewardSum(sources, tokenizer if reads_texts else None, aggregate)
