@@ -4,8 +4,7 @@ All functions accept models at any ZeRO stage. All ranks call them together.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,10 +26,7 @@ def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
     transformers uses any DeepSpeed configuration that is alive in the process. If this one outlived
     the block, the next model would be sharded, too, at any stage.
     """
-    if settings["zero_optimization"]["stage"] != 3:
-        yield
-        return
-    alive = HfDeepSpeedConfig(settings)
+    alive = HfDeepSpeedConfig(settings) if settings["zero_optimization"]["stage"] == 3 else None
     try:
         yield
     finally:
@@ -56,20 +52,15 @@ def for_generation(policy: nn.Module, *, gather: bool = True) -> Iterator[nn.Mod
     if not isinstance(policy, DeepSpeedEngine):
         yield policy
         return
-    policy.eval()
-    try:
+    with ExitStack() as stack:
+        policy.eval()
+        stack.callback(policy.train)
         if policy.zero_optimization_stage() == 3 and gather:
             unwrapped = unwrap_model_for_generation(policy)
             unwrapped.__enter__()
-            try:
-                yield policy.module
-            finally:
-                # Given an error, it would not restore the hooks of ZeRO-3.
-                unwrapped.__exit__(None, None, None)
-        else:
-            yield policy.module
-    finally:
-        policy.train()
+            # Given an error, it would not restore the hooks of ZeRO-3.
+            stack.callback(unwrapped.__exit__, None, None, None)
+        yield policy.module
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -118,61 +109,36 @@ def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
             return list(engine.optimizer.single_partition_of_fp32_groups)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive numbers of one parameter, and their position in a shard."""
+def pieces(engine: DeepSpeedEngine, shards: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+    """The pieces of parameters in shards like `fp32_shards(engine)`; the rest is padding.
 
-    name: str
-    start: int
-    """Position of the first number in the flattened parameter."""
-    size: int
-    offset: int
-    """Position of the first number in the flattened shard."""
-
-    @property
-    def shard_slice(self) -> slice:
-        return slice(self.offset, self.offset + self.size)
-
-
-def pieces(engine: DeepSpeedEngine) -> list[list[Piece]]:
-    """The pieces in each of `fp32_shards(engine)`; everything else in a shard is padding."""
+    Each has the name of its parameter, its position in the flattened parameter, and its numbers,
+    a view of the shard.
+    """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    rank, optimizer = torch.distributed.get_rank(), engine.optimizer
     match engine.zero_optimization_stage():
         case 0:
-            return [[Piece(names[id(p)], 0, p.numel(), 0)] for p in fp32_shards(engine)]
-        case 3:
-            return [_stage3_pieces(group, names) for group in engine.optimizer.fp16_groups]
-        case _:
-            groups = engine.optimizer.round_robin_bit16_groups
-            return [
-                _stage12_pieces(group, size, names)
-                for group, size in zip(groups, engine.optimizer.partition_size, strict=True)
-            ]
-
-
-def _stage3_pieces(parameters: list[nn.Parameter], names: dict[int, str]) -> list[Piece]:
-    """The pieces of this rank under ZeRO-3: an equal part of every parameter."""
-    found, offset = [], 0
-    for parameter in parameters:
-        size = cast(Any, parameter).partition_numel()
-        start = torch.distributed.get_rank() * size
-        own = max(0, min(size, cast(Any, parameter).ds_numel - start))
-        found.append(Piece(names[id(parameter)], start, own, offset))
-        offset += size
-    return found
-
-
-def _stage12_pieces(
-    parameters: list[nn.Parameter], size: int, names: dict[int, str]
-) -> list[Piece]:
-    """The pieces of this rank under ZeRO-1 and 2: an equal part of the concatenated parameters."""
-    found, position, begin = [], 0, torch.distributed.get_rank() * size
-    for parameter in parameters:
-        first, last = max(position, begin), min(position + parameter.numel(), begin + size)
-        if first < last:
-            found.append(Piece(names[id(parameter)], first - position, last - first, first - begin))
-        position += parameter.numel()
-    return found
+            for parameter, shard in zip(fp32_shards(engine), shards, strict=True):
+                yield names[id(parameter)], 0, shard.view(-1)
+        case 3:  # an equal part of every parameter
+            for group, shard in zip(optimizer.fp16_groups, shards, strict=True):
+                offset = 0
+                for parameter in group:
+                    size = parameter.partition_numel()
+                    own = max(0, min(size, parameter.ds_numel - rank * size))
+                    yield names[id(parameter)], rank * size, shard[offset : offset + own]
+                    offset += size
+        case _:  # an equal part of the parameters one after the other
+            groups = optimizer.round_robin_bit16_groups
+            for group, size, shard in zip(groups, optimizer.partition_size, shards, strict=True):
+                position = -rank * size  # of the parameter in the shard
+                for parameter in group:
+                    end = position + parameter.numel()
+                    first, last = max(position, 0), min(end, size)
+                    if first < last:
+                        yield names[id(parameter)], first - position, shard[first:last]
+                    position = end
 
 
 def spread_fp32_shards(engine: DeepSpeedEngine) -> None:
