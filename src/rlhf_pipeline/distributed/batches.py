@@ -22,16 +22,13 @@ from rlhf_pipeline.runtime import heartbeat
 ROUNDS = 8
 """Rounds of the Feistel network in `shuffled`; four already look random for large tables."""
 
-_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
-
 
 @dataclass(frozen=True)
 class Rows:
     """A prepared table, memory-mapped. Reading rows copies these rows and nothing else."""
 
     batches: list[pa.RecordBatch]
-    ends: np.ndarray
-    """For each batch, the number of rows up to its end."""
+    ends: np.ndarray  # for each batch, the number of rows up to its end
 
     @classmethod
     def of(cls, table: pa.Table) -> "Rows":
@@ -63,8 +60,7 @@ class Rows:
 
 def load_rows(path: Path, world: World, read: Callable[[Path], Rows] = Rows.read) -> Rows:
     """A prepared table. Raises ArtifactError if the table has fewer rows than there are ranks."""
-    table = read(path)
-    if table.num_rows < world.size:
+    if (table := read(path)).num_rows < world.size:
         raise ArtifactError(
             f"{path}: found {table.num_rows} rows, expected at least {world.size}, one for each "
             "rank. Fix: add data, or give the phase a larger share (split.weights, "
@@ -133,30 +129,28 @@ def shuffled(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndar
     """The numbers at some positions of a random permutation of range(count), chosen by `key`.
 
     The permutation is computed, not stored: a table of 10^8 rows would need an array of 0.8 GB on
-    each rank. A Feistel network permutes the numbers of an even count of bits; a result outside
-    the range is permuted again until it is inside (cycle walking, Black and Rogaway 2002).
+    each rank. A Feistel network permutes the numbers of an even count of bits, with the finalizer
+    of SplitMix64 (Steele et al. 2014) as its function; a result outside the range is permuted again
+    until it is inside (cycle walking, Black and Rogaway 2002).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = np.random.default_rng(list(key)).integers(2**64, size=ROUNDS, dtype=np.uint64)
-    numbers = _permuted(positions.astype(np.uint64), half, keys)
-    while (outside := numbers >= count).any():
-        numbers[outside] = _permuted(numbers[outside], half, keys)
-    return numbers.astype(np.int64)
-
-
-def _permuted(numbers: _Numbers, half: int, keys: _Numbers) -> _Numbers:
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
-    left, right = numbers >> shift, numbers & mask
-    for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
-    return (left << shift) | right
 
+    def permuted(numbers: np.ndarray) -> np.ndarray:
+        left, right = numbers >> shift, numbers & mask
+        for key in keys:
+            mixed = right ^ key
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            mixed ^= mixed >> np.uint64(31)
+            left, right = right, left ^ (mixed & mask)
+        return (left << shift) | right
 
-def _mixed(numbers: _Numbers) -> _Numbers:
-    """The finalizer of SplitMix64 (Steele et al. 2014): every bit depends on every bit."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
+    numbers = permuted(positions.astype(np.uint64))
+    while (outside := numbers >= count).any():
+        numbers[outside] = permuted(numbers[outside])
+    return numbers.astype(np.int64)
 
 
 def micro_batches(
@@ -187,17 +181,16 @@ def grouped(lengths: Tensor, tokens: int, *, padded: bool) -> list[Tensor]:
     sequences of a group are as wide as its longest prompt and its longest response together.
     """
     totals, widths = lengths.sum((1, 2)), lengths.amax(1).tolist()
-    order = totals.argsort(descending=True, stable=True)
+    sizes = totals.tolist()
     groups: list[list[int]] = []
     total = prompt = response = 0
-    in_order = totals[order].tolist()
-    for row, length in zip(order.tolist(), in_order, strict=True):
+    for row in totals.argsort(descending=True, stable=True).tolist():
+        total += sizes[row]
         prompt, response = max(prompt, widths[row][0]), max(response, widths[row][1])
-        total += length
         count = lengths.shape[1] * (len(groups[-1]) + 1) if groups else 0
         if not groups or (count * (prompt + response) if padded else total) > tokens:
             groups.append([])
-            total, (prompt, response) = length, widths[row]
+            total, (prompt, response) = sizes[row], widths[row]
         groups[-1].append(row)
     return [torch.tensor(group) for group in groups]
 
@@ -207,8 +200,7 @@ def split(groups: list[Tensor], count: int) -> list[Tensor]:
     groups = list(groups)
     while len(groups) < count:
         most = max(range(len(groups)), key=lambda number: len(groups[number]))
-        half = (len(groups[most]) + 1) // 2
-        groups[most : most + 1] = groups[most].split(half)
+        groups[most : most + 1] = groups[most].split((len(groups[most]) + 1) // 2)
     return groups
 
 

@@ -57,10 +57,10 @@ class World:
         `equal` are scalars on the device that all ranks already have. The host reads them together
         with the sums, so it waits for the device once.
         """
-        equal = equal or {}
+        known = equal or {}
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
-        found = torch.cat([total, *(value.double().view(1) for value in equal.values())])
-        return dict(zip([*values, *equal], found.tolist(), strict=True))
+        found = torch.cat([total, *(value.double().view(1) for value in known.values())])
+        return dict(zip([*values, *known], found.tolist(), strict=True))
 
     def any(self, condition: bool) -> bool:
         """Whether the condition is true on at least one rank."""
@@ -75,29 +75,28 @@ class World:
 
 
 def join(seed: int, *, timeout_s: float) -> World:
-    """Join the other ranks of this launch.
+    """Join the other ranks of this launch. All use the same seed, so they draw equal new weights.
 
-    All ranks use the same seed, so they initialise new weights equally. Raises StageError if torch
-    does not find the GPU of this rank.
+    Raises StageError if torch does not find the GPU of this rank.
     """
+    limit, distributed = timedelta(seconds=timeout_s), torch.distributed
     device = take_device()  # before NCCL, which would take the first GPU on every rank
     if not on_gpu():
         # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs
         # a compiler and leaves 69 MB per rank in /dev/shm. On GPUs, the table starts compilers.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # For groups that are made without a timeout, as DeepSpeed's are: NCCL's default is 10 minutes.
-    groups = torch.distributed.distributed_c10d
-    groups.default_pg_timeout = groups.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
-    if not torch.distributed.is_initialized():
-        _meet(timedelta(seconds=timeout_s))
-    deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
+    groups = distributed.distributed_c10d
+    groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit
+    if not distributed.is_initialized():
+        _meet(limit)
+    deepspeed.init_distributed(timeout=limit, verbose=False)
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.manual_seed(seed)
-    host = None
-    if device.type != "cpu":
-        host = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    is_host = device.type == "cpu"
+    host = None if is_host else distributed.new_group(backend="gloo", timeout=limit)
+    rank, size = distributed.get_rank(), distributed.get_world_size()
     return World(rank, size, device, host, deterministic=DETERMINISTIC in os.environ)
 
 
@@ -163,9 +162,8 @@ def _leave() -> None:
 
 
 def on_gpu() -> bool:
-    """Whether the ranks compute on GPUs: DeepSpeed's decision, which DS_ACCELERATOR overrides.
+    """Whether the ranks compute on GPUs: DeepSpeed's decision, as the driver has prescribed it.
 
-    All programs ask here, so torch and DeepSpeed never differ. The driver sets the variable.
     `torch.cuda.is_available()` may be true although the user hid the GPUs: DeepSpeed's launcher
     sets CUDA_VISIBLE_DEVICES for its ranks, on a CPU as well.
     """

@@ -106,9 +106,9 @@ class FunctionSource:
         return inspect.signature(self.function)
 
     def _call(self, answered: Answered, scored: Scored) -> Call:
-        offered = answered.columns | {"references": answered.references, "scored": scored}
+        own: dict[str, Any] = {"references": answered.references, "scored": scored}
         further = [*self._signature.parameters][2:]  # two get the texts
-        more = {name: value for name, value in offered.items() if name in further}
+        more = {name: value for name, value in (answered.columns | own).items() if name in further}
         return Call(answered.prompts, answered.responses, more)
 
     def _where(self, answered: Answered, scored: Scored) -> str:
