@@ -1,8 +1,8 @@
 """The kernels of a GPU beside a CPU in float32: attention, log-probabilities, sampling.
 
 A GPU runs kernels that a CPU never runs, and a wrong gradient would train without an error. So a
-GPU computes examples before it loads its first model. Tests compare what the CPU computes with
-formulas. `python -m rlhf_pipeline.models.self_check fp32 bf16` checks every kind of GPU.
+GPU computes examples before it loads its first model.
+`python -m rlhf_pipeline.models.self_check fp32 bf16` checks every kind of GPU.
 """
 
 import itertools
@@ -50,9 +50,10 @@ def require_sound_kernels(device: torch.device, precision: Precision) -> None:
 
 def check(device: torch.device, precision: Precision) -> list[Comparison]:
     """Compare all examples. Raises StageError if a result differs."""
-    dtype, grid = DTYPES[precision], itertools.product((64, 80, 128), (None, 17))
+    dtype = DTYPES[precision]
     found = compare_head(device, dtype)
-    found += [each for sizes in grid for each in compare_attention(device, dtype, *sizes)]
+    for width, window in itertools.product((64, 80, 128), (None, 17)):
+        found += compare_attention(device, dtype, width, window)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     for kernel, error, bound in found:
         if not error <= bound:  # also if the error is not a number
@@ -71,12 +72,13 @@ def compare_attention(
     """Packed attention with four heads of `width`, and `groups` heads of keys and values."""
 
     def compute(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        module = cast(Any, SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups))
-        how: Any = {"scaling": width**-0.5, "sliding_window": window}
-        how["packed_rows"] = ROWS.packed().to(query.device)
-        return [
-            packing.packed_attention(module, query[None], key[None], value[None], None, **how)[0]
-        ]
+        module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups)
+        rows, scale = ROWS.packed().to(query.device), width**-0.5
+        output, _ = packing.packed_attention(
+            module, query[None], key[None], value[None], None,
+            packed_rows=rows, scaling=scale, sliding_window=window,
+        )  # fmt: skip
+        return [output]
 
     shapes = [(heads, ROWS.packed().ids.numel(), width) for heads in (4, groups, groups)]
     return _compare(f"attention, heads of {width}, window {window}", compute, shapes, device, dtype)
@@ -116,10 +118,14 @@ def _compare(
     expected = _with_gradients(compute, [x.float() for x in inputs])
     is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     sums = SUMMED * torch.finfo(torch.float32).eps + is_tf32 * ROUNDINGS * 2**-10
-    return [
-        Comparison(kernel, _error(own, other), sums + ROUNDINGS * torch.finfo(own.dtype).eps)
-        for own, other in zip(found, expected, strict=True)
-    ]
+    compared = []
+    for own, other in zip(found, expected, strict=True):
+        # Relative to the largest number of a row or, if that is larger, the root mean square.
+        scale = other.abs().amax(-1, keepdim=True).clamp(min=other.square().mean().sqrt())
+        error = float(((own - other).abs() / scale).max())
+        bound = sums + ROUNDINGS * torch.finfo(own.dtype).eps
+        compared.append(Comparison(kernel, error, bound))
+    return compared
 
 
 @torch.enable_grad()
@@ -131,13 +137,6 @@ def _with_gradients(
     traced = [x for x in results if x.requires_grad]
     weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in traced]
     return [x.detach().cpu() for x in (*results, *torch.autograd.grad(traced, inputs, weights))]
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    """The largest error, relative to the largest number of its row or, if that is larger, to the
-    root mean square."""
-    scale = expected.abs().amax(-1, keepdim=True).clamp(min=expected.square().mean().sqrt())
-    return float(((found - expected).abs() / scale).max())
 
 
 def main() -> None:
