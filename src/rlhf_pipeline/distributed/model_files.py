@@ -22,8 +22,8 @@ from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.models.loading import MLMODEL
 from rlhf_pipeline.models.lora import trained_names, write_adapter
-from rlhf_pipeline.models.mlflow_format import write_mlmodel
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import put_in_place, require_space
@@ -57,7 +57,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
             eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
             TokenContract.of(tokenizer, eos).write(partial)
             if saved is module:  # a policy has no scalar head around it
-                write_mlmodel(partial)
+                (partial / "MLmodel").write_text(MLMODEL)
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:

@@ -1,10 +1,10 @@
 """Stage program: load or build the base model and its tokenizer, and export both."""
 
-import logging
 import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -22,16 +22,9 @@ from rlhf_pipeline.models.lean_transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from rlhf_pipeline.models.loading import (
-    explain_loading_errors,
-    load_tokenizer,
-    loading_arguments,
-    plain_generation,
-)
+from rlhf_pipeline.models.loading import load_model, load_tokenizer, plain_generation
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-
-logger = logging.getLogger(__name__)
 
 PAD_TOKEN = "<|pad|>"  # noqa: S105
 EOS_TOKEN = "<|end|>"  # noqa: S105
@@ -49,33 +42,26 @@ def main(job: LaunchedJob) -> dict[str, float]:
     """Load or build the model and its tokenizer, and write both with their token contract."""
     config = job.block("base_model", BaseModelConfig)
     torch.manual_seed(job.seed)
-    trust = config.trust_remote_code
-    metrics = {}
+    trust, metrics = config.trust_remote_code, dict[str, float]()
     if config.path is None:
         trained = train_tokenizer(config, list(job.inputs.values()))
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
-    elif config.is_gguf:
-        model, tokenizer = load_gguf(Path(config.path))
-        metrics["base_model/bits_per_weight"] = bits_per_weight(Path(config.path))
-        ensure_pad_token(tokenizer, model)
     else:
-        # The commit that the driver resolved; the branch may have moved since.
-        revision = job.digests.get(COMMIT)
-        with explain_loading_errors(config.path):
-            how = loading_arguments(
-                config.path,
-                revision=revision,
-                unpickle=config.unpickle_weights,
-                trust_remote_code=trust,
+        if config.is_gguf:
+            model, tokenizer = load_gguf(Path(config.path))
+            metrics["base_model/bits_per_weight"] = bits_per_weight(Path(config.path))
+        else:
+            # The commit that the driver resolved; the branch may have moved since.
+            how: Any = {"revision": job.digests.get(COMMIT), "trust_remote_code": trust}
+            model = load_model(
+                AutoModelForCausalLM, config.path, None, unpickle=config.unpickle_weights, **how
             )
-            model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
-        tokenizer = load_tokenizer(config.path, revision=revision, trust_remote_code=trust)
+            tokenizer = load_tokenizer(config.path, **how)
         ensure_pad_token(tokenizer, model)
+        metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if BYTES in job.digests:
         job.expect_unchanged(BYTES, Path(str(config.path)))
-    if config.path is not None:
-        metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     fix_date(tokenizer, config.template_date)
@@ -133,18 +119,14 @@ def as_loaded(
 
 def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Build a model with random weights for the tokenizer's vocabulary and special tokens."""
-    fields = dict(config.architecture or {})
-    model_type = fields.pop("model_type")
-    fields |= {
+    fields = (config.architecture or {}) | {
         "vocab_size": math.ceil(len(tokenizer) / EMBEDDING_MULTIPLE) * EMBEDDING_MULTIPLE,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
     try:
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **fields), dtype=torch.float32
-        )
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"base_model.architecture: cannot build the model: {error}") from error
 
