@@ -25,14 +25,7 @@ from torch import Tensor
 from rlhf_pipeline.config.reward_files import check_isolated, check_signature
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.rollout.function_workers import (
-    Call,
-    Workers,
-    described,
-    imported,
-    number,
-    results,
-)
+from rlhf_pipeline.rollout.function_workers import Call, Workers, described, imported, results
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -92,14 +85,13 @@ class FunctionSource:
                 f"{self.place}: found {len(found)} results, expected {len(responses)}, one for "
                 f"each response. The first prompt is {prompts[0]}"
             )
-        numbers = [number(result) for result in found]
-        for prompt, response, one in zip(prompts, responses, numbers, strict=True):
+        for prompt, response, one in zip(prompts, responses, found, strict=True):
             if isinstance(one, str):
                 raise StageError(
                     f"{self.place}: found {one}, expected a finite number, for the response "
                     f"{response!r} to the prompt {prompt}"
                 )
-        return torch.tensor(numbers)
+        return torch.tensor(found)
 
     @property
     def _signature(self) -> inspect.Signature:

@@ -59,14 +59,17 @@ def imported(location: str, name: str) -> Any:
     return getattr(module, name)
 
 
-def results(function: Callable[..., Any], call: Call) -> list[Any]:
-    """What the function returns for each response; one that is `async` is awaited."""
+def results(function: Callable[..., Any], call: Call) -> list[float | str]:
+    """The result for each response as a finite number; what is none, as text.
+
+    What an `async` function returns is awaited.
+    """
     found = function(call.prompts, call.responses, **call.more)
-    return list(asyncio.run(found) if inspect.iscoroutine(found) else found)
+    found = asyncio.run(found) if inspect.iscoroutine(found) else found
+    return [_number(result) for result in list(found)]
 
 
-def number(result: Any) -> float | str:
-    """A result as a finite number; what is none, as text."""
+def _number(result: Any) -> float | str:
     with suppress(Exception):  # of a method of the user, too
         found = math.nan if isinstance(result, str | bytes) else float(result)
         if math.isfinite(found):
@@ -192,9 +195,9 @@ def _begin(location: str, name: str) -> None:
 
 
 def _called(call: Call) -> float | str:
-    """The number or a fault. Objects and errors of the user may not survive the way back."""
+    """The number or a fault: objects and errors of the user may not survive the way back."""
     try:
-        found = [number(result) for result in results(_function, call)]
+        found = results(_function, call)
     except BaseException as error:
         return f"failed with {described(error)}"
     if len(found) != 1:

@@ -2,14 +2,11 @@
 
     score = sum over sources of weight * (own score - own mean)          a function's mean is 0
 
-or another aggregate of the summands (`ppo.aggregate`).
-
-PPO maximizes the same sum with the centred scores of reward models clipped.
+or another aggregate of the summands (`ppo.aggregate`). PPO maximizes the same sum with the centred
+scores of reward models clipped. Shapes: B responses of this rank.
 
 To add a source, write a class like `CodeSource`, its block in `config/rewards.py`, and a case
 in `load_rewards`.
-
-Shapes: B responses of this rank.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     INPUT_PREFIX,
     CallableReward,
@@ -28,7 +26,6 @@ from rlhf_pipeline.config.rewards import (
     ModelReward,
     ReferenceReward,
     RegexReward,
-    Rewards,
     RewardSource,
     RubricReward,
     TrainedReward,
@@ -92,9 +89,8 @@ class ModelSource:
         tokenizer = load_tokenizer(folder) if reward.retokenize else None
         if tokenizer is not None:
             fix_date(tokenizer, reward.template_date)
-        model = freeze(
-            load_scores(folder, reward.precision, foreign=reward.retokenize, device=world.device)
-        )
+        how: Any = {"foreign": reward.retokenize, "device": world.device}
+        model = freeze(load_scores(folder, reward.precision, **how))
         assert_no_dropout(model)
         stored = float(getattr(model.config, "score_mean", 0.0))
         mean = stored if reward.mean is None else reward.mean
@@ -112,10 +108,8 @@ class ModelSource:
             # The score belongs to the last token, so that token alone is the response.
             before, last = [ids[:-1] for ids in rows], [ids[-1:] for ids in rows]
             sequences = collate(before, last, self.tokenizer.pad_token_id or 0)
-        scores = by_micro_batches(
-            sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
-        )
-        return scores - self.mean
+        how = self.micro_batch_tokens, self.world
+        return by_micro_batches(sequence_scores, self.model, sequences, *how) - self.mean
 
     def _retokenized(
         self, tokenizer: PreTrainedTokenizerBase, answered: Answered
@@ -185,29 +179,21 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    rewards: Rewards,
+    config: PPOConfig,
     contract: TokenContract,
     world: World,
-    *,
-    score_clip: float | None,
-    micro_batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
-    aggregate: Aggregate = "sum",
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
-    `score_clip` bounds the centred scores of reward models, which read groups of at most
-    `micro_batch_tokens` tokens. `trained_mean` is the mean score of the trained reward model; None
-    if it is not a source.
-
-    Raises:
-        StageError: a function cannot be imported, or does not take prompts and responses.
-        ArtifactError: a folder does not contain a reward model, or it uses a different tokenizer
-            from the policy.
+    `trained_mean` is the mean score of the trained reward model; None if it is not a source. Raises
+    StageError if a function cannot be imported, or does not take prompts and responses, and
+    ArtifactError if a folder contains no reward model, or one of another tokenizer.
     """
 
     def load(reward: RewardSource, name: str) -> Source:
+        place = f"{job.stage}.{name}"
         match reward:
             case TrainedReward():
                 assert trained_mean is not None, "the trained reward model is loaded as well"
@@ -219,29 +205,23 @@ def load_rewards(
             case RegexReward():
                 return matches(reward.regex)
             case RubricReward():
-                place = f"{job.stage}.{name}"
                 return RubricSource(reward, ChatModel(reward.openai, reply_folder(job), place))
             case CodeReward():
-                return CodeSource(reward, f"{job.stage}.{name}")
+                return CodeSource(reward, place)
             case ModelReward():
                 folder = job.inputs.get(name, reward.folder)
-                model = ModelSource.load(
-                    reward, folder, f"{job.stage}.{name}", [contract], micro_batch_tokens, world
-                )
+                tokens = config.micro_batch_tokens
+                model = ModelSource.load(reward, folder, place, [contract], tokens, world)
                 if name not in job.inputs:
                     job.expect_unchanged(name, folder)
                 return model
             case _:
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
-    sources = {}
-    for index, reward in enumerate(rewards):
-        clip, source = clip_of(reward, score_clip), load(reward, f"{INPUT_PREFIX}{index}")
-        sources[reward.label] = (reward.weight, clip, source)
-    reads_texts = any(
-        reward.retokenize
-        if isinstance(reward, ModelReward)
-        else not isinstance(reward, TrainedReward)
-        for reward in rewards
-    )
-    return RewardSum(sources, tokenizer if reads_texts else None, aggregate)
+    sources, read_texts = dict[str, tuple[float, float, Source]](), False
+    for index, reward in enumerate(config.rewards):
+        source = load(reward, f"{INPUT_PREFIX}{index}")
+        sources[reward.label] = (reward.weight, clip_of(reward, config.score_clip), source)
+        is_text = not isinstance(reward, TrainedReward)
+        read_texts |= reward.retokenize if isinstance(reward, ModelReward) else is_text
+    return RewardSum(sources, tokenizer if read_texts else None, config.aggregate)
