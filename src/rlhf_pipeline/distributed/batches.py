@@ -32,7 +32,6 @@ class Rows:
 
     @classmethod
     def of(cls, table: pa.Table) -> "Rows":
-        """The rows of a table."""
         batches = table.to_batches()
         return cls(batches, np.cumsum([batch.num_rows for batch in batches], dtype=np.int64))
 
@@ -72,20 +71,17 @@ def load_rows(path: Path, world: World, read: Callable[[Path], Rows] = Rows.read
 def step_rows(count: int, batch_size: int, step: int, seed: int, *, stream: int = 0) -> np.ndarray:
     """Row numbers of the global batch of `step` (from 0), from a stream of seeded permutations.
 
-    Each permutation of the `count` rows is a pass over the data. A batch may span two passes, so no
-    batch is short. Tables that are read in parallel need different values of `stream`.
+    Each permutation of the `count` rows is a pass over the data; a batch may span two. Tables that
+    are read in parallel need different values of `stream`.
     """
     return rows_at(np.arange(step * batch_size, (step + 1) * batch_size), count, seed, stream)
 
 
 def rows_at(positions: np.ndarray, count: int, seed: int, stream: int = 0) -> np.ndarray:
     """Row numbers at some positions of such a stream."""
-    passes = positions // count
-    parts = [
-        shuffled(positions[passes == number] % count, count, (seed, int(number), stream))
-        for number in np.unique(passes)
-    ]
-    return np.concatenate(parts)
+    numbers, places = np.divmod(positions, count)
+    passes = [(number, places[numbers == number]) for number in np.unique(numbers)]
+    return np.concatenate([shuffled(own, count, (seed, int(n), stream)) for n, own in passes])
 
 
 def sampled_rows(count: int, size: int, seed: int) -> np.ndarray:
@@ -97,10 +93,7 @@ def sampled_rows(count: int, size: int, seed: int) -> np.ndarray:
 
 
 def own_share(rows: np.ndarray, world: World) -> np.ndarray:
-    """This rank's rows of a global batch: every `world.size`-th row.
-
-    Every block of rows whose size is a multiple of `world.size` is therefore shared evenly.
-    """
+    """This rank's rows of a global batch: every `world.size`-th row."""
     return rows[world.rank :: world.size]
 
 
@@ -117,10 +110,7 @@ def minibatch_rows(count: int, size: int, world: World, key: tuple[int, ...]) ->
 
 
 def even_share(rows: np.ndarray, world: World) -> np.ndarray:
-    """This rank's rows, equally many on each rank: the first row fills the gaps.
-
-    ZeRO-3 needs all ranks in every forward pass.
-    """
+    """This rank's rows, equally many on each rank, as ZeRO-3 needs: the first row fills the gaps."""
     missing = -len(rows) % world.size
     return own_share(np.concatenate([rows, np.repeat(rows[:1], missing)]), world)
 
@@ -159,13 +149,8 @@ def micro_batches(
     """Divide each batch into groups of row numbers with at most `tokens` tokens each.
 
     All ranks make equally many groups of a batch: ZeRO needs every rank in every forward pass. One
-    collective decides for all batches.
-
-    Args:
-        lengths: for each batch, (N, S, 2) the tokens of this rank's rows, see `grouped`. Each rank
-            has the same N.
-        tokens: a longer row is a group of its own.
-        model: decides whether padding counts.
+    collective decides for all batches. A longer row is a group of its own; the model decides
+    whether padding counts. `lengths` are those of `grouped` for each batch, N on each rank.
     """
     padded = not probe_capabilities(model).packed
     groups = [grouped(own, tokens, padded=padded) for own in lengths]
@@ -213,13 +198,11 @@ def by_micro_batches(
 ) -> Tensor:
     """Apply a model by a function that returns (b,) or (b, r) to micro batches of rows.
 
-    All ranks call this together, with equally many rows.
-
-    Returns:
-        (B,) or (B, R) float32 on the CPU, in the order of the rows, padded with zeros.
+    All ranks call this together, with equally many rows. Returns (B,) or (B, R) float32 on the CPU,
+    in the order of the rows, padded with zeros.
     """
-    (groups,), parts = micro_batches([sequences.lengths], tokens, model, world), []
-    width = sequences.response_ids.shape[1]
+    (groups,) = micro_batches([sequences.lengths], tokens, model, world)
+    parts, width = [], sequences.response_ids.shape[1]
     for index in groups:
         part = function(model, sequences.rows(index).to(world.device)).float()
         parts.append(part if part.dim() == 1 else pad(part, (0, width - part.shape[1])))

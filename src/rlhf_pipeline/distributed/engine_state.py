@@ -1,8 +1,7 @@
 """The state an engine resumes from: fp32 weights, Adam's moments, an average, and its counters.
 
-Each rank writes the pieces of each parameter that its optimizer holds, by name and position, as
-safetensors. Any number of ranks at any ZeRO stage can assemble its own pieces from these files, bit
-for bit. Nothing is unpickled.
+Each rank writes the pieces of each parameter that its optimizer holds as safetensors. Any number of
+ranks at any ZeRO stage can assemble its own pieces from these files, bit for bit.
 """
 
 import json
@@ -28,13 +27,10 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def save_engine(
     engine: DeepSpeedEngine, directory: Path, *, average: list[Tensor] | None = None
 ) -> dict[str, FileEntry]:
-    """Write this rank's part of an engine into a folder that all ranks share.
+    """Write this rank's part of an engine into an empty folder that all ranks share.
 
-    Returns the size and digest of each file that this rank wrote, by name.
-
-    Args:
-        directory: an existing, empty folder.
-        average: the average of its weights, with the shapes of `fp32_shards(engine)`.
+    `average` has the shapes of `fp32_shards(engine)`. Returns the size and digest of each file that
+    this rank wrote, by name.
     """
     rank, written = torch.distributed.get_rank(), dict[str, FileEntry]()
     # At stage 0 all ranks hold the same state.
@@ -78,9 +74,8 @@ def load_engine(
                     )
     spread_fp32_shards(engine)
     engine.lr_scheduler.load_state_dict(counters["schedule"])
-    for group, rate in zip(
-        engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True
-    ):
+    rates = engine.lr_scheduler.get_last_lr()
+    for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]
     scaler = getattr(engine.optimizer, "loss_scaler", None)
@@ -156,9 +151,7 @@ def write_tensors(
     """Write fp32 tensors from any device as a safetensors file; return its size and digest.
 
     `safetensors.torch.save_file` needs all tensors in main memory together. Here one at a time is
-    copied there, its bytes are digested on their way to the file, and every piece is a heartbeat.
-
-        8 bytes: length of the header | header as JSON | the tensors, one after the other
+    copied there, and every piece is a heartbeat. The length of the header is 8 bytes.
     """
     fields, end = {"__metadata__": dict[str, Any](metadata)}, 0
     for name, tensor in tensors.items():

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -36,14 +37,9 @@ LARGEST_SECOND_MODEL = 2**34
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write safetensors, configuration, tokenizer, chat template and token contract.
 
-    A policy also gets the file that makes its folder an MLflow model.
-
-    The folder is written completely or not at all. All ranks call this together; the first one
-    writes the files and reads them back (`require_same`). `model` may be an engine.
-
-    Raises:
-        ArtifactError: transformers reads a different model from the files.
-        StageError: the disk has too little space.
+    A policy also gets the file that makes its folder an MLflow model. The folder is written
+    completely or not at all. All ranks call this together; the first one writes. `model` may be an
+    engine. Raises the errors of `require_same`, and StageError if the disk has too little space.
     """
     module = unwrapped(model)
     saved = pretrained(module)
@@ -61,10 +57,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
-    """Write the weights that LoRA trains, completely or not at all; see `write_adapter`.
-
-    All ranks call this together; the first one writes. `model` may be an engine.
-    """
+    """Write the weights that LoRA trains; see `save_model` and `write_adapter`."""
     module = unwrapped(model)
     weights = whole_state_dict(pretrained(module), trained_names(module))
     if _is_first():
@@ -83,10 +76,7 @@ def _is_first() -> bool:
 
 @contextmanager
 def _replaced(directory: Path, weights: Mapping[str, Tensor]) -> Iterator[Path]:
-    """A folder to write to; on exit it replaces `directory`.
-
-    Raises StageError if the disk has too little space for the weights.
-    """
+    """A folder to write to; on exit it replaces `directory`."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -107,13 +97,8 @@ def require_same(saved: PreTrainedModel, weights: Mapping[str, Tensor], director
     warning says so. Raises ArtifactError with the first three weights that are missing, unexpected
     or different.
     """
-    empty, info = type(saved).from_pretrained(
-        directory,
-        dtype=saved.dtype,
-        device_map="meta",
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    how: Any = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": saved.dtype}
+    empty, info = type(saved).from_pretrained(directory, device_map="meta", **how)
     read = empty.state_dict(keep_vars=True)
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     differing = [n for n, weight in weights.items() if n not in read or not _alike(weight, read[n])]
@@ -137,10 +122,9 @@ def _differing(
     if not stored.keys() <= weights.keys():
         if (size := _size(weights)) > LARGEST_SECOND_MODEL:
             logger.warning(
-                "%s: transformers stores this family in another layout, and %.0f GiB are too large "
-                "to load a second time: names and shapes are checked, values are not",
-                folder,
-                size / 2**30,
+                f"{folder}: transformers stores this family in another layout, and "
+                f"{size / 2**30:.0f} GiB are too large to load a second time: names and shapes "
+                "are checked, values are not"
             )
             return []
         second = type(saved).from_pretrained(folder, dtype=saved.dtype).state_dict()

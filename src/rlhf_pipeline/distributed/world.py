@@ -41,11 +41,8 @@ class World:
         return found.tolist()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over all ranks, on this rank's device; the argument is not changed.
-
-        NCCL sums tensors of the device only, so a tensor in main memory is copied first.
-        """
-        total = tensor.detach().to(self.device, non_blocking=True, copy=True)
+        """The tensor summed over all ranks, on this rank's device; the argument is not changed."""
+        total = tensor.detach().to(self.device, non_blocking=True, copy=True)  # NCCL needs that
         torch.distributed.all_reduce(total)
         return total
 
@@ -54,8 +51,8 @@ class World:
     ) -> dict[str, float]:
         """Additive scalars summed over all ranks, in one collective.
 
-        `equal` are scalars on the device that all ranks already have. The host reads them together
-        with the sums, so it waits for the device once.
+        `equal` are scalars on the device that all ranks already have, which the host reads at the
+        same time: it waits for the device once.
         """
         known = equal or {}
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
@@ -82,8 +79,8 @@ def join(seed: int, *, timeout_s: float) -> World:
     limit, distributed = timedelta(seconds=timeout_s), torch.distributed
     device = take_device()  # before NCCL, which would take the first GPU on every rank
     if not on_gpu():
-        # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs
-        # a compiler and leaves 69 MB per rank in /dev/shm. On GPUs, the table starts compilers.
+        # DeepSpeed's shared-memory operation needs a compiler and leaves 69 MB per rank in
+        # /dev/shm, for tensor-parallel inference only. On GPUs, the table starts compilers.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # For groups that are made without a timeout, as DeepSpeed's are: NCCL's default is 10 minutes.
     groups = distributed.distributed_c10d
@@ -136,11 +133,14 @@ def _meet(timeout: timedelta) -> None:
     if (interface := _interface_to(address)) is not None:
         # By default, Gloo uses the interface that the machine's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = get_accelerator().communication_backend_name()
-    # With its GPU, NCCL connects at once, so a broken network fails here and not in the first step.
-    gpu = own_device() if on_gpu() else None
     torch.distributed.init_process_group(
-        backend, timeout=timeout, world_size=size, rank=rank, store=store, device_id=gpu
+        get_accelerator().communication_backend_name(),
+        timeout=timeout,
+        world_size=size,
+        rank=rank,
+        store=store,
+        # With its GPU, NCCL connects at once, so a broken network fails here and not later.
+        device_id=own_device() if on_gpu() else None,
     )
 
 
@@ -171,7 +171,7 @@ def on_gpu() -> bool:
 
 
 def take_device() -> torch.device:
-    """The device of this rank: the GPU with its local number, or the CPU. Makes it the current one.
+    """Make the GPU with this rank's local number, or the CPU, the current device, and return it.
 
     Raises StageError if torch does not find that GPU.
     """
@@ -179,12 +179,11 @@ def take_device() -> torch.device:
         return own_device()
     number, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if number >= found:
+        visible = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
         raise StageError(
-            f"torch: found {found} GPUs with "
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}, expected at least "
-            f"{number + 1}, one for each rank. Fix: check the driver with `nvidia-smi` and torch "
-            "with `python -m torch.utils.collect_env`; or empty CUDA_VISIBLE_DEVICES to train on "
-            "the CPU"
+            f"torch: found {found} GPUs with {visible}, expected at least {number + 1}, one for "
+            "each rank. Fix: check the driver with `nvidia-smi` and torch with `python -m "
+            "torch.utils.collect_env`; or empty CUDA_VISIBLE_DEVICES to train on the CPU"
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

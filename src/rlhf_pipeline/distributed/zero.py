@@ -1,6 +1,6 @@
-"""Access to whole weights under ZeRO-3, to the shards of an optimizer, and to their average.
+"""Whole weights under ZeRO-3, the shards of an optimizer, and their average, at any ZeRO stage.
 
-All functions accept models at any ZeRO stage. All ranks call them together.
+All ranks call these functions together.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -79,17 +79,16 @@ def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> 
     For a sharded model, the first rank gets copies in main memory and the other ranks get an empty
     dictionary. Only one weight at a time is whole on the device.
     """
-    if not is_sharded(model):
-        weights = model.state_dict()
-        return weights if names is None else {name: weights[name] for name in names}
-    first = torch.distributed.get_rank() == 0
-    copies: dict[int, Tensor] = {}  # tied weights stay one tensor and are written once
+    shards = is_sharded(model)
+    own = model.state_dict(keep_vars=shards)
+    own = own if names is None else {name: x for name, x in own.items() if name in names}
+    if not shards:
+        return own
     whole: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if names is not None and name not in names:
-            continue
+    copies: dict[int, Tensor] = {}  # tied weights stay one tensor and are written once
+    for name, tensor in own.items():
         with deepspeed.zero.GatheredParameters([tensor]):
-            if first:
+            if torch.distributed.get_rank() == 0:
                 whole[name] = copies.setdefault(id(tensor), tensor.detach().cpu().clone())
         heartbeat.tick()
     return whole
@@ -112,8 +111,7 @@ def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
 def pieces(engine: DeepSpeedEngine, shards: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
     """The pieces of parameters in shards like `fp32_shards(engine)`; the rest is padding.
 
-    Each has the name of its parameter, its position in the flattened parameter, and its numbers,
-    a view of the shard.
+    Each has the name of its parameter, its position there, and its numbers as a view of the shard.
     """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     rank, optimizer = torch.distributed.get_rank(), engine.optimizer
@@ -142,27 +140,26 @@ def pieces(engine: DeepSpeedEngine, shards: Iterable[Tensor]) -> Iterator[tuple[
 
 
 def spread_fp32_shards(engine: DeepSpeedEngine) -> None:
-    """Copy `fp32_shards` into the engine's model, as DeepSpeed does after an optimizer step."""
+    """Copy `fp32_shards` into the engine's model, as DeepSpeed does after an optimizer step.
+
+    At stage 0, they are the model's own weights.
+    """
     optimizer = engine.optimizer
-    match engine.zero_optimization_stage():
-        case 0:
-            pass  # the shards are the model's own weights
-        case 3:
-            optimizer._partition_all_parameters()
-            for group in range(len(optimizer.fp32_partitioned_groups_flat)):
-                optimizer._reassign_or_swap_out_partitioned_parameters(group)
-            if optimizer.persistent_parameters:
-                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-        case _:
-            optimizer.update_lp_params()
+    if engine.zero_optimization_stage() == 3:
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if persistent := optimizer.persistent_parameters:
+            persistent[0].all_gather(persistent)
+    elif engine.zero_optimization_stage() > 0:
+        optimizer.update_lp_params()
 
 
 class EMA:
     """The average of one engine's weights; it starts at the present weights."""
 
     def __init__(self, engine: DeepSpeedEngine, decay: float) -> None:
-        self._engine = engine
-        self._decay = decay
+        self._engine, self._decay = engine, decay
         self.shards = [shard.detach().clone() for shard in fp32_shards(engine)]
 
     @torch.no_grad()
