@@ -110,7 +110,7 @@ def minibatch_rows(count: int, size: int, world: World, key: tuple[int, ...]) ->
 
 
 def even_share(rows: np.ndarray, world: World) -> np.ndarray:
-    """This rank's rows, equally many on each rank, as ZeRO-3 needs: the first row fills the gaps."""
+    """This rank's rows, equally many on each rank for ZeRO-3: the first row fills the gaps."""
     missing = -len(rows) % world.size
     return own_share(np.concatenate([rows, np.repeat(rows[:1], missing)]), world)
 

@@ -42,7 +42,8 @@ class World:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor summed over all ranks, on this rank's device; the argument is not changed."""
-        total = tensor.detach().to(self.device, non_blocking=True, copy=True)  # NCCL needs that
+        # NCCL sums tensors of the device only.
+        total = tensor.detach().to(self.device, non_blocking=True, copy=True)
         torch.distributed.all_reduce(total)
         return total
 

@@ -26,16 +26,14 @@ from rlhf_pipeline.models.loading import load_model, load_tokenizer, plain_gener
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 
-PAD_TOKEN = "<|pad|>"  # noqa: S105
-EOS_TOKEN = "<|end|>"  # noqa: S105
+PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|end|>"
 EMBEDDING_MULTIPLE = 64
 """New embeddings have a multiple of this many rows, for which GPUs have fast kernels."""
-
 STRING, ARRAY, UINT64 = 8, 9, 10
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, UINT64: 8, 11: 8, 12: 8}
-"""Bytes of the values of fixed size, by type."""
+"""Bytes of the values of fixed size in a `.gguf` file, by type."""
 MAX_VALUES = 2**22
-"""Values in a header, of each of which the readers make objects. Large vocabularies have 1.5e6."""
+"""Values in its header, of each of which readers make objects. Large vocabularies have 1.5e6."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -97,9 +95,8 @@ def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrai
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(sources), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN
-    )
+    special = {"pad_token": PAD_TOKEN, "eos_token": EOS_TOKEN}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def as_loaded(
@@ -112,9 +109,8 @@ def as_loaded(
     """
     assert config.architecture is not None, "validated: required without a path"
     tokenizer.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(
-        folder, config=AutoConfig.for_model(config.architecture["model_type"])
-    )
+    family = AutoConfig.for_model(config.architecture["model_type"])
+    return AutoTokenizer.from_pretrained(folder, config=family)
 
 
 def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -143,18 +139,14 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel)
 def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer of a `.gguf` file; quantized weights become float32.
 
-    The weights are those of the file: the precision that quantization lost is not restored. Raises
-    ArtifactError if the file is damaged, or transformers cannot convert its architecture.
+    Raises ArtifactError if the file is damaged, or transformers cannot convert its architecture.
     """
+    plain: Any = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         check_header(file)
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(**source, **plain)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # the errors of a damaged file have no common base class
         raise ArtifactError(
             f"base_model.path: {file}: transformers cannot read the file: {error}. Fix: download "

@@ -20,8 +20,8 @@ def main(
 ) -> None:
     """Write weights, configuration, tokenizer and chat template, or an adapter for `base`.
 
-    Without a precision, the weights are as they were saved. Raises ArtifactError if the policy has
-    no adapter but one was asked for, or a weight is too large for the precision.
+    Without a precision, the weights are as they were saved. Raises ArtifactError if there is no
+    adapter, or a weight is too large for the precision.
     """
     trust = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"
     load_tokenizer(source, trust_remote_code=trust).save_pretrained(target)

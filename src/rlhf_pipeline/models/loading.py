@@ -1,7 +1,4 @@
-"""Load models the way all stages use them: explicit precision, no dropout, plain sampling.
-
-Nothing that a model ships is executed, unless the user allows it.
-"""
+"""Load models the way all stages use them: explicit precision, no dropout, plain sampling."""
 
 import json
 import pickle
@@ -103,21 +100,19 @@ def load_model(
     device: torch.device | None = None,
     **further: Any,
 ) -> Any:
-    """Return what `kind.from_pretrained` loads, if the model's folder is safe.
+    """Return what `kind.from_pretrained` loads; nothing that a model ships is executed.
 
     Raises ArtifactError if the folder contains an adapter, its configuration selects weights in
     another format than safetensors, or transformers cannot load it.
 
     Args:
-        kind: a class of models.
         path: a folder, or a model id on the hub.
         precision: None: as it was saved.
         quantize: storage of the weight matrices, but not of heads; None = `precision`.
         unpickle: without safetensors, read the tensors of `pytorch_model.bin`, and nothing else.
-        trust_remote_code: whether Python code that ships with the model may run.
+        trust_remote_code: execute Python code that ships with the model.
         device: where the weights go, each as it is read, so that main memory never holds a copy for
             each rank. None or the CPU: main memory.
-        further: arguments of `from_pretrained`.
     """
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     dtype = "auto" if precision is None else DTYPES[precision]
@@ -210,9 +205,8 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 def _dropout_rates(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Path, module and attribute of every dropout rate above 0.
 
-    A dropout module has it as `p`. Modules that call the function have it under a name that depends
-    on the family: `dropout` and `layerdrop` in OPT, `hidden_dropout` in BLOOM, `attention_dropout`
-    in Llama.
+    A dropout module has it as `p`, modules that call the function by a name of their family:
+    `layerdrop` in OPT, `hidden_dropout` in BLOOM, `attention_dropout` in Llama.
     """
     return [
         (path, module, name)

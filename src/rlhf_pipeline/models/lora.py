@@ -23,16 +23,14 @@ from rlhf_pipeline.models.scalar_head import TokenScores, pretrained
 
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "adapter_model.safetensors"  # peft's file of adapter weights
-ADAPTER = "default"
-"""peft's name of the only adapter; a part of parameter names, but not of names in the file."""
-PREFIX = "base_model.model."  # prefix of the names in that file
+ADAPTER = "default"  # peft's name of the only adapter, in parameter names but not in the file
 
 
 def add_adapters(model: nn.Module, config: LoRAConfig) -> Any:
     """Insert adapters, set which parameters train, and return peft's `LoraModel`.
 
-    Adapters and a scalar head train; the other parameters without an adapter train as well if
-    `config.train_rest` is true. Raises ConfigError if a target is not a linear layer of the model.
+    Adapters and a scalar head train; with `config.train_rest`, all others without an adapter, too.
+    Raises ConfigError if a target is not a linear layer of the model.
     """
     from peft import LoraConfig, LoraModel
 
@@ -98,7 +96,7 @@ def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
 
 
 def _stored_name(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 class WithoutAdapters(nn.Module):

@@ -29,10 +29,7 @@ class ScalarHead(nn.Linear):
 
 
 class TokenScores(nn.Module):
-    """A sequence classifier with one label, whose head is applied to every token.
-
-    A checkpoint keeps the format of `AutoModelForSequenceClassification(num_labels=1)`.
-    """
+    """An `AutoModelForSequenceClassification(num_labels=1)`, whose head reads every token."""
 
     def __init__(self, classifier: PreTrainedModel) -> None:
         super().__init__()
@@ -49,7 +46,6 @@ class TokenScores(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The layer from hidden states to scalars."""
         return self.classifier.score
 
     def forward(self, *, scores_to_keep: int | Tensor, **inputs: Any) -> Tensor:
@@ -76,24 +72,18 @@ def load_scores(
 
     Args:
         checkpoint: folder of a reward model, or of a language model if `new_head` is true.
-        new_head: give the scalar head random weights if the checkpoint has none.
+        new_head: give the scalar head random weights if the checkpoint has none; otherwise that is
+            an ArtifactError.
         foreign: the model has another tokenizer than the policy and needs no token contract.
         how: `quantize`, `trust_remote_code` and `device` of `load_model`.
-
-    Raises:
-        ArtifactError: the checkpoint has no trained scalar head and `new_head` is false, or a
-            foreign model has no head `score`.
     """
     kind = AutoModelForSequenceClassification
     how |= {"num_labels": 1, "output_loading_info": True}
     model, loading = load_model(kind, checkpoint, precision, **how)
-    if missing := [
-        name for name in loading["missing_keys"] if not (new_head and name.startswith(f"{HEAD}."))
-    ]:
-        raise ArtifactError(
-            f"{checkpoint} is not a reward model: it has no weights for "
-            f"{', '.join(sorted(missing))}"
-        )
+    missing = [n for n in loading["missing_keys"] if not (new_head and n.startswith(f"{HEAD}."))]
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise ArtifactError(f"{checkpoint} is not a reward model: it has no weights for {names}")
     if not foreign:
         model.config.pad_token_id = TokenContract.read(checkpoint).pad_id
     if isinstance(head := getattr(model, HEAD, None), nn.Linear):

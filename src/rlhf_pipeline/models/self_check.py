@@ -29,7 +29,7 @@ ROWS = collate(
 """Rows of 1, 129 and 700 tokens, and 77 tokens that share the prompt of the row before."""
 ROUNDINGS = 4
 """Units of its precision that a result may differ by. Flash attention rounds four times, by half a
-unit at most: probabilities, their gradients, the output, and the result. The rest is for sums."""
+unit at most. The rest is for sums."""
 SUMMED = 1000  # numbers that an example sums in float32, at most; each may add a unit of float32
 
 

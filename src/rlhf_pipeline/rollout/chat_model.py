@@ -29,8 +29,7 @@ TOKENS = ("prompt_tokens", "completion_tokens")
 REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
 """What is counted: replies that refuse or contain no verdict; requests, and replies known from
 earlier; tokens of the requests."""
-RETRIES, TIMEOUT_S = 6, 120
-"""Repetitions of a request that the server refuses for a while (429, 5xx); longest request."""
+RETRIES, TIMEOUT_S = 6, 120  # of a request that the server refuses for a while (429, 5xx)
 
 RUBRIC = """\
 Score the answer to the prompt by the rubric, from 0 to {scale}. The length of the answer does not \
@@ -71,7 +70,7 @@ class ChatModel:
     ) -> dict[str, float | None]:
         """The verdict of the reply to each distinct question, as `verdict` reads it; None: none.
 
-        Raises StageError if the server fails, or most replies are unusable.
+        Raises StageError if the server fails, or most replies have none.
         """
         from openai import OpenAI, OpenAIError
 

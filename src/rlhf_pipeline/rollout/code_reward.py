@@ -18,8 +18,6 @@ from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat, sandbox
 
 FAULTS = tuple(each for each in get_args(sandbox.Outcome) if each != "passed")
-"""How programs end that do not pass."""
-
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -34,7 +32,7 @@ class CodeSource:
 
     reward: CodeReward
     place: str  # its parameters, for messages
-    counts: Counter[str] = field(default_factory=Counter)  # of `FAULTS`
+    counts: Counter[str] = field(default_factory=Counter)  # of programs that do not pass
 
     def __post_init__(self) -> None:
         """Raises StageError if the machine does not offer the sandbox."""
@@ -65,7 +63,7 @@ class CodeSource:
         return torch.tensor([float(each == "passed") for each in outcomes])
 
     def counted(self) -> dict[str, int]:
-        """The `FAULTS` since the last call."""
+        """Programs that did not pass since the last call, by `FAULTS`."""
         return {fault: self.counts.pop(fault, 0) for fault in FAULTS}
 
     def _outcomes(self, programs: Iterable[str], tests: Iterable[str]) -> list[sandbox.Outcome]:

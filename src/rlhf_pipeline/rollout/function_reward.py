@@ -1,15 +1,12 @@
-"""Scores from a Python function of the user.
-
-Each rank calls the function once per rollout, with the rows of that rank:
+"""Scores from a Python function of the user, which each rank calls once per rollout:
 
     def reward(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]
 
 `prompts` are messages ({"role": ..., "content": ...}). `responses` are texts without special tokens
-and without surrounding white space. A function with a parameter `references` also gets the true
-answers, one for each row; one with a parameter `scored` gets the tokens, a `Scored`. Any other
-parameter gets the column of its name that the sources carry (`columns.extra`).
-
-With `CallableReward.processes`, processes of the rank call it with one row at a time.
+and without surrounding white space. A parameter `references` gets the true answers, one for each
+row; `scored` gets the tokens, a `Scored`; any other one the column of its name that the sources
+carry (`columns.extra`). With `CallableReward.processes`, processes of the rank call it with one row
+at a time.
 """
 
 import inspect
@@ -50,10 +47,7 @@ class FunctionSource:
         name: str,
         function: Callable[..., Any] | None = None,
     ) -> "FunctionSource":
-        """The function, imported unless it is at hand, with its processes.
-
-        Raises the errors of `check_isolated` and `import_function`.
-        """
+        """The function, imported unless it is at hand, with its processes."""
         source = cls(reward.callable, function or import_function(reward, job, name))
         check_isolated(reward, source._signature.parameters)
         if not reward.processes:
@@ -65,8 +59,7 @@ class FunctionSource:
         """Call the function.
 
         Raises ConfigError if the prompts lack a column that it asks for, and StageError if a true
-        answer that it reads is missing, if it fails or does not return one result per response, or
-        if a result is not a finite number.
+        answer is missing, or it does not return one finite number per response.
         """
         prompts, responses = answered.prompts, answered.responses
         check_signature(self.place, self._signature, {"the split": answered.columns})
@@ -131,10 +124,8 @@ def matches(pattern: str, limit_s: float = 5.0) -> FunctionSource:
     """1 for a response in which a regular expression is found, else 0. A search of a response that
     takes longer than the limit, because the pattern backtracks, fails like a function."""
     search = partial(regex.compile(pattern).search, timeout=limit_s)
-    return FunctionSource(
-        f"regex {pattern!r}",
-        lambda prompts, responses: [search(each) is not None for each in responses],
-    )
+    name = f"regex {pattern!r}"
+    return FunctionSource(name, lambda prompts, responses: [bool(search(r)) for r in responses])
 
 
 def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Callable[..., Any]:

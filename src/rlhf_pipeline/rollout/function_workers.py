@@ -82,12 +82,10 @@ def _number(result: Any) -> float | str:
 
 def described(error: BaseException) -> str:
     """An error of a reward function with its place: the innermost one outside of libraries."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)[2:]
-        if not frame.filename.startswith(("<", sys.prefix, sys.base_prefix))
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    libraries, place = ("<", sys.prefix, sys.base_prefix), ""
+    for frame in traceback.extract_tb(error.__traceback__)[2:]:
+        if not frame.filename.startswith(libraries):
+            place = f" ({frame.filename}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
 
 
@@ -138,8 +136,8 @@ class Workers:
     @property
     def _ended(self) -> str | None:
         """How a process has ended; None: all of them run."""
-        codes = [process.exitcode for process in self._processes]
-        return next((_exit(code) for code in codes if code is not None), None)
+        codes = [each.exitcode for each in self._processes if each.exitcode is not None]
+        return _exit(codes[0]) if codes else None
 
     def _fault(self, future: Future[float | str]) -> str | None:
         """What is wrong with a call that is over."""

@@ -78,8 +78,7 @@ class ModelSource:
     ) -> "ModelSource":
         """Load the model, which scores policies with these contracts.
 
-        Raises ArtifactError if the model uses a different tokenizer from the policy, and
-        `retokenize` is off.
+        Raises ArtifactError if its tokenizer is another one, and `retokenize` is off.
         """
         if not reward.retokenize and {TokenContract.read(folder)} != {*contracts}:
             raise ArtifactError(
@@ -114,10 +113,8 @@ class ModelSource:
     def _retokenized(
         self, tokenizer: PreTrainedTokenizerBase, answered: Answered
     ) -> list[list[int]]:
-        dialogues = [
-            [*prompt, {"role": "assistant", "content": response}]
-            for prompt, response in zip(answered.prompts, answered.responses, strict=True)
-        ]
+        turns = [[{"role": "assistant", "content": text}] for text in answered.responses]
+        dialogues = [[*p, *turn] for p, turn in zip(answered.prompts, turns, strict=True)]
         places = [f"{self.path}, row {row}" for row in range(len(dialogues))]
         rows = encode(render_dialogues(tokenizer, places, dialogues), tokenizer)
         limit = getattr(self.model.config, "max_position_embeddings", None)
@@ -143,8 +140,8 @@ class RewardSum:
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum, as it is and clipped.
 
-        `rows` are the columns of the prompts' table. Raises ArtifactError if a source reads text,
-        and the table has no messages or references.
+        Raises ArtifactError if a source reads texts, and `rows`, the columns of the prompts' table,
+        have no messages or references.
         """
         if not self.sources:  # a teacher alone
             return replace(scored, clipped_scores=scored.scores)
@@ -167,11 +164,8 @@ class RewardSum:
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
         if self.tokenizer is None:
             return Answered([], [], [])
-        if missing := {"messages", "reference"} - rows.keys():
-            raise ArtifactError(
-                f"the prompts have no column {' and '.join(sorted(missing))}. "
-                "Fix: run stage split again"
-            )
+        if missing := " and ".join(sorted({"messages", "reference"} - rows.keys())):
+            raise ArtifactError(f"the prompts have no column {missing}. Fix: run stage split again")
         ids = scored.sequences.response_ids
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return Answered.of(rows, [text.strip() for text in texts])
