@@ -1,8 +1,7 @@
 """DeepSpeed's configuration, built from the parameter blocks.
 
 Options that change numbers, act on the whole process, or had other defaults in earlier releases are
-set explicitly. A new release then cannot change them, and the dictionary that is stored with an
-artifact is complete.
+set explicitly: a new release cannot change them, and what is stored with an artifact is complete.
 """
 
 import json
@@ -54,14 +53,12 @@ def inference_settings(
         "gradient_allreduce_op": "mean",  # optimizer_step multiplies by the number of ranks
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
-        "data_types": {
-            "grad_accum_dtype": None,  # the precision of the weights
-            "keep_in_fp32_modules": "auto",  # as the model's authors say
-        },
+        # The precision of the weights; what the model's authors say.
+        "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"},
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
         "fp16": {
             "enabled": precision == "fp16",
-            "loss_scale": 0,  # dynamic
+            "loss_scale": 0,
             "initial_scale_power": 16,
             "loss_scale_window": 1000,
             "hysteresis": 2,

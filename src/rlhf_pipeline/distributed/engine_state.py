@@ -44,8 +44,17 @@ def save_engine(
         path = directory / f"rank{rank}.safetensors"
         written[path.name] = write_tensors(path, tensors, starts)
     if rank == 0:
+        shards, state = fp32_shards(engine), _adam(engine).state
+        scaler = getattr(engine.optimizer, "loss_scaler", None)
+        counters = {
+            "step": int(state[shards[0]]["step"]) if shards[0] in state else 0,
+            "schedule": engine.lr_scheduler.state_dict(),
+            "global_steps": engine.global_steps,
+            "skipped_steps": engine.skipped_steps,
+            "scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
+        }
         path = directory / "engine.json"
-        path.write_text(json.dumps(_counters(engine), indent=2))
+        path.write_text(json.dumps(counters, indent=2))
         written[path.name] = FileEntry.of(path)
     return written
 
@@ -107,30 +116,15 @@ def _start_optimizer(engine: DeepSpeedEngine, step: int) -> None:
     """Create the state that Adam otherwise creates at its first step."""
     adam = _adam(engine)
     for shard in fp32_shards(engine):
-        moments = {moment: torch.zeros_like(shard) for moment in MOMENTS}
         # Fused AdamW counts on the device of the parameter, DeepSpeed's AdamW on the host.
         is_fused = isinstance(adam, torch.optim.AdamW)
         counted = torch.tensor(float(step), device=shard.device) if is_fused else step
+        moments = {moment: torch.zeros_like(shard) for moment in MOMENTS}
         adam.state[shard] = {"step": counted, **moments}
 
 
-def _counters(engine: DeepSpeedEngine) -> dict[str, Any]:
-    shards, state = fp32_shards(engine), _adam(engine).state
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return {
-        "step": int(state[shards[0]]["step"]) if shards[0] in state else 0,
-        "schedule": engine.lr_scheduler.state_dict(),
-        "global_steps": engine.global_steps,
-        "skipped_steps": engine.skipped_steps,
-        "scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
-    }
-
-
 def _read(written: Iterable[tuple[Any, Any, Any]], key: str, begin: int, piece: Tensor) -> int:
-    """Fill a piece from the files of all ranks, whose pieces begin and end elsewhere.
-
-    Returns how many numbers were found.
-    """
+    """Fill a piece from the files of all ranks, which end elsewhere; return how much was found."""
     found, end = 0, begin + len(piece)
     for file, keys, starts in written:
         if key not in keys:

@@ -31,7 +31,8 @@ from rlhf_pipeline.runtime.files import put_in_place, require_space
 
 logger = logging.getLogger(__name__)
 LARGEST_SECOND_MODEL = 2**34
-"""Bytes of the largest model (16 GiB) that is loaded a second time if its layout requires it."""
+"""Bytes of the largest model (16 GiB) that is loaded a second time; of others, no values are
+compared."""
 
 
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -44,16 +45,17 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
     module = unwrapped(model)
     saved = pretrained(module)
     weights = whole_state_dict(saved)
-    if _is_first():
-        with _replaced(directory, weights) as partial:
-            with heartbeat.while_writing(partial):
-                saved.save_pretrained(partial, state_dict=dict(weights))
-            require_same(saved, weights, partial)
-            tokenizer.save_pretrained(partial)
-            eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
-            TokenContract.of(tokenizer, eos).write(partial)
-            if saved is module:  # a policy has no scalar head around it
-                (partial / "MLmodel").write_text(MLMODEL)
+    if not _is_first():
+        return
+    with _replaced(directory, weights) as partial:
+        with heartbeat.while_writing(partial):
+            saved.save_pretrained(partial, state_dict=dict(weights))
+        require_same(saved, weights, partial)
+        tokenizer.save_pretrained(partial)
+        eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
+        TokenContract.of(tokenizer, eos).write(partial)
+        if saved is module:  # a policy has no scalar head around it
+            (partial / "MLmodel").write_text(MLMODEL)
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
@@ -93,9 +95,7 @@ def _size(weights: Mapping[str, Tensor]) -> int:
 def require_same(saved: PreTrainedModel, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Require that transformers reads exactly these weights from the folder, bit for bit.
 
-    The values of a model in another layout and above `LARGEST_SECOND_MODEL` are not compared; a
-    warning says so. Raises ArtifactError with the first three weights that are missing, unexpected
-    or different.
+    Raises ArtifactError with the first three weights that are missing, unexpected or different.
     """
     how: Any = {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": saved.dtype}
     empty, info = type(saved).from_pretrained(directory, device_map="meta", **how)

@@ -50,18 +50,17 @@ def require_sound_kernels(device: torch.device, precision: Precision) -> None:
 
 def check(device: torch.device, precision: Precision) -> list[Comparison]:
     """Compare all examples. Raises StageError if a result differs."""
-    dtype = DTYPES[precision]
-    found = compare_head(device, dtype)
+    found = compare_head(device, DTYPES[precision])
     for width, window in itertools.product((64, 80, 128), (None, 17)):
-        found += compare_attention(device, dtype, width, window)
+        found += compare_attention(device, DTYPES[precision], width, window)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     for kernel, error, bound in found:
         if not error <= bound:  # also if the error is not a number
+            slow = "" if precision == "fp32" else "set deepspeed.precision to fp32, or "
             raise StageError(
                 f"{kernel} in {precision} on {name} with torch {torch.__version__}: found an error "
-                f"of {error:.2g}, expected at most {bound:.2g}. Fix: "
-                f"{'' if precision == 'fp32' else 'set deepspeed.precision to fp32, or '}"
-                "install another version of torch or of the driver"
+                f"of {error:.2g}, expected at most {bound:.2g}. Fix: {slow}install another version "
+                "of torch or of the driver"
             )
     return found
 
@@ -112,10 +111,20 @@ def _compare(
     dtype: torch.dtype,
 ) -> list[Comparison]:
     """Compare results of random inputs, and their gradients, with those of the CPU in float32."""
+
+    @torch.enable_grad()
+    def results(inputs: Sequence[Tensor]) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(2)
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        found = compute(*inputs)
+        traced = [x for x in found if x.requires_grad]
+        weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in traced]
+        return [x.detach().cpu() for x in (*found, *torch.autograd.grad(traced, inputs, weights))]
+
     draw = torch.Generator().manual_seed(1)
     inputs = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
-    found = _with_gradients(compute, [x.to(device) for x in inputs])
-    expected = _with_gradients(compute, [x.float() for x in inputs])
+    found = results([x.to(device) for x in inputs])
+    expected = results([x.float() for x in inputs])
     is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     sums = SUMMED * torch.finfo(torch.float32).eps + is_tf32 * ROUNDINGS * 2**-10
     compared = []
@@ -126,17 +135,6 @@ def _compare(
         bound = sums + ROUNDINGS * torch.finfo(own.dtype).eps
         compared.append(Comparison(kernel, error, bound))
     return compared
-
-
-@torch.enable_grad()
-def _with_gradients(
-    compute: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
-) -> list[Tensor]:
-    draw, inputs = torch.Generator().manual_seed(2), [x.detach().requires_grad_() for x in inputs]
-    results = compute(*inputs)
-    traced = [x for x in results if x.requires_grad]
-    weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in traced]
-    return [x.detach().cpu() for x in (*results, *torch.autograd.grad(traced, inputs, weights))]
 
 
 def main() -> None:

@@ -49,8 +49,8 @@ class Packed:
 class Sequences:
     """A batch of prompts, each followed by its response.
 
-    A response may contain tokens that the policy did not choose, such as a later turn of the user:
-    the model reads them, but no loss, KL or advantage counts them.
+    The model also reads tokens of a response that the policy did not choose, such as a later turn
+    of the user, but no loss, KL or advantage counts them.
     """
 
     prompt_ids: Tensor  # (B, P) long
@@ -72,8 +72,7 @@ class Sequences:
     def model_inputs(self) -> dict[str, Tensor]:
         """Return the arguments of a Hugging Face forward pass, (B, P + R) each.
 
-        Positions always come from the mask: in models that count columns (GPT-2), left padding
-        would shift them.
+        Models that count columns (GPT-2) would shift the positions by left padding.
         """
         attention_mask = torch.cat([self.prompt_mask, self.real_mask], dim=1)
         return {
@@ -83,10 +82,7 @@ class Sequences:
         }
 
     def packed(self) -> Packed:
-        """The same rows without padding.
-
-        Selecting tokens by a mask makes the host wait for a device; `to` therefore packs before.
-        """
+        """The same rows without padding; `to` packs before, so that the host need not wait."""
         if self.packed_on_device is not None:
             return self.packed_on_device
         real = torch.cat([self.prompt_mask, self.real_mask], dim=1)
@@ -132,7 +128,7 @@ class Sequences:
 
     def joined(self, other: "Sequences") -> "Sequences":
         """The rows of both, those of `other` last; `rows` drops columns that are only padding."""
-        more = {
+        more: Any = {
             name: wide(x, getattr(other, name), left=name.startswith("prompt"))
             for name, x in tensors(self).items()
         }
@@ -176,8 +172,8 @@ def collate(
 
     Args:
         actions: for each token of a response, whether the policy chose it. None: all of them.
-        prompt_numbers: equal numbers mark rows that share a prompt, which is then read once. None:
-            no rows do. Equal tokens are no evidence: they may stand for different images.
+        prompt_numbers: equal numbers mark rows that share a prompt, which is then read once. Equal
+            tokens are no evidence: they may stand for different images.
     """
     prompt_ids, prompt_mask = pad(prompts, pad_id, left=True)
     response_ids, real_mask = pad(responses, pad_id, left=False)
