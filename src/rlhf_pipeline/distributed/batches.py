@@ -47,9 +47,9 @@ class Rows:
     def columns(self, rows: np.ndarray) -> dict[str, list[Any]]:
         """The chosen rows, in the given order, as Python values by column."""
         batches = np.searchsorted(self.ends, rows, side="right")
-        starts = np.concatenate([[0], self.ends])[batches]
-        places = zip(batches.tolist(), (rows - starts).tolist(), strict=True)
-        chosen = [self.batches[batch].slice(row, 1) for batch, row in places]
+        places = rows - np.concatenate([[0], self.ends])[batches]
+        pairs = zip(batches.tolist(), places.tolist(), strict=True)
+        chosen = [self.batches[batch].slice(row, 1) for batch, row in pairs]
         return dict(pa.Table.from_batches(chosen).to_pydict())
 
     def longest(self, column: str) -> int:
@@ -85,10 +85,7 @@ def rows_at(positions: np.ndarray, count: int, seed: int, stream: int = 0) -> np
 
 
 def sampled_rows(count: int, size: int, seed: int) -> np.ndarray:
-    """Row numbers of a random sample of at most `size` of `count` rows, in ascending order.
-
-    The first rows of a table would come from its first source alone.
-    """
+    """Row numbers of a random sample of at most `size` of `count` rows, in ascending order."""
     return np.sort(shuffled(np.arange(min(size, count)), count, (seed,)))
 
 

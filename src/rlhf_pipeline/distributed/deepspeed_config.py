@@ -17,6 +17,12 @@ from rlhf_pipeline.config.training import (
 )
 from rlhf_pipeline.runtime.job import LaunchedJob
 
+LOSS_SCALER = {
+    "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
+    "consecutive_hysteresis": False, "min_loss_scale": 1,
+}  # fmt: skip
+"""The dynamic loss scale of fp16."""
+
 
 def training_settings(
     config: TrainedModelConfig, *, hidden_size: int, on_gpu: bool
@@ -56,15 +62,7 @@ def inference_settings(
         # The precision of the weights; what the model's authors say.
         "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"},
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "fp16": {
-            "enabled": precision == "fp16",
-            "loss_scale": 0,
-            "initial_scale_power": 16,
-            "loss_scale_window": 1000,
-            "hysteresis": 2,
-            "consecutive_hysteresis": False,
-            "min_loss_scale": 1,
-        },
+        "fp16": {"enabled": precision == "fp16", **LOSS_SCALER},
         "zero_optimization": {
             "stage": config.zero_stage,
             "overlap_comm": config.zero_stage == 3,

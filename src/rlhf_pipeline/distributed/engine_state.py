@@ -62,10 +62,7 @@ def save_engine(
 def load_engine(
     engine: DeepSpeedEngine, directory: Path, *, average: list[Tensor] | None = None
 ) -> None:
-    """Load what `save_engine` wrote into a new engine; the arguments are the same.
-
-    Raises ArtifactError if a piece of a parameter is missing.
-    """
+    """Load what `save_engine` wrote into a new engine; ArtifactError if a part is missing."""
     counters = json.loads((directory / "engine.json").read_text())
     if counters["step"] > 0:
         _start_optimizer(engine, counters["step"])
@@ -145,7 +142,7 @@ def write_tensors(
     """Write fp32 tensors from any device as a safetensors file; return its size and digest.
 
     `safetensors.torch.save_file` needs all tensors in main memory together. Here one at a time is
-    copied there, and every piece is a heartbeat. The length of the header is 8 bytes.
+    copied there, and every piece is a heartbeat.
     """
     fields, end = {"__metadata__": dict[str, Any](metadata)}, 0
     for name, tensor in tensors.items():

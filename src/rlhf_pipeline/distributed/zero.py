@@ -95,10 +95,7 @@ def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> 
 
 
 def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
-    """The trainable weights that this rank's optimizer holds, in fp32.
-
-    From ZeRO-1 on, they are a share of all weights; at stage 0, all of them.
-    """
+    """The trainable weights that this rank's optimizer holds, in fp32: a share from ZeRO-1 on."""
     match engine.zero_optimization_stage():
         case 0:
             return [p for p in engine.module.parameters() if p.requires_grad]
@@ -140,11 +137,8 @@ def pieces(engine: DeepSpeedEngine, shards: Iterable[Tensor]) -> Iterator[tuple[
 
 
 def spread_fp32_shards(engine: DeepSpeedEngine) -> None:
-    """Copy `fp32_shards` into the engine's model, as DeepSpeed does after an optimizer step.
-
-    At stage 0, they are the model's own weights.
-    """
-    optimizer = engine.optimizer
+    """Copy `fp32_shards` into the engine's model, as DeepSpeed does after an optimizer step."""
+    optimizer = engine.optimizer  # at stage 0, the shards are the model's own weights
     if engine.zero_optimization_stage() == 3:
         optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp32_partitioned_groups_flat)):

@@ -52,10 +52,7 @@ signature:
 
 
 def load_policy(checkpoint: Path, precision: Precision, **how: Any) -> PreTrainedModel:
-    """Load a causal language model: SFT model, actor or reference.
-
-    `how` are `quantize`, `trust_remote_code` and `device` of `load_model`.
-    """
+    """Load a causal language model: SFT model, actor or reference. `how`: see `load_scores`."""
     model: PreTrainedModel = load_model(AutoModelForCausalLM, checkpoint, precision, **how)
     model.generation_config = plain_generation(TokenContract.read(checkpoint))
     install_logprob_head(model)

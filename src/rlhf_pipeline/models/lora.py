@@ -121,11 +121,8 @@ class WithoutAdapters(nn.Module):
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """The names of the layers to adapt.
-
-    Output layers are none: a language model's head may be tied to the embeddings, and a scalar head
-    trains itself.
-    """
+    """The names of the layers to adapt."""
+    # A language model's head may be tied to the embeddings, and a scalar head trains itself.
     output = (model.get_output_embeddings(), getattr(model, HEAD, None))
     linear = [
         name

@@ -49,10 +49,7 @@ class TokenScores(nn.Module):
         return self.classifier.score
 
     def forward(self, *, scores_to_keep: int | Tensor, **inputs: Any) -> Tensor:
-        """Return the scalars of the last `scores_to_keep` tokens, (B, scores_to_keep) float32.
-
-        A tensor contains the positions of the tokens, (S,) long.
-        """
+        """The scalars of the last `scores_to_keep` tokens, or at S positions, (B, S) float32."""
         hidden = self.classifier.base_model(**inputs, use_cache=False)[0]
         is_count = isinstance(scores_to_keep, int)
         keep = slice(-scores_to_keep, None) if is_count else scores_to_keep

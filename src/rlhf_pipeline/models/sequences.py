@@ -70,10 +70,8 @@ class Sequences:
         return torch.stack([self.prompt_mask.sum(1), self.real_mask.sum(1)], dim=1)[:, None]
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """Return the arguments of a Hugging Face forward pass, (B, P + R) each.
-
-        Models that count columns (GPT-2) would shift the positions by left padding.
-        """
+        """Return the arguments of a Hugging Face forward pass, (B, P + R) each."""
+        # Models that count columns (GPT-2) would shift the positions by left padding.
         attention_mask = torch.cat([self.prompt_mask, self.real_mask], dim=1)
         return {
             "input_ids": torch.cat([self.prompt_ids, self.response_ids], dim=1),

@@ -60,10 +60,7 @@ def imported(location: str, name: str) -> Any:
 
 
 def results(function: Callable[..., Any], call: Call) -> list[float | str]:
-    """The result for each response as a finite number; what is none, as text.
-
-    What an `async` function returns is awaited.
-    """
+    """The result for each response as a finite number; what is none, as text. It may be async."""
     found = function(call.prompts, call.responses, **call.more)
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
     return [_number(result) for result in list(found)]

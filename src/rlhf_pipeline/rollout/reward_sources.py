@@ -18,19 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pipeline.config import rewards as blocks
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import (
-    INPUT_PREFIX,
-    CallableReward,
-    CodeReward,
-    ModelReward,
-    ReferenceReward,
-    RegexReward,
-    RewardSource,
-    RubricReward,
-    TrainedReward,
-    clip_of,
-)
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode
@@ -69,7 +58,7 @@ class ModelSource:
     @classmethod
     def load(
         cls,
-        reward: ModelReward,
+        reward: blocks.ModelReward,
         folder: Path,
         place: str,
         contracts: Collection[TokenContract],
@@ -97,10 +86,7 @@ class ModelSource:
 
     @torch.no_grad()
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        """Centred scores at the last real token.
-
-        Raises StageError if a dialogue has more tokens than the model has positions.
-        """
+        """Centred scores at the last real token; StageError if a dialogue is too long."""
         sequences = scored.sequences
         if self.tokenizer is not None:
             rows = self._retokenized(self.tokenizer, answered)
@@ -186,23 +172,23 @@ def load_rewards(
     ArtifactError if a folder contains no reward model, or one of another tokenizer.
     """
 
-    def load(reward: RewardSource, name: str) -> Source:
+    def load(reward: blocks.RewardSource, name: str) -> Source:
         place = f"{job.stage}.{name}"
         match reward:
-            case TrainedReward():
+            case blocks.TrainedReward():
                 assert trained_mean is not None, "the trained reward model is loaded as well"
                 return lambda scored, _: scored.scores - trained_mean  # it has scored already
-            case CallableReward():
+            case blocks.CallableReward():
                 return FunctionSource.load(reward, job, name)
-            case ReferenceReward():
+            case blocks.ReferenceReward():
                 return FunctionSource(reward.reference, agreement(reward.reference))
-            case RegexReward():
+            case blocks.RegexReward():
                 return matches(reward.regex)
-            case RubricReward():
+            case blocks.RubricReward():
                 return RubricSource(reward, ChatModel(reward.openai, reply_folder(job), place))
-            case CodeReward():
+            case blocks.CodeReward():
                 return CodeSource(reward, place)
-            case ModelReward():
+            case blocks.ModelReward():
                 folder = job.inputs.get(name, reward.folder)
                 tokens = config.micro_batch_tokens
                 model = ModelSource.load(reward, folder, place, [contract], tokens, world)
@@ -214,8 +200,8 @@ def load_rewards(
 
     sources, read_texts = dict[str, tuple[float, float, Source]](), False
     for index, reward in enumerate(config.rewards):
-        source = load(reward, f"{INPUT_PREFIX}{index}")
-        sources[reward.label] = (reward.weight, clip_of(reward, config.score_clip), source)
-        is_text = not isinstance(reward, TrainedReward)
-        read_texts |= reward.retokenize if isinstance(reward, ModelReward) else is_text
+        source = load(reward, f"{blocks.INPUT_PREFIX}{index}")
+        sources[reward.label] = (reward.weight, blocks.clip_of(reward, config.score_clip), source)
+        is_text = not isinstance(reward, blocks.TrainedReward)
+        read_texts |= reward.retokenize if isinstance(reward, blocks.ModelReward) else is_text
     return RewardSum(sources, tokenizer if read_texts else None, config.aggregate)
