@@ -126,8 +126,8 @@ def shuffled(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndar
 
     def permuted(numbers: np.ndarray) -> np.ndarray:
         left, right = numbers >> shift, numbers & mask
-        for key in keys:
-            mixed = right ^ key
+        for each in keys:
+            mixed = right ^ each
             mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             mixed ^= mixed >> np.uint64(31)
