@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_pipeline.models.mlflow_format import write_mlmodel
+from rlhf_pipeline.models.loading import MLMODEL
 
 SOURCE = Path(__file__).parents[1] / "src"
 WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", *"abcdefgh"]
@@ -64,7 +64,7 @@ def policy(tmp_path_factory):
     model.generation_config.top_k = 2  # must not affect an answer
     model.generation_config.do_sample = True
     model.save_pretrained(directory)
-    write_mlmodel(directory)
+    (directory / "MLmodel").write_text(MLMODEL)
     return directory
 
 

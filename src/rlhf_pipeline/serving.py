@@ -20,12 +20,11 @@ from rlhf_pipeline.data.token_contract import TokenContract, control_tokens
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models.lean_transformers import AutoModelForCausalLM, PreTrainedModel
 from rlhf_pipeline.models.loading import (
-    explain_loading_errors,
+    MAX_NEW_TOKENS,
+    load_model,
     load_tokenizer,
-    loading_arguments,
     plain_generation,
 )
-from rlhf_pipeline.models.mlflow_format import MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     import pandas
@@ -102,12 +101,8 @@ def load(folder: Path | str) -> ServedPolicy:
     trust = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"
     device = torch.device("cuda") if torch.cuda.is_available() else None
     tokenizer = load_tokenizer(folder, trust_remote_code=trust)
-    with explain_loading_errors(folder):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto",
-            **loading_arguments(folder, trust_remote_code=trust, device=device),
-        )
+    how: Any = {"trust_remote_code": trust, "device": device}
+    model = load_model(AutoModelForCausalLM, folder, precision=None, **how)
     contract = TokenContract.of(tokenizer, model.generation_config.eos_token_id)
     model.generation_config = plain_generation(contract)
     return ServedPolicy(model.eval(), tokenizer, contract)

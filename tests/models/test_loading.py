@@ -1,11 +1,11 @@
-"""Where a model is loaded to."""
+"""Where a model is loaded to, and what MLflow reads of it."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.models.loading import MLMODEL, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.training.new_head import untrained
 
@@ -40,3 +40,23 @@ def test_a_gpu_gets_the_same_bits(make_model, family):
         for name, tensor in getattr(plain, of)():
             found = dict(getattr(placed, of)())[name]
             assert found.is_cuda and torch.equal(found.cpu(), tensor), name
+
+
+def test_mlflow_reads_the_signature_and_the_loader(tmp_path):
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema
+
+    (tmp_path / "MLmodel").write_text(MLMODEL)
+    read = Model.load(tmp_path)
+    assert read.signature == ModelSignature(
+        Schema([ColSpec("string", "prompt")]),
+        Schema([ColSpec("string")]),
+        ParamSchema(
+            [
+                ParamSpec("max_new_tokens", "long", 128),
+                ParamSpec("temperature", "double", 0.0),
+                ParamSpec("seed", "long", 0),
+            ]
+        ),
+    )
+    assert read.flavors == {"python_function": {"loader_module": "rlhf_pipeline.serving"}}

@@ -60,16 +60,7 @@ def load(policy, contract, world, tmp_path):
         job = LaunchedJob(
             "ppo", "f", 1, {}, files or {}, digests or {}, tmp_path / "ppo" / "f", 60.0
         )
-        return load_rewards(
-            job,
-            config.rewards,
-            contract,
-            world,
-            score_clip=config.score_clip,
-            micro_batch_tokens=config.micro_batch_tokens,
-            tokenizer=load_tokenizer(policy),
-            trained_mean=trained_mean,
-        )
+        return load_rewards(job, config, contract, world, load_tokenizer(policy), trained_mean)
 
     return make
 

@@ -22,20 +22,16 @@ from rlhf_pipeline.runtime import heartbeat
 ROUNDS = 8
 """Rounds of the Feistel network in `shuffled`; four already look random for large tables."""
 
-_Numbers = np.ndarray[Any, np.dtype[np.uint64]]
-
 
 @dataclass(frozen=True)
 class Rows:
     """A prepared table, memory-mapped. Reading rows copies these rows and nothing else."""
 
     batches: list[pa.RecordBatch]
-    ends: np.ndarray
-    """For each batch, the number of rows up to its end."""
+    ends: np.ndarray  # for each batch, the number of rows up to its end
 
     @classmethod
     def of(cls, table: pa.Table) -> "Rows":
-        """The rows of a table."""
         batches = table.to_batches()
         return cls(batches, np.cumsum([batch.num_rows for batch in batches], dtype=np.int64))
 
@@ -51,9 +47,9 @@ class Rows:
     def columns(self, rows: np.ndarray) -> dict[str, list[Any]]:
         """The chosen rows, in the given order, as Python values by column."""
         batches = np.searchsorted(self.ends, rows, side="right")
-        starts = np.concatenate([[0], self.ends])[batches]
-        places = zip(batches.tolist(), (rows - starts).tolist(), strict=True)
-        chosen = [self.batches[batch].slice(row, 1) for batch, row in places]
+        places = rows - np.concatenate([[0], self.ends])[batches]
+        pairs = zip(batches.tolist(), places.tolist(), strict=True)
+        chosen = [self.batches[batch].slice(row, 1) for batch, row in pairs]
         return dict(pa.Table.from_batches(chosen).to_pydict())
 
     def longest(self, column: str) -> int:
@@ -63,8 +59,7 @@ class Rows:
 
 def load_rows(path: Path, world: World, read: Callable[[Path], Rows] = Rows.read) -> Rows:
     """A prepared table. Raises ArtifactError if the table has fewer rows than there are ranks."""
-    table = read(path)
-    if table.num_rows < world.size:
+    if (table := read(path)).num_rows < world.size:
         raise ArtifactError(
             f"{path}: found {table.num_rows} rows, expected at least {world.size}, one for each "
             "rank. Fix: add data, or give the phase a larger share (split.weights, "
@@ -76,35 +71,26 @@ def load_rows(path: Path, world: World, read: Callable[[Path], Rows] = Rows.read
 def step_rows(count: int, batch_size: int, step: int, seed: int, *, stream: int = 0) -> np.ndarray:
     """Row numbers of the global batch of `step` (from 0), from a stream of seeded permutations.
 
-    Each permutation of the `count` rows is a pass over the data. A batch may span two passes, so no
-    batch is short. Tables that are read in parallel need different values of `stream`.
+    Each permutation of the `count` rows is a pass over the data; a batch may span two. Tables that
+    are read in parallel need different values of `stream`.
     """
     return rows_at(np.arange(step * batch_size, (step + 1) * batch_size), count, seed, stream)
 
 
 def rows_at(positions: np.ndarray, count: int, seed: int, stream: int = 0) -> np.ndarray:
     """Row numbers at some positions of such a stream."""
-    passes = positions // count
-    parts = [
-        shuffled(positions[passes == number] % count, count, (seed, int(number), stream))
-        for number in np.unique(passes)
-    ]
-    return np.concatenate(parts)
+    numbers, places = np.divmod(positions, count)
+    passes = [(number, places[numbers == number]) for number in np.unique(numbers)]
+    return np.concatenate([shuffled(own, count, (seed, int(n), stream)) for n, own in passes])
 
 
 def sampled_rows(count: int, size: int, seed: int) -> np.ndarray:
-    """Row numbers of a random sample of at most `size` of `count` rows, in ascending order.
-
-    The first rows of a table would come from its first source alone.
-    """
+    """Row numbers of a random sample of at most `size` of `count` rows, in ascending order."""
     return np.sort(shuffled(np.arange(min(size, count)), count, (seed,)))
 
 
 def own_share(rows: np.ndarray, world: World) -> np.ndarray:
-    """This rank's rows of a global batch: every `world.size`-th row.
-
-    Every block of rows whose size is a multiple of `world.size` is therefore shared evenly.
-    """
+    """This rank's rows of a global batch: every `world.size`-th row."""
     return rows[world.rank :: world.size]
 
 
@@ -121,10 +107,7 @@ def minibatch_rows(count: int, size: int, world: World, key: tuple[int, ...]) ->
 
 
 def even_share(rows: np.ndarray, world: World) -> np.ndarray:
-    """This rank's rows, equally many on each rank: the first row fills the gaps.
-
-    ZeRO-3 needs all ranks in every forward pass.
-    """
+    """This rank's rows, equally many on each rank for ZeRO-3: the first row fills the gaps."""
     missing = -len(rows) % world.size
     return own_share(np.concatenate([rows, np.repeat(rows[:1], missing)]), world)
 
@@ -133,30 +116,28 @@ def shuffled(positions: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndar
     """The numbers at some positions of a random permutation of range(count), chosen by `key`.
 
     The permutation is computed, not stored: a table of 10^8 rows would need an array of 0.8 GB on
-    each rank. A Feistel network permutes the numbers of an even count of bits; a result outside
-    the range is permuted again until it is inside (cycle walking, Black and Rogaway 2002).
+    each rank. A Feistel network permutes the numbers of an even count of bits, with the finalizer
+    of SplitMix64 (Steele et al. 2014) as its function; a result outside the range is permuted again
+    until it is inside (cycle walking, Black and Rogaway 2002).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = np.random.default_rng(list(key)).integers(2**64, size=ROUNDS, dtype=np.uint64)
-    numbers = _permuted(positions.astype(np.uint64), half, keys)
-    while (outside := numbers >= count).any():
-        numbers[outside] = _permuted(numbers[outside], half, keys)
-    return numbers.astype(np.int64)
-
-
-def _permuted(numbers: _Numbers, half: int, keys: _Numbers) -> _Numbers:
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
-    left, right = numbers >> shift, numbers & mask
-    for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
-    return (left << shift) | right
 
+    def permuted(numbers: np.ndarray) -> np.ndarray:
+        left, right = numbers >> shift, numbers & mask
+        for each in keys:
+            mixed = right ^ each
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            mixed ^= mixed >> np.uint64(31)
+            left, right = right, left ^ (mixed & mask)
+        return (left << shift) | right
 
-def _mixed(numbers: _Numbers) -> _Numbers:
-    """The finalizer of SplitMix64 (Steele et al. 2014): every bit depends on every bit."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
+    numbers = permuted(positions.astype(np.uint64))
+    while (outside := numbers >= count).any():
+        numbers[outside] = permuted(numbers[outside])
+    return numbers.astype(np.int64)
 
 
 def micro_batches(
@@ -165,13 +146,8 @@ def micro_batches(
     """Divide each batch into groups of row numbers with at most `tokens` tokens each.
 
     All ranks make equally many groups of a batch: ZeRO needs every rank in every forward pass. One
-    collective decides for all batches.
-
-    Args:
-        lengths: for each batch, (N, S, 2) the tokens of this rank's rows, see `grouped`. Each rank
-            has the same N.
-        tokens: a longer row is a group of its own.
-        model: decides whether padding counts.
+    collective decides for all batches. A longer row is a group of its own; the model decides
+    whether padding counts. `lengths` are those of `grouped` for each batch, N on each rank.
     """
     padded = not probe_capabilities(model).packed
     groups = [grouped(own, tokens, padded=padded) for own in lengths]
@@ -187,17 +163,16 @@ def grouped(lengths: Tensor, tokens: int, *, padded: bool) -> list[Tensor]:
     sequences of a group are as wide as its longest prompt and its longest response together.
     """
     totals, widths = lengths.sum((1, 2)), lengths.amax(1).tolist()
-    order = totals.argsort(descending=True, stable=True)
+    sizes = totals.tolist()
     groups: list[list[int]] = []
     total = prompt = response = 0
-    in_order = totals[order].tolist()
-    for row, length in zip(order.tolist(), in_order, strict=True):
+    for row in totals.argsort(descending=True, stable=True).tolist():
+        total += sizes[row]
         prompt, response = max(prompt, widths[row][0]), max(response, widths[row][1])
-        total += length
         count = lengths.shape[1] * (len(groups[-1]) + 1) if groups else 0
         if not groups or (count * (prompt + response) if padded else total) > tokens:
             groups.append([])
-            total, (prompt, response) = length, widths[row]
+            total, (prompt, response) = sizes[row], widths[row]
         groups[-1].append(row)
     return [torch.tensor(group) for group in groups]
 
@@ -207,8 +182,7 @@ def split(groups: list[Tensor], count: int) -> list[Tensor]:
     groups = list(groups)
     while len(groups) < count:
         most = max(range(len(groups)), key=lambda number: len(groups[number]))
-        half = (len(groups[most]) + 1) // 2
-        groups[most : most + 1] = groups[most].split(half)
+        groups[most : most + 1] = groups[most].split((len(groups[most]) + 1) // 2)
     return groups
 
 
@@ -221,13 +195,11 @@ def by_micro_batches(
 ) -> Tensor:
     """Apply a model by a function that returns (b,) or (b, r) to micro batches of rows.
 
-    All ranks call this together, with equally many rows.
-
-    Returns:
-        (B,) or (B, R) float32 on the CPU, in the order of the rows, padded with zeros.
+    All ranks call this together, with equally many rows. Returns (B,) or (B, R) float32 on the CPU,
+    in the order of the rows, padded with zeros.
     """
-    (groups,), parts = micro_batches([sequences.lengths], tokens, model, world), []
-    width = sequences.response_ids.shape[1]
+    (groups,) = micro_batches([sequences.lengths], tokens, model, world)
+    parts, width = [], sequences.response_ids.shape[1]
     for index in groups:
         part = function(model, sequences.rows(index).to(world.device)).float()
         parts.append(part if part.dim() == 1 else pad(part, (0, width - part.shape[1])))

@@ -1,17 +1,27 @@
 """DeepSpeed's configuration, built from the parameter blocks.
 
 Options that change numbers, act on the whole process, or had other defaults in earlier releases are
-set explicitly. A new release then cannot change them, and the dictionary that is stored with an
-artifact is complete.
+set explicitly: a new release cannot change them, and what is stored with an artifact is complete.
 """
 
 import json
 import os
 from typing import Any
 
-from rlhf_pipeline.config.block import Precision
-from rlhf_pipeline.config.training import BUCKET, LIVE, FrozenDeepSpeedConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import (
+    BUCKET,
+    LIVE,
+    DeepSpeedConfig,
+    FrozenDeepSpeedConfig,
+    TrainedModelConfig,
+)
 from rlhf_pipeline.runtime.job import LaunchedJob
+
+LOSS_SCALER = {
+    "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
+    "consecutive_hysteresis": False, "min_loss_scale": 1,
+}  # fmt: skip
+"""The dynamic loss scale of fp16."""
 
 
 def training_settings(
@@ -22,37 +32,23 @@ def training_settings(
     Its batch sizes stay at 1, because `optimizer_step` decides how many micro batches a step has.
     """
     deepspeed = config.deepspeed
-    settings = _settings(deepspeed.zero_stage, deepspeed.precision, hidden_size)
+    settings = inference_settings(deepspeed, hidden_size=hidden_size, on_gpu=on_gpu)
     settings["gradient_clipping"] = config.optimizer.max_grad_norm
     if deepspeed.precision == "bf16":
         settings["data_types"]["grad_accum_dtype"] = deepspeed.accumulate
-    if deepspeed.offload_parameters:
-        settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)
     if deepspeed.offload_optimizer:
-        settings["zero_optimization"]["offload_optimizer"] = _in_main_memory(on_gpu)
+        memory = {"device": "cpu", "pin_memory": on_gpu}
+        settings["zero_optimization"]["offload_optimizer"] = memory
         # Without a GPU, torch's AdamW is already on the CPU.
         settings["zero_force_ds_cpu_optimizer"] = on_gpu
     return settings
 
 
 def inference_settings(
-    config: FrozenDeepSpeedConfig, *, hidden_size: int, on_gpu: bool
+    config: FrozenDeepSpeedConfig | DeepSpeedConfig, *, hidden_size: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """DeepSpeed settings for a frozen model with sharded weights; see `training_settings`."""
-    assert config.precision is not None
-    settings = _settings(3, config.precision, hidden_size)
-    if config.offload_parameters:
-        settings["zero_optimization"]["offload_param"] = _in_main_memory(on_gpu)
-    return settings
-
-
-def store_settings(settings: dict[str, Any], job: LaunchedJob) -> None:
-    """Write the settings of each engine, by model, for the manifest of the artifact."""
-    if os.environ["RANK"] == "0":
-        job.deepspeed_file.write_text(json.dumps(settings, indent=2))
-
-
-def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, Any]:
+    """DeepSpeed settings for a model that is not trained; see `training_settings`."""
+    precision, memory = config.precision, {"device": "cpu", "pin_memory": on_gpu}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -63,23 +59,13 @@ def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, A
         "gradient_allreduce_op": "mean",  # optimizer_step multiplies by the number of ranks
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
-        "data_types": {
-            "grad_accum_dtype": None,  # the precision of the weights
-            "keep_in_fp32_modules": "auto",  # as the model's authors say
-        },
+        # The precision of the weights; what the model's authors say.
+        "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"},
         "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "fp16": {
-            "enabled": precision == "fp16",
-            "loss_scale": 0,  # dynamic
-            "initial_scale_power": 16,
-            "loss_scale_window": 1000,
-            "hysteresis": 2,
-            "consecutive_hysteresis": False,
-            "min_loss_scale": 1,
-        },
+        "fp16": {"enabled": precision == "fp16", **LOSS_SCALER},
         "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": stage == 3,
+            "stage": config.zero_stage,
+            "overlap_comm": config.zero_stage == 3,
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "reduce_bucket_size": BUCKET,
@@ -91,9 +77,12 @@ def _settings(stage: int, precision: Precision, hidden_size: int) -> dict[str, A
             "stage3_param_persistence_threshold": 10 * hidden_size,
             "stage3_max_live_parameters": LIVE,
             "stage3_max_reuse_distance": LIVE,
+            **({"offload_param": memory} if config.offload_parameters else {}),
         },
     }
 
 
-def _in_main_memory(on_gpu: bool) -> dict[str, Any]:
-    return {"device": "cpu", "pin_memory": on_gpu}
+def store_settings(settings: dict[str, Any], job: LaunchedJob) -> None:
+    """Write the settings of each engine, by model, for the manifest of the artifact."""
+    if os.environ["RANK"] == "0":
+        job.deepspeed_file.write_text(json.dumps(settings, indent=2))

@@ -1,8 +1,7 @@
 """DeepSpeed, imported without two things that it imports and that no program uses.
 
-Its autotuner imports MLflow if that is installed, which takes each rank a second and 90 MB. Its
-Muon compiles three functions, and loading the compiler takes two seconds. The package imports
-DeepSpeed from here only.
+Its autotuner imports MLflow, which takes each rank a second and 90 MB. Its Muon compiles three
+functions, and loading the compiler takes two seconds. All modules import DeepSpeed from here.
 """
 
 from contextlib import suppress

@@ -2,10 +2,10 @@
 
     python -m rlhf_pipeline.distributed.node_launcher --world_info=... --module PROGRAM JOB
 
-`deepspeed.launcher.launch` starts a process for each rank and waits for them. It uses four names of
-DeepSpeed's packages. The packages import torch, but these four names do not need it. So this module
-puts packages with only these names in their place. A version of the launcher that uses further
-names gets DeepSpeed itself: it starts the same ranks, some seconds later.
+`deepspeed.launcher.launch` starts a process for each rank and waits for them. DeepSpeed's packages
+import torch, but the four names that it uses do not need it: packages with only these names take
+their place. A version of the launcher that uses further names gets DeepSpeed itself: it starts the
+same ranks, some seconds later.
 """
 
 import importlib.util
@@ -34,30 +34,28 @@ def _replace_packages() -> None:
     spec = importlib.util.find_spec("deepspeed")  # finds the package and does not import it
     assert spec is not None and spec.submodule_search_locations is not None
     root = Path(spec.submodule_search_locations[0])
+
+    def add(name: str, **names: object) -> None:
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        vars(package).update(names)
+
     accelerator = SimpleNamespace(
         visible_devices_envs=lambda: [VISIBLE],
         set_visible_devices_envs=lambda environment, devices: environment.update(
             {VISIBLE: ",".join(map(str, devices))}
         ),
     )
-    _add_package("deepspeed", root)
-    _add_package("deepspeed.accelerator", root / "accelerator", get_accelerator=lambda: accelerator)
-    utils = _add_package("deepspeed.utils", root / "utils", logger=logging.getLogger("DeepSpeed"))
+    add("deepspeed")
+    add("deepspeed.accelerator", get_accelerator=lambda: accelerator)
+    add("deepspeed.utils", logger=logging.getLogger("DeepSpeed"))
     from deepspeed.utils import numa
 
-    vars(utils).update(get_numactl_cmd=numa.get_numactl_cmd, set_log_level_from_string=_show_from)
+    def show_from(level: str) -> None:
+        logging.basicConfig(format="[%(asctime)s] [%(levelname)s] %(message)s", level=level.upper())
 
-
-def _add_package(name: str, folder: Path, **names: object) -> ModuleType:
-    package = ModuleType(name)
-    package.__path__ = [str(folder)]
-    vars(package).update(names)
-    sys.modules[name] = package
-    return package
-
-
-def _show_from(level: str) -> None:
-    logging.basicConfig(format="[%(asctime)s] [%(levelname)s] %(message)s", level=level.upper())
+    names = {"get_numactl_cmd": numa.get_numactl_cmd, "set_log_level_from_string": show_from}
+    vars(sys.modules["deepspeed.utils"]).update(names)
 
 
 if __name__ == "__main__":

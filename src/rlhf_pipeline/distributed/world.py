@@ -41,10 +41,8 @@ class World:
         return found.tolist()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor summed over all ranks, on this rank's device; the argument is not changed.
-
-        NCCL sums tensors of the device only, so a tensor in main memory is copied first.
-        """
+        """The tensor summed over all ranks, on this rank's device; the argument is not changed."""
+        # NCCL sums tensors of the device only.
         total = tensor.detach().to(self.device, non_blocking=True, copy=True)
         torch.distributed.all_reduce(total)
         return total
@@ -54,13 +52,13 @@ class World:
     ) -> dict[str, float]:
         """Additive scalars summed over all ranks, in one collective.
 
-        `equal` are scalars on the device that all ranks already have. The host reads them together
-        with the sums, so it waits for the device once.
+        `equal` are scalars on the device that all ranks already have, which the host reads at the
+        same time: it waits for the device once.
         """
-        equal = equal or {}
+        known = equal or {}
         total = self.sum(torch.stack([value.detach().double() for value in values.values()]))
-        found = torch.cat([total, *(value.double().view(1) for value in equal.values())])
-        return dict(zip([*values, *equal], found.tolist(), strict=True))
+        found = torch.cat([total, *(value.double().view(1) for value in known.values())])
+        return dict(zip([*values, *known], found.tolist(), strict=True))
 
     def any(self, condition: bool) -> bool:
         """Whether the condition is true on at least one rank."""
@@ -75,29 +73,28 @@ class World:
 
 
 def join(seed: int, *, timeout_s: float) -> World:
-    """Join the other ranks of this launch.
+    """Join the other ranks of this launch. All use the same seed, so they draw equal new weights.
 
-    All ranks use the same seed, so they initialise new weights equally. Raises StageError if torch
-    does not find the GPU of this rank.
+    Raises StageError if torch does not find the GPU of this rank.
     """
+    limit, distributed = timedelta(seconds=timeout_s), torch.distributed
     device = take_device()  # before NCCL, which would take the first GPU on every rank
     if not on_gpu():
-        # DeepSpeed's shared-memory operation is useful for tensor-parallel inference only. It needs
-        # a compiler and leaves 69 MB per rank in /dev/shm. On GPUs, the table starts compilers.
+        # DeepSpeed's shared-memory operation needs a compiler and leaves 69 MB per rank in
+        # /dev/shm, for tensor-parallel inference only. On GPUs, the table starts compilers.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # For groups that are made without a timeout, as DeepSpeed's are: NCCL's default is 10 minutes.
-    groups = torch.distributed.distributed_c10d
-    groups.default_pg_timeout = groups.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
-    if not torch.distributed.is_initialized():
-        _meet(timedelta(seconds=timeout_s))
-    deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s), verbose=False)
+    groups = distributed.distributed_c10d
+    groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit
+    if not distributed.is_initialized():
+        _meet(limit)
+    deepspeed.init_distributed(timeout=limit, verbose=False)
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.manual_seed(seed)
-    host = None
-    if device.type != "cpu":
-        host = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    is_host = device.type == "cpu"
+    host = None if is_host else distributed.new_group(backend="gloo", timeout=limit)
+    rank, size = distributed.get_rank(), distributed.get_world_size()
     return World(rank, size, device, host, deterministic=DETERMINISTIC in os.environ)
 
 
@@ -137,11 +134,14 @@ def _meet(timeout: timedelta) -> None:
     if (interface := _interface_to(address)) is not None:
         # By default, Gloo uses the interface that the machine's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    backend = get_accelerator().communication_backend_name()
-    # With its GPU, NCCL connects at once, so a broken network fails here and not in the first step.
-    gpu = own_device() if on_gpu() else None
     torch.distributed.init_process_group(
-        backend, timeout=timeout, world_size=size, rank=rank, store=store, device_id=gpu
+        get_accelerator().communication_backend_name(),
+        timeout=timeout,
+        world_size=size,
+        rank=rank,
+        store=store,
+        # With its GPU, NCCL connects at once, so a broken network fails here and not later.
+        device_id=own_device() if on_gpu() else None,
     )
 
 
@@ -163,9 +163,8 @@ def _leave() -> None:
 
 
 def on_gpu() -> bool:
-    """Whether the ranks compute on GPUs: DeepSpeed's decision, which DS_ACCELERATOR overrides.
+    """Whether the ranks compute on GPUs: DeepSpeed's decision, as the driver has prescribed it.
 
-    All programs ask here, so torch and DeepSpeed never differ. The driver sets the variable.
     `torch.cuda.is_available()` may be true although the user hid the GPUs: DeepSpeed's launcher
     sets CUDA_VISIBLE_DEVICES for its ranks, on a CPU as well.
     """
@@ -173,7 +172,7 @@ def on_gpu() -> bool:
 
 
 def take_device() -> torch.device:
-    """The device of this rank: the GPU with its local number, or the CPU. Makes it the current one.
+    """Make the GPU with this rank's local number, or the CPU, the current device, and return it.
 
     Raises StageError if torch does not find that GPU.
     """
@@ -181,12 +180,11 @@ def take_device() -> torch.device:
         return own_device()
     number, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if number >= found:
+        visible = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
         raise StageError(
-            f"torch: found {found} GPUs with "
-            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}, expected at least "
-            f"{number + 1}, one for each rank. Fix: check the driver with `nvidia-smi` and torch "
-            "with `python -m torch.utils.collect_env`; or empty CUDA_VISIBLE_DEVICES to train on "
-            "the CPU"
+            f"torch: found {found} GPUs with {visible}, expected at least {number + 1}, one for "
+            "each rank. Fix: check the driver with `nvidia-smi` and torch with `python -m "
+            "torch.utils.collect_env`; or empty CUDA_VISIBLE_DEVICES to train on the CPU"
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

@@ -1,11 +1,10 @@
-"""Access to whole weights under ZeRO-3, to the shards of an optimizer, and to their average.
+"""Whole weights under ZeRO-3, the shards of an optimizer, and their average, at any ZeRO stage.
 
-All functions accept models at any ZeRO stage. All ranks call them together.
+All ranks call these functions together.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -27,10 +26,7 @@ def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
     transformers uses any DeepSpeed configuration that is alive in the process. If this one outlived
     the block, the next model would be sharded, too, at any stage.
     """
-    if settings["zero_optimization"]["stage"] != 3:
-        yield
-        return
-    alive = HfDeepSpeedConfig(settings)
+    alive = HfDeepSpeedConfig(settings) if settings["zero_optimization"]["stage"] == 3 else None
     try:
         yield
     finally:
@@ -56,20 +52,15 @@ def for_generation(policy: nn.Module, *, gather: bool = True) -> Iterator[nn.Mod
     if not isinstance(policy, DeepSpeedEngine):
         yield policy
         return
-    policy.eval()
-    try:
+    with ExitStack() as stack:
+        policy.eval()
+        stack.callback(policy.train)
         if policy.zero_optimization_stage() == 3 and gather:
             unwrapped = unwrap_model_for_generation(policy)
             unwrapped.__enter__()
-            try:
-                yield policy.module
-            finally:
-                # Given an error, it would not restore the hooks of ZeRO-3.
-                unwrapped.__exit__(None, None, None)
-        else:
-            yield policy.module
-    finally:
-        policy.train()
+            # Given an error, it would not restore the hooks of ZeRO-3.
+            stack.callback(unwrapped.__exit__, None, None, None)
+        yield policy.module
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -88,27 +79,23 @@ def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> 
     For a sharded model, the first rank gets copies in main memory and the other ranks get an empty
     dictionary. Only one weight at a time is whole on the device.
     """
-    if not is_sharded(model):
-        weights = model.state_dict()
-        return weights if names is None else {name: weights[name] for name in names}
-    first = torch.distributed.get_rank() == 0
-    copies: dict[int, Tensor] = {}  # tied weights stay one tensor and are written once
+    shards = is_sharded(model)
+    own = model.state_dict(keep_vars=shards)
+    own = own if names is None else {name: x for name, x in own.items() if name in names}
+    if not shards:
+        return own
     whole: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if names is not None and name not in names:
-            continue
+    copies: dict[int, Tensor] = {}  # tied weights stay one tensor and are written once
+    for name, tensor in own.items():
         with deepspeed.zero.GatheredParameters([tensor]):
-            if first:
+            if torch.distributed.get_rank() == 0:
                 whole[name] = copies.setdefault(id(tensor), tensor.detach().cpu().clone())
         heartbeat.tick()
     return whole
 
 
 def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
-    """The trainable weights that this rank's optimizer holds, in fp32.
-
-    From ZeRO-1 on, they are a share of all weights; at stage 0, all of them.
-    """
+    """The trainable weights that this rank's optimizer holds, in fp32: a share from ZeRO-1 on."""
     match engine.zero_optimization_stage():
         case 0:
             return [p for p in engine.module.parameters() if p.requires_grad]
@@ -118,85 +105,55 @@ def fp32_shards(engine: DeepSpeedEngine) -> list[Tensor]:
             return list(engine.optimizer.single_partition_of_fp32_groups)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive numbers of one parameter, and their position in a shard."""
+def pieces(engine: DeepSpeedEngine, shards: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+    """The pieces of parameters in shards like `fp32_shards(engine)`; the rest is padding.
 
-    name: str
-    start: int
-    """Position of the first number in the flattened parameter."""
-    size: int
-    offset: int
-    """Position of the first number in the flattened shard."""
-
-    @property
-    def shard_slice(self) -> slice:
-        return slice(self.offset, self.offset + self.size)
-
-
-def pieces(engine: DeepSpeedEngine) -> list[list[Piece]]:
-    """The pieces in each of `fp32_shards(engine)`; everything else in a shard is padding."""
+    Each has the name of its parameter, its position there, and its numbers as a view of the shard.
+    """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    rank, optimizer = torch.distributed.get_rank(), engine.optimizer
     match engine.zero_optimization_stage():
         case 0:
-            return [[Piece(names[id(p)], 0, p.numel(), 0)] for p in fp32_shards(engine)]
-        case 3:
-            return [_stage3_pieces(group, names) for group in engine.optimizer.fp16_groups]
-        case _:
-            groups = engine.optimizer.round_robin_bit16_groups
-            return [
-                _stage12_pieces(group, size, names)
-                for group, size in zip(groups, engine.optimizer.partition_size, strict=True)
-            ]
-
-
-def _stage3_pieces(parameters: list[nn.Parameter], names: dict[int, str]) -> list[Piece]:
-    """The pieces of this rank under ZeRO-3: an equal part of every parameter."""
-    found, offset = [], 0
-    for parameter in parameters:
-        size = cast(Any, parameter).partition_numel()
-        start = torch.distributed.get_rank() * size
-        own = max(0, min(size, cast(Any, parameter).ds_numel - start))
-        found.append(Piece(names[id(parameter)], start, own, offset))
-        offset += size
-    return found
-
-
-def _stage12_pieces(
-    parameters: list[nn.Parameter], size: int, names: dict[int, str]
-) -> list[Piece]:
-    """The pieces of this rank under ZeRO-1 and 2: an equal part of the concatenated parameters."""
-    found, position, begin = [], 0, torch.distributed.get_rank() * size
-    for parameter in parameters:
-        first, last = max(position, begin), min(position + parameter.numel(), begin + size)
-        if first < last:
-            found.append(Piece(names[id(parameter)], first - position, last - first, first - begin))
-        position += parameter.numel()
-    return found
+            for parameter, shard in zip(fp32_shards(engine), shards, strict=True):
+                yield names[id(parameter)], 0, shard.view(-1)
+        case 3:  # an equal part of every parameter
+            for group, shard in zip(optimizer.fp16_groups, shards, strict=True):
+                offset = 0
+                for parameter in group:
+                    size = parameter.partition_numel()
+                    own = max(0, min(size, parameter.ds_numel - rank * size))
+                    yield names[id(parameter)], rank * size, shard[offset : offset + own]
+                    offset += size
+        case _:  # an equal part of the parameters one after the other
+            groups = optimizer.round_robin_bit16_groups
+            for group, size, shard in zip(groups, optimizer.partition_size, shards, strict=True):
+                position = -rank * size  # of the parameter in the shard
+                for parameter in group:
+                    end = position + parameter.numel()
+                    first, last = max(position, 0), min(end, size)
+                    if first < last:
+                        yield names[id(parameter)], first - position, shard[first:last]
+                    position = end
 
 
 def spread_fp32_shards(engine: DeepSpeedEngine) -> None:
     """Copy `fp32_shards` into the engine's model, as DeepSpeed does after an optimizer step."""
-    optimizer = engine.optimizer
-    match engine.zero_optimization_stage():
-        case 0:
-            pass  # the shards are the model's own weights
-        case 3:
-            optimizer._partition_all_parameters()
-            for group in range(len(optimizer.fp32_partitioned_groups_flat)):
-                optimizer._reassign_or_swap_out_partitioned_parameters(group)
-            if optimizer.persistent_parameters:
-                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-        case _:
-            optimizer.update_lp_params()
+    optimizer = engine.optimizer  # at stage 0, the shards are the model's own weights
+    if engine.zero_optimization_stage() == 3:
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if persistent := optimizer.persistent_parameters:
+            persistent[0].all_gather(persistent)
+    elif engine.zero_optimization_stage() > 0:
+        optimizer.update_lp_params()
 
 
 class EMA:
     """The average of one engine's weights; it starts at the present weights."""
 
     def __init__(self, engine: DeepSpeedEngine, decay: float) -> None:
-        self._engine = engine
-        self._decay = decay
+        self._engine, self._decay = engine, decay
         self.shards = [shard.detach().clone() for shard in fp32_shards(engine)]
 
     @torch.no_grad()

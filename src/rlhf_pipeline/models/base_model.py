@@ -1,10 +1,10 @@
 """Stage program: load or build the base model and its tokenizer, and export both."""
 
-import logging
 import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -22,60 +22,44 @@ from rlhf_pipeline.models.lean_transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from rlhf_pipeline.models.loading import (
-    explain_loading_errors,
-    load_tokenizer,
-    loading_arguments,
-    plain_generation,
-)
+from rlhf_pipeline.models.loading import load_model, load_tokenizer, plain_generation
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 
-logger = logging.getLogger(__name__)
-
-PAD_TOKEN = "<|pad|>"  # noqa: S105
-EOS_TOKEN = "<|end|>"  # noqa: S105
+PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|end|>"
 EMBEDDING_MULTIPLE = 64
 """New embeddings have a multiple of this many rows, for which GPUs have fast kernels."""
-
 STRING, ARRAY, UINT64 = 8, 9, 10
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, UINT64: 8, 11: 8, 12: 8}
-"""Bytes of the values of fixed size, by type."""
+"""Bytes of the values of fixed size in a `.gguf` file, by type."""
 MAX_VALUES = 2**22
-"""Values in a header, of each of which the readers make objects. Large vocabularies have 1.5e6."""
+"""Values in its header, of each of which readers make objects. Large vocabularies have 1.5e6."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Load or build the model and its tokenizer, and write both with their token contract."""
     config = job.block("base_model", BaseModelConfig)
     torch.manual_seed(job.seed)
-    trust = config.trust_remote_code
-    metrics = {}
+    trust, metrics = config.trust_remote_code, dict[str, float]()
     if config.path is None:
         trained = train_tokenizer(config, list(job.inputs.values()))
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
-    elif config.is_gguf:
-        model, tokenizer = load_gguf(Path(config.path))
-        metrics["base_model/bits_per_weight"] = bits_per_weight(Path(config.path))
-        ensure_pad_token(tokenizer, model)
     else:
-        # The commit that the driver resolved; the branch may have moved since.
-        revision = job.digests.get(COMMIT)
-        with explain_loading_errors(config.path):
-            how = loading_arguments(
-                config.path,
-                revision=revision,
-                unpickle=config.unpickle_weights,
-                trust_remote_code=trust,
+        if config.is_gguf:
+            model, tokenizer = load_gguf(Path(config.path))
+            metrics["base_model/bits_per_weight"] = bits_per_weight(Path(config.path))
+        else:
+            # The commit that the driver resolved; the branch may have moved since.
+            how: Any = {"revision": job.digests.get(COMMIT), "trust_remote_code": trust}
+            model = load_model(
+                AutoModelForCausalLM, config.path, None, unpickle=config.unpickle_weights, **how
             )
-            model = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto", **how)
-        tokenizer = load_tokenizer(config.path, revision=revision, trust_remote_code=trust)
+            tokenizer = load_tokenizer(config.path, **how)
         ensure_pad_token(tokenizer, model)
+        metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if BYTES in job.digests:
         job.expect_unchanged(BYTES, Path(str(config.path)))
-    if config.path is not None:
-        metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     fix_date(tokenizer, config.template_date)
@@ -111,9 +95,8 @@ def train_tokenizer(config: BaseModelConfig, sources: Sequence[Path]) -> PreTrai
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus(sources), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN
-    )
+    special = {"pad_token": PAD_TOKEN, "eos_token": EOS_TOKEN}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def as_loaded(
@@ -126,25 +109,20 @@ def as_loaded(
     """
     assert config.architecture is not None, "validated: required without a path"
     tokenizer.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(
-        folder, config=AutoConfig.for_model(config.architecture["model_type"])
-    )
+    family = AutoConfig.for_model(config.architecture["model_type"])
+    return AutoTokenizer.from_pretrained(folder, config=family)
 
 
 def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Build a model with random weights for the tokenizer's vocabulary and special tokens."""
-    fields = dict(config.architecture or {})
-    model_type = fields.pop("model_type")
-    fields |= {
+    fields = (config.architecture or {}) | {
         "vocab_size": math.ceil(len(tokenizer) / EMBEDDING_MULTIPLE) * EMBEDDING_MULTIPLE,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
     try:
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **fields), dtype=torch.float32
-        )
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"base_model.architecture: cannot build the model: {error}") from error
 
@@ -161,18 +139,14 @@ def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel)
 def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer of a `.gguf` file; quantized weights become float32.
 
-    The weights are those of the file: the precision that quantization lost is not restored. Raises
-    ArtifactError if the file is damaged, or transformers cannot convert its architecture.
+    Raises ArtifactError if the file is damaged, or transformers cannot convert its architecture.
     """
+    plain: Any = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         check_header(file)
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(**source, **plain)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # the errors of a damaged file have no common base class
         raise ArtifactError(
             f"base_model.path: {file}: transformers cannot read the file: {error}. Fix: download "

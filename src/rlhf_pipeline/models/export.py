@@ -1,7 +1,6 @@
 """Program: write a policy as a folder that needs nothing of this project.
 
-`python -m rlhf_pipeline.models.export SOURCE TARGET OPTIONS`, where the options
-are the other arguments of `main` as JSON.
+python -m rlhf_pipeline.models.export SOURCE TARGET OPTIONS    options of `main` as JSON
 """
 
 import json
@@ -15,23 +14,19 @@ from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.models.loading import DTYPES, load_policy, load_tokenizer, saved_precision
 
-ADAPTER = "adapter"
-"""Folder of a policy with its LoRA adapter, see `rlhf_pipeline.training.best_models`."""
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
 
 def main(
     source: Path, target: Path, precision: Precision | None, max_shard_size: str, base: str | None
 ) -> None:
     """Write weights, configuration, tokenizer and chat template, or an adapter for `base`.
 
-    Without a precision, the weights are as they were saved. Raises ArtifactError if the policy has
-    no adapter but one was asked for, or a weight is too large for the precision.
+    Without a precision, the weights are as they were saved. Raises ArtifactError if there is no
+    adapter, or a weight is too large for the precision.
     """
     trust = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"
     load_tokenizer(source, trust_remote_code=trust).save_pretrained(target)
     if base is not None:
-        write_adapter(source / ADAPTER, target, base, precision)
+        write_adapter(source / "adapter", target, base, precision)
         return
     precision = precision or saved_precision(source)
     model = load_policy(source, precision, trust_remote_code=trust)
@@ -45,7 +40,7 @@ def main(
 
 def write_adapter(source: Path, target: Path, base: str, precision: Precision | None) -> None:
     """Write a LoRA adapter in peft's format; `base` is where its readers find its base model."""
-    config, weights = (source / name for name in ADAPTER_FILES)
+    config, weights = source / "adapter_config.json", source / "adapter_model.safetensors"
     if not weights.is_file():
         raise ArtifactError(
             f"{source}: found no {weights.name}, expected the adapter of a policy that LoRA "

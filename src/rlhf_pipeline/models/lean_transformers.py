@@ -1,8 +1,7 @@
 """Model classes of transformers, imported without scikit-learn.
 
-Up to version 5.20, they import it for assisted generation, with pandas and pyarrow. That takes each
-rank 0.7 seconds of a core. Every module imports model classes from here, so that the first import
-is always this one.
+Up to version 5.20, they import it for assisted generation, with pandas and pyarrow, which takes
+each rank 0.7 seconds of a core. All modules import model classes from here.
 """
 
 import sys
@@ -13,13 +12,11 @@ from contextlib import contextmanager
 @contextmanager
 def hidden(name: str) -> Iterator[None]:
     """Let imports of a library fail in the block, unless it has been imported already."""
-    hides = name not in sys.modules
-    if hides:
-        vars(sys)["modules"][name] = None
+    found = vars(sys)["modules"].setdefault(name, None)
     try:
         yield
     finally:
-        if hides:
+        if found is None:
             del sys.modules[name]
 
 

@@ -1,7 +1,4 @@
-"""Load models the way all stages use them: explicit precision, no dropout, plain sampling.
-
-Nothing that a model ships is executed, unless the user allows it.
-"""
+"""Load models the way all stages use them: explicit precision, no dropout, plain sampling."""
 
 import json
 import pickle
@@ -35,25 +32,28 @@ DTYPES: dict[Precision, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+SAFE = (".safetensors", ".safetensors.index.json")
+MAX_NEW_TOKENS = 128
+# The content that mlflow.models.Model.save writes, without time, random id and versions, so that
+# equal policies have equal bytes. Training programs must not import mlflow.
+MLMODEL = f"""\
+flavors:
+  python_function:
+    loader_module: rlhf_pipeline.serving
+signature:
+  inputs: '[{{"type": "string", "name": "prompt", "required": true}}]'
+  outputs: '[{{"type": "string", "required": true}}]'
+  params: '[{{"name": "max_new_tokens", "default": {MAX_NEW_TOKENS}, \
+"shape": null, "type": "long"}},
+    {{"name": "temperature", "default": 0.0, "shape": null, "type": "double"}},
+    {{"name": "seed", "default": 0, "shape": null, "type": "long"}}]'
+"""
+"""The file `MLmodel`, by which `mlflow.pyfunc.load_model` loads a policy from its folder."""
 
 
-def load_policy(
-    checkpoint: Path,
-    precision: Precision,
-    *,
-    quantize: Quantization | None = None,
-    trust_remote_code: bool = False,
-    device: torch.device | None = None,
-) -> PreTrainedModel:
-    """Load a causal language model: SFT model, actor or reference. Arguments: see
-    `rlhf_pipeline.models.scalar_head.load_scores`."""
-    with explain_loading_errors(checkpoint):
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint,
-            dtype=DTYPES[precision],
-            **loading_arguments(checkpoint, trust_remote_code=trust_remote_code, device=device),
-            **quantization(quantize, precision),
-        )
+def load_policy(checkpoint: Path, precision: Precision, **how: Any) -> PreTrainedModel:
+    """Load a causal language model: SFT model, actor or reference. `how`: see `load_scores`."""
+    model: PreTrainedModel = load_model(AutoModelForCausalLM, checkpoint, precision, **how)
     model.generation_config = plain_generation(TokenContract.read(checkpoint))
     install_logprob_head(model)
     use_packed_attention(model)
@@ -79,88 +79,106 @@ def load_tokenizer(
     checkpoint: Path | str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint folder or of a model on the hub."""
-    with explain_loading_errors(checkpoint):
+    with _explained(checkpoint):
         return AutoTokenizer.from_pretrained(
             checkpoint, revision=revision, trust_remote_code=trust_remote_code
         )
 
 
-def loading_arguments(
+def load_model(
+    kind: Any,
     path: str | Path,
+    precision: Precision | None,
     *,
+    quantize: Quantization | None = None,
     revision: str | None = None,
     unpickle: bool = False,
     trust_remote_code: bool = False,
     device: torch.device | None = None,
-) -> dict[str, Any]:
-    """Check a model's folder and return the safe arguments of `from_pretrained`.
+    **further: Any,
+) -> Any:
+    """Return what `kind.from_pretrained` loads; nothing that a model ships is executed.
 
-    Raises ArtifactError if the folder contains an adapter, or its configuration selects weights in
-    another format than safetensors.
+    Raises ArtifactError if the folder contains an adapter, its configuration selects weights in
+    another format than safetensors, or transformers cannot load it.
 
     Args:
         path: a folder, or a model id on the hub.
+        precision: None: as it was saved.
+        quantize: storage of the weight matrices, but not of heads; None = `precision`.
         unpickle: without safetensors, read the tensors of `pytorch_model.bin`, and nothing else.
-        trust_remote_code: whether Python code that ships with the model may run.
-        device: where the weights go, each as it is read. None or the CPU: main memory.
+        trust_remote_code: execute Python code that ships with the model.
+        device: where the weights go, each as it is read, so that main memory never holds a copy for
+            each rank. None or the CPU: main memory.
     """
-    if find_adapter_config_file(str(path), revision=revision) is not None:
-        raise ArtifactError(
-            f"{path}: found an adapter (adapter_config.json), expected a whole model; transformers "
-            "would add the adapter to the model. Fix: merge it into its base model (peft's "
-            "merge_and_unload) and save the result, or remove the adapter's files"
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    dtype = "auto" if precision is None else DTYPES[precision]
+    if quantize is not None:
+        from transformers import BitsAndBytesConfig
+
+        further["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantize,
+            bnb_4bit_compute_dtype=dtype,
+            # Applies to 4 bits as well; `embed_out` is GPT-NeoX's head.
+            llm_int8_skip_modules=[HEAD, "lm_head", "embed_out"],
         )
-    config = AutoConfig.from_pretrained(
-        path, revision=revision, trust_remote_code=trust_remote_code
-    )
-    weights = getattr(config, "transformers_weights", None)
-    if weights is not None and not str(weights).endswith(
-        (".safetensors", ".safetensors.index.json")
-    ):
-        raise ArtifactError(
-            f"{path}: found transformers_weights {weights!r} in config.json, expected a "
-            "safetensors file. Fix: save the model again with save_pretrained"
+    with _explained(path):
+        if find_adapter_config_file(str(path), revision=revision) is not None:
+            raise ArtifactError(
+                f"{path}: found an adapter (adapter_config.json), expected a whole model; "
+                "transformers would add the adapter to the model. Fix: merge it into its base "
+                "model (peft's merge_and_unload) and save the result, or remove the adapter's files"
+            )
+        config = AutoConfig.from_pretrained(path, **source)
+        weights = getattr(config, "transformers_weights", None)
+        if weights is not None and not str(weights).endswith(SAFE):
+            raise ArtifactError(
+                f"{path}: found transformers_weights {weights!r} in config.json, expected a "
+                "safetensors file. Fix: save the model again with save_pretrained"
+            )
+        return kind.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=None if unpickle else True,
+            device_map=None if device is None or device.type == "cpu" else {"": device},
+            **source,
+            **further,
         )
-    on_accelerator = device is not None and device.type != "cpu"
-    return {
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-        "use_safetensors": None if unpickle else True,
-        "device_map": {"": device} if on_accelerator else None,
-    }
 
 
 @contextmanager
-def explain_loading_errors(path: str | Path) -> Iterator[None]:
+def _explained(path: str | Path) -> Iterator[None]:
     """Replace all errors of transformers and torch but "out of memory" by an ArtifactError."""
     try:
         yield
-    except pickle.UnpicklingError as error:
-        raise ArtifactError(
-            f"{path}: found more than tensors in pytorch_model.bin, expected tensors only; reading "
-            "the rest would execute it. Fix: get the model as safetensors from a trusted source"
-        ) from error
     except (PipelineError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the errors of a damaged file have no common base class
         message = without_secrets(str(error))
-        if "trust_remote_code" in message:
-            raise ArtifactError(
-                f"{path}: the model needs its own Python code (auto_map in its configuration), "
-                "which is not executed. Fix: read that code; if you trust it, set "
-                "base_model.trust_remote_code to true (it applies to the base model and to the "
-                "models trained from it)"
-            ) from error
-        if "safetensors" in message:
-            raise ArtifactError(
-                f"{path}: found no weights as safetensors. Fix: for a base model with "
-                "pytorch_model.bin, set base_model.unpickle_weights to true (reads tensors, "
-                "executes nothing); otherwise save the model again with save_pretrained"
-            ) from error
-        raise ArtifactError(
-            f"{path}: transformers cannot load it: {type(error).__name__}: {message}. Fix: "
-            "download or save it again"
-        ) from error
+        if isinstance(error, pickle.UnpicklingError):
+            fault = (
+                "found more than tensors in pytorch_model.bin, expected tensors only; reading the "
+                "rest would execute it. Fix: get the model as safetensors from a trusted source"
+            )
+        elif "trust_remote_code" in message:
+            fault = (
+                "the model needs its own Python code (auto_map in its configuration), which is not "
+                "executed. Fix: read that code; if you trust it, set base_model.trust_remote_code "
+                "to true (it applies to the base model and to the models trained from it)"
+            )
+        elif "safetensors" in message:
+            fault = (
+                "found no weights as safetensors. Fix: for a base model with pytorch_model.bin, "
+                "set base_model.unpickle_weights to true (reads tensors, executes nothing); "
+                "otherwise save the model again with save_pretrained"
+            )
+        else:
+            kind = type(error).__name__
+            fault = (
+                f"transformers cannot load it: {kind}: {message}. Fix: download or save it again"
+            )
+        raise ArtifactError(f"{path}: {fault}") from error
 
 
 def freeze(model: M) -> M:
@@ -174,23 +192,6 @@ def assert_no_dropout(model: nn.Module) -> None:
     assert not active, f"dropout is active in {', '.join(active)}"
 
 
-def quantization(quantize: Quantization | None, precision: Precision) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for 4-bit matrices; heads are not quantized."""
-    if quantize is None:
-        return {}
-    from transformers import BitsAndBytesConfig
-
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantize,
-            bnb_4bit_compute_dtype=DTYPES[precision],
-            # Applies to 4 bits as well; `embed_out` is GPT-NeoX's head.
-            llm_int8_skip_modules=[HEAD, "lm_head", "embed_out"],
-        )
-    }
-
-
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """Set every dropout rate to 0, and return the model."""
     for _, module, name in _dropout_rates(model):
@@ -199,11 +200,10 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _dropout_rates(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Return path, module and attribute of every dropout rate above 0.
+    """Path, module and attribute of every dropout rate above 0.
 
-    A dropout module has it as `p`. Modules that call the function have it under a name that depends
-    on the family: `dropout` and `layerdrop` in OPT, `hidden_dropout` in BLOOM, `attention_dropout`
-    in Llama.
+    A dropout module has it as `p`, modules that call the function by a name of their family:
+    `layerdrop` in OPT, `hidden_dropout` in BLOOM, `attention_dropout` in Llama.
     """
     return [
         (path, module, name)

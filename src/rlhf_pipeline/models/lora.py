@@ -5,12 +5,10 @@ zero at the start. Adapters are inserted into the model in place, so its callers
 Functions import peft themselves, because the import takes a second.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,21 +21,16 @@ from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import HEAD
 from rlhf_pipeline.models.scalar_head import TokenScores, pretrained
 
-if TYPE_CHECKING:
-    from peft import LoraConfig, LoraModel
-
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "adapter_model.safetensors"  # peft's file of adapter weights
-ADAPTER = "default"
-"""peft's name of the only adapter; a part of parameter names, but not of names in the file."""
-PREFIX = "base_model.model."  # prefix of the names in that file
+ADAPTER = "default"  # peft's name of the only adapter, in parameter names but not in the file
 
 
-def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:
-    """Insert adapters, and set which parameters train.
+def add_adapters(model: nn.Module, config: LoRAConfig) -> Any:
+    """Insert adapters, set which parameters train, and return peft's `LoraModel`.
 
-    Adapters and a scalar head train; the other parameters without an adapter train as well if
-    `config.train_rest` is true. Raises ConfigError if a target is not a linear layer of the model.
+    Adapters and a scalar head train; with `config.train_rest`, all others without an adapter, too.
+    Raises ConfigError if a target is not a linear layer of the model.
     """
     from peft import LoraConfig, LoraModel
 
@@ -60,21 +53,18 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> LoraModel:
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters in the Hugging Face model."""
-    return [
-        name for name, parameter in pretrained(model).named_parameters() if parameter.requires_grad
-    ]
+    """The names of the trainable parameters in the Hugging Face model."""
+    return [name for name, weight in pretrained(model).named_parameters() if weight.requires_grad]
 
 
 def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Path) -> None:
     """Write the trained weights in peft's format.
 
     `PeftModel.from_pretrained(base_model, folder)` reads the result, except with `train_rest`.
-
-    `weights` are the trainable parameters (`trained_names`), gathered from all shards. `base` is
-    the name of the model without adapters.
+    `weights` are those of `trained_names`, whole. `base` names the model without adapters.
     """
-    settings = copy.copy(cast("dict[str, LoraConfig]", pretrained(model).peft_config)[ADAPTER])
+    adapted: Any = pretrained(model)
+    settings = copy.copy(adapted.peft_config[ADAPTER])
     settings.base_model_name_or_path = base
     settings.modules_to_save = [HEAD] if isinstance(model, TokenScores) else None
     settings.inference_mode = True
@@ -89,8 +79,7 @@ def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
     """Merge a stored adapter into the model's weights in place, and return the plain model.
 
     The model is the one that training started from, in fp32: bf16 would round away most of a small
-    change. `write_adapter` wrote the folder `adapter`. Raises ArtifactError if the stored weights
-    do not match `config`.
+    change. Raises ArtifactError if the weights in the folder `adapter` do not match `config`.
     """
     tuner = add_adapters(model, config)
     stored = load_file(adapter / WEIGHTS)
@@ -100,15 +89,14 @@ def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
             f"{adapter / WEIGHTS} does not match the model and its lora block. Differing weights: "
             f"{', '.join(sorted(differing)[:4])}"
         )
-    pretrained(model).load_state_dict(
-        {own: stored[name] for own, name in weights.items()}, strict=False
-    )
+    found = {own: stored[name] for own, name in weights.items()}
+    pretrained(model).load_state_dict(found, strict=False)
     tuner.merge_and_unload()
     return model
 
 
 def _stored_name(name: str) -> str:
-    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 class WithoutAdapters(nn.Module):
@@ -119,29 +107,22 @@ class WithoutAdapters(nn.Module):
 
         super().__init__()
         self.trained = trained
-        self._adapted = [
-            module for module in trained.modules() if isinstance(module, BaseTunerLayer)
-        ]
+        self._adapted = [part for part in trained.modules() if isinstance(part, BaseTunerLayer)]
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
-        self._switch(on=False)
+        for layer in self._adapted:
+            layer.enable_adapters(False)
         try:
             return self.trained(**inputs)
         finally:
-            self._switch(on=True)
-
-    def _switch(self, *, on: bool) -> None:
-        for layer in self._adapted:
-            layer.enable_adapters(on)
+            for layer in self._adapted:
+                layer.enable_adapters(True)
 
 
 def _targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """Return the names of the layers to adapt.
-
-    Output layers are excluded: a language model's head may be tied to the embeddings, and a scalar
-    head trains itself.
-    """
+    """The names of the layers to adapt."""
+    # A language model's head may be tied to the embeddings, and a scalar head trains itself.
     output = (model.get_output_embeddings(), getattr(model, HEAD, None))
     linear = [
         name

@@ -1,8 +1,7 @@
 """Rows without padding: all rows of a batch one after another, as one row of N tokens.
 
-Linear layers, norms and embeddings treat each token alone, so they need no change. Attention must
-not cross the border between two rows: the attention `packed` of transformers, registered here,
-attends within each row.
+Only attention reads other tokens, and must not cross the border between two rows: the attention
+`packed` of transformers, registered here, attends within each row.
 """
 
 from typing import Any
@@ -69,8 +68,15 @@ def packed_attention(
     if rows.seen is not None:
         key, value = key[:, rows.seen], value[:, rows.seen]
     if in_one:
-        found = _in_one_kernel(query, key, value, rows, scaling, sliding_window)
-        return found.to(dtype), None
+        from torch.nn.attention.varlen import varlen_attn
+
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        found: Any = varlen_attn(
+            query[0], key[0], value[0], rows.borders, rows.seen_borders,
+            max(rows.lengths), max(rows.seen_lengths),
+            scale=scaling, window_size=window, enable_gqa=query.shape[2] != key.shape[2],
+        )  # fmt: skip
+        return found[None].to(dtype), None
     queries = query.split(rows.lengths, dim=1)
     keys, values = (x.split(rows.seen_lengths, dim=1) for x in (key, value))
     parts = [
@@ -99,38 +105,16 @@ def one_kernel(dtype: torch.dtype, capability: tuple[int, int] | None, width: in
     It needs half precision, a GPU of compute capability 8.0 or higher (None: a CPU), and heads
     whose width is a multiple of 8 and at most 256.
     """
-    is_half, fits = dtype in (torch.float16, torch.bfloat16), width % 8 == 0 and width <= 256
-    return is_half and fits and capability is not None and capability >= (8, 0)
-
-
-def _in_one_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Packed,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """Flash attention of all rows, see `one_kernel`: (1, N, heads, width)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = query[0], key[0], value[0]
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    found = varlen_attn(
-        q, k, v, rows.borders, rows.seen_borders, max(rows.lengths), max(rows.seen_lengths),
-        scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
-    assert isinstance(found, Tensor)
-    return found[None]
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return is_half and width % 8 == 0 and width <= 256 and (capability or (0, 0)) >= (8, 0)
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """The attention of the last T of S tokens, (1, T, heads, width) each."""
-    length, seen = query.shape[1], key.shape[1]
+    length, seen, mask = query.shape[1], key.shape[1], None
     window = seen if sliding_window is None else sliding_window
-    mask = None
     if seen > min(length, window):
         mask = torch.ones(length, seen, dtype=torch.bool, device=query.device)
         mask = mask.tril(seen - length).triu(seen - length + 1 - window)

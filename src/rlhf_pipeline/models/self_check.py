@@ -1,8 +1,8 @@
 """The kernels of a GPU beside a CPU in float32: attention, log-probabilities, sampling.
 
 A GPU runs kernels that a CPU never runs, and a wrong gradient would train without an error. So a
-GPU computes examples before it loads its first model. Tests compare what the CPU computes with
-formulas. `python -m rlhf_pipeline.models.self_check fp32 bf16` checks every kind of GPU.
+GPU computes examples before it loads its first model.
+`python -m rlhf_pipeline.models.self_check fp32 bf16` checks every kind of GPU.
 """
 
 import itertools
@@ -29,7 +29,7 @@ ROWS = collate(
 """Rows of 1, 129 and 700 tokens, and 77 tokens that share the prompt of the row before."""
 ROUNDINGS = 4
 """Units of its precision that a result may differ by. Flash attention rounds four times, by half a
-unit at most: probabilities, their gradients, the output, and the result. The rest is for sums."""
+unit at most. The rest is for sums."""
 SUMMED = 1000  # numbers that an example sums in float32, at most; each may add a unit of float32
 
 
@@ -50,17 +50,17 @@ def require_sound_kernels(device: torch.device, precision: Precision) -> None:
 
 def check(device: torch.device, precision: Precision) -> list[Comparison]:
     """Compare all examples. Raises StageError if a result differs."""
-    dtype, grid = DTYPES[precision], itertools.product((64, 80, 128), (None, 17))
-    found = compare_head(device, dtype)
-    found += [each for sizes in grid for each in compare_attention(device, dtype, *sizes)]
+    found = compare_head(device, DTYPES[precision])
+    for width, window in itertools.product((64, 80, 128), (None, 17)):
+        found += compare_attention(device, DTYPES[precision], width, window)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     for kernel, error, bound in found:
         if not error <= bound:  # also if the error is not a number
+            slow = "" if precision == "fp32" else "set deepspeed.precision to fp32, or "
             raise StageError(
                 f"{kernel} in {precision} on {name} with torch {torch.__version__}: found an error "
-                f"of {error:.2g}, expected at most {bound:.2g}. Fix: "
-                f"{'' if precision == 'fp32' else 'set deepspeed.precision to fp32, or '}"
-                "install another version of torch or of the driver"
+                f"of {error:.2g}, expected at most {bound:.2g}. Fix: {slow}install another version "
+                "of torch or of the driver"
             )
     return found
 
@@ -71,12 +71,13 @@ def compare_attention(
     """Packed attention with four heads of `width`, and `groups` heads of keys and values."""
 
     def compute(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        module = cast(Any, SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups))
-        how: Any = {"scaling": width**-0.5, "sliding_window": window}
-        how["packed_rows"] = ROWS.packed().to(query.device)
-        return [
-            packing.packed_attention(module, query[None], key[None], value[None], None, **how)[0]
-        ]
+        module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=4 // groups)
+        rows, scale = ROWS.packed().to(query.device), width**-0.5
+        output, _ = packing.packed_attention(
+            module, query[None], key[None], value[None], None,
+            packed_rows=rows, scaling=scale, sliding_window=window,
+        )  # fmt: skip
+        return [output]
 
     shapes = [(heads, ROWS.packed().ids.numel(), width) for heads in (4, groups, groups)]
     return _compare(f"attention, heads of {width}, window {window}", compute, shapes, device, dtype)
@@ -110,34 +111,30 @@ def _compare(
     dtype: torch.dtype,
 ) -> list[Comparison]:
     """Compare results of random inputs, and their gradients, with those of the CPU in float32."""
+
+    @torch.enable_grad()
+    def results(inputs: Sequence[Tensor]) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(2)
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        found = compute(*inputs)
+        traced = [x for x in found if x.requires_grad]
+        weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in traced]
+        return [x.detach().cpu() for x in (*found, *torch.autograd.grad(traced, inputs, weights))]
+
     draw = torch.Generator().manual_seed(1)
     inputs = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
-    found = _with_gradients(compute, [x.to(device) for x in inputs])
-    expected = _with_gradients(compute, [x.float() for x in inputs])
+    found = results([x.to(device) for x in inputs])
+    expected = results([x.float() for x in inputs])
     is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     sums = SUMMED * torch.finfo(torch.float32).eps + is_tf32 * ROUNDINGS * 2**-10
-    return [
-        Comparison(kernel, _error(own, other), sums + ROUNDINGS * torch.finfo(own.dtype).eps)
-        for own, other in zip(found, expected, strict=True)
-    ]
-
-
-@torch.enable_grad()
-def _with_gradients(
-    compute: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
-) -> list[Tensor]:
-    draw, inputs = torch.Generator().manual_seed(2), [x.detach().requires_grad_() for x in inputs]
-    results = compute(*inputs)
-    traced = [x for x in results if x.requires_grad]
-    weights = [torch.randn(x.shape, generator=draw).bfloat16().to(x) for x in traced]
-    return [x.detach().cpu() for x in (*results, *torch.autograd.grad(traced, inputs, weights))]
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    """The largest error, relative to the largest number of its row or, if that is larger, to the
-    root mean square."""
-    scale = expected.abs().amax(-1, keepdim=True).clamp(min=expected.square().mean().sqrt())
-    return float(((found - expected).abs() / scale).max())
+    compared = []
+    for own, other in zip(found, expected, strict=True):
+        # Relative to the largest number of a row or, if that is larger, the root mean square.
+        scale = other.abs().amax(-1, keepdim=True).clamp(min=other.square().mean().sqrt())
+        error = float(((own - other).abs() / scale).max())
+        bound = sums + ROUNDINGS * torch.finfo(own.dtype).eps
+        compared.append(Comparison(kernel, error, bound))
+    return compared
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
 """Prompts with their responses as one rectangular batch.
 
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded). Masks: True =
-the token counts. Responses begin at the same column in every row, so a model computes logits for R
-columns only.
+the token counts. All responses begin at the same column, so a model computes R columns of logits.
 """
 
 from collections.abc import Sequence
@@ -11,17 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_pipeline.rl.logprobs import position_ids
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The N real tokens of a batch as one row; its rows follow each other.
+    """The N real tokens of a batch, M of them in responses, as one row; its rows follow each other.
 
     A row that shares the prompt of an earlier row has its response tokens only, which attend to the
-    prompt there. M is the number of response tokens. A response token's prompt has at least one
-    token.
+    prompt there. Each response has a prompt of at least one token.
     """
 
     ids: Tensor  # (1, N) long
@@ -29,8 +28,7 @@ class Packed:
     lengths: tuple[int, ...]  # tokens of each row
     borders: Tensor  # (B + 1,) int32: the number of tokens before each row, and of all
     seen: Tensor | None
-    """(K,) long: where the tokens are that each row attends to, prompt and response, row by row.
-    None: each row attends to its own tokens."""
+    """(K,) long: where the tokens are that each row attends to, row by row. None: its own ones."""
     seen_lengths: tuple[int, ...]  # tokens that each row attends to
     seen_borders: Tensor  # (B + 1,) int32, like `borders`
     before_response: Tensor  # (M,) long: where the token before each response token is
@@ -52,18 +50,16 @@ class Packed:
 
     def to(self, device: torch.device) -> "Packed":
         """Copy the tokens to a device; the host does not wait for the copy."""
-        moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True) for name, x in tensors(self).items()
-        }
-        return replace(self, **moved)
+        moved: Packed = _moved(self, device)
+        return moved
 
 
 @dataclass(frozen=True)
 class Sequences:
     """A batch of prompts, each followed by its response.
 
-    A response may contain tokens that the policy did not choose, such as a later turn of the user:
-    the model reads them, but no loss, KL or advantage counts them.
+    The model also reads tokens of a response that the policy did not choose, such as a later turn
+    of the user, but no loss, KL or advantage counts them.
     """
 
     prompt_ids: Tensor  # (B, P) long
@@ -83,11 +79,8 @@ class Sequences:
         return torch.stack([self.prompt_mask.sum(1), self.real_mask.sum(1)], dim=1)[:, None]
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """Return the arguments of a Hugging Face forward pass, (B, P + R) each.
-
-        Positions always come from the mask: in models that count columns (GPT-2), left padding
-        would shift them.
-        """
+        """Return the arguments of a Hugging Face forward pass, (B, P + R) each."""
+        # Models that count columns (GPT-2) would shift the positions by left padding.
         attention_mask = torch.cat([self.prompt_mask, self.real_mask], dim=1)
         return {
             "input_ids": torch.cat([self.prompt_ids, self.response_ids], dim=1),
@@ -96,16 +89,17 @@ class Sequences:
         }
 
     def packed(self) -> Packed:
-        """The same rows without padding.
-
-        Selecting tokens by a mask makes the host wait for a device; `to` therefore packs before.
-        """
+        """The same rows without padding; `to` packs before, so that the host need not wait."""
         if self.packed_on_device is not None:
             return self.packed_on_device
         real = torch.cat([self.prompt_mask, self.real_mask], dim=1)
         ids = torch.cat([self.prompt_ids, self.response_ids], dim=1)
         width, rows = self.prompt_ids.shape[1], torch.arange(len(self))
-        owner = self._owners()
+        owner = rows  # the row whose prompt each row uses: the first one with the same
+        if self.prompt_numbers is not None:
+            number = torch.unique(self.prompt_numbers, return_inverse=True)[1]
+            first = torch.full_like(rows, len(rows)).scatter_reduce(0, number, rows, "amin")
+            owner = torch.where(self.real_mask.any(1), first[number], rows)  # else its own
         present = real.clone()
         present[owner < rows, :width] = False
         place = (present.flatten().cumsum(0) - 1).view(present.shape)
@@ -125,18 +119,6 @@ class Sequences:
             response_ids=self.response_ids[self.real_mask][None],
         )
 
-    def _owners(self) -> Tensor:
-        """The row whose prompt each row uses, (B,) long: the first one with the same prompt.
-
-        A row without a response uses its own.
-        """
-        rows = torch.arange(len(self))
-        if self.prompt_numbers is None:
-            return rows
-        number = torch.unique(self.prompt_numbers, return_inverse=True)[1]
-        first = torch.full_like(rows, len(self)).scatter_reduce(0, number, rows, "amin")[number]
-        return torch.where(self.real_mask.any(1), first, rows)
-
     def rows(self, index: Tensor) -> "Sequences":
         """Select rows, and drop the columns that are padding in all of them."""
         prompt_mask, real_mask = self.prompt_mask[index], self.real_mask[index]
@@ -153,7 +135,7 @@ class Sequences:
 
     def joined(self, other: "Sequences") -> "Sequences":
         """The rows of both, those of `other` last; `rows` drops columns that are only padding."""
-        more = {
+        more: Any = {
             name: wide(x, getattr(other, name), left=name.startswith("prompt"))
             for name, x in tensors(self).items()
         }
@@ -161,10 +143,13 @@ class Sequences:
 
     def to(self, device: torch.device) -> "Sequences":
         """Copy the batch from main memory to a device; the host does not wait for the copy."""
-        moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True) for name, x in tensors(self).items()
-        }
-        return replace(self, **moved, packed_on_device=self.packed().to(device))
+        moved: Sequences = _moved(self, device)
+        return replace(moved, packed_on_device=self.packed().to(device))
+
+
+def _moved(record: Any, device: torch.device) -> Any:
+    moved = {name: x.to(device, non_blocking=True) for name, x in tensors(record).items()}
+    return replace(record, **moved)
 
 
 def tensors(record: object) -> dict[str, Tensor]:
@@ -177,12 +162,9 @@ def wide(first: Tensor, second: Tensor, *, left: bool = False) -> Tensor:
     if first.dim() == 1:
         return torch.cat([first, second])
     width = max(first.shape[1], second.shape[1])
-    gaps = [width - x.shape[1] for x in (first, second)]
-    padded = [
-        nn.functional.pad(x, (gap, 0) if left else (0, gap))
-        for x, gap in zip((first, second), gaps, strict=True)
-    ]
-    return torch.cat(padded)
+    gaps = (width - first.shape[1], width - second.shape[1])
+    sides = [(gap, 0) if left else (0, gap) for gap in gaps]
+    return torch.cat([nn.functional.pad(first, sides[0]), nn.functional.pad(second, sides[1])])
 
 
 def collate(
@@ -197,8 +179,8 @@ def collate(
 
     Args:
         actions: for each token of a response, whether the policy chose it. None: all of them.
-        prompt_numbers: equal numbers mark rows that share a prompt, which is then read once. None:
-            no rows do. Equal tokens are no evidence: they may stand for different images.
+        prompt_numbers: equal numbers mark rows that share a prompt, which is then read once. Equal
+            tokens are no evidence: they may stand for different images.
     """
     prompt_ids, prompt_mask = pad(prompts, pad_id, left=True)
     response_ids, real_mask = pad(responses, pad_id, left=False)
@@ -209,11 +191,9 @@ def collate(
 
 def pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     """Build ids (B, T) and mask (B, T) from token lists; T is the length of the longest one."""
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for i, row in enumerate(rows):
-        columns = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, columns] = torch.tensor(row, dtype=torch.long)
-        mask[i, columns] = True
-    return ids, mask
+    side, real = "left" if left else "right", [torch.ones(len(r), dtype=torch.bool) for r in rows]
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side=side),
+        pad_sequence(real, batch_first=True, padding_side=side),
+    )

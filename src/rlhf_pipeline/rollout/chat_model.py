@@ -29,9 +29,7 @@ TOKENS = ("prompt_tokens", "completion_tokens")
 REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
 """What is counted: replies that refuse or contain no verdict; requests, and replies known from
 earlier; tokens of the requests."""
-
-RETRIES, TIMEOUT_S = 6, 120
-"""Repetitions of a request that the server refuses for a while (429, 5xx); longest request."""
+RETRIES, TIMEOUT_S = 6, 120  # of a request that the server refuses for a while (429, 5xx)
 
 RUBRIC = """\
 Score the answer to the prompt by the rubric, from 0 to {scale}. The length of the answer does not \
@@ -72,7 +70,7 @@ class ChatModel:
     ) -> dict[str, float | None]:
         """The verdict of the reply to each distinct question, as `verdict` reads it; None: none.
 
-        Raises StageError if the server fails, or most replies are unusable.
+        Raises StageError if the server fails, or most replies have none.
         """
         from openai import OpenAI, OpenAIError
 
@@ -134,7 +132,6 @@ class RubricSource:
 
     reward: RubricReward
     model: ChatModel
-    reads_texts: bool = True
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
         """Scores from 0 to 1, (B,); 0 for an answer whose reply has none. Errors: `verdicts`."""
@@ -142,18 +139,17 @@ class RubricSource:
             require_references(self.model.place, answered)
         template, scale = self.reward.rubric, self.reward.scale
         if "{response}" not in template:
-            own = {"scale": f"{scale:g}", "example": f"{0.7 * scale:g}", "rubric": template}
-            template = filled(RUBRIC, **own)
+            numbers = {"scale": f"{scale:g}", "example": f"{0.7 * scale:g}"}
+            template = filled(RUBRIC, rubric=template, **numbers)
 
         def score(reply: str) -> float | None:
             found = [float(number) / scale for number in _SCORE.findall(reply)[-1:]]
             return found[0] if found and 0 <= found[0] <= 1 else None
 
+        rows = zip(answered.prompts, answered.responses, answered.references, strict=True)
         questions = [
             filled(template, prompt=dialogue(prompt), response=response, reference=str(true))
-            for prompt, response, true in zip(
-                answered.prompts, answered.responses, answered.references, strict=True
-            )
+            for prompt, response, true in rows
         ]
         verdicts = self.model.verdicts(questions, score)
         return torch.tensor([verdicts[question] or 0.0 for question in questions])

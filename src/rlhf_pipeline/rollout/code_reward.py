@@ -18,8 +18,6 @@ from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat, sandbox
 
 FAULTS = tuple(each for each in get_args(sandbox.Outcome) if each != "passed")
-"""How programs end that do not pass."""
-
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -34,8 +32,7 @@ class CodeSource:
 
     reward: CodeReward
     place: str  # its parameters, for messages
-    counts: Counter[str] = field(default_factory=Counter)  # of `FAULTS`
-    reads_texts: bool = True
+    counts: Counter[str] = field(default_factory=Counter)  # of programs that do not pass
 
     def __post_init__(self) -> None:
         """Raises StageError if the machine does not offer the sandbox."""
@@ -53,20 +50,20 @@ class CodeSource:
         """
         require_references(self.place, answered)
         tests = [str(each) for each in answered.references]
-        for row, text in enumerate(tests):
+        for prompt, text in zip(answered.prompts, tests, strict=True):
             try:
                 compile(text, "<tests>", "exec")
             except (SyntaxError, ValueError) as error:
                 raise StageError(
-                    f"{self.place}: found the true answer {text!r} of the prompt "
-                    f"{answered.prompts[row]}, expected tests in Python: {error}"
+                    f"{self.place}: found the true answer {text!r} of the prompt {prompt}, "
+                    f"expected tests in Python: {error}"
                 ) from None
         outcomes = self._outcomes(map(program_of, answered.responses), tests)
         self.counts.update(each for each in outcomes if each != "passed")
         return torch.tensor([float(each == "passed") for each in outcomes])
 
     def counted(self) -> dict[str, int]:
-        """The `FAULTS` since the last call."""
+        """Programs that did not pass since the last call, by `FAULTS`."""
         return {fault: self.counts.pop(fault, 0) for fault in FAULTS}
 
     def _outcomes(self, programs: Iterable[str], tests: Iterable[str]) -> list[sandbox.Outcome]:

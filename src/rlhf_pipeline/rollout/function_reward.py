@@ -1,19 +1,16 @@
-"""Scores from a Python function of the user.
-
-Each rank calls the function once per rollout, with the rows of that rank:
+"""Scores from a Python function of the user, which each rank calls once per rollout:
 
     def reward(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]
 
 `prompts` are messages ({"role": ..., "content": ...}). `responses` are texts without special tokens
-and without surrounding white space. A function with a parameter `references` also gets the true
-answers, one for each row; one with a parameter `scored` gets the tokens, a `Scored`. Any other
-parameter gets the column of its name that the sources carry (`columns.extra`).
-
-With `CallableReward.processes`, processes of the rank call it with one row at a time.
+and without surrounding white space. A parameter `references` gets the true answers, one for each
+row; `scored` gets the tokens, a `Scored`; any other one the column of its name that the sources
+carry (`columns.extra`). With `CallableReward.processes`, processes of the rank call it with one row
+at a time.
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,14 +22,7 @@ from torch import Tensor
 from rlhf_pipeline.config.reward_files import check_isolated, check_signature
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.rollout.function_workers import (
-    Call,
-    Workers,
-    described,
-    imported,
-    number,
-    results,
-)
+from rlhf_pipeline.rollout.function_workers import Call, Workers, described, imported, results
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -43,12 +33,11 @@ class FunctionSource:
 
     place: str  # the function as written in the parameters, for messages
     function: Callable[..., Any]
-    reads_texts: bool = True
     workers: Workers | None = None  # None: the function is called in this process
 
     def __post_init__(self) -> None:
-        signature = inspect.signature(self.function)  # `checks` knows what the sources carry
-        check_signature(self.place, signature, {"the split": signature.parameters})
+        # `checks` knows what the sources carry.
+        check_signature(self.place, self._signature, {"the split": self._signature.parameters})
 
     @classmethod
     def load(
@@ -58,12 +47,9 @@ class FunctionSource:
         name: str,
         function: Callable[..., Any] | None = None,
     ) -> "FunctionSource":
-        """The function, imported unless it is at hand, with its processes.
-
-        Raises the errors of `check_isolated` and `import_function`.
-        """
+        """The function, imported unless it is at hand, with its processes."""
         source = cls(reward.callable, function or import_function(reward, job, name))
-        check_isolated(reward, source._asked)
+        check_isolated(reward, source._signature.parameters)
         if not reward.processes:
             return source
         target = reward.callable, _location(reward, job, name), reward.function
@@ -73,53 +59,47 @@ class FunctionSource:
         """Call the function.
 
         Raises ConfigError if the prompts lack a column that it asks for, and StageError if a true
-        answer that it reads is missing, if it fails or does not return one result per response, or
-        if a result is not a finite number.
+        answer is missing, or it does not return one finite number per response.
         """
-        given = {"the split": answered.columns}
-        check_signature(self.place, inspect.signature(self.function), given)
-        if "references" in self._asked:
+        prompts, responses = answered.prompts, answered.responses
+        check_signature(self.place, self._signature, {"the split": answered.columns})
+        if "references" in self._signature.parameters:
             require_references(self.place, answered)
         if self.workers is not None:
-            rows = (answered.row(row) for row in range(len(answered.responses)))
+            rows = (answered.row(row) for row in range(len(responses)))
             return torch.tensor(self.workers([self._call(row, scored) for row in rows]))
         try:
             found = results(self.function, self._call(answered, scored))
         except Exception as error:
             where = self._where(answered, scored)
             raise StageError(f"{self.place} failed {where}: {described(error)}") from error
-        if len(found) != len(answered.responses):
+        if len(found) != len(responses):
             raise StageError(
-                f"{self.place}: found {len(found)} results, expected "
-                f"{len(answered.responses)}, one for each response. The first prompt is "
-                f"{answered.prompts[0]}"
+                f"{self.place}: found {len(found)} results, expected {len(responses)}, one for "
+                f"each response. The first prompt is {prompts[0]}"
             )
-        return torch.tensor(
-            [self._number(result, answered, row) for row, result in enumerate(found)]
-        )
+        for prompt, response, one in zip(prompts, responses, found, strict=True):
+            if isinstance(one, str):
+                raise StageError(
+                    f"{self.place}: found {one}, expected a finite number, for the response "
+                    f"{response!r} to the prompt {prompt}"
+                )
+        return torch.tensor(found)
+
+    @property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
 
     def _call(self, answered: Answered, scored: Scored) -> Call:
         own: dict[str, Any] = {"references": answered.references, "scored": scored}
-        offered, further = answered.columns | own, [*self._asked][2:]  # two get the texts
-        more = {name: value for name, value in offered.items() if name in further}
+        further = [*self._signature.parameters][2:]  # two get the texts
+        more = {name: value for name, value in (answered.columns | own).items() if name in further}
         return Call(answered.prompts, answered.responses, more)
-
-    @property
-    def _asked(self) -> Collection[str]:
-        return inspect.signature(self.function).parameters
-
-    def _number(self, result: Any, answered: Answered, row: int) -> float:
-        found = number(result)
-        if isinstance(found, str):
-            raise StageError(
-                f"{self.place}: found {found}, expected a finite number, for the response "
-                f"{answered.responses[row]!r} to the prompt {answered.prompts[row]}"
-            )
-        return found
 
     def _where(self, answered: Answered, scored: Scored) -> str:
         """The first row on which the function also fails alone, for the message."""
-        for row in range(0 if "scored" in self._asked else len(answered.prompts)):
+        reads_tokens = "scored" in self._signature.parameters
+        for row in range(0 if reads_tokens else len(answered.prompts)):
             one = answered.row(row)
             try:
                 results(self.function, self._call(one, scored))
@@ -144,10 +124,8 @@ def matches(pattern: str, limit_s: float = 5.0) -> FunctionSource:
     """1 for a response in which a regular expression is found, else 0. A search of a response that
     takes longer than the limit, because the pattern backtracks, fails like a function."""
     search = partial(regex.compile(pattern).search, timeout=limit_s)
-    return FunctionSource(
-        f"regex {pattern!r}",
-        lambda prompts, responses: [search(each) is not None for each in responses],
-    )
+    name = f"regex {pattern!r}"
+    return FunctionSource(name, lambda prompts, responses: [bool(search(r)) for r in responses])
 
 
 def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Callable[..., Any]:

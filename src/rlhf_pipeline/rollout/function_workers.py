@@ -59,14 +59,14 @@ def imported(location: str, name: str) -> Any:
     return getattr(module, name)
 
 
-def results(function: Callable[..., Any], call: Call) -> list[Any]:
-    """What the function returns for each response; one that is `async` is awaited."""
+def results(function: Callable[..., Any], call: Call) -> list[float | str]:
+    """The result for each response as a finite number; what is none, as text. It may be async."""
     found = function(call.prompts, call.responses, **call.more)
-    return list(asyncio.run(found) if inspect.iscoroutine(found) else found)
+    found = asyncio.run(found) if inspect.iscoroutine(found) else found
+    return [_number(result) for result in list(found)]
 
 
-def number(result: Any) -> float | str:
-    """A result as a finite number; what is none, as text."""
+def _number(result: Any) -> float | str:
     with suppress(Exception):  # of a method of the user, too
         found = math.nan if isinstance(result, str | bytes) else float(result)
         if math.isfinite(found):
@@ -79,12 +79,10 @@ def number(result: Any) -> float | str:
 
 def described(error: BaseException) -> str:
     """An error of a reward function with its place: the innermost one outside of libraries."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)[2:]
-        if not frame.filename.startswith(("<", sys.prefix, sys.base_prefix))
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    libraries, place = ("<", sys.prefix, sys.base_prefix), ""
+    for frame in traceback.extract_tb(error.__traceback__)[2:]:
+        if not frame.filename.startswith(libraries):
+            place = f" ({frame.filename}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
 
 
@@ -97,7 +95,7 @@ class Workers:
         self.place, self.timeout_s, mark = place, timeout_s, uuid4().hex
         self._processes: list[_Worker] = []
         context: Any = SpawnContext()  # a rank has threads and devices, which no fork survives
-        context.Process = partial(_worker, self._processes, mark)
+        context.Process = partial(_Worker, self._processes, mark)
         self._pool = ProcessPool(processes, 0, _begin, (location, name), context)
         assert self._pool.active, "the property starts the processes"
         self.stop = weakref.finalize(self, _stop, self._pool, mark)
@@ -135,8 +133,8 @@ class Workers:
     @property
     def _ended(self) -> str | None:
         """How a process has ended; None: all of them run."""
-        codes = [process.exitcode for process in self._processes]
-        return next((_exit(code) for code in codes if code is not None), None)
+        codes = [each.exitcode for each in self._processes if each.exitcode is not None]
+        return _exit(codes[0]) if codes else None
 
     def _fault(self, future: Future[float | str]) -> str | None:
         """What is wrong with a call that is over."""
@@ -165,7 +163,10 @@ def _exit(code: int) -> str:
 class _Worker(SpawnProcess):
     """A process that does not import the program of the rank, and has a mark."""
 
-    mark = ""
+    def __init__(self, started: list["_Worker"], mark: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.mark = mark
+        started.append(self)
 
     def start(self) -> None:
         resource_tracker.ensure_running()  # before the mark: it is a process of the rank
@@ -176,12 +177,6 @@ class _Worker(SpawnProcess):
         finally:
             del os.environ[MARK]
             sys.modules["__main__"] = main
-
-
-def _worker(processes: list[_Worker], mark: str, **options: Any) -> _Worker:
-    processes.append(_Worker(**options))
-    processes[-1].mark = mark
-    return processes[-1]
 
 
 _function: Callable[..., Any]
@@ -195,9 +190,9 @@ def _begin(location: str, name: str) -> None:
 
 
 def _called(call: Call) -> float | str:
-    """The number or a fault. Objects and errors of the user may not survive the way back."""
+    """The number or a fault: objects and errors of the user may not survive the way back."""
     try:
-        found = [number(result) for result in results(_function, call)]
+        found = results(_function, call)
     except BaseException as error:
         return f"failed with {described(error)}"
     if len(found) != 1:

@@ -2,38 +2,24 @@
 
     score = sum over sources of weight * (own score - own mean)          a function's mean is 0
 
-or another aggregate of the summands (`ppo.aggregate`).
+or another aggregate of the summands (`ppo.aggregate`). PPO maximizes the same sum with the centred
+scores of reward models clipped. Shapes: B responses of this rank.
 
-PPO maximizes the same sum with the centred scores of reward models clipped.
-
-To add a source, write a class like `FunctionSource`, its block in `config/rewards.py`, and a case
+To add a source, write a class like `CodeSource`, its block in `config/rewards.py`, and a case
 in `load_rewards`.
-
-Shapes: B responses of this rank.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.rewards import (
-    INPUT_PREFIX,
-    CallableReward,
-    CodeReward,
-    ModelReward,
-    ReferenceReward,
-    RegexReward,
-    Rewards,
-    RewardSource,
-    RubricReward,
-    TrainedReward,
-    clip_of,
-)
+from rlhf_pipeline.config import rewards as blocks
+from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode
@@ -53,27 +39,8 @@ from rlhf_pipeline.rollout.true_answers import agreement
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
-
-class Source(Protocol):
-    """One source of rewards, loaded."""
-
-    @property
-    def reads_texts(self) -> bool:
-        """Whether the source needs `Answered`."""
-
-    def __call__(self, scored: Scored, answered: Answered, /) -> Tensor:
-        """Centred scores of a rollout, (B,) float32 on the CPU."""
-
-
-@dataclass(frozen=True)
-class TrainedSource:
-    """The model of stage `reward_model`; `score_sequences` has already computed its scores."""
-
-    mean: float  # mean score of the chosen answers of held-out comparisons
-    reads_texts: bool = False
-
-    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        return scored.scores - self.mean
+Source = Callable[[Scored, Answered], Tensor]
+"""One source of rewards, loaded: the centred scores of a rollout, (B,) float32 on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +55,10 @@ class ModelSource:
     micro_batch_tokens: int
     world: World
 
-    @property
-    def reads_texts(self) -> bool:
-        return self.tokenizer is not None
-
     @classmethod
     def load(
         cls,
-        reward: ModelReward,
+        reward: blocks.ModelReward,
         folder: Path,
         place: str,
         contracts: Collection[TokenContract],
@@ -104,8 +67,7 @@ class ModelSource:
     ) -> "ModelSource":
         """Load the model, which scores policies with these contracts.
 
-        Raises ArtifactError if the model uses a different tokenizer from the policy, and
-        `retokenize` is off.
+        Raises ArtifactError if its tokenizer is another one, and `retokenize` is off.
         """
         if not reward.retokenize and {TokenContract.read(folder)} != {*contracts}:
             raise ArtifactError(
@@ -115,42 +77,30 @@ class ModelSource:
         tokenizer = load_tokenizer(folder) if reward.retokenize else None
         if tokenizer is not None:
             fix_date(tokenizer, reward.template_date)
-        model = freeze(
-            load_scores(folder, reward.precision, foreign=reward.retokenize, device=world.device)
-        )
+        how: Any = {"foreign": reward.retokenize, "device": world.device}
+        model = freeze(load_scores(folder, reward.precision, **how))
         assert_no_dropout(model)
-        mean = reward.mean
-        if mean is None:
-            mean = float(getattr(model.config, "score_mean", 0.0))
+        stored = float(getattr(model.config, "score_mean", 0.0))
+        mean = stored if reward.mean is None else reward.mean
         return cls(reward.path, model, mean, tokenizer, micro_batch_tokens, world)
 
     @torch.no_grad()
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        """Centred scores at the last real token.
-
-        Raises StageError if a dialogue has more tokens than the model has positions.
-        """
+        """Centred scores at the last real token; StageError if a dialogue is too long."""
         sequences = scored.sequences
         if self.tokenizer is not None:
             rows = self._retokenized(self.tokenizer, answered)
             # The score belongs to the last token, so that token alone is the response.
-            sequences = collate(
-                [ids[:-1] for ids in rows],
-                [ids[-1:] for ids in rows],
-                self.tokenizer.pad_token_id or 0,
-            )
-        scores = by_micro_batches(
-            sequence_scores, self.model, sequences, self.micro_batch_tokens, self.world
-        )
-        return scores - self.mean
+            before, last = [ids[:-1] for ids in rows], [ids[-1:] for ids in rows]
+            sequences = collate(before, last, self.tokenizer.pad_token_id or 0)
+        how = self.micro_batch_tokens, self.world
+        return by_micro_batches(sequence_scores, self.model, sequences, *how) - self.mean
 
     def _retokenized(
         self, tokenizer: PreTrainedTokenizerBase, answered: Answered
     ) -> list[list[int]]:
-        dialogues = [
-            [*prompt, {"role": "assistant", "content": response}]
-            for prompt, response in zip(answered.prompts, answered.responses, strict=True)
-        ]
+        turns = [[{"role": "assistant", "content": text}] for text in answered.responses]
+        dialogues = [[*p, *turn] for p, turn in zip(answered.prompts, turns, strict=True)]
         places = [f"{self.path}, row {row}" for row in range(len(dialogues))]
         rows = encode(render_dialogues(tokenizer, places, dialogues), tokenizer)
         limit = getattr(self.model.config, "max_position_embeddings", None)
@@ -170,20 +120,18 @@ class RewardSum:
 
     sources: dict[str, tuple[float, float, Source]]
     """Name to weight, clip range of the centred score, and source."""
-    tokenizer: PreTrainedTokenizerBase  # the policy's
+    tokenizer: PreTrainedTokenizerBase | None  # the policy's; None: no source reads texts
     aggregate: Aggregate = "sum"
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum, as it is and clipped.
 
-        `rows` are the columns of the prompts' table. Raises ArtifactError if a source reads text,
-        and the table has no messages or references.
+        Raises ArtifactError if a source reads texts, and `rows`, the columns of the prompts' table,
+        have no messages or references.
         """
         if not self.sources:  # a teacher alone
             return replace(scored, clipped_scores=scored.scores)
-        answered = Answered([], [], [])
-        if any(source.reads_texts for *_, source in self.sources.values()):
-            answered = self._as_text(scored, rows)
+        answered = self._as_text(scored, rows)
         parts, replies = dict[str, Tensor](), dict[str, float]()
         for name, (*_, source) in self.sources.items():
             with heartbeat.scored_by(name):
@@ -200,11 +148,10 @@ class RewardSum:
         return replace(scored, scores=total, clipped_scores=clipped, parts=parts, replies=replies)
 
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
-        if missing := {"messages", "reference"} - rows.keys():
-            raise ArtifactError(
-                f"the prompts have no column {' and '.join(sorted(missing))}. "
-                "Fix: run stage split again"
-            )
+        if self.tokenizer is None:
+            return Answered([], [], [])
+        if missing := " and ".join(sorted({"messages", "reference"} - rows.keys())):
+            raise ArtifactError(f"the prompts have no column {missing}. Fix: run stage split again")
         ids = scored.sequences.response_ids
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return Answered.of(rows, [text.strip() for text in texts])
@@ -212,57 +159,49 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    rewards: Rewards,
+    config: PPOConfig,
     contract: TokenContract,
     world: World,
-    *,
-    score_clip: float | None,
-    micro_batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
-    aggregate: Aggregate = "sum",
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
-    `score_clip` bounds the centred scores of reward models, which read groups of at most
-    `micro_batch_tokens` tokens. `trained_mean` is the mean score of the trained reward model; None
-    if it is not a source.
-
-    Raises:
-        StageError: a function cannot be imported, or does not take prompts and responses.
-        ArtifactError: a folder does not contain a reward model, or it uses a different tokenizer
-            from the policy.
+    `trained_mean` is the mean score of the trained reward model; None if it is not a source. Raises
+    StageError if a function cannot be imported, or does not take prompts and responses, and
+    ArtifactError if a folder contains no reward model, or one of another tokenizer.
     """
 
-    def load(reward: RewardSource, name: str) -> Source:
+    def load(reward: blocks.RewardSource, name: str) -> Source:
+        place = f"{job.stage}.{name}"
         match reward:
-            case TrainedReward():
+            case blocks.TrainedReward():
                 assert trained_mean is not None, "the trained reward model is loaded as well"
-                return TrainedSource(trained_mean)
-            case CallableReward():
+                return lambda scored, _: scored.scores - trained_mean  # it has scored already
+            case blocks.CallableReward():
                 return FunctionSource.load(reward, job, name)
-            case ReferenceReward():
+            case blocks.ReferenceReward():
                 return FunctionSource(reward.reference, agreement(reward.reference))
-            case RegexReward():
+            case blocks.RegexReward():
                 return matches(reward.regex)
-            case RubricReward():
-                place = f"{job.stage}.{name}"
+            case blocks.RubricReward():
                 return RubricSource(reward, ChatModel(reward.openai, reply_folder(job), place))
-            case CodeReward():
-                return CodeSource(reward, f"{job.stage}.{name}")
-            case ModelReward():
+            case blocks.CodeReward():
+                return CodeSource(reward, place)
+            case blocks.ModelReward():
                 folder = job.inputs.get(name, reward.folder)
-                model = ModelSource.load(
-                    reward, folder, f"{job.stage}.{name}", [contract], micro_batch_tokens, world
-                )
+                tokens = config.micro_batch_tokens
+                model = ModelSource.load(reward, folder, place, [contract], tokens, world)
                 if name not in job.inputs:
                     job.expect_unchanged(name, folder)
                 return model
             case _:
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
-    sources = {}
-    for index, reward in enumerate(rewards):
-        clip, source = clip_of(reward, score_clip), load(reward, f"{INPUT_PREFIX}{index}")
-        sources[reward.label] = (reward.weight, clip, source)
-    return RewardSum(sources, tokenizer, aggregate)
+    sources, read_texts = dict[str, tuple[float, float, Source]](), False
+    for index, reward in enumerate(config.rewards):
+        source = load(reward, f"{blocks.INPUT_PREFIX}{index}")
+        sources[reward.label] = (reward.weight, blocks.clip_of(reward, config.score_clip), source)
+        is_text = not isinstance(reward, blocks.TrainedReward)
+        read_texts |= reward.retokenize if isinstance(reward, blocks.ModelReward) else is_text
+    return RewardSum(sources, tokenizer if read_texts else None, config.aggregate)

@@ -243,17 +243,7 @@ def load_ppo_models(
         reference=models["reference"] if "reference" in models else WithoutAdapters(actor),
         critic=critic,
         reward_model=reward_model,
-        rewards=load_rewards(
-            job,
-            config.rewards,
-            contract,
-            world,
-            score_clip=config.score_clip,
-            aggregate=config.aggregate,
-            micro_batch_tokens=config.micro_batch_tokens,
-            tokenizer=tokenizer,
-            trained_mean=mean,
-        ),
+        rewards=load_rewards(job, config, contract, world, tokenizer, mean),
         generator=load_generator(
             config.generator,
             actor,
