@@ -6,7 +6,7 @@ The driver imports this module, so it must not import torch.
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -172,47 +172,28 @@ def compare(
     """
     baseline, candidate, *variants = answers
     drawn = answers[baseline] if drawn is None else drawn
-    prompts = len(by_prompt(answers[baseline], lambda a: a.row))
+    prompts = len({answer.row for answer in answers[baseline]})
     order = [GOLD, *(judge.label for judge in config.judges)]
     place = {judge: number for number, judge in enumerate(order)} | {REWARD_MODEL: math.inf}
     judges = sorted(complete_judges(answers[baseline]), key=lambda j: place.get(j, len(order)))
     decides = deciding_judge(judges, optimized)
     pairwise = {judge.label for judge in config.judges if isinstance(judge, PairwiseJudge)}
-    given = [answer for policy in answers.values() for answer in policy]
-    shares = [j for j in judges if j not in pairwise and {a.scores[j] for a in given} <= {0.0, 1.0}]
-    checked = any(isinstance(judge, ReferenceReward) for judge in config.judges)
-    checked &= all(a.right is not None for a in given)
-    policies = {name: summary(own, shares) for name, own in answers.items()}
-    right = {name: accuracies(own) for name, own in answers.items()} if checked else {}
-    for policy, found in right.items():
-        for name, values in found.items():
-            policies[policy] |= _with_ends(name, share_with_interval(values))
-    changes = {
-        name: dict(
-            zip(("change", *ENDS[1:]), difference(values, right[baseline][name]), strict=True)
-        )
-        for name, values in right.get(candidate, {}).items()
-    }
-
-    def win_rates(policy: str) -> dict[str, dict[str, Any]]:
-        ours, theirs = answers[policy], answers[baseline]
-        rates = independent(ours, drawn)
-        return {j: rate | {"paired": _paired(ours, theirs, j)} for j, rate in rates.items()}
+    policies, changes = _metrics(answers, [j for j in judges if j not in pairwise], config)
 
     def independent(ours: list[Answer], theirs: list[Answer]) -> dict[str, dict[str, Any]]:
         return {j: _independent(ours, theirs, j, one_each=j in pairwise) for j in judges}
 
-    def slices() -> dict[str, dict[str, Any]]:
-        """The win rates by source; empty if all prompts have the same one."""
-        found = {}
-        sources = sorted({a.source for a in drawn if a.source is not None})
-        for source in sources if len(sources) > 1 else ():
-            both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
-            rates = independent(*both).items()
-            shown = {judge: {k: rate[k] for k in (*ENDS, "n")} for judge, rate in rates}
-            found[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
-        return found
+    def win_rates(policy: str) -> dict[str, dict[str, Any]]:
+        rates = independent(answers[policy], drawn).items()
+        return {j: r | {"paired": _paired(answers[policy], answers[baseline], j)} for j, r in rates}
 
+    slices = {}
+    sources = sorted({a.source for a in drawn if a.source is not None})
+    for source in sources if len(sources) > 1 else ():
+        both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
+        rates = independent(*both).items()
+        shown = {judge: {key: rate[key] for key in (*ENDS, "n")} for judge, rate in rates}
+        slices[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
     return {
         "candidate": candidate,
         "prompts": prompts,
@@ -228,9 +209,31 @@ def compare(
         "policies": policies,
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
-        "slices": slices(),
+        "slices": slices,
         "changes": changes,
         "smallest_visible_win_rate": smallest_visible_win_rate(prompts),
+    }
+
+
+def _metrics(
+    answers: dict[str, list[Answer]], judges: Collection[str], config: EvaluateConfig
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """The metrics of each policy, and the changes of the accuracies if answers can be checked."""
+    given = [answer for policy in answers.values() for answer in policy]
+    shares = [judge for judge in judges if {a.scores[judge] for a in given} <= {0.0, 1.0}]
+    policies = {name: summary(own, shares) for name, own in answers.items()}
+    by_truth = any(isinstance(judge, ReferenceReward) for judge in config.judges)
+    if not by_truth or any(a.right is None for a in given):
+        return policies, {}
+    right = {name: accuracies(own) for name, own in answers.items()}
+    for policy, found in right.items():
+        for name, values in found.items():
+            policies[policy] |= _with_ends(name, share_with_interval(values))
+    before, after, *_ = right.values()
+    ends = ("change", *ENDS[1:])
+    return policies, {
+        name: dict(zip(ends, difference(values, before[name]), strict=True))
+        for name, values in after.items()
     }
 
 
@@ -250,9 +253,9 @@ def _independent(
 def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, Any]:
     """The win rate of answers with equal draws, its exact test, and the gain."""
     scores = scores_by(ours, judge), scores_by(theirs, judge)
-    rate, (gain, lower, upper) = win_rate(*scores), standardized_gain(*scores)
-    more = {"gain": gain, "gain_lower": lower, "gain_upper": upper}
-    return asdict(rate) | more | {"p_value": sign_test(rate.wins, rate.losses)}
+    rate, p_value = win_rate(*scores), {}
+    p_value["p_value"] = sign_test(rate.wins, rate.losses)
+    return asdict(rate) | _with_ends("gain", standardized_gain(*scores)) | p_value
 
 
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
@@ -265,18 +268,18 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     is `<judge>_pass_at_<k>` for k = 2, 4, ... `sft_perplexity` is that of all answers, per
     token: a policy whose answers SFT would hardly write has a high one, whatever the judges say.
     """
-    scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
-    has_kl = all(a.kl is not None for a in answers)
-    columns = scores | ({"kl": by_prompt(answers, lambda a: a.kl)} if has_kl else {})
+    scores = {judge: scores_by(answers, judge) for judge in complete_judges(answers)}
     metrics: dict[str, float] = {}
-    for name, values in columns.items():
-        measure = share_with_interval if name in map(score_name, shares) else mean_with_interval
-        metrics |= _with_ends(name, measure(values))
+    for judge, values in scores.items():
+        measure = share_with_interval if judge in shares else mean_with_interval
+        metrics |= _with_ends(score_name(judge), measure(values))
+    has_kl = all(a.kl is not None for a in answers)
+    if has_kl:
+        metrics |= _with_ends("kl", mean_with_interval(by_prompt(answers, lambda a: a.kl)))
     for judge in shares:
-        values, k = scores[score_name(judge)], 2
-        while k <= len(values[0]):
-            metrics |= _with_ends(f"{judge}{OF_SEVERAL}{k}", share_with_interval(values, k))
-            k *= 2
+        for k in _powers_of_two(len(scores[judge][0]))[1:]:
+            found = share_with_interval(scores[judge], k)
+            metrics |= _with_ends(f"{judge}{OF_SEVERAL}{k}", found)
     texts = [a.response for a in answers]
     tokens = [a.response_tokens for a in answers]
     if has_kl:
@@ -315,9 +318,13 @@ def accuracies(answers: list[Answer]) -> dict[str, list[list[float]]]:
     return found
 
 
-def _with_ends(name: str, measured: tuple[float, float, float]) -> dict[str, float]:
+def _with_ends(name: str, measured: Iterable[float]) -> dict[str, float]:
     """A metric and the ends of its interval."""
     return dict(zip((name, f"{name}_lower", f"{name}_upper"), measured, strict=True))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**exponent for exponent in range(most.bit_length())]
 
 
 def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
@@ -335,24 +342,21 @@ def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
     Args:
         draws: the answers to the same prompts in order, once for each draw.
     """
-    judges, curve, n = complete_judges([a for given in draws for a in given]), [], 1
+    judges = complete_judges([a for given in draws for a in given])
     if not judges:
         raise StageError(
             "evaluate.best_of_n: found no judge that scores single answers, expected one to choose "
             "among them. Fix: add one to evaluate.judges, or set best_of_n to 0"
         )
-    by = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD))
-    name = score_name(by)
-    while n <= len(draws):
+    by, curve = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD)), []
+    for n in _powers_of_two(len(draws)):
         tried = zip(*draws[:n], strict=True)
         best = [max(given, key=lambda a: float(a.scores[by] or 0)) for given in tried]
-        score, lower, upper = mean_with_interval(scores_by(best, by))
         curve.append(
             {"n": n, "kl": math.log(n) - (n - 1) / n}
             | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
-            | {name: score, f"{name}_lower": lower, f"{name}_upper": upper}
+            | _with_ends(score_name(by), mean_with_interval(scores_by(best, by)))
         )
-        n *= 2
     return curve
 
 
@@ -379,8 +383,7 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     for policy, given in evaluation["variants"].items():
         rates |= {f"{policy}/win_rate_{judge}": rate for judge, rate in given.items()}
     for name, rate in rates.items():
-        share, lower, upper = (rate[end] for end in ENDS)
-        metrics |= {name: share, f"{name}_lower": lower, f"{name}_upper": upper}
+        metrics |= _with_ends(name, (rate[end] for end in ENDS))
     return metrics
 
 

@@ -27,11 +27,9 @@ from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import Rows, even_share, load_rows, sampled_rows, step_rows
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation.answering import Setup, answer_all, in_order, judge_all
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.evaluate import answer_all, in_order, judge_all
-from rlhf_pipeline.evaluation.pairwise import judge_pairs
-from rlhf_pipeline.evaluation.setup import Setup
-from rlhf_pipeline.evaluation.texts import load_judges
+from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.rollout.chat_model import reply_folder
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -61,7 +59,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     seed = job.seed + table.round - 1
     setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
     setups, judges = {"policy": setup}, load_judges(job, judging)
-    scored, _ = answer_all({"policy": job.inputs["policy"]}, None, setups, None, config.n)
+    scored = answer_all({"policy": job.inputs["policy"]}, setups, config.n)
     draws = judge_all(scored, job, judges, setups)
     shared = {}
     for i, row in enumerate(own.tolist()):

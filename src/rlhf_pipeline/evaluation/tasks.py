@@ -17,8 +17,8 @@ from transformers import set_seed
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import StageError, without_secrets
+from rlhf_pipeline.evaluation.answering import Setup
 from rlhf_pipeline.evaluation.comparison import baseline_of
-from rlhf_pipeline.evaluation.setup import Setup
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.statistics import mean_with_interval, share_with_interval
 
