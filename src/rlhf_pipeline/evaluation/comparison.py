@@ -5,6 +5,7 @@ The driver imports this module, so it must not import torch.
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -55,8 +56,7 @@ class Answer:
     row: int
     prompt: str
     response: str
-    scores: dict[str, float | None]
-    """Score by judge; None if the judge has no score for this prompt."""
+    scores: dict[str, float | None]  # by judge; None if the judge has none for this prompt
     kl: float | None = None
     """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens, or the
     answer is a text alone."""
@@ -64,8 +64,7 @@ class Answer:
     response_tokens: int = 0  # words of a text alone
     ended: bool | None = None  # None: a text alone
     source: str | None = None  # name of the prompt's source
-    messages: list[dict[str, str]] | None = None
-    """The prompt as messages. None in evaluations of earlier versions."""
+    messages: list[dict[str, str]] | None = None  # the prompt; None from earlier versions
     draw: int = 0  # number of this answer among those of the policy to this prompt
     right: tuple[float, float] | None = None
     """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""
@@ -89,11 +88,7 @@ def judge_title(name: str) -> str:
 
 def reward_title(names: Sequence[str]) -> str:
     """The names of rewards as they stand in a sentence; a weight may precede: "0.5 * trained"."""
-    parts = [name.rpartition(" * ") for name in names]
-    return " and ".join(
-        f"{weight}{times}{'the reward model' if name == 'trained' else name}"
-        for weight, times, name in parts
-    )
+    return " and ".join(re.sub(r"(^| \* )trained$", r"\1the reward model", name) for name in names)
 
 
 def baseline_of(evaluation: Mapping[str, Any]) -> str:
@@ -137,9 +132,10 @@ def deciding_judge(judges: Collection[str], optimized: Collection[str]) -> str:
     The gold score; without it, the first judge of `evaluate.judges` that training has not
     optimized, or else the first one; the reward model only if there is no other judge.
     """
-    asked = [judge for judge in judges if judge not in (GOLD, REWARD_MODEL)]
-    independent = [judge for judge in asked if judge not in optimized]
-    return GOLD if GOLD in judges else next(iter(independent + asked), REWARD_MODEL)
+    if GOLD in judges:
+        return GOLD
+    asked = [judge for judge in judges if judge != REWARD_MODEL]
+    return min(asked, key=lambda judge: judge in optimized, default=REWARD_MODEL)
 
 
 def complete_judges(answers: list[Answer]) -> list[str]:
@@ -228,7 +224,7 @@ def _metrics(
     right = {name: accuracies(own) for name, own in answers.items()}
     for policy, found in right.items():
         for name, values in found.items():
-            policies[policy] |= _with_ends(name, share_with_interval(values))
+            policies[policy] |= with_ends(name, share_with_interval(values))
     before, after, *_ = right.values()
     ends = ("change", *ENDS[1:])
     return policies, {
@@ -253,9 +249,11 @@ def _independent(
 def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, Any]:
     """The win rate of answers with equal draws, its exact test, and the gain."""
     scores = scores_by(ours, judge), scores_by(theirs, judge)
-    rate, p_value = win_rate(*scores), {}
-    p_value["p_value"] = sign_test(rate.wins, rate.losses)
-    return asdict(rate) | _with_ends("gain", standardized_gain(*scores)) | p_value
+    rate, gain = (
+        win_rate(*scores),
+        with_ends("gain", standardized_gain(*scores)),
+    )
+    return asdict(rate) | gain | {"p_value": sign_test(rate.wins, rate.losses)}
 
 
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
@@ -272,16 +270,15 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     metrics: dict[str, float] = {}
     for judge, values in scores.items():
         measure = share_with_interval if judge in shares else mean_with_interval
-        metrics |= _with_ends(score_name(judge), measure(values))
+        metrics |= with_ends(score_name(judge), measure(values))
     has_kl = all(a.kl is not None for a in answers)
     if has_kl:
-        metrics |= _with_ends("kl", mean_with_interval(by_prompt(answers, lambda a: a.kl)))
+        metrics |= with_ends("kl", mean_with_interval(by_prompt(answers, lambda a: a.kl)))
     for judge in shares:
-        for k in _powers_of_two(len(scores[judge][0]))[1:]:
-            found = share_with_interval(scores[judge], k)
-            metrics |= _with_ends(f"{judge}{OF_SEVERAL}{k}", found)
-    texts = [a.response for a in answers]
-    tokens = [a.response_tokens for a in answers]
+        for k in powers_of_two(len(scores[judge][0]))[1:]:
+            measured = share_with_interval(scores[judge], k)
+            metrics |= with_ends(f"{judge}{OF_SEVERAL}{k}", measured)
+    texts, tokens = [a.response for a in answers], [a.response_tokens for a in answers]
     if has_kl:
         logprobs = sum(a.sft_logprob or 0.0 for a in answers)
         metrics["sft_perplexity"] = math.exp(-logprobs / sum(tokens))
@@ -318,46 +315,14 @@ def accuracies(answers: list[Answer]) -> dict[str, list[list[float]]]:
     return found
 
 
-def _with_ends(name: str, measured: Iterable[float]) -> dict[str, float]:
+def with_ends(name: str, measured: Iterable[float]) -> dict[str, float]:
     """A metric and the ends of its interval."""
     return dict(zip((name, f"{name}_lower", f"{name}_upper"), measured, strict=True))
 
 
-def _powers_of_two(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to a number."""
     return [2**exponent for exponent in range(most.bit_length())]
-
-
-def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
-    """The mean scores of the best of n answers of one policy, for n = 1, 2, 4, ...
-
-    The reward model chooses among the first n draws; without it, the first judge that scored every
-    answer, the gold score last. A policy that has this KL and lower scores
-    got less out of the reward model than a choice among answers of SFT:
-
-        KL <= log n - (n - 1) / n
-
-    Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
-    upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
-
-    Args:
-        draws: the answers to the same prompts in order, once for each draw.
-    """
-    judges = complete_judges([a for given in draws for a in given])
-    if not judges:
-        raise StageError(
-            "evaluate.best_of_n: found no judge that scores single answers, expected one to choose "
-            "among them. Fix: add one to evaluate.judges, or set best_of_n to 0"
-        )
-    by, curve = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD)), []
-    for n in _powers_of_two(len(draws)):
-        tried = zip(*draws[:n], strict=True)
-        best = [max(given, key=lambda a: float(a.scores[by] or 0)) for given in tried]
-        curve.append(
-            {"n": n, "kl": math.log(n) - (n - 1) / n}
-            | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
-            | _with_ends(score_name(by), mean_with_interval(scores_by(best, by)))
-        )
-    return curve
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:
@@ -383,7 +348,7 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     for policy, given in evaluation["variants"].items():
         rates |= {f"{policy}/win_rate_{judge}": rate for judge, rate in given.items()}
     for name, rate in rates.items():
-        metrics |= _with_ends(name, (rate[end] for end in ENDS))
+        metrics |= with_ends(name, (rate[end] for end in ENDS))
     return metrics
 
 

@@ -8,15 +8,19 @@ every answer. One model at a time is in memory: what could be trained can be eva
 """
 
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from torch import nn
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
+    GOLD,
     JUDGE_PREFIX,
+    REWARD_MODEL,
     SFT_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
@@ -32,9 +36,14 @@ from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
     BASELINE,
     INSTRUCT,
-    best_of_n,
+    Answer,
     compare,
+    complete_judges,
     headline,
+    powers_of_two,
+    score_name,
+    scores_by,
+    with_ends,
     write_answers,
 )
 from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges, optimized_judges
@@ -44,6 +53,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.statistics import mean_with_interval
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -158,6 +168,39 @@ def load(
             "Fix: raise split.max_prompt_tokens, because a prompt has more tokens for one of them"
         )
     return setups
+
+
+def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
+    """The mean scores of the best of n answers of one policy, for n = 1, 2, 4, ...
+
+    The reward model chooses among the first n draws; without it, the first judge that scored every
+    answer, the gold score last. A policy that has this KL and lower scores
+    got less out of the reward model than a choice among answers of SFT:
+
+        KL <= log n - (n - 1) / n
+
+    Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
+    upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
+
+    Args:
+        draws: the answers to the same prompts in order, once for each draw.
+    """
+    judges = complete_judges([a for given in draws for a in given])
+    if not judges:
+        raise StageError(
+            "evaluate.best_of_n: found no judge that scores single answers, expected one to choose "
+            "among them. Fix: add one to evaluate.judges, or set best_of_n to 0"
+        )
+    by, curve = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD)), []
+    for n in powers_of_two(len(draws)):
+        tried = zip(*draws[:n], strict=True)
+        best = [max(given, key=lambda a: float(a.scores[by] or 0)) for given in tried]
+        curve.append(
+            {"n": n, "kl": math.log(n) - (n - 1) / n}
+            | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
+            | with_ends(score_name(by), mean_with_interval(scores_by(best, by)))
+        )
+    return curve
 
 
 if __name__ == "__main__":

@@ -1,27 +1,23 @@
 """The words of an evaluation: the candidate, PPO or DPO, beside SFT or the base model.
 
-The evaluation is a dict of JSON types:
+The evaluation is a dict of JSON types, see `comparison.compare`:
 
-    candidate   "ppo", "grpo" or "dpo"
-    prompts     number of prompts
-    answers_per_prompt      answers of each policy to each of them
-    decoding    settings of the decoding
-    judge       the judge that decides about a promotion
-    independent whether the candidate's training has not optimized that judge
-    optimized   the judges that it has optimized
-    rewards     names of the rewards that it has maximized; none for DPO and distillation
-    reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     policies    by policy, the baseline first: metrics; `m_lower` and `m_upper` are the 95% interval
                 of the metric `m`
     win_rates   of the candidate against SFT, by judge: of answers that were drawn independently;
                 `paired` is that of answers with equal draws, with its test and the gain
+    variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
     changes     accuracies of the candidate minus the baseline's, on the same prompts: `change`,
                 `lower` and `upper` by metric
-    variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
+    judge       the judge that decides about a promotion
+    optimized   the judges that the candidate's training has optimized
+    rewards     names of the rewards that it has maximized; none for DPO and distillation
+    reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     titles      names of policies as they stand in a sentence, where `title` has not the right one
 """
 
 from collections.abc import Collection, Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rich.console import Console
@@ -121,13 +117,12 @@ def summary(evaluation: dict[str, Any]) -> str:
 
 def _of_format(changes: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A sentence if the strict accuracy has changed and the lenient one not, by their intervals."""
-    if not changes:
+    kinds = [changes[f"{kind}_accuracy"] for kind in ("strict", "lenient") if changes]
+    if [each["lower"] <= 0 <= each["upper"] for each in kinds] != [False, True]:
         return []
-    strict, lenient = (changes[f"{kind}_accuracy"] for kind in ("strict", "lenient"))
-    same = [each["lower"] <= 0 <= each["upper"] for each in (strict, lenient)]
-    word, shown = "gain" if strict["change"] > 0 else "loss", "strict {}, lenient {}."
-    found = shown.format(*(_change(each, "+.3f") for each in (strict, lenient)))
-    return [f"The {word} in accuracy is one of format: {found}"] if same == [False, True] else []
+    word = "gain" if kinds[0]["change"] > 0 else "loss"
+    strict, lenient = (_change(each, "+.3f") for each in kinds)
+    return [f"The {word} in accuracy is one of format: strict {strict}, lenient {lenient}."]
 
 
 def _change(change: Mapping[str, float], form: str) -> str:
@@ -167,20 +162,16 @@ def _interval(rate: dict[str, float]) -> str:
     return f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})"
 
 
-def _bar(rate: dict[str, float], candidate: str, baseline: str = "SFT") -> Text:
+def _bar(rate: dict[str, float], candidate: str, baseline: str) -> Text:
     """Wins, ties and losses as a bar of characters that differ without colours, too."""
-    edges = [0.0]
-    for kind in KINDS:
-        edges.append(edges[-1] + rate[kind] / rate["n"] * BAR)
+    edges = pairwise(accumulate((rate[kind] / rate["n"] * BAR for kind in KINDS), initial=0.0))
     blocks = [
         (character * (round(end) - round(start)), colour)
-        for (character, colour), start, end in zip(
-            KINDS.values(), edges[:-1], edges[1:], strict=True
-        )
+        for (character, colour), (start, end) in zip(KINDS.values(), edges, strict=True)
     ]
     counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
-    names = ((candidate, "bold"), (f" {baseline}", "bold"))
-    return Text.assemble(names[0], " ", *blocks, names[1], f"  {counts}")
+    ends = (candidate, "bold"), (f" {baseline}", "bold")
+    return Text.assemble(ends[0], " ", *blocks, ends[1], f"  {counts}")
 
 
 def title(policy: str) -> str:
@@ -222,10 +213,11 @@ def metric_rows(
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
         label, form = known.get(name, (name.replace("_", " "), ".4g"))
-        ours, theirs = policies[candidate].get(name), policies[baseline].get(name)
-        both = ours is not None and theirs is not None
-        difference = f"{ours - theirs:+{form}}" if both else ABSENT
-        difference = _change(changes[name], f"+{form}") if name in changes else difference
+        difference = ABSENT
+        if name in changes:
+            difference = _change(changes[name], f"+{form}")
+        elif name in policies[candidate] and name in policies[baseline]:
+            difference = f"{policies[candidate][name] - policies[baseline][name]:+{form}}"
         values = (metric_value(metrics, name, form) for metrics in policies.values())
         rows.append((label, *values, difference))
     return rows
@@ -242,10 +234,7 @@ def metric_value(metrics: Mapping[str, float], name: str, form: str) -> str:
 
 def verdict(judge: str, rate: dict[str, float], policy: str) -> str:
     """Whether the whole interval of a win rate is on one side, in a sentence."""
-    if rate["lower"] > 0.5:
-        found = f"{policy} is better"
-    elif rate["upper"] < 0.5:
-        found = f"{policy} is worse"
-    else:
-        found = "no difference is shown"
+    found = "no difference is shown"
+    if rate["lower"] > 0.5 or rate["upper"] < 0.5:
+        found = f"{policy} is {'better' if rate['lower'] > 0.5 else 'worse'}"
     return f"By {judge_title(judge)}, {found}."
