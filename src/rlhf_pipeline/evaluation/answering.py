@@ -45,14 +45,13 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Setup:
-    """What the evaluation of every policy needs."""
+    """What the evaluation of a policy needs."""
 
     seed: int
     config: EvaluateConfig
     contract: TokenContract
     tokenizer: PreTrainedTokenizerBase
-    rows: np.ndarray
-    """Numbers of this rank's prompts in the table; the last one may repeat the first of all."""
+    rows: np.ndarray  # of this rank in the table of prompts; the last may repeat the first of all
     prompts: dict[str, list[Any]]  # columns of these rows
     trust: bool  # whether code that ships with a model may run
     world: World
@@ -106,13 +105,10 @@ def perplexity(policy: nn.Module, folder: Path, setup: Setup) -> float | None:
     if table.num_rows < world.size:
         return None
     rows = even_share(sampled_rows(table.num_rows, setup.config.prompts, setup.seed), world)
-    columns, pad = table.columns(rows), setup.contract.pad_id
-    prompts, responses, learned = (
-        columns[name] for name in ("prompt_ids", "response_ids", "loss_mask")
-    )
-    sequences = collate(prompts, responses, pad, actions=learned)
-    mask = sequences.action_mask
-    found = logprobs(policy, sequences, setup, temperature=1.0)
+    columns = table.columns(rows)
+    ids = columns["prompt_ids"], columns["response_ids"]
+    sequences = collate(*ids, setup.contract.pad_id, actions=columns["loss_mask"])
+    mask, found = sequences.action_mask, logprobs(policy, sequences, setup, temperature=1.0)
     losses = -found.where(mask, 0.0).double().sum(1)
     own = zip(rows.tolist(), losses.tolist(), mask.sum(1).tolist(), strict=True)
     by_row = {row: (loss, n) for part in world.gather([*own]) for row, loss, n in part}
@@ -196,11 +192,15 @@ def judge_all(
             with heartbeat.scored_by(name):
                 scores[draw][name] = judge(batch)
 
-    def judge_by_reward_model(model: TokenScores | DeepSpeedEngine) -> None:
-        judge_by(REWARD_MODEL, partial(_by_reward_model, model=model, setup=setup))
-
     if "reward_model" in job.inputs:
-        with_model(load_scores, job.inputs["reward_model"], setup, judge_by_reward_model)
+        with_model(
+            load_scores,
+            job.inputs["reward_model"],
+            setup,
+            lambda model: judge_by(
+                REWARD_MODEL, partial(_by_reward_model, model=model, setup=setup)
+            ),
+        )
     for name, judge in chain(judges.items(), _model_judges(job, [*setups.values()])):
         judge_by(name, judge)
         del judge
@@ -209,7 +209,6 @@ def judge_all(
 
 
 def _as_text(scored: Scored, setup: Setup) -> AnswerBatch:
-    """The answers as the judges read them."""
     prompts, ids = setup.prompts, scored.sequences.response_ids
     texts = setup.tokenizer.batch_decode(ids, skip_special_tokens=True)
     responses = [text.strip() for text in texts]
@@ -220,7 +219,7 @@ def _as_text(scored: Scored, setup: Setup) -> AnswerBatch:
 def _by_reward_model(
     answers: AnswerBatch, model: TokenScores | DeepSpeedEngine, setup: Setup
 ) -> list[float]:
-    """The reward model's score minus its mean on the chosen answers of held-out comparisons."""
+    """The score minus the model's mean on the chosen answers of held-out comparisons."""
     sequences, tokens = answers.scored.sequences, setup.config.micro_batch_tokens
     scores = by_micro_batches(sequence_scores, model, sequences, tokens, setup.world)
     return [score - model.score_mean for score in scores.tolist()]
@@ -256,8 +255,7 @@ def _judged(
     log_ratios = kl_estimate(scored.logprobs, scored.ref_logprobs, "k1").where(mask, 0.0)
     sft_logprobs = scored.ref_logprobs.where(mask, 0.0)
 
-    def known(value: Tensor) -> float | None:
-        """None where the baseline has other tokens than the policy."""
+    def known(value: Tensor) -> float | None:  # NaN: the baseline has other tokens
         return None if value.isnan() else float(value)
 
     own = [

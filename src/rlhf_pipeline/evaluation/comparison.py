@@ -40,12 +40,9 @@ from rlhf_pipeline.text_statistics import (
 BASELINE = "sft"
 BASE_MODEL = "base_model"  # the baseline without SFT
 INSTRUCT = "the instruct model"  # the name of a base model that has a chat template of its own
-
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
-
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
-
 ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
 
 
@@ -68,12 +65,6 @@ class Answer:
     draw: int = 0  # number of this answer among those of the policy to this prompt
     right: tuple[float, float] | None = None
     """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""
-
-    def record(self) -> dict[str, Any]:
-        """The answer as JSON types; each score is a field."""
-        fields = asdict(self)
-        scores = fields.pop("scores")
-        return fields | {score_name(judge): score for judge, score in scores.items()}
 
 
 def score_name(judge: str) -> str:
@@ -108,10 +99,12 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 
 
 def write_answers(answers: dict[str, list[Answer]], folder: Path) -> None:
-    """Write the answers of all policies, one line for each."""
-    lines = [
-        json.dumps({"policy": name} | a.record()) for name, given in answers.items() for a in given
-    ]
+    """Write the answers of all policies, one line for each; each score is a field."""
+    lines = []
+    for policy, given in answers.items():
+        for fields in map(asdict, given):
+            scores = {score_name(judge): x for judge, x in fields.pop("scores").items()}
+            lines.append(json.dumps({"policy": policy} | fields | scores))
     (folder / ANSWERS).write_text("\n".join(lines) + "\n")
 
 
@@ -161,17 +154,17 @@ def compare(
 ) -> dict[str, Any]:
     """Compute the metrics of all policies, and the win rates against the baseline.
 
-    The policies are in this order: the baseline, the candidate, variants of the candidate. Their
-    answers are in the order of prompts and draws; draw i of all has equal randomness. `optimized`
-    are the judges that the candidate's training has optimized, `rewards` the rewards that it has
-    maximized. `drawn` are all draws of the baseline; None: no more than those of `answers`.
+    The policies are the baseline, the candidate, and its variants. Their answers are in the order
+    of prompts and draws; draw i of all has equal randomness. The candidate's training has optimized
+    the judges in `optimized`, and maximized `rewards`. `drawn` are all draws of the baseline; None:
+    those of `answers`.
     """
     baseline, candidate, *variants = answers
     drawn = answers[baseline] if drawn is None else drawn
     prompts = len({answer.row for answer in answers[baseline]})
-    order = [GOLD, *(judge.label for judge in config.judges)]
-    place = {judge: number for number, judge in enumerate(order)} | {REWARD_MODEL: math.inf}
-    judges = sorted(complete_judges(answers[baseline]), key=lambda j: place.get(j, len(order)))
+    order, scored = [GOLD, *(j.label for j in config.judges)], complete_judges(answers[baseline])
+    others = sorted(scored, key=REWARD_MODEL.__eq__)
+    judges = [j for j in order if j in scored] + [j for j in others if j not in order]
     decides = deciding_judge(judges, optimized)
     pairwise = {judge.label for judge in config.judges if isinstance(judge, PairwiseJudge)}
     policies, changes = _metrics(answers, [j for j in judges if j not in pairwise], config)
@@ -249,10 +242,7 @@ def _independent(
 def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, Any]:
     """The win rate of answers with equal draws, its exact test, and the gain."""
     scores = scores_by(ours, judge), scores_by(theirs, judge)
-    rate, gain = (
-        win_rate(*scores),
-        with_ends("gain", standardized_gain(*scores)),
-    )
+    rate, gain = (win_rate(*scores), with_ends("gain", standardized_gain(*scores)))
     return asdict(rate) | gain | {"p_value": sign_test(rate.wins, rate.losses)}
 
 
@@ -260,11 +250,9 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
     KL and perplexity are missing if the baseline has other tokens than the policy; so are lengths
-    and endings if the answers are texts alone.
-
-    The scores of the judges in `shares` are 0 or 1; with several answers to a prompt, their pass@k
-    is `<judge>_pass_at_<k>` for k = 2, 4, ... `sft_perplexity` is that of all answers, per
-    token: a policy whose answers SFT would hardly write has a high one, whatever the judges say.
+    and endings if the answers are texts alone. The scores of the judges in `shares` are 0 or 1;
+    with several answers to a prompt, their pass@k is `<judge>_pass_at_<k>` for k = 2, 4, ...
+    `sft_perplexity`, per token, is high if SFT would hardly write the answers.
     """
     scores = {judge: scores_by(answers, judge) for judge in complete_judges(answers)}
     metrics: dict[str, float] = {}

@@ -3,8 +3,7 @@
     deepspeed --module rlhf_pipeline.evaluation.evaluate job.json
 
 The policies answer the same prompts with equal decoding and equal randomness; the baseline answers
-again with other randomness, because a win rate is about independent answers. Every judge scores
-every answer. One model at a time is in memory: what could be trained can be evaluated.
+again with other randomness, because a win rate is about independent answers.
 """
 
 import json
@@ -119,8 +118,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
 def policy_folders(job: LaunchedJob, compared: CandidateConfig) -> dict[str, Path]:
     """The baseline, the candidate, and as "ppo_ema" the average of its weights, if any.
 
-    Without SFT, the baseline is the base model. The champion competes without its average. Models
-    that are compared apart from a pipeline are in their order.
+    The champion competes without its average. Models apart from a pipeline are in their order.
     """
     if compared.models:
         return {name: job.inputs[f"{name}_model"] for name in compared.models}
@@ -140,10 +138,10 @@ def load(
     folders: Mapping[str, Path],
     world: World,
 ) -> dict[str, Setup]:
-    """Load the prompts of this rank and the tokenizer, by policy.
+    """Load the prompts of this rank and the tokenizer; the policies of a pipeline share both.
 
-    The policies of a pipeline share both. Raises ArtifactError if the token contracts of what is
-    read together differ, and StageError if models would answer different prompts.
+    Raises ArtifactError if the token contracts of what is read together differ, and StageError if
+    models would answer different prompts.
     """
     trust = job.trust_remote_code
 
@@ -171,19 +169,15 @@ def load(
 
 
 def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
-    """The mean scores of the best of n answers of one policy, for n = 1, 2, 4, ...
+    """The mean scores of the best of the first n `draws` of answers, for n = 1, 2, 4, ...
 
-    The reward model chooses among the first n draws; without it, the first judge that scored every
-    answer, the gold score last. A policy that has this KL and lower scores
-    got less out of the reward model than a choice among answers of SFT:
+    The reward model chooses; without it, the first judge that scored every answer, the gold score
+    last. A policy with this KL and lower scores got less out of the reward model than that choice:
 
         KL <= log n - (n - 1) / n
 
     Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
     upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
-
-    Args:
-        draws: the answers to the same prompts in order, once for each draw.
     """
     judges = complete_judges([a for given in draws for a in given])
     if not judges:

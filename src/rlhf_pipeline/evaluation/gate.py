@@ -1,7 +1,7 @@
 """The gate: whether a candidate replaces the champion, with every number that decided.
 
 A candidate must beat the SFT baseline and the present champion on the same prompts, by a margin
-that means something, and must not have paid for it with a cheat that the judge does not see.
+that means something, and without a cheat that the judge does not see.
 """
 
 import math

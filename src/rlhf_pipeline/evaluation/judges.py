@@ -1,10 +1,8 @@
 """The judges, each of which scores the answers of every policy, and what training has optimized.
 
 A judge of another package is a function, see docs/extending.md; one of ours is a function and a
-case in `load_judges`. Metrics, win rates and reports follow from the judge's name.
-
-This module imports neither transformers nor DeepSpeed, whose imports take seconds; reward models
-are loaded in `answering`.
+case in `load_judges`. Reward models are loaded in `answering`, because this module must import
+neither transformers nor DeepSpeed, whose imports take seconds.
 """
 
 import inspect
@@ -56,11 +54,10 @@ from rlhf_pipeline.runtime.manifest import Manifest
 
 @dataclass(frozen=True)
 class AnswerBatch:
-    """What a judge gets: the answers of one policy to the prompts of this rank, B rows."""
+    """The answers of one policy to the prompts of this rank, B rows."""
 
     scored: Scored
-    """Prompts and answers as tokens, with the log-probabilities of the policy and of SFT."""
-    text: Answered  # prompts as messages, answers as texts, and the true answers where known
+    text: Answered
     sources: list[str]  # name of each prompt's source
 
 
@@ -69,13 +66,13 @@ Judge = Callable[[AnswerBatch], Sequence[float | None]]
 
 
 def by_gold(answers: AnswerBatch) -> list[float | None]:
-    """The true quality of each answer. No model was trained on these scores directly."""
+    """The true quality of each answer."""
     rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
     return [gold_score(*row) for row in rows]
 
 
 def by_source(answers: AnswerBatch, source: Callable[[Scored, Answered], Tensor]) -> list[float]:
-    """The score of a source of rewards: a Python function, or another reward model."""
+    """The score of a source of rewards."""
     return list(source(answers.scored, answers.text).tolist())
 
 
@@ -91,7 +88,7 @@ def load_judges(
     functions: Mapping[int, Callable[..., Any]] | None = None,
     counts: dict[str, Counter[str]] | None = None,
 ) -> dict[str, Judge]:
-    """The judges that need no model, by their names; `functions` are those that are at hand.
+    """The judges that need no model, by name; `functions` are those of their places at hand.
     `counts` gets the `REPLIES` to each rubric, which grow as it judges.
 
     Raises StageError if a function cannot be imported, or does not take prompts and responses.
@@ -199,8 +196,7 @@ Explain your decision in one sentence. Then write [[A]] if answer A is better, [
 is better, or [[C]] for a tie."""
 
 COUNTS = ("pairs", "equal", "inconsistent", *REPLIES)
-"""What is reported about a judge of pairs: pairs of answers; those that are equal and were not
-asked about; those whose orders disagree; and its replies."""
+"""Reported of a judge of pairs; it is not asked about equal ones; inconsistent: by their order."""
 
 
 def judge_pairs(
@@ -264,7 +260,6 @@ def _outcomes(
 
 
 def _verdict(reply: str) -> float | None:
-    """+1 if the first answer is better, -1 if the second one is, 0 for a tie; None: no verdict."""
     found = re.findall(r"\[\[([ABC])\]\]", reply)
     return {"A": 1.0, "B": -1.0, "C": 0.0}[found[-1]] if found else None
 
@@ -280,9 +275,9 @@ def evaluate(
 ) -> Evaluation:
     """Whether judges prefer `answers` to `baseline_answers`, one of each to every prompt.
 
-    The statistics are those of stage `evaluate` for equal draws, without what only a model knows,
-    such as KL; lengths are words. Raises ConfigError if a list has another length, or a judge reads
-    more than it gets, and StageError if a judge fails.
+    The statistics are those of stage `evaluate` for equal draws, without what only a model knows;
+    lengths are words. Raises ConfigError if a list has another length, or a judge reads more than
+    it gets, and StageError if a judge fails.
 
     Args:
         prompts: messages of the user, or conversations.
@@ -307,17 +302,12 @@ def evaluate(
         text = Answered(turns, true, [each.strip() for each in lists[name]])
         batch = AnswerBatch(None, text, [""] * len(turns))  # type: ignore[arg-type]
         scores = {label: judge(batch) for label, judge in found.items()}
-        return [
-            Answer(
-                row=row,
-                prompt="",
-                response=answer,
-                scores={label: given[row] for label, given in scores.items()},
-                response_tokens=len(answer.split()),
-                right=accuracy(true[row], answer),
-            )
-            for row, answer in enumerate(text.responses)
-        ]
+        found_answers = []
+        for row, answer in enumerate(text.responses):
+            own = {label: given[row] for label, given in scores.items()}
+            words, right = len(answer.split()), accuracy(true[row], answer)
+            found_answers.append(Answer(row, "", answer, own, response_tokens=words, right=right))
+        return found_answers
 
     policies = {"baseline": judged("baseline_answers"), "candidate": judged("answers")}
     evaluation = compare(policies, config, trained_on, rewards=sorted(trained_on))

@@ -36,7 +36,7 @@ from rlhf_pipeline.evaluation.comparison import (
     score_name,
 )
 
-METRICS = {
+METRICS = {  # label and number format; z: a rounded zero has no sign
     "kl": ("KL from SFT (nats)", "z.2f"),
     "sft_perplexity": ("perplexity by SFT", "z.2f"),
     "response_tokens": ("response tokens", "z.1f"),
@@ -48,23 +48,18 @@ METRICS = {
     "repetition": ("repeated word triples of an answer", "z.3f"),
     "phrase_share": ("answers with the most common four words", "z.3f"),
 }
-"""Metric to its label and number format; z: a rounded zero has no sign. The judges' scores come
-before them."""
 
 ABSENT = "-"
-
 BAR = 40  # columns of the bar of wins, ties and losses
-
-KINDS = {
+KINDS = {  # character and colour in the bar
     "wins": ("\N{FULL BLOCK}", "green"),
     "ties": ("\N{MEDIUM SHADE}", "yellow"),
     "losses": ("\N{LIGHT SHADE}", "red"),
 }
-"""Outcome of a prompt to its character and colour in the bar."""
 
 
 def print_summary(evaluation: dict[str, Any], console: Console) -> None:
-    """Print the road, the verdict by each judge, the deciding one first, its bar, accuracies."""
+    """Print the road, the verdict by each judge, the bar of the deciding one, and accuracies."""
     console.print(Text(f"{road(evaluation)}.", "bold"))
     console.print(Text(summary(evaluation)))
     names, rate = titles(evaluation), evaluation["win_rates"][evaluation["judge"]]
@@ -81,9 +76,8 @@ def print_summary(evaluation: dict[str, Any], console: Console) -> None:
 
 def road(evaluation: Mapping[str, Any]) -> str:
     """What was compared with what: "GRPO against the instruct model"."""
-    names = titles(evaluation)
-    baseline = names[baseline_of(evaluation)]
-    baseline = f"the {baseline} model" if baseline_of(evaluation) == BASELINE else baseline
+    names, policy = titles(evaluation), baseline_of(evaluation)
+    baseline = f"the {names[policy]} model" if policy == BASELINE else names[policy]
     return f"{names[evaluation['candidate']]} against {baseline}"
 
 
@@ -107,11 +101,9 @@ def summary(evaluation: dict[str, Any]) -> str:
             "so length is a part of the difference."
         )
     sentences += _of_format(evaluation.get("changes", {}))
-    sentences += [
-        f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}."
-        for judge, other in evaluation["win_rates"].items()
-        if judge != deciding
-    ]
+    for judge, other in evaluation["win_rates"].items():
+        if judge != deciding:
+            sentences.append(f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}.")
     return " ".join(sentences)
 
 
@@ -177,10 +169,10 @@ def _bar(rate: dict[str, float], candidate: str, baseline: str) -> Text:
 def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
     name = policy.replace("_", " ")
+    if policy in (BASE_MODEL, "baseline", "candidate"):
+        return f"the {name}"
     named = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
-    named["distill"] = "distillation"
-    named |= dict.fromkeys((BASE_MODEL, "baseline", "candidate"), f"the {name}")
-    return named.get(policy, name.upper())
+    return (named | {"distill": "distillation"}).get(policy, name.upper())
 
 
 def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:
@@ -191,10 +183,7 @@ def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:
 def metric_rows(
     evaluation: dict[str, Any], only: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Every metric, or some: label, value for each policy, and the candidate's minus SFT's.
-
-    Unknown metrics come last.
-    """
+    """Every metric, or some: label, value for each policy, and the candidate's minus SFT's."""
     changes = evaluation.get("changes", {})
     policies, candidate = evaluation["policies"], evaluation["candidate"]
     baseline, names = baseline_of(evaluation), titles(evaluation)
