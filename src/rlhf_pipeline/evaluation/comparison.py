@@ -263,7 +263,7 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     if has_kl:
         metrics |= with_ends("kl", mean_with_interval(by_prompt(answers, lambda a: a.kl)))
     for judge in shares:
-        for k in powers_of_two(len(scores[judge][0]))[1:]:
+        for k in (2**power for power in range(1, len(scores[judge][0]).bit_length())):
             measured = share_with_interval(scores[judge], k)
             metrics |= with_ends(f"{judge}{OF_SEVERAL}{k}", measured)
     texts, tokens = [a.response for a in answers], [a.response_tokens for a in answers]
@@ -308,36 +308,33 @@ def with_ends(name: str, measured: Iterable[float]) -> dict[str, float]:
     return dict(zip((name, f"{name}_lower", f"{name}_upper"), measured, strict=True))
 
 
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to a number."""
-    return [2**exponent for exponent in range(most.bit_length())]
+def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
+    """The mean scores of the best of the first n `draws` of answers, for n = 1, 2, 4, ...
 
+    The reward model chooses; without it, the first judge that scored every answer, the gold score
+    last. A policy with this KL and lower scores got less out of the reward model than that choice:
 
-def headline(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The evaluation as flat metrics.
+        KL <= log n - (n - 1) / n
 
-    `sft/...`, `ppo/...` (or another candidate); `win_rate/<judge>`, `length_controlled/<judge>`,
-    `paired_win_rate/<judge>` and `p_value/<judge>`; for a variant of the candidate `ppo_ema/...`
-    and `ppo_ema/win_rate_<judge>`.
+    Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
+    upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
     """
-    metrics: dict[str, float] = {}
-    for policy, given in evaluation["policies"].items():
-        metrics |= {f"{policy}/{name}": value for name, value in given.items()}
-    for policy, value in evaluation.get("perplexity", {}).items():
-        metrics[f"{policy}/held_out_perplexity"] = value
-    for judge, counts in evaluation.get("pairwise_judges", {}).items():
-        metrics |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
-    rates: dict[str, Any] = {}
-    for judge, rate in evaluation["win_rates"].items():
-        metrics[f"p_value/{judge}"] = rate["paired"]["p_value"]
-        rates |= {f"win_rate/{judge}": rate, f"paired_win_rate/{judge}": rate["paired"]}
-        if rate["length_controlled"] is not None:
-            rates[f"length_controlled/{judge}"] = rate["length_controlled"]
-    for policy, given in evaluation["variants"].items():
-        rates |= {f"{policy}/win_rate_{judge}": rate for judge, rate in given.items()}
-    for name, rate in rates.items():
-        metrics |= with_ends(name, (rate[end] for end in ENDS))
-    return metrics
+    judges = complete_judges([a for given in draws for a in given])
+    if not judges:
+        raise StageError(
+            "evaluate.best_of_n: found no judge that scores single answers, expected one to choose "
+            "among them. Fix: add one to evaluate.judges, or set best_of_n to 0"
+        )
+    by, curve = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD)), []
+    for n in (2**power for power in range(len(draws).bit_length())):
+        tried = zip(*draws[:n], strict=True)
+        best = [max(given, key=lambda a: float(a.scores[by] or 0)) for given in tried]
+        curve.append(
+            {"n": n, "kl": math.log(n) - (n - 1) / n}
+            | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
+            | with_ends(score_name(by), mean_with_interval(scores_by(best, by)))
+        )
+    return curve
 
 
 def by_prompt(answers: list[Answer], value: Callable[[Answer], Any]) -> list[list[float]]:

@@ -7,19 +7,16 @@ again with other randomness, because a win rate is about independent answers.
 """
 
 import json
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from torch import nn
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
-    GOLD,
     JUDGE_PREFIX,
-    REWARD_MODEL,
     SFT_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
@@ -34,14 +31,10 @@ from rlhf_pipeline.evaluation.answering import Setup, answer_all, in_order, judg
 from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
     BASELINE,
+    ENDS,
     INSTRUCT,
-    Answer,
+    best_of_n,
     compare,
-    complete_judges,
-    headline,
-    powers_of_two,
-    score_name,
-    scores_by,
     with_ends,
     write_answers,
 )
@@ -52,7 +45,6 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import mean_with_interval
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -168,33 +160,31 @@ def load(
     return setups
 
 
-def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
-    """The mean scores of the best of the first n `draws` of answers, for n = 1, 2, 4, ...
+def headline(evaluation: dict[str, Any]) -> dict[str, float]:
+    """The evaluation as flat metrics.
 
-    The reward model chooses; without it, the first judge that scored every answer, the gold score
-    last. A policy with this KL and lower scores got less out of the reward model than that choice:
-
-        KL <= log n - (n - 1) / n
-
-    Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
-    upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
+    `sft/...`, `ppo/...` (or another candidate); `win_rate/<judge>`, `length_controlled/<judge>`,
+    `paired_win_rate/<judge>` and `p_value/<judge>`; for a variant of the candidate `ppo_ema/...`
+    and `ppo_ema/win_rate_<judge>`.
     """
-    judges = complete_judges([a for given in draws for a in given])
-    if not judges:
-        raise StageError(
-            "evaluate.best_of_n: found no judge that scores single answers, expected one to choose "
-            "among them. Fix: add one to evaluate.judges, or set best_of_n to 0"
-        )
-    by, curve = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD)), []
-    for n in powers_of_two(len(draws)):
-        tried = zip(*draws[:n], strict=True)
-        best = [max(given, key=lambda a: float(a.scores[by] or 0)) for given in tried]
-        curve.append(
-            {"n": n, "kl": math.log(n) - (n - 1) / n}
-            | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
-            | with_ends(score_name(by), mean_with_interval(scores_by(best, by)))
-        )
-    return curve
+    metrics: dict[str, float] = {}
+    for policy, given in evaluation["policies"].items():
+        metrics |= {f"{policy}/{name}": value for name, value in given.items()}
+    for policy, value in evaluation.get("perplexity", {}).items():
+        metrics[f"{policy}/held_out_perplexity"] = value
+    for judge, counts in evaluation.get("pairwise_judges", {}).items():
+        metrics |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
+    rates: dict[str, Any] = {}
+    for judge, rate in evaluation["win_rates"].items():
+        metrics[f"p_value/{judge}"] = rate["paired"]["p_value"]
+        rates |= {f"win_rate/{judge}": rate, f"paired_win_rate/{judge}": rate["paired"]}
+        if rate["length_controlled"] is not None:
+            rates[f"length_controlled/{judge}"] = rate["length_controlled"]
+    for policy, given in evaluation["variants"].items():
+        rates |= {f"{policy}/win_rate_{judge}": rate for judge, rate in given.items()}
+    for name, rate in rates.items():
+        metrics |= with_ends(name, (rate[end] for end in ENDS))
+    return metrics
 
 
 if __name__ == "__main__":

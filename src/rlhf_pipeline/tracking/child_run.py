@@ -20,13 +20,7 @@ from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.tracking.store import (
-    DRIVER_TAG,
-    FINGERPRINT_TAG,
-    STAGE_TAG,
-    experiment_id,
-    find_run,
-)
+from rlhf_pipeline.tracking import store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -77,8 +71,8 @@ class ChildRun:
         and operational ones can differ between attempts."""
         from mlflow.entities import Param
 
-        run, own = self.run, {"mlflow.parentRunId": parent, DRIVER_TAG: this_process()}
-        self.run_id = self.run_id or find_run(client, run.fingerprint, finished=False)
+        run, own = self.run, {"mlflow.parentRunId": parent, store.DRIVER_TAG: this_process()}
+        self.run_id = self.run_id or store.find_run(client, run.fingerprint, finished=False)
         if self.run_id is not None:
             client.update_run(self.run_id, status="RUNNING")
             for name, value in own.items():
@@ -87,13 +81,13 @@ class ChildRun:
         else:
             records = read_json_lines(run.metrics_file)
             opened = client.create_run(
-                experiment_id(client),
+                store.experiment_id(client),
                 start_time=_milliseconds(records[0]) if records else None,
                 run_name=f"{run.title} {run.fingerprint[:4]}",
                 tags={
                     **own,
-                    STAGE_TAG: run.stage,
-                    FINGERPRINT_TAG: run.fingerprint,
+                    store.STAGE_TAG: run.stage,
+                    store.FINGERPRINT_TAG: run.fingerprint,
                     "rlhf.directory": str(run.directory),
                     **mixture_tag(run.mixture),
                     **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},

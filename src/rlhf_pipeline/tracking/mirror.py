@@ -19,22 +19,13 @@ from rlhf_pipeline.evaluation.report import titles, verdict
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
+from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.child_run import (
     DESCRIPTION_TAG,
     TAG_LENGTH,
     ChildRun,
     log_result,
     truncate,
-)
-from rlhf_pipeline.tracking.store import (
-    DRIVER_TAG,
-    VERDICT_TAG,
-    close_orphans,
-    connect,
-    experiment_id,
-    find_run,
-    request_limits,
-    save_end,
 )
 
 if TYPE_CHECKING:
@@ -134,7 +125,7 @@ class MlflowTracker(StageListener):
         """Log the page of an evaluation as an artifact of the evaluation's run."""
         with self._tolerate_failure("the page"):
             client, _ = self._connect()
-            run_id = find_run(client, fingerprint)
+            run_id = store.find_run(client, fingerprint)
             if run_id is not None:
                 client.log_text(run_id, page, PAGE)
 
@@ -150,12 +141,12 @@ class MlflowTracker(StageListener):
         columns |= {} if score is None else {"eval/score": score}  # a judge of pairs has none
         with self._tolerate_failure("the verdict"):
             client, parent = self._connect()
-            for run_id in filter(None, (parent, find_run(client, fingerprint))):
+            for run_id in filter(None, (parent, store.find_run(client, fingerprint))):
                 started = client.get_run(run_id).info.start_time  # a repeated point is one point
                 points = [Metric(name, value, started, 0) for name, value in columns.items()]
                 client.log_batch(run_id, metrics=points)
                 words = verdict(judge, rate, titles(evaluation)[candidate])
-                client.set_tag(run_id, VERDICT_TAG, words)
+                client.set_tag(run_id, store.VERDICT_TAG, words)
 
     def _connect(self) -> tuple[MlflowClient, str]:
         """Return client and parent run, created at the first call that reaches the store."""
@@ -163,16 +154,16 @@ class MlflowTracker(StageListener):
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH as LENGTH
 
         if self._client is None:
-            self._client = connect(self._uri, self._project)
+            self._client = store.connect(self._uri, self._project)
         if self._parent is None:
-            experiment = experiment_id(self._client)
+            experiment = store.experiment_id(self._client)
             tags = {key: truncate(value, TAG_LENGTH) for key, value in self._tags.items()}
-            tags = {DRIVER_TAG: this_process(), **tags}
+            tags = {store.DRIVER_TAG: this_process(), **tags}
             opened = self._client.create_run(experiment, run_name=self._name, tags=tags)
             self._parent = opened.info.run_id
             params = [Param(name, truncate(value, LENGTH)) for name, value in self._params.items()]
             self._client.log_batch(self._parent, params=params)
-            close_orphans(self._client, self._project, experiment)
+            store.close_orphans(self._client, self._project, experiment)
         return self._client, self._parent
 
     def _log_headline(self, run: StageRun, metrics: dict[str, float]) -> None:
@@ -185,7 +176,7 @@ class MlflowTracker(StageListener):
 
     def _link(self, client: MlflowClient, parent: str, stage: ChildRun) -> None:
         """Link the run that trained a reused stage; send it from disk if the store lacks it."""
-        run, trained = stage.run, find_run(client, stage.run.fingerprint)
+        run, trained = stage.run, store.find_run(client, stage.run.fingerprint)
         if trained is not None:
             client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
         metrics = Manifest.read(run.export).metrics
@@ -208,7 +199,7 @@ class MlflowTracker(StageListener):
         that was to end in the block."""
         failed_before = self._failed_at is not None
         try:
-            with request_limits(after_failure=failed_before):
+            with store.request_limits(after_failure=failed_before):
                 yield
             self._failed_at = None
         except Exception as error:  # drivers, HTTP clients and migrations have exceptions apart
@@ -220,7 +211,7 @@ class MlflowTracker(StageListener):
             if stage is not None:
                 stage.is_open = False
             if run_id is not None and status is not None:
-                save_end(self._project, run_id, status, round(time.time() * 1000))
+                store.save_end(self._project, run_id, status, round(time.time() * 1000))
             if not failed_before:
                 # "connection refused" says more than the exceptions around it
                 root = f"{type(reasons[-1]).__name__}: {str(reasons[-1]).partition(chr(10))[0]}"

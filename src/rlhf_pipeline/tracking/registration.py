@@ -32,18 +32,8 @@ from rlhf_pipeline.evaluation.comparison import (
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary, titles
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.registry import Champion
-from rlhf_pipeline.tracking.store import (
-    DIGEST_TAG,
-    FINGERPRINT_TAG,
-    STAGE_TAG,
-    VERDICT_TAG,
-    connect,
-    find_run,
-    is_server,
-    request_limits,
-    tracking_uri,
-)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -113,9 +103,9 @@ def register_evaluated(
     data = ", ".join(source.label() for source in sources)
     about = f"{title} baseline. Data: {data}", f"{summary(compared)} Data: {data}"
     asked = {answer.source for answer in evidence.candidate}
-    with request_limits(uploads=True):
+    with store.request_limits(uploads=True):
         return register(
-            connect(tracking_uri(project), project),
+            store.connect(store.tracking_uri(project), project),
             sft=Policy(sft_model, metrics[baseline], about[0]),
             candidate=Policy(candidate_model, metrics[candidate], about[1]),
             test_set=", ".join(sorted(s.label() for s in sources if s.name in asked)),
@@ -211,11 +201,11 @@ def register(
         baseline, version = versions.values()
         present = _aliases(client, model).get(CHAMPION)
         tags = client.get_model_version(model, version).tags
-        if present == version and VERDICT_TAG in tags:
-            verdict = json.loads(tags[VERDICT_TAG])
+        if present == version and store.VERDICT_TAG in tags:
+            verdict = json.loads(tags[store.VERDICT_TAG])
         else:
             verdict = judged(count_try(client, model, version, test_set)).record()
-            client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict))
+            client.set_model_version_tag(model, version, store.VERDICT_TAG, json.dumps(verdict))
         moved = {"sft-baseline": baseline, "candidate": version}
         if {"never": False, "gate": not verdict["refusals"], "always": True}[promote]:
             _expect_beaten(client, model, present, beaten, version)
@@ -224,9 +214,9 @@ def register(
             client.set_registered_model_alias(model, alias, number)
         aliases = _aliases(client, model)
     except MlflowException as error:
-        store = without_secrets(client.tracking_uri)
+        address = without_secrets(client.tracking_uri)
         raise StageError(
-            f"MLflow at {store} did not register {model}: {without_secrets(str(error))}. All "
+            f"MLflow at {address} did not register {model}: {without_secrets(str(error))}. All "
             "policies are trained. Fix: when the store answers, repeat the `kedro run`; it reuses "
             "finished stages"
         ) from None  # the error itself can contain the store's password
@@ -257,7 +247,7 @@ def _aliases(client: MlflowClient, model: str) -> dict[str, str]:
 
 def _training_run(client: MlflowClient, policy: Policy) -> str:
     manifest = Manifest.read(policy.folder)
-    run_id = find_run(client, manifest.fingerprint)
+    run_id = store.find_run(client, manifest.fingerprint)
     if run_id is None:
         raise StageError(
             f"MLflow at {without_secrets(client.tracking_uri)} has no finished run of "
@@ -271,10 +261,10 @@ def _training_run(client: MlflowClient, policy: Policy) -> str:
 def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> str:
     """The version with exactly this content, created if missing; log and show its evaluation."""
     manifest, digest = Manifest.read(policy.folder), content_digest(policy.folder)
-    same = {FINGERPRINT_TAG: manifest.fingerprint, DIGEST_TAG: digest}
+    same = {store.FINGERPRINT_TAG: manifest.fingerprint, store.DIGEST_TAG: digest}
     tagged = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in same.items())
     found = client.search_model_versions(f"name = '{model}' and {tagged}")
-    server, source = is_server(client.tracking_uri), str(policy.folder.resolve())
+    server, source = store.is_server(client.tracking_uri), str(policy.folder.resolve())
     # A version whose local folder was deleted cannot be served.
     usable = [each for each in found if server or (Path(each.source) / NAME).is_file()]
     if usable:
@@ -283,7 +273,7 @@ def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> s
         if server:
             client.log_artifacts(run_id, source, UPLOAD)
             source = f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
-        tags = same | {STAGE_TAG: manifest.stage}
+        tags = same | {store.STAGE_TAG: manifest.stage}
         version = str(client.create_model_version(model, source, run_id, tags).version)
     metrics, logged = policy.metrics, client.get_run(run_id).data.metrics
     for name, value in metrics.items():
@@ -308,7 +298,7 @@ def _expect_beaten(
 
     def content(number: str | None) -> str | None:
         tags = {} if number is None else client.get_model_version(model, number).tags
-        return tags.get(DIGEST_TAG)
+        return tags.get(store.DIGEST_TAG)
 
     if present not in (beaten, version) and content(present) != content(version):
         raise StageError(
