@@ -8,7 +8,6 @@ again with other randomness, because a win rate is about independent answers.
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     candidate = job.block("candidate", CandidateConfig)
     config = job.block("evaluate", EvaluateConfig)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    folders = policy_folders(job, candidate)
+    folders, setups = load(job, config, candidate, world)
     baseline = next(iter(folders))
-    setups = load(job, config, candidate, folders, world)
     counts: dict[str, Counter[str]] = {}
     judges = load_judges(job, config, counts=counts)
     tasks, rows = None, job.inputs.get(SFT_ROWS)
@@ -107,35 +105,17 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return headline(evaluation)
 
 
-def policy_folders(job: LaunchedJob, compared: CandidateConfig) -> dict[str, Path]:
-    """The baseline, the candidate, and as "ppo_ema" the average of its weights, if any.
-
-    The champion competes without its average. Models apart from a pipeline are in their order.
-    """
-    if compared.models:
-        return {name: job.inputs[f"{name}_model"] for name in compared.models}
-    candidate = compared.name
-    model, baseline = job.inputs[f"{candidate}_model"], job.inputs[SFT_MODEL]
-    name = BASE_MODEL if Manifest.read(baseline).stage == BASE_MODEL else BASELINE
-    folders = {name: baseline, candidate: model}
-    if candidate != CHAMPION and (model / "ema").is_dir():
-        folders[f"{candidate}_ema"] = model / "ema"
-    return folders
-
-
 def load(
-    job: LaunchedJob,
-    config: EvaluateConfig,
-    compared: CandidateConfig,
-    folders: Mapping[str, Path],
-    world: World,
-) -> dict[str, Setup]:
-    """Load the prompts of this rank and the tokenizer; the policies of a pipeline share both.
+    job: LaunchedJob, config: EvaluateConfig, compared: CandidateConfig, world: World
+) -> tuple[dict[str, Path], dict[str, Setup]]:
+    """The folder of each policy, and its tokenizer with the prompts of this rank.
 
-    Raises ArtifactError if the token contracts of what is read together differ, and StageError if
-    models would answer different prompts.
+    The policies of a pipeline, which share both, are the baseline, the candidate, and as "ppo_ema"
+    the average of its weights, if any; the champion competes without it. Raises ArtifactError if
+    the token contracts of what is read together differ, and StageError if models apart from a
+    pipeline would answer different prompts.
     """
-    trust = job.trust_remote_code
+    inputs, trust, name = job.inputs, job.trust_remote_code, compared.name
 
     def setup(models: dict[str, Path], tokenizer: Path, prompts: Path) -> Setup:
         contract, table = common_contract(models), load_rows(prompts / "test.arrow", world)
@@ -144,12 +124,21 @@ def load(
         return Setup(job.seed, config, contract, loaded, rows, table.columns(rows), trust, world)
 
     if not compared.models:
-        others = JUDGE_PREFIX, TASK_PREFIX
-        models = {name: path for name, path in job.inputs.items() if not name.startswith(others)}
-        return dict.fromkeys(folders, setup(models, job.inputs[SFT_MODEL], job.inputs["prompts"]))
+        policy, sft, others = (
+            inputs[f"{name}_model"],
+            inputs[SFT_MODEL],
+            (JUDGE_PREFIX, TASK_PREFIX),
+        )
+        baseline = BASE_MODEL if Manifest.read(sft).stage == BASE_MODEL else BASELINE
+        folders = {baseline: sft, name: policy}
+        if name != CHAMPION and (policy / "ema").is_dir():
+            folders[f"{name}_ema"] = policy / "ema"
+        models = {name: path for name, path in inputs.items() if not name.startswith(others)}
+        return folders, dict.fromkeys(folders, setup(models, sft, inputs["prompts"]))
+    folders = {name: inputs[f"{name}_model"] for name in compared.models}
     setups = {}
     for name, folder in folders.items():
-        prompts = job.inputs[f"{name}_prompts"]
+        prompts = inputs[f"{name}_prompts"]
         setups[name] = setup({f"{name}_prompts": prompts, f"{name}_model": folder}, folder, prompts)
     first, *rest = (each.prompts["messages"] for each in setups.values())
     if any(messages != first for messages in rest):
@@ -157,7 +146,7 @@ def load(
             "prompts: found other prompts for one model than for another, expected the same ones. "
             "Fix: raise split.max_prompt_tokens, because a prompt has more tokens for one of them"
         )
-    return setups
+    return folders, setups
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:

@@ -56,11 +56,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
     own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
     together = pa.Table.from_batches([batch for file in files for batch in file.batches])
     prompts, judging = Rows.of(together).columns(own), config.judging(place)
-    seed = job.seed + table.round - 1
+    seed, judges = job.seed + table.round - 1, load_judges(job, judging)
     setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
-    setups, judges = {"policy": setup}, load_judges(job, judging)
-    scored = answer_all({"policy": job.inputs["policy"]}, setups, config.n)
-    draws = judge_all(scored, job, judges, setups)
+    scored = answer_all({"policy": job.inputs["policy"]}, {"policy": setup}, config.n)
+    draws = judge_all(scored, job, judges, {"policy": setup})
     shared = {}
     for i, row in enumerate(own.tolist()):
         given = [each.sequences for each in scored.values()]
@@ -80,8 +79,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
         texts = [one.response for one in found]
         if chosen is not None and len({texts[n] for n in chosen}) < len(chosen):
             chosen = None  # equal answers, which were scored apart
-        samples[row] |= {"responses": texts, "scores": scores}
-        samples[row] |= {"ended": finished, "chosen": chosen}
+        samples[row] |= {"responses": texts, "scores": scores, "ended": finished, "chosen": chosen}
     metrics = write([samples[row] for row in sorted(samples)], job.export, table.kind, world.size)
     contract.write(job.export)
     MetricsFile(job.metrics_file, 1).write(1, metrics)

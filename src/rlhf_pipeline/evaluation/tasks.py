@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any
 
@@ -153,14 +153,19 @@ def _measured(
             metric, comma, answers = key.partition(",")
             if comma and isinstance(value, Real) and math.isfinite(value):
                 given = [each.get(metric) for each in samples if each["filter"] == answers]
-                shares = [float(v) for v in given if isinstance(v, Real) and 0 <= float(v) <= 1]
-                is_mean = len(shares) == len(given) > 1
-                is_mean &= math.isclose(sum(shares) / max(len(shares), 1), float(value))
-                is_mean &= bool(found["higher_is_better"][name].get(metric))
+                shares = _shares(given, float(value))
+                is_good = found["higher_is_better"][name].get(metric)
                 label = metric if answers == "none" else f"{metric}/{answers}"
-                yield (name, label), (float(value), shares if is_mean else None)
+                yield (name, label), (float(value), shares if is_good else None)
 
 
 def _read_fields(sample: dict[str, Any]) -> dict[str, Any]:
     """The fields of a sample that `_measured` reads."""
     return {k: v for k, v in sample.items() if k == "filter" or isinstance(v, Real)}
+
+
+def _shares(values: Sequence[Any], mean: float) -> list[float] | None:
+    """The values as numbers if all are from 0 to 1 and have this mean, else None."""
+    shares = [float(v) for v in values if isinstance(v, Real) and 0 <= float(v) <= 1]
+    is_mean = len(shares) > 1 and math.isclose(sum(shares) / len(shares), mean)
+    return shares if is_mean and len(shares) == len(values) else None

@@ -51,9 +51,7 @@ class MlflowTracker(StageListener):
 
     def __init__(self, uri: str, project: Path) -> None:
         self._uri, self._project = uri, project
-        self._name = "pipeline"
-        self._tags: dict[str, str] = {}
-        self._params: dict[str, str] = {}
+        self.describe("pipeline", {})
         self._client: MlflowClient | None = None
         self._parent: str | None = None
         self._stages: dict[str, ChildRun] = {}  # the launched ones, by fingerprint
