@@ -11,7 +11,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module = "evaluation.texts" if name == "evaluate" else "api"
+    module = "evaluation.judges" if name == "evaluate" else "api"
     return getattr(import_module(f"{__name__}.{module}"), name)
 
 

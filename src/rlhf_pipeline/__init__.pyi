@@ -3,5 +3,5 @@ from rlhf_pipeline.api import load_policy as load_policy
 from rlhf_pipeline.api import policy as policy
 from rlhf_pipeline.api import run as run
 from rlhf_pipeline.api import runs as runs
+from rlhf_pipeline.evaluation.judges import evaluate as evaluate
 from rlhf_pipeline.evaluation.report import Evaluation as Evaluation
-from rlhf_pipeline.evaluation.texts import evaluate as evaluate

@@ -14,10 +14,10 @@ from rlhf_pipeline.evaluation.comparison import (
     best_of_n,
     compare,
     deciding_judge,
-    headline,
     read_answers,
     write_answers,
 )
+from rlhf_pipeline.evaluation.evaluate import headline
 
 CONFIG = EvaluateConfig(sampling={"temperature": 0.7, "max_response_tokens": 8})
 

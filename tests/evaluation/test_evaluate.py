@@ -23,7 +23,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.zero import for_generation
-from rlhf_pipeline.evaluation import evaluate, setup
+from rlhf_pipeline.evaluation import answering, evaluate
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.rollout import transformers_generator
@@ -346,13 +346,13 @@ def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world
 
 
 def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path, monkeypatch):
-    answer, given = evaluate.answer, []  # the candidate's answers, then the baseline's two draws
+    answer, given = answering.answer, []  # the candidate's answers, then the baseline's two draws
 
     def recorded(*arguments):
         given.append(answer(*arguments))
         return given[-1]
 
-    monkeypatch.setattr(evaluate, "answer", recorded)
+    monkeypatch.setattr(answering, "answer", recorded)
     _, lines = run(inputs, tmp_path / "run")
     written = [json.loads(line)["sft_logprob"] for line in lines.splitlines()]
     sft = load_policy(inputs["sft_model"], "fp32").eval()
@@ -379,7 +379,7 @@ def test_one_model_at_a_time_is_in_memory(inputs, world, tmp_path, monkeypatch):
         loaded.append((type(model).__name__, weakref.ref(model)))
         return model
 
-    monkeypatch.setattr(setup, "frozen_model", frozen)
+    monkeypatch.setattr(answering, "frozen_model", frozen)
     run(inputs, tmp_path / "run")
     assert [name for name, _ in loaded] == ["LlamaForCausalLM"] * 2 + ["TokenScores"]
 
@@ -394,7 +394,9 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
             engines = {"actor": {"zero_optimization": {"stage": 3}}}
             replace(manifest, deepspeed=engines).write(sharded[name])
     seen = []
-    monkeypatch.setattr(setup, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1])
+    monkeypatch.setattr(
+        answering, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
+    )
     whole, in_shards = run(inputs, tmp_path / "a"), run(sharded, tmp_path / "b")
     assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3 + [True] * 3
     assert whole == in_shards
@@ -423,7 +425,7 @@ def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
         precisions.append(settings.precision)
         return frozen_model(load, settings, world)
 
-    monkeypatch.setattr(setup, "frozen_model", frozen)
+    monkeypatch.setattr(answering, "frozen_model", frozen)
     changed = inputs | {"ppo_model": policy}
     run(changed, tmp_path / "a")
     run(changed, tmp_path / "b", precision="fp32")

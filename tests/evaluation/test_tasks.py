@@ -21,7 +21,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig, task_inpu
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.evaluation.setup import Setup, with_model
+from rlhf_pipeline.evaluation.answering import Setup, with_model
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 
 pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")

@@ -1,5 +1,6 @@
 """The store: its address, concurrent access to an empty database, and the run of a recipe."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.tracking.store import experiment_id, find_run, is_server, tracking_uri
+from rlhf_pipeline.tracking.store import (
+    connect,
+    experiment_id,
+    find_run,
+    is_server,
+    tracking_uri,
+)
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -62,28 +69,52 @@ def test_artifacts_are_beside_the_database(client, tmp_path):
     assert experiment_id(client) == identity
 
 
+ENVIRONMENT = {
+    "PYTHONPATH": str(SOURCE),
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+CONNECT = """
+import os, signal, sys
+from pathlib import Path
+from rlhf_pipeline.tracking.store import *
+project = Path(sys.argv[1])
+uri = f'sqlite:///{project}/mlflow.db'
+"""
+KILL = """
+from alembic.runtime.migration import HeadMaintainer
+update, steps = HeadMaintainer.update_to_step, []
+def killed(*arguments):
+    steps.append(update(*arguments))
+    if len(steps) == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+HeadMaintainer.update_to_step = killed
+connect(uri, project)
+"""
+
+
 @pytest.mark.slow
 def test_processes_can_open_an_empty_database_at_once(tmp_path):
-    program = (
-        "import sys; from pathlib import Path; from rlhf_pipeline.tracking.store import *;"
-        "project = Path(sys.argv[1]);"
-        "print(experiment_id(connect(f'sqlite:///{project}/mlflow.db', project)))"
-    )
+    program = f"{CONNECT}print(experiment_id(connect(uri, project)))"
     command = [sys.executable, "-c", program, str(tmp_path)]
-    environment = {
-        "PYTHONPATH": str(SOURCE),
-        "DO_NOT_TRACK": "true",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-    }
-    processes = [
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) for _ in range(2)]
     finished = [(process.communicate(timeout=600), process.returncode) for process in processes]
     assert [code for _, code in finished] == [0, 0], finished[0][0][1]
     assert [out for (out, _), _ in finished] == ["1\n", "1\n"]  # 0 is MLflow's "Default"
+
+
+@pytest.mark.slow
+def test_a_creation_that_was_killed_begins_again(tmp_path):
+    """The kill comes between two of MLflow's migrations, which no later one can continue."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONNECT + KILL, str(tmp_path)], env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert {path.name for path in tmp_path.iterdir()} >= {"mlartifacts", "mlflow.db.new"}
+    client = connect(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
+    assert experiment_id(client) == "1"
+    assert {path.name for path in tmp_path.iterdir()} == {"mlartifacts", "mlflow.db"}
 
 
 def test_find_run_takes_the_newest_finished_run_of_the_recipe(client):

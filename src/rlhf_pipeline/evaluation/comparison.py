@@ -5,8 +5,9 @@ The driver imports this module, so it must not import torch.
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -39,12 +40,9 @@ from rlhf_pipeline.text_statistics import (
 BASELINE = "sft"
 BASE_MODEL = "base_model"  # the baseline without SFT
 INSTRUCT = "the instruct model"  # the name of a base model that has a chat template of its own
-
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
-
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
-
 ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
 
 
@@ -55,8 +53,7 @@ class Answer:
     row: int
     prompt: str
     response: str
-    scores: dict[str, float | None]
-    """Score by judge; None if the judge has no score for this prompt."""
+    scores: dict[str, float | None]  # by judge; None if the judge has none for this prompt
     kl: float | None = None
     """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens, or the
     answer is a text alone."""
@@ -64,17 +61,10 @@ class Answer:
     response_tokens: int = 0  # words of a text alone
     ended: bool | None = None  # None: a text alone
     source: str | None = None  # name of the prompt's source
-    messages: list[dict[str, str]] | None = None
-    """The prompt as messages. None in evaluations of earlier versions."""
+    messages: list[dict[str, str]] | None = None  # the prompt; None from earlier versions
     draw: int = 0  # number of this answer among those of the policy to this prompt
     right: tuple[float, float] | None = None
     """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""
-
-    def record(self) -> dict[str, Any]:
-        """The answer as JSON types; each score is a field."""
-        fields = asdict(self)
-        scores = fields.pop("scores")
-        return fields | {score_name(judge): score for judge, score in scores.items()}
 
 
 def score_name(judge: str) -> str:
@@ -89,11 +79,7 @@ def judge_title(name: str) -> str:
 
 def reward_title(names: Sequence[str]) -> str:
     """The names of rewards as they stand in a sentence; a weight may precede: "0.5 * trained"."""
-    parts = [name.rpartition(" * ") for name in names]
-    return " and ".join(
-        f"{weight}{times}{'the reward model' if name == 'trained' else name}"
-        for weight, times, name in parts
-    )
+    return " and ".join(re.sub(r"(^| \* )trained$", r"\1the reward model", name) for name in names)
 
 
 def baseline_of(evaluation: Mapping[str, Any]) -> str:
@@ -113,10 +99,12 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 
 
 def write_answers(answers: dict[str, list[Answer]], folder: Path) -> None:
-    """Write the answers of all policies, one line for each."""
-    lines = [
-        json.dumps({"policy": name} | a.record()) for name, given in answers.items() for a in given
-    ]
+    """Write the answers of all policies, one line for each; each score is a field."""
+    lines = []
+    for policy, given in answers.items():
+        for fields in map(asdict, given):
+            scores = {score_name(judge): x for judge, x in fields.pop("scores").items()}
+            lines.append(json.dumps({"policy": policy} | fields | scores))
     (folder / ANSWERS).write_text("\n".join(lines) + "\n")
 
 
@@ -137,9 +125,10 @@ def deciding_judge(judges: Collection[str], optimized: Collection[str]) -> str:
     The gold score; without it, the first judge of `evaluate.judges` that training has not
     optimized, or else the first one; the reward model only if there is no other judge.
     """
-    asked = [judge for judge in judges if judge not in (GOLD, REWARD_MODEL)]
-    independent = [judge for judge in asked if judge not in optimized]
-    return GOLD if GOLD in judges else next(iter(independent + asked), REWARD_MODEL)
+    if GOLD in judges:
+        return GOLD
+    asked = [judge for judge in judges if judge != REWARD_MODEL]
+    return min(asked, key=lambda judge: judge in optimized, default=REWARD_MODEL)
 
 
 def complete_judges(answers: list[Answer]) -> list[str]:
@@ -165,54 +154,35 @@ def compare(
 ) -> dict[str, Any]:
     """Compute the metrics of all policies, and the win rates against the baseline.
 
-    The policies are in this order: the baseline, the candidate, variants of the candidate. Their
-    answers are in the order of prompts and draws; draw i of all has equal randomness. `optimized`
-    are the judges that the candidate's training has optimized, `rewards` the rewards that it has
-    maximized. `drawn` are all draws of the baseline; None: no more than those of `answers`.
+    The policies are the baseline, the candidate, and its variants. Their answers are in the order
+    of prompts and draws; draw i of all has equal randomness. The candidate's training has optimized
+    the judges in `optimized`, and maximized `rewards`. `drawn` are all draws of the baseline; None:
+    those of `answers`.
     """
     baseline, candidate, *variants = answers
     drawn = answers[baseline] if drawn is None else drawn
-    prompts = len(by_prompt(answers[baseline], lambda a: a.row))
-    order = [GOLD, *(judge.label for judge in config.judges)]
-    place = {judge: number for number, judge in enumerate(order)} | {REWARD_MODEL: math.inf}
-    judges = sorted(complete_judges(answers[baseline]), key=lambda j: place.get(j, len(order)))
+    prompts = len({answer.row for answer in answers[baseline]})
+    order, scored = [GOLD, *(j.label for j in config.judges)], complete_judges(answers[baseline])
+    others = sorted(scored, key=REWARD_MODEL.__eq__)
+    judges = [j for j in order if j in scored] + [j for j in others if j not in order]
     decides = deciding_judge(judges, optimized)
     pairwise = {judge.label for judge in config.judges if isinstance(judge, PairwiseJudge)}
-    given = [answer for policy in answers.values() for answer in policy]
-    shares = [j for j in judges if j not in pairwise and {a.scores[j] for a in given} <= {0.0, 1.0}]
-    checked = any(isinstance(judge, ReferenceReward) for judge in config.judges)
-    checked &= all(a.right is not None for a in given)
-    policies = {name: summary(own, shares) for name, own in answers.items()}
-    right = {name: accuracies(own) for name, own in answers.items()} if checked else {}
-    for policy, found in right.items():
-        for name, values in found.items():
-            policies[policy] |= _with_ends(name, share_with_interval(values))
-    changes = {
-        name: dict(
-            zip(("change", *ENDS[1:]), difference(values, right[baseline][name]), strict=True)
-        )
-        for name, values in right.get(candidate, {}).items()
-    }
-
-    def win_rates(policy: str) -> dict[str, dict[str, Any]]:
-        ours, theirs = answers[policy], answers[baseline]
-        rates = independent(ours, drawn)
-        return {j: rate | {"paired": _paired(ours, theirs, j)} for j, rate in rates.items()}
+    policies, changes = _metrics(answers, [j for j in judges if j not in pairwise], config)
 
     def independent(ours: list[Answer], theirs: list[Answer]) -> dict[str, dict[str, Any]]:
         return {j: _independent(ours, theirs, j, one_each=j in pairwise) for j in judges}
 
-    def slices() -> dict[str, dict[str, Any]]:
-        """The win rates by source; empty if all prompts have the same one."""
-        found = {}
-        sources = sorted({a.source for a in drawn if a.source is not None})
-        for source in sources if len(sources) > 1 else ():
-            both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
-            rates = independent(*both).items()
-            shown = {judge: {k: rate[k] for k in (*ENDS, "n")} for judge, rate in rates}
-            found[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
-        return found
+    def win_rates(policy: str) -> dict[str, dict[str, Any]]:
+        rates = independent(answers[policy], drawn).items()
+        return {j: r | {"paired": _paired(answers[policy], answers[baseline], j)} for j, r in rates}
 
+    slices = {}
+    sources = sorted({a.source for a in drawn if a.source is not None})
+    for source in sources if len(sources) > 1 else ():
+        both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
+        rates = independent(*both).items()
+        shown = {judge: {key: rate[key] for key in (*ENDS, "n")} for judge, rate in rates}
+        slices[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
     return {
         "candidate": candidate,
         "prompts": prompts,
@@ -228,9 +198,31 @@ def compare(
         "policies": policies,
         "win_rates": win_rates(candidate),
         "variants": {policy: win_rates(policy) for policy in variants},
-        "slices": slices(),
+        "slices": slices,
         "changes": changes,
         "smallest_visible_win_rate": smallest_visible_win_rate(prompts),
+    }
+
+
+def _metrics(
+    answers: dict[str, list[Answer]], judges: Collection[str], config: EvaluateConfig
+) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """The metrics of each policy, and the changes of the accuracies if answers can be checked."""
+    given = [answer for policy in answers.values() for answer in policy]
+    shares = [judge for judge in judges if {a.scores[judge] for a in given} <= {0.0, 1.0}]
+    policies = {name: summary(own, shares) for name, own in answers.items()}
+    by_truth = any(isinstance(judge, ReferenceReward) for judge in config.judges)
+    if not by_truth or any(a.right is None for a in given):
+        return policies, {}
+    right = {name: accuracies(own) for name, own in answers.items()}
+    for policy, found in right.items():
+        for name, values in found.items():
+            policies[policy] |= with_ends(name, share_with_interval(values))
+    before, after, *_ = right.values()
+    ends = ("change", *ENDS[1:])
+    return policies, {
+        name: dict(zip(ends, difference(values, before[name]), strict=True))
+        for name, values in after.items()
     }
 
 
@@ -250,35 +242,31 @@ def _independent(
 def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, Any]:
     """The win rate of answers with equal draws, its exact test, and the gain."""
     scores = scores_by(ours, judge), scores_by(theirs, judge)
-    rate, (gain, lower, upper) = win_rate(*scores), standardized_gain(*scores)
-    more = {"gain": gain, "gain_lower": lower, "gain_upper": upper}
-    return asdict(rate) | more | {"p_value": sign_test(rate.wins, rate.losses)}
+    rate, gain = (win_rate(*scores), with_ends("gain", standardized_gain(*scores)))
+    return asdict(rate) | gain | {"p_value": sign_test(rate.wins, rate.losses)}
 
 
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
     KL and perplexity are missing if the baseline has other tokens than the policy; so are lengths
-    and endings if the answers are texts alone.
-
-    The scores of the judges in `shares` are 0 or 1; with several answers to a prompt, their pass@k
-    is `<judge>_pass_at_<k>` for k = 2, 4, ... `sft_perplexity` is that of all answers, per
-    token: a policy whose answers SFT would hardly write has a high one, whatever the judges say.
+    and endings if the answers are texts alone. The scores of the judges in `shares` are 0 or 1;
+    with several answers to a prompt, their pass@k is `<judge>_pass_at_<k>` for k = 2, 4, ...
+    `sft_perplexity`, per token, is high if SFT would hardly write the answers.
     """
-    scores = {score_name(judge): scores_by(answers, judge) for judge in complete_judges(answers)}
-    has_kl = all(a.kl is not None for a in answers)
-    columns = scores | ({"kl": by_prompt(answers, lambda a: a.kl)} if has_kl else {})
+    scores = {judge: scores_by(answers, judge) for judge in complete_judges(answers)}
     metrics: dict[str, float] = {}
-    for name, values in columns.items():
-        measure = share_with_interval if name in map(score_name, shares) else mean_with_interval
-        metrics |= _with_ends(name, measure(values))
+    for judge, values in scores.items():
+        measure = share_with_interval if judge in shares else mean_with_interval
+        metrics |= with_ends(score_name(judge), measure(values))
+    has_kl = all(a.kl is not None for a in answers)
+    if has_kl:
+        metrics |= with_ends("kl", mean_with_interval(by_prompt(answers, lambda a: a.kl)))
     for judge in shares:
-        values, k = scores[score_name(judge)], 2
-        while k <= len(values[0]):
-            metrics |= _with_ends(f"{judge}{OF_SEVERAL}{k}", share_with_interval(values, k))
-            k *= 2
-    texts = [a.response for a in answers]
-    tokens = [a.response_tokens for a in answers]
+        for k in (2**power for power in range(1, len(scores[judge][0]).bit_length())):
+            measured = share_with_interval(scores[judge], k)
+            metrics |= with_ends(f"{judge}{OF_SEVERAL}{k}", measured)
+    texts, tokens = [a.response for a in answers], [a.response_tokens for a in answers]
     if has_kl:
         logprobs = sum(a.sft_logprob or 0.0 for a in answers)
         metrics["sft_perplexity"] = math.exp(-logprobs / sum(tokens))
@@ -315,73 +303,38 @@ def accuracies(answers: list[Answer]) -> dict[str, list[list[float]]]:
     return found
 
 
-def _with_ends(name: str, measured: tuple[float, float, float]) -> dict[str, float]:
+def with_ends(name: str, measured: Iterable[float]) -> dict[str, float]:
     """A metric and the ends of its interval."""
     return dict(zip((name, f"{name}_lower", f"{name}_upper"), measured, strict=True))
 
 
 def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
-    """The mean scores of the best of n answers of one policy, for n = 1, 2, 4, ...
+    """The mean scores of the best of the first n `draws` of answers, for n = 1, 2, 4, ...
 
-    The reward model chooses among the first n draws; without it, the first judge that scored every
-    answer, the gold score last. A policy that has this KL and lower scores
-    got less out of the reward model than a choice among answers of SFT:
+    The reward model chooses; without it, the first judge that scored every answer, the gold score
+    last. A policy with this KL and lower scores got less out of the reward model than that choice:
 
         KL <= log n - (n - 1) / n
 
     Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3; that this is an
     upper bound: Beirami et al. 2024, https://arxiv.org/abs/2401.01879.
-
-    Args:
-        draws: the answers to the same prompts in order, once for each draw.
     """
-    judges, curve, n = complete_judges([a for given in draws for a in given]), [], 1
+    judges = complete_judges([a for given in draws for a in given])
     if not judges:
         raise StageError(
             "evaluate.best_of_n: found no judge that scores single answers, expected one to choose "
             "among them. Fix: add one to evaluate.judges, or set best_of_n to 0"
         )
-    by = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD))
-    name = score_name(by)
-    while n <= len(draws):
+    by, curve = min(judges, key=lambda judge: (judge != REWARD_MODEL, judge == GOLD)), []
+    for n in (2**power for power in range(len(draws).bit_length())):
         tried = zip(*draws[:n], strict=True)
         best = [max(given, key=lambda a: float(a.scores[by] or 0)) for given in tried]
-        score, lower, upper = mean_with_interval(scores_by(best, by))
         curve.append(
             {"n": n, "kl": math.log(n) - (n - 1) / n}
             | {score_name(judge): float(np.mean(scores_by(best, judge))) for judge in judges}
-            | {name: score, f"{name}_lower": lower, f"{name}_upper": upper}
+            | with_ends(score_name(by), mean_with_interval(scores_by(best, by)))
         )
-        n *= 2
     return curve
-
-
-def headline(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The evaluation as flat metrics.
-
-    `sft/...`, `ppo/...` (or another candidate); `win_rate/<judge>`, `length_controlled/<judge>`,
-    `paired_win_rate/<judge>` and `p_value/<judge>`; for a variant of the candidate `ppo_ema/...`
-    and `ppo_ema/win_rate_<judge>`.
-    """
-    metrics: dict[str, float] = {}
-    for policy, given in evaluation["policies"].items():
-        metrics |= {f"{policy}/{name}": value for name, value in given.items()}
-    for policy, value in evaluation.get("perplexity", {}).items():
-        metrics[f"{policy}/held_out_perplexity"] = value
-    for judge, counts in evaluation.get("pairwise_judges", {}).items():
-        metrics |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
-    rates: dict[str, Any] = {}
-    for judge, rate in evaluation["win_rates"].items():
-        metrics[f"p_value/{judge}"] = rate["paired"]["p_value"]
-        rates |= {f"win_rate/{judge}": rate, f"paired_win_rate/{judge}": rate["paired"]}
-        if rate["length_controlled"] is not None:
-            rates[f"length_controlled/{judge}"] = rate["length_controlled"]
-    for policy, given in evaluation["variants"].items():
-        rates |= {f"{policy}/win_rate_{judge}": rate for judge, rate in given.items()}
-    for name, rate in rates.items():
-        share, lower, upper = (rate[end] for end in ENDS)
-        metrics |= {name: share, f"{name}_lower": lower, f"{name}_upper": upper}
-    return metrics
 
 
 def by_prompt(answers: list[Answer], value: Callable[[Answer], Any]) -> list[list[float]]:

@@ -1,7 +1,7 @@
 """The gate: whether a candidate replaces the champion, with every number that decided.
 
 A candidate must beat the SFT baseline and the present champion on the same prompts, by a margin
-that means something, and must not have paid for it with a cheat that the judge does not see.
+that means something, and without a cheat that the judge does not see.
 """
 
 import math
@@ -26,10 +26,8 @@ class Evidence:
     judge: str  # the judge that decides
     independent: bool  # whether the candidate's training has not optimized that judge
     against: str = "SFT"  # the baseline as it stands in a sentence
-    champion: list[Answer] | None = None
-    """The answers of the present champion. None: the model has none, or the candidate is it."""
-    champion_judge: str | None = None
-    """The judge between candidate and champion. None: `judge`."""
+    champion: list[Answer] | None = None  # None: there is none, or the candidate is it
+    champion_judge: str | None = None  # between candidate and champion; None: `judge`
     champion_fault: str | None = None  # why the present champion could not answer the prompts
     reward_model_accuracy: float | None = None
     """Lower end of the 95% interval on the reward model's accuracy. None: unknown."""
@@ -83,11 +81,7 @@ def outcome(promoted: bool, refusals: Collection[str]) -> str:
 def decide(evidence: Evidence, config: RegisterConfig) -> Verdict:
     """Apply every condition; the verdict promotes if all of them hold."""
     alpha = allowed_error(evidence.tries)
-    checks = (
-        *_comparisons(evidence, config, alpha),
-        *_trust(evidence, config),
-        *_audits(evidence, config),
-    )
+    checks = (*_comparisons(evidence, config, alpha), *_audits(evidence, config))
     return Verdict(evidence.judge, evidence.independent, evidence.tries, 1 - alpha, checks)
 
 
@@ -103,15 +97,16 @@ def allowed_error(tries: int) -> float:
 
 
 def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> Iterator[Check]:
-    """The candidate beats SFT and the champion, by the judge that decides."""
+    """The candidate beats SFT and the champion, by a judge that can tell good answers from bad."""
     interval = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
-    rivals = {evidence.against: (evidence.baseline, evidence.judge)}
+    judge, independent = evidence.judge, evidence.independent
+    rivals = {evidence.against: (evidence.baseline, judge)}
     if evidence.champion is not None:
-        rivals["the champion"] = evidence.champion, evidence.champion_judge or evidence.judge
-    for name, (answers, judge) in rivals.items():
-        ours, theirs = (scores_by(given, judge) for given in (evidence.candidate, answers))
+        rivals["the champion"] = evidence.champion, evidence.champion_judge or judge
+    for name, (answers, by) in rivals.items():
+        ours, theirs = (scores_by(given, by) for given in (evidence.candidate, answers))
         lower, bound = win_rate(ours, theirs, alpha).lower, config.min_win_rate_lower
-        what = f"paired win rate against {name} by {judge_title(judge)}"
+        what = f"paired win rate against {name} by {judge_title(by)}"
         found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
         yield Check(what, found, expected, "min_win_rate_lower", lower > bound)
     if evidence.champion_fault is not None:
@@ -119,35 +114,31 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
         expected = "answers to the same prompts. Fix: set register.promote to always to replace "
         expected += "it, or register.model to another name to keep both"
         yield Check("the champion", found, expected, None, False)
-    both = evidence.candidate, evidence.baseline
-    ours, theirs = (scores_by(given, evidence.judge) for given in both)
+    ours, theirs = (scores_by(given, judge) for given in (evidence.candidate, evidence.baseline))
     _, lower, _ = standardized_gain(ours, theirs, alpha)
     what = f"gain over {evidence.against} in units of the scores' spread"
     found, least = f"{lower:.2f} as {interval}", config.min_gain
     yield Check(what, found, f"at least {least:g}", "min_gain", lower >= least)
-
-
-def _trust(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
-    """The judge can tell good answers from bad ones."""
-    accuracy = evidence.reward_model_accuracy
-    if evidence.judge == REWARD_MODEL:
+    if judge == REWARD_MODEL:
         what, found = "accuracy of the reward model, which decides", "no interval"
+        accuracy = evidence.reward_model_accuracy
         if accuracy is not None:
             found = f"{accuracy:.3f} as the lower end of its 95% interval"
         passed = accuracy is not None and accuracy > 0.5
         yield Check(what, found, "more than 0.5, which is chance", None, passed)
     if config.require_independent_judge:
-        found = evidence.judge + ("" if evidence.independent else ", which training has optimized")
+        found = judge + ("" if independent else ", which training has optimized")
         expected, parameter = "a judge that training has not optimized", "require_independent_judge"
-        yield Check("judge that decides", found, expected, parameter, evidence.independent)
+        yield Check("judge that decides", found, expected, parameter, independent)
 
 
 def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     """The candidate did not win by a known cheat, and has unlearned no task."""
-    pairs = list(zip(evidence.candidate, evidence.baseline, strict=True))
-    changed, sft = float(np.mean([a.response != b.response for a, b in pairs])), evidence.against
+    candidate, baseline, sft = evidence.candidate, evidence.baseline, evidence.against
+    ours, theirs = summary(candidate), summary(baseline)
+    pairs = zip(candidate, baseline, strict=True)
+    changed = float(np.mean([a.response != b.response for a, b in pairs]))
     yield Check(f"answers that differ from {sft}'s", f"{changed:.0%}", "some", None, changed > 0)
-    ours, theirs = summary(evidence.candidate), summary(evidence.baseline)
 
     if "kl" in ours:  # policies with one token contract
         kl, most = ours["kl"], config.max_kl
@@ -167,14 +158,14 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     what, expected = "repeated word triples of an answer", f"at most {most:.1%}"
     yield Check(what, f"{repeated:.1%}", expected, "max_repetition_rise", repeated <= most)
 
-    phrase, share = common_phrase([answer.response for answer in evidence.candidate])
+    phrase, share = common_phrase([answer.response for answer in candidate])
     # A part of the rest, because SFT may repeat itself: the bound stays below 1.
     most = theirs["phrase_share"] + config.max_phrase_rise * (1 - theirs["phrase_share"])
     what, found = "answers with the same phrase", f"{share:.1%} with {phrase!r}"
     yield Check(what, found, f"at most {most:.1%}", "max_phrase_rise", share <= most)
 
-    judge, least = evidence.judge, config.min_score_spread
-    spread = _spread(evidence.candidate, judge, _spread(evidence.baseline, judge))
+    own, unit = (float(np.std(scores_by(a, evidence.judge))) for a in (candidate, baseline))
+    spread, least = own / unit if unit else math.inf, config.min_score_spread
     expected = f"at least {least:g}: a saturated judge gives all answers one score"
     what = f"spread of the scores relative to {sft}'s"
     yield Check(what, f"{spread:.2f}", expected, "min_score_spread", spread >= least)
@@ -186,9 +177,3 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         expected = f"a fall of at most {config.max_task_drop:g}"
         passed = change + config.max_task_drop > -1e-9  # differences of shares are rounded
         yield Check(what, found, expected, "max_task_drop", passed)
-
-
-def _spread(answers: list[Answer], judge: str, unit: float = 1.0) -> float:
-    """Standard deviation of the scores, in multiples of `unit`; infinite if that is 0."""
-    spread = float(np.std(scores_by(answers, judge)))
-    return spread / unit if unit else math.inf

@@ -1,27 +1,23 @@
 """The words of an evaluation: the candidate, PPO or DPO, beside SFT or the base model.
 
-The evaluation is a dict of JSON types:
+The evaluation is a dict of JSON types, see `comparison.compare`:
 
-    candidate   "ppo", "grpo" or "dpo"
-    prompts     number of prompts
-    answers_per_prompt      answers of each policy to each of them
-    decoding    settings of the decoding
-    judge       the judge that decides about a promotion
-    independent whether the candidate's training has not optimized that judge
-    optimized   the judges that it has optimized
-    rewards     names of the rewards that it has maximized; none for DPO and distillation
-    reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     policies    by policy, the baseline first: metrics; `m_lower` and `m_upper` are the 95% interval
                 of the metric `m`
     win_rates   of the candidate against SFT, by judge: of answers that were drawn independently;
                 `paired` is that of answers with equal draws, with its test and the gain
+    variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
     changes     accuracies of the candidate minus the baseline's, on the same prompts: `change`,
                 `lower` and `upper` by metric
-    variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
+    judge       the judge that decides about a promotion
+    optimized   the judges that the candidate's training has optimized
+    rewards     names of the rewards that it has maximized; none for DPO and distillation
+    reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
     titles      names of policies as they stand in a sentence, where `title` has not the right one
 """
 
 from collections.abc import Collection, Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +36,7 @@ from rlhf_pipeline.evaluation.comparison import (
     score_name,
 )
 
-METRICS = {
+METRICS = {  # label and number format; z: a rounded zero has no sign
     "kl": ("KL from SFT (nats)", "z.2f"),
     "sft_perplexity": ("perplexity by SFT", "z.2f"),
     "response_tokens": ("response tokens", "z.1f"),
@@ -52,23 +48,18 @@ METRICS = {
     "repetition": ("repeated word triples of an answer", "z.3f"),
     "phrase_share": ("answers with the most common four words", "z.3f"),
 }
-"""Metric to its label and number format; z: a rounded zero has no sign. The judges' scores come
-before them."""
 
 ABSENT = "-"
-
 BAR = 40  # columns of the bar of wins, ties and losses
-
-KINDS = {
+KINDS = {  # character and colour in the bar
     "wins": ("\N{FULL BLOCK}", "green"),
     "ties": ("\N{MEDIUM SHADE}", "yellow"),
     "losses": ("\N{LIGHT SHADE}", "red"),
 }
-"""Outcome of a prompt to its character and colour in the bar."""
 
 
 def print_summary(evaluation: dict[str, Any], console: Console) -> None:
-    """Print the road, the verdict by each judge, the deciding one first, its bar, accuracies."""
+    """Print the road, the verdict by each judge, the bar of the deciding one, and accuracies."""
     console.print(Text(f"{road(evaluation)}.", "bold"))
     console.print(Text(summary(evaluation)))
     names, rate = titles(evaluation), evaluation["win_rates"][evaluation["judge"]]
@@ -85,9 +76,8 @@ def print_summary(evaluation: dict[str, Any], console: Console) -> None:
 
 def road(evaluation: Mapping[str, Any]) -> str:
     """What was compared with what: "GRPO against the instruct model"."""
-    names = titles(evaluation)
-    baseline = names[baseline_of(evaluation)]
-    baseline = f"the {baseline} model" if baseline_of(evaluation) == BASELINE else baseline
+    names, policy = titles(evaluation), baseline_of(evaluation)
+    baseline = f"the {names[policy]} model" if policy == BASELINE else names[policy]
     return f"{names[evaluation['candidate']]} against {baseline}"
 
 
@@ -111,23 +101,20 @@ def summary(evaluation: dict[str, Any]) -> str:
             "so length is a part of the difference."
         )
     sentences += _of_format(evaluation.get("changes", {}))
-    sentences += [
-        f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}."
-        for judge, other in evaluation["win_rates"].items()
-        if judge != deciding
-    ]
+    for judge, other in evaluation["win_rates"].items():
+        if judge != deciding:
+            sentences.append(f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}.")
     return " ".join(sentences)
 
 
 def _of_format(changes: Mapping[str, Mapping[str, float]]) -> list[str]:
     """A sentence if the strict accuracy has changed and the lenient one not, by their intervals."""
-    if not changes:
+    kinds = [changes[f"{kind}_accuracy"] for kind in ("strict", "lenient") if changes]
+    if [each["lower"] <= 0 <= each["upper"] for each in kinds] != [False, True]:
         return []
-    strict, lenient = (changes[f"{kind}_accuracy"] for kind in ("strict", "lenient"))
-    same = [each["lower"] <= 0 <= each["upper"] for each in (strict, lenient)]
-    word, shown = "gain" if strict["change"] > 0 else "loss", "strict {}, lenient {}."
-    found = shown.format(*(_change(each, "+.3f") for each in (strict, lenient)))
-    return [f"The {word} in accuracy is one of format: {found}"] if same == [False, True] else []
+    word = "gain" if kinds[0]["change"] > 0 else "loss"
+    strict, lenient = (_change(each, "+.3f") for each in kinds)
+    return [f"The {word} in accuracy is one of format: strict {strict}, lenient {lenient}."]
 
 
 def _change(change: Mapping[str, float], form: str) -> str:
@@ -167,29 +154,25 @@ def _interval(rate: dict[str, float]) -> str:
     return f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})"
 
 
-def _bar(rate: dict[str, float], candidate: str, baseline: str = "SFT") -> Text:
+def _bar(rate: dict[str, float], candidate: str, baseline: str) -> Text:
     """Wins, ties and losses as a bar of characters that differ without colours, too."""
-    edges = [0.0]
-    for kind in KINDS:
-        edges.append(edges[-1] + rate[kind] / rate["n"] * BAR)
+    edges = pairwise(accumulate((rate[kind] / rate["n"] * BAR for kind in KINDS), initial=0.0))
     blocks = [
         (character * (round(end) - round(start)), colour)
-        for (character, colour), start, end in zip(
-            KINDS.values(), edges[:-1], edges[1:], strict=True
-        )
+        for (character, colour), (start, end) in zip(KINDS.values(), edges, strict=True)
     ]
     counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
-    names = ((candidate, "bold"), (f" {baseline}", "bold"))
-    return Text.assemble(names[0], " ", *blocks, names[1], f"  {counts}")
+    ends = (candidate, "bold"), (f" {baseline}", "bold")
+    return Text.assemble(ends[0], " ", *blocks, ends[1], f"  {counts}")
 
 
 def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
     name = policy.replace("_", " ")
+    if policy in (BASE_MODEL, "baseline", "candidate"):
+        return f"the {name}"
     named = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
-    named["distill"] = "distillation"
-    named |= dict.fromkeys((BASE_MODEL, "baseline", "candidate"), f"the {name}")
-    return named.get(policy, name.upper())
+    return (named | {"distill": "distillation"}).get(policy, name.upper())
 
 
 def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:
@@ -200,10 +183,7 @@ def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:
 def metric_rows(
     evaluation: dict[str, Any], only: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Every metric, or some: label, value for each policy, and the candidate's minus SFT's.
-
-    Unknown metrics come last.
-    """
+    """Every metric, or some: label, value for each policy, and the candidate's minus SFT's."""
     changes = evaluation.get("changes", {})
     policies, candidate = evaluation["policies"], evaluation["candidate"]
     baseline, names = baseline_of(evaluation), titles(evaluation)
@@ -222,10 +202,11 @@ def metric_rows(
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
         label, form = known.get(name, (name.replace("_", " "), ".4g"))
-        ours, theirs = policies[candidate].get(name), policies[baseline].get(name)
-        both = ours is not None and theirs is not None
-        difference = f"{ours - theirs:+{form}}" if both else ABSENT
-        difference = _change(changes[name], f"+{form}") if name in changes else difference
+        difference = ABSENT
+        if name in changes:
+            difference = _change(changes[name], f"+{form}")
+        elif name in policies[candidate] and name in policies[baseline]:
+            difference = f"{policies[candidate][name] - policies[baseline][name]:+{form}}"
         values = (metric_value(metrics, name, form) for metrics in policies.values())
         rows.append((label, *values, difference))
     return rows
@@ -242,10 +223,7 @@ def metric_value(metrics: Mapping[str, float], name: str, form: str) -> str:
 
 def verdict(judge: str, rate: dict[str, float], policy: str) -> str:
     """Whether the whole interval of a win rate is on one side, in a sentence."""
-    if rate["lower"] > 0.5:
-        found = f"{policy} is better"
-    elif rate["upper"] < 0.5:
-        found = f"{policy} is worse"
-    else:
-        found = "no difference is shown"
+    found = "no difference is shown"
+    if rate["lower"] > 0.5 or rate["upper"] < 0.5:
+        found = f"{policy} is {'better' if rate['lower'] > 0.5 else 'worse'}"
     return f"By {judge_title(judge)}, {found}."

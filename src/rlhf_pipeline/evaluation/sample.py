@@ -27,11 +27,9 @@ from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import Rows, even_share, load_rows, sampled_rows, step_rows
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation.answering import Setup, answer_all, in_order, judge_all
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.evaluate import answer_all, in_order, judge_all
-from rlhf_pipeline.evaluation.pairwise import judge_pairs
-from rlhf_pipeline.evaluation.setup import Setup
-from rlhf_pipeline.evaluation.texts import load_judges
+from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.rollout.chat_model import reply_folder
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -58,11 +56,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
     own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
     together = pa.Table.from_batches([batch for file in files for batch in file.batches])
     prompts, judging = Rows.of(together).columns(own), config.judging(place)
-    seed = job.seed + table.round - 1
+    seed, judges = job.seed + table.round - 1, load_judges(job, judging)
     setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
-    setups, judges = {"policy": setup}, load_judges(job, judging)
-    scored, _ = answer_all({"policy": job.inputs["policy"]}, None, setups, None, config.n)
-    draws = judge_all(scored, job, judges, setups)
+    scored = answer_all({"policy": job.inputs["policy"]}, {"policy": setup}, config.n)
+    draws = judge_all(scored, job, judges, {"policy": setup})
     shared = {}
     for i, row in enumerate(own.tolist()):
         given = [each.sequences for each in scored.values()]
@@ -82,8 +79,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
         texts = [one.response for one in found]
         if chosen is not None and len({texts[n] for n in chosen}) < len(chosen):
             chosen = None  # equal answers, which were scored apart
-        samples[row] |= {"responses": texts, "scores": scores}
-        samples[row] |= {"ended": finished, "chosen": chosen}
+        samples[row] |= {"responses": texts, "scores": scores, "ended": finished, "chosen": chosen}
     metrics = write([samples[row] for row in sorted(samples)], job.export, table.kind, world.size)
     contract.write(job.export)
     MetricsFile(job.metrics_file, 1).write(1, metrics)

@@ -17,8 +17,8 @@ from transformers import set_seed
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.evaluation.comparison import baseline_of
-from rlhf_pipeline.evaluation.setup import Setup
+from rlhf_pipeline.evaluation.answering import Setup
+from rlhf_pipeline.evaluation.comparison import baseline_of, with_ends
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.statistics import mean_with_interval, share_with_interval
 
@@ -44,9 +44,10 @@ class SharedPolicy(HFLM):
 
         They travel as JSON: the harness itself would unpickle what any process sends.
         """
-        parts = self._world.gather({task: _plain(found) for task, found in obj.items()})
         if any(isinstance(found, list) for found in obj.values()):
-            return parts
+            kept = {task: [_read_fields(each) for each in found] for task, found in obj.items()}
+            return self._world.gather(kept)
+        parts = self._world.gather({task: [*found.items()] for task, found in obj.items()})
         return [{task: {tuple(k): v for k, v in part[task]} for task in part} for part in parts]
 
     def barrier(self) -> None:
@@ -121,18 +122,18 @@ class Tasks:
         interval is that of the differences on the same documents.
         """
         for policy, results in self._results.items():
-            metrics = evaluation["policies"][policy]
             for (task, metric), (value, shares) in results.items():
                 name = re.sub(r"[^\w./-]", "_", f"tasks/{task}/{metric}")  # MLflow refuses others
-                metrics[name] = value
+                measured = {name: value}
                 if shares:
                     is_share = {*shares} <= {0.0, 1.0}
                     measure = share_with_interval if is_share else mean_with_interval
-                    _, lower, upper = measure(shares)
-                    metrics |= {f"{name}_lower": lower, f"{name}_upper": upper}
+                    measured = with_ends(name, (value, *measure(shares)[1:]))
+                evaluation["policies"][policy] |= measured
         changes = evaluation["tasks"] = {}
-        for (task, metric), (value, ours) in self._results[evaluation["candidate"]].items():
-            _, theirs = self._results[baseline_of(evaluation)].get((task, metric), (value, None))
+        for key, (value, ours) in self._results[evaluation["candidate"]].items():
+            (task, metric), before = key, self._results[baseline_of(evaluation)]
+            _, theirs = before.get(key, (value, None))
             if task not in changes and ours and theirs:
                 pairs = zip(ours, theirs, strict=True)
                 change, lower, upper = mean_with_interval([a - b for a, b in pairs])
@@ -152,17 +153,15 @@ def _measured(
             metric, comma, answers = key.partition(",")
             if comma and isinstance(value, Real) and math.isfinite(value):
                 given = [each.get(metric) for each in samples if each["filter"] == answers]
-                label = metric if answers == "none" else f"{metric}/{answers}"
-                is_good = found["higher_is_better"][name].get(metric)
                 shares = _shares(given, float(value))
+                is_good = found["higher_is_better"][name].get(metric)
+                label = metric if answers == "none" else f"{metric}/{answers}"
                 yield (name, label), (float(value), shares if is_good else None)
 
 
-def _plain(found: dict[Any, Any] | list[dict[str, Any]]) -> list[Any]:
-    """Results as pairs of key and value; samples reduced to the fields that `_measured` reads."""
-    if isinstance(found, dict):
-        return [*found.items()]
-    return [{k: v for k, v in s.items() if k == "filter" or isinstance(v, Real)} for s in found]
+def _read_fields(sample: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a sample that `_measured` reads."""
+    return {k: v for k, v in sample.items() if k == "filter" or isinstance(v, Real)}
 
 
 def _shares(values: Sequence[Any], mean: float) -> list[float] | None:

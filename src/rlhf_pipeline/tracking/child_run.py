@@ -20,22 +20,14 @@ from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.events import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.tracking.store import (
-    DRIVER_TAG,
-    FINGERPRINT_TAG,
-    STAGE_TAG,
-    experiment_id,
-    find_run,
-)
+from rlhf_pipeline.tracking import store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import DatasetInput, Run
+    from mlflow.entities import DatasetInput
 
-DESCRIPTION_TAG = "mlflow.note.content"
-"""MLflow shows this tag as the description of a run."""
-TAG_LENGTH = 5000
-"""Characters of a tag's value that every version of MLflow accepts."""
+DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
+TAG_LENGTH = 5000  # characters of a tag's value that every version of MLflow accepts
 
 
 @dataclass
@@ -46,30 +38,23 @@ class ChildRun:
     """
 
     run: StageRun
-    end: tuple[Status, dict[str, float]] | None = None
-    """How the stage ended, until MLflow has it."""
+    end: tuple[Status, dict[str, float]] | None = None  # of the stage, until MLflow has it
     run_id: str | None = None
-    is_open: bool = False
-    """Whether it is known what MLflow has: false also after a failure."""
+    is_open: bool = False  # whether it is known what MLflow has: false also after a failure
     _logged: dict[str, int] = field(default_factory=dict)
     """The last step that MLflow has of each metric. A resumed program reports some steps again, and
     an outage can begin in the middle of a record."""
-    _last: tuple[int, int | None] = 0, None
-    """Step and time of the newest record, milliseconds since 1970."""
-    _is_closed: bool = False
-    """Whether MLflow has the end, and lacks at most the report and its files."""
+    _last: tuple[int, int | None] = 0, None  # step and milliseconds since 1970 of the newest record
+    _is_closed: bool = False  # whether MLflow has the end, and lacks at most the report's files
 
     def reconcile(
         self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Send what the work directory has and MLflow lacks, with the end of a stage that ended.
-
-        `records` are those of the metrics file that are new; a run that is opened gets all.
-        """
+        """Send what the work directory has and MLflow lacks; `records` of the metrics file are new,
+        and a run that is opened gets all."""
         if not self._is_closed:
             if not self.is_open:
-                known = self._open(client, parent)
-                self._log_missing(client, known)
+                self._open(client, parent)
                 records, self.is_open = read_json_lines(self.run.metrics_file), True
             self._log(client, records)
         if self.end is not None:
@@ -80,50 +65,43 @@ class ChildRun:
                 log_result(client, str(self.run_id), self.run)
             self.end, self.is_open, self._is_closed = None, False, False
 
-    def _open(self, client: MlflowClient, parent: str) -> Run:
-        """Open the run of this stage again, or the unfinished one of the recipe, or create one.
-
-        The run of this stage may be closed already: the store failed after that.
-        """
-        run, self._logged = self.run, {}
-        self.run_id = self.run_id or find_run(client, run.fingerprint, finished=False)
-        if self.run_id is not None:
-            client.update_run(self.run_id, status="RUNNING")
-            client.set_tag(self.run_id, "mlflow.parentRunId", parent)
-            client.set_tag(self.run_id, DRIVER_TAG, this_process())
-            return client.get_run(self.run_id)
-        records = read_json_lines(run.metrics_file)
-        opened = client.create_run(
-            experiment_id(client),
-            start_time=_milliseconds(records[0]) if records else None,
-            run_name=f"{run.title} {run.fingerprint[:4]}",
-            tags={
-                "mlflow.parentRunId": parent,
-                STAGE_TAG: run.stage,
-                DRIVER_TAG: this_process(),
-                FINGERPRINT_TAG: run.fingerprint,
-                "rlhf.directory": str(run.directory),
-                **mixture_tag(run.mixture),
-                **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
-            },
-        )
-        self.run_id = opened.info.run_id
-        return opened
-
-    def _log_missing(self, client: MlflowClient, opened: Run) -> None:
-        """Log the parameters and inputs that MLflow lacks, and note the metrics that it has.
-
-        MLflow refuses to change a parameter, and operational ones can differ between attempts.
-        """
+    def _open(self, client: MlflowClient, parent: str) -> None:
+        """Open the run of this stage again, which may be closed, or the unfinished one of the
+        recipe, or create one, and log the parameters that it lacks: MLflow refuses to change one,
+        and operational ones can differ between attempts."""
         from mlflow.entities import Param
 
-        known, wanted = opened.data.params, parameters(self.run.config, self.run.seed)
+        run, own = self.run, {"mlflow.parentRunId": parent, store.DRIVER_TAG: this_process()}
+        self.run_id = self.run_id or store.find_run(client, run.fingerprint, finished=False)
+        if self.run_id is not None:
+            client.update_run(self.run_id, status="RUNNING")
+            for name, value in own.items():
+                client.set_tag(self.run_id, name, value)
+            opened = client.get_run(self.run_id)
+        else:
+            records = read_json_lines(run.metrics_file)
+            opened = client.create_run(
+                store.experiment_id(client),
+                start_time=_milliseconds(records[0]) if records else None,
+                run_name=f"{run.title} {run.fingerprint[:4]}",
+                tags={
+                    **own,
+                    store.STAGE_TAG: run.stage,
+                    store.FINGERPRINT_TAG: run.fingerprint,
+                    "rlhf.directory": str(run.directory),
+                    **mixture_tag(run.mixture),
+                    **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
+                },
+            )
+        self.run_id = str(opened.info.run_id)
+        known, wanted = opened.data.params, parameters(run.config, run.seed)
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
         client.log_batch(self.run_id, params=missing)
-        log_data_read(client, str(self.run_id), self.run)
-        for name in opened.data.metrics:
-            history = client.get_metric_history(self.run_id, name)
-            self._logged[name] = max(point.step for point in history)
+        log_data_read(client, self.run_id, run)
+        self._logged = {
+            name: max(point.step for point in client.get_metric_history(self.run_id, name))
+            for name in opened.data.metrics
+        }
 
     def _log(self, client: MlflowClient, records: Sequence[dict[str, Any]]) -> None:
         """Send records that MLflow lacks, with their own step and time."""
@@ -143,9 +121,8 @@ class ChildRun:
     def _finish(self, client: MlflowClient, status: Status, metrics: dict[str, float]) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.
 
-        Training exports the best model, whose metrics are of an earlier step. The run's description
-        lists them. Only the step and the headline become metrics, `exported/...`: a chart with one
-        point says little.
+        Training exports the best model, whose metrics are of an earlier step: the run's description
+        lists them, and only step and headline become metrics, `exported/...`, of one point each.
         """
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
@@ -155,19 +132,15 @@ class ChildRun:
         if "step" in metrics:
             shown = [name for name in ("step", *self.run.headline_metrics) if name in metrics]
             result = {f"exported/{name.replace('/', '_')}": metrics[name] for name in shown}
-            client.set_tag(self.run_id, DESCRIPTION_TAG, _exported(metrics))
+            rows = [f"| {name} | {x:.6g} |" for name, x in metrics.items() if name != "step"]
+            title = f"The exported model, of step {metrics['step']:.0f}:"
+            description = "\n".join([title, "", "| metric | value |", "|---|---|", *rows])
+            client.set_tag(self.run_id, DESCRIPTION_TAG, description)
         at = time_ms or get_current_time_millis()
         points = [Metric(name, float(value), at, step) for name, value in result.items()]
         client.log_batch(self.run_id, metrics=points)
         # A reused stage ended when its last record was written.
         client.set_terminated(self.run_id, status, time_ms if self.run.cached else None)
-
-
-def _exported(metrics: Mapping[str, float]) -> str:
-    """The description of a run that exported its best model."""
-    rows = [f"| {name} | {value:.6g} |" for name, value in metrics.items() if name != "step"]
-    title = f"The exported model, of step {metrics['step']:.0f}:"
-    return "\n".join([title, "", "| metric | value |", "|---|---|", *rows])
 
 
 def mixture_tag(mixture: Mapping[str, list[str]]) -> dict[str, str]:
@@ -181,10 +154,9 @@ def _milliseconds(record: dict[str, Any]) -> int:
 
 
 def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
-    """Flatten a configuration: {"ppo": {"lr": 1e-6}} becomes {"ppo.lr": "1e-06"}.
+    """Flatten a configuration: {"ppo": {"lr": 1e-6}} becomes {"ppo.lr": "1e-06"}, as in job.json.
 
-    Values other than strings are written as JSON, as in job.json. A character that MLflow refuses
-    in a name, which a user's key can contain, becomes an underscore.
+    A character that MLflow refuses in a name, which a user's key can contain, becomes "_".
     """
     from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
 
@@ -203,10 +175,8 @@ def truncate(value: str, length: int) -> str:
 
 def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
     """Log the inputs that are data: records of sources, and folders of the split."""
-    contexts = {
-        "source": "source",
-        "split": "evaluation" if run.stage.startswith("evaluate") else "training",
-    }
+    is_evaluation = run.stage.startswith("evaluate")
+    contexts = {"source": "source", "split": "evaluation" if is_evaluation else "training"}
     read = []
     for name, path in run.inputs.items():
         artifact = artifact_of(path)
@@ -243,28 +213,19 @@ def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
     assert artifact is not None
     manifest = Manifest.read(artifact)
     folder = path.relative_to(artifact).as_posix() if path != artifact else ""
+    name = f"split/{folder}".rstrip("/")
     if manifest.stage == "source":
         name = SourceConfig.model_validate(manifest.config["source"]).label()
-    else:
-        name = f"split/{folder}".rstrip("/")
-    location = {
-        "uri": str(path.resolve()),
-        "stage": manifest.stage,
-        "fingerprint": manifest.fingerprint,
-    }
-    return DatasetInput(
-        Dataset(
-            name,
-            digest[:MAX_DATASET_DIGEST_SIZE],
-            source_type="local",
-            source=json.dumps(location),
-            profile=json.dumps(_metrics(manifest, folder)),
-        ),
-        tags=[InputTag(MLFLOW_DATASET_CONTEXT, context)],
-    )
-
-
-def _metrics(manifest: Manifest, folder: str) -> dict[str, float]:
+    location = {"uri": str(path.resolve()), "stage": manifest.stage}
+    location["fingerprint"] = manifest.fingerprint
     prefix = f"{folder}_" if folder else ""
-    metrics = ((name.partition("/")[2], value) for name, value in manifest.metrics.items())
-    return {name.removeprefix(prefix): x for name, x in metrics if name.startswith(prefix)}
+    metrics = {key.partition("/")[2]: x for key, x in manifest.metrics.items()}
+    own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
+    data_set = Dataset(
+        name,
+        digest[:MAX_DATASET_DIGEST_SIZE],
+        source_type="local",
+        source=json.dumps(location),
+        profile=json.dumps(own),
+    )
+    return DatasetInput(data_set, tags=[InputTag(MLFLOW_DATASET_CONTEXT, context)])

@@ -19,22 +19,13 @@ from rlhf_pipeline.evaluation.report import titles, verdict
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
+from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.child_run import (
     DESCRIPTION_TAG,
     TAG_LENGTH,
     ChildRun,
     log_result,
     truncate,
-)
-from rlhf_pipeline.tracking.store import (
-    DRIVER_TAG,
-    VERDICT_TAG,
-    close_orphans,
-    connect,
-    experiment_id,
-    find_run,
-    request_limits,
-    save_end,
 )
 
 if TYPE_CHECKING:
@@ -43,42 +34,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIPELINE = "the pipeline run"
-PAGE = "evaluation.html"
-"""The artifact of an evaluation's run that shows it."""
-RETRY_S = 60.0
-"""Seconds between attempts to reach a failed store while a stage runs."""
+PAGE = "evaluation.html"  # the artifact of an evaluation's run that shows it
+RETRY_S = 60.0  # between attempts to reach a failed store while a stage runs
 
 
 class MlflowTracker(StageListener):
     """Records stages in MLflow.
 
     A store that fails costs one warning and never a stage. Missing records are sent from disk:
-    after an outage as soon as the store answers again; those that this pipeline run could not send,
-    by the next one that runs or reuses the stage. The next pipeline run also closes orphaned runs.
+    after an outage as soon as the store answers again, or by the next pipeline run that runs or
+    reuses the stage, which also closes orphaned runs.
 
     A recipe has one child run over all its attempts: an unfinished run of the same fingerprint is
     resumed. A reused stage is linked from the parent by the tag `rlhf.cached.<stage>`.
     """
 
     def __init__(self, uri: str, project: Path) -> None:
-        self._uri = uri
-        self._project = project
-        self._name = "pipeline"
-        self._tags: dict[str, str] = {}
-        self._params: dict[str, str] = {}
+        self._uri, self._project = uri, project
+        self.describe("pipeline", {})
         self._client: MlflowClient | None = None
         self._parent: str | None = None
-        self._stages: dict[str, ChildRun] = {}
-        """The launched stages by fingerprint."""
+        self._stages: dict[str, ChildRun] = {}  # the launched ones, by fingerprint
         self._failed_at: float | None = None
 
     def describe(
         self, run_name: str, tags: dict[str, str], params: dict[str, str] | None = None
     ) -> None:
-        """Set name, tags and parameters of the parent run, which the first stage opens.
-
-        A command that fails before its first stage therefore leaves no run.
-        """
+        """Describe the parent run, which the first stage opens: no earlier failure leaves a run."""
         self._name, self._tags, self._params = run_name, tags, params or {}
 
     def open(self) -> None:
@@ -87,10 +69,7 @@ class MlflowTracker(StageListener):
             self._connect()
 
     def end(self, status: Status, summary: str = "") -> None:
-        """Close the parent run with the real status of the pipeline.
-
-        `summary` is its description, as Markdown: the verdict, or the reason of a failure.
-        """
+        """Close the parent run. `summary` is its description: the verdict, or why it failed."""
         self.catch_up()
         if self._parent is not None:
             with self._tolerate_failure(PIPELINE, self._parent, status):
@@ -144,14 +123,13 @@ class MlflowTracker(StageListener):
         """Log the page of an evaluation as an artifact of the evaluation's run."""
         with self._tolerate_failure("the page"):
             client, _ = self._connect()
-            run_id = find_run(client, fingerprint)
+            run_id = store.find_run(client, fingerprint)
             if run_id is not None:
                 client.log_text(run_id, page, PAGE)
 
     def log_verdict(self, fingerprint: str, evaluation: Mapping[str, Any]) -> None:
         """Log an evaluation to its run and to the parent, as columns of MLflow's list: the verdict,
-        the win rate by the judge that decides, and the score of the reward model or else its
-        score."""
+        the win rate by its judge, and the score of the reward model or else of that judge."""
         from mlflow.entities import Metric
 
         judge, candidate = evaluation["judge"], evaluation["candidate"]
@@ -161,56 +139,50 @@ class MlflowTracker(StageListener):
         columns |= {} if score is None else {"eval/score": score}  # a judge of pairs has none
         with self._tolerate_failure("the verdict"):
             client, parent = self._connect()
-            for run_id in filter(None, (parent, find_run(client, fingerprint))):
+            for run_id in filter(None, (parent, store.find_run(client, fingerprint))):
                 started = client.get_run(run_id).info.start_time  # a repeated point is one point
                 points = [Metric(name, value, started, 0) for name, value in columns.items()]
                 client.log_batch(run_id, metrics=points)
-                client.set_tag(
-                    run_id, VERDICT_TAG, verdict(judge, rate, titles(evaluation)[candidate])
-                )
+                words = verdict(judge, rate, titles(evaluation)[candidate])
+                client.set_tag(run_id, store.VERDICT_TAG, words)
 
     def _connect(self) -> tuple[MlflowClient, str]:
         """Return client and parent run, created at the first call that reaches the store."""
         from mlflow.entities import Param
-        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH as LENGTH
 
         if self._client is None:
-            self._client = connect(self._uri, self._project)
+            self._client = store.connect(self._uri, self._project)
         if self._parent is None:
-            experiment = experiment_id(self._client)
+            experiment = store.experiment_id(self._client)
             tags = {key: truncate(value, TAG_LENGTH) for key, value in self._tags.items()}
-            self._parent = self._client.create_run(
-                experiment, run_name=self._name, tags={DRIVER_TAG: this_process(), **tags}
-            ).info.run_id
-            params = [
-                Param(name, truncate(value, MAX_PARAM_VAL_LENGTH))
-                for name, value in self._params.items()
-            ]
+            tags = {store.DRIVER_TAG: this_process(), **tags}
+            opened = self._client.create_run(experiment, run_name=self._name, tags=tags)
+            self._parent = opened.info.run_id
+            params = [Param(name, truncate(value, LENGTH)) for name, value in self._params.items()]
             self._client.log_batch(self._parent, params=params)
-            close_orphans(self._client, self._project, experiment)
+            store.close_orphans(self._client, self._project, experiment)
         return self._client, self._parent
 
     def _log_headline(self, run: StageRun, metrics: dict[str, float]) -> None:
         """Log the metrics that the progress display shows to the parent run, too."""
         client, parent = self._connect()
-        for name in run.headline_metrics:
-            if name in metrics:
-                is_own = name.startswith(f"{run.stage}/")
-                full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
-                client.log_metric(parent, full, metrics[name])
+        for name in filter(metrics.__contains__, run.headline_metrics):
+            is_own = name.startswith(f"{run.stage}/")
+            full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
+            client.log_metric(parent, full, metrics[name])
 
     def _link(self, client: MlflowClient, parent: str, stage: ChildRun) -> None:
         """Link the run that trained a reused stage; send it from disk if the store lacks it."""
-        run = stage.run
-        trained = find_run(client, run.fingerprint)
+        run, trained = stage.run, store.find_run(client, stage.run.fingerprint)
         if trained is not None:
             client.set_tag(parent, f"rlhf.cached.{run.stage}", trained)
         metrics = Manifest.read(run.export).metrics
-        if trained is None:
+        if trained is not None:
+            log_result(client, trained, run)
+        else:
             stage.end = "FINISHED", metrics
             stage.reconcile(client, parent)
-        else:
-            log_result(client, trained, run)
         self._log_headline(run, metrics)
 
     @contextmanager
@@ -221,25 +193,28 @@ class MlflowTracker(StageListener):
         status: Status | None = None,
         stage: ChildRun | None = None,
     ) -> Iterator[None]:
-        """Turn a failure of the store into one warning for each outage.
-
-        If the run `run_id` was to end in the block, its `status` is saved.
-        """
+        """Turn a failure of the store into one warning for each outage; save the `status` of a run
+        that was to end in the block."""
         failed_before = self._failed_at is not None
         try:
-            with request_limits(after_failure=failed_before):
+            with store.request_limits(after_failure=failed_before):
                 yield
             self._failed_at = None
         except Exception as error:  # drivers, HTTP clients and migrations have exceptions apart
-            _raise_interruption(error)
+            reasons = [*causes(error)]
+            for cause in reasons:  # MLflow wraps a signal that arrives in a database call
+                if isinstance(cause, Interrupted):
+                    raise cause from None
             self._failed_at = time.monotonic()
             if stage is not None:
                 stage.is_open = False
             if run_id is not None and status is not None:
-                save_end(self._project, run_id, status, round(time.time() * 1000))
+                store.save_end(self._project, run_id, status, round(time.time() * 1000))
             if not failed_before:
+                # "connection refused" says more than the exceptions around it
+                root = f"{type(reasons[-1]).__name__}: {str(reasons[-1]).partition(chr(10))[0]}"
                 self._warn(
-                    f"does not record {what} ({_root_cause(error)}); training continues, "
+                    f"does not record {what} ({root}); training continues, "
                     "metrics.jsonl has every number, and missing records are sent when the store "
                     "answers again, at the latest by the next `kedro run` of the same stages"
                 )
@@ -249,16 +224,3 @@ class MlflowTracker(StageListener):
 
     def _warn(self, text: str) -> None:
         logger.warning(without_secrets(f"MLflow at {self._uri} {text}"))
-
-
-def _raise_interruption(error: Exception) -> None:
-    """Raise the interruption inside: MLflow wraps a signal that arrives in a database call."""
-    for cause in causes(error):
-        if isinstance(cause, Interrupted):
-            raise cause
-
-
-def _root_cause(error: Exception) -> str:
-    """The first cause in one line; "connection refused" says more than the exceptions around it."""
-    *_, root = causes(error)
-    return f"{type(root).__name__}: {str(root).partition(chr(10))[0]}"

@@ -32,56 +32,40 @@ from rlhf_pipeline.evaluation.comparison import (
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary, titles
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.registry import Champion
-from rlhf_pipeline.tracking.store import (
-    DIGEST_TAG,
-    FINGERPRINT_TAG,
-    STAGE_TAG,
-    VERDICT_TAG,
-    connect,
-    find_run,
-    is_server,
-    request_limits,
-    tracking_uri,
-)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-UPLOAD = "policy"
-"""Folder of a run's artifacts with the policy, on a server."""
-
-TRY_TAG = "rlhf.try."
-"""Prefix of a tag with the number of a try, one for each test set."""
+UPLOAD = "policy"  # folder of a run's artifacts with the policy, on a server
+TRY_TAG = "rlhf.try."  # prefix of a tag with the number of a try, one for each test set
+_ENDS = ("_lower", "_upper")
 
 
 @dataclass(frozen=True)
 class Policy:
     """A finished policy and its metrics in the evaluation."""
 
-    folder: Path
-    """The published artifact, which contains a manifest."""
-    metrics: dict[str, float]
-    """`eval/...` to value."""
-    description: str = ""
-    """Description of the version in the registry."""
+    folder: Path  # the published artifact, which contains a manifest
+    metrics: dict[str, float]  # `eval/...` to value
+    description: str = ""  # that of the version in the registry
 
 
 @dataclass(frozen=True)
 class Registration:
-    """The state of the registry after a registration, as JSON types."""
+    """The state of the registry after a registration, as JSON types.
+
+    A stage is "sft" or "base_model", and that of the candidate.
+    """
 
     model: str
-    versions: dict[str, str]
-    """Stage ("sft" or "base_model", and that of the candidate) to version."""
-    runs: dict[str, str]
-    """Stage to the id of the run that trained the policy."""
-    digests: dict[str, str]
-    """Stage to the content digest of the policy."""
+    versions: dict[str, str]  # stage to version
+    runs: dict[str, str]  # stage to the id of the run that trained the policy
+    digests: dict[str, str]  # stage to the content digest of the policy
     aliases: dict[str, str]
     """Every alias of the model to its version; "champion" is missing before the first promotion."""
-    promoted: bool
-    """Whether the candidate is the champion."""
+    promoted: bool  # whether the candidate is the champion
     verdict: dict[str, Any]
     """Every condition of the gate, see `rlhf_pipeline.evaluation.gate.Verdict`."""
 
@@ -99,39 +83,31 @@ def register_evaluated(
     """Register the policies of an evaluation with its metrics, and apply the gate.
 
     The gate reads the answers of the evaluation and those of the present champion to the same
-    prompts, in the evaluation `answered`. The other artifacts are published; `sources` are those of
-    the data; `project` contains the tracking database, unless MLFLOW_TRACKING_URI is set.
+    prompts, in the evaluation `answered`. `sources` are those of the data.
 
     Raises StageError, see `register`, and ArtifactError if an earlier version made the evaluation.
     """
     compared = read_evaluation(evaluation)
-    candidate, judge = compared["candidate"], compared["judge"]
-    rate, baseline = compared["win_rates"][judge], baseline_of(compared)
-    name = titles(compared)[baseline].removeprefix("the ").capitalize() + " as"
-    name = "SFT" if baseline == BASELINE else name
+    candidate, baseline = compared["candidate"], baseline_of(compared)
+    rate = compared["win_rates"][compared["judge"]]
+    title = titles(compared)[baseline].removeprefix("the ").capitalize() + " as"
+    title = "SFT" if baseline == BASELINE else title
     # The run of the evaluation has the intervals; here they would hide the values.
     metrics = {
-        policy: {
-            f"eval/{name}": value
-            for name, value in given.items()
-            if not name.endswith(("_lower", "_upper"))
-        }
+        policy: {f"eval/{name}": x for name, x in given.items() if not name.endswith(_ENDS)}
         for policy, given in compared["policies"].items()
     }
-    metrics[candidate] |= {
-        f"eval/win_rate{suffix}": rate[key]
-        for key, suffix in (("rate", ""), ("lower", "_lower"), ("upper", "_upper"))
-    }
+    metrics[candidate]["eval/win_rate"] = rate["rate"]
+    metrics[candidate] |= {f"eval/win_rate{end}": rate[end[1:]] for end in _ENDS}
     evidence = _evidence(evaluation, champion, answered)
     data = ", ".join(source.label() for source in sources)
+    about = f"{title} baseline. Data: {data}", f"{summary(compared)} Data: {data}"
     asked = {answer.source for answer in evidence.candidate}
-    with request_limits(uploads=True):
+    with store.request_limits(uploads=True):
         return register(
-            connect(tracking_uri(project), project),
-            sft=Policy(sft_model, metrics[baseline], f"{name} baseline. Data: {data}"),
-            candidate=Policy(
-                candidate_model, metrics[candidate], f"{summary(compared)} Data: {data}"
-            ),
+            store.connect(store.tracking_uri(project), project),
+            sft=Policy(sft_model, metrics[baseline], about[0]),
+            candidate=Policy(candidate_model, metrics[candidate], about[1]),
             test_set=", ".join(sorted(s.label() for s in sources if s.name in asked)),
             beaten=None if champion is None else champion.version,
             judged=lambda tries: decide(replace(evidence, tries=tries), config),
@@ -175,18 +151,12 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
 def conditions(evaluation: Path) -> dict[str, Any]:
     """What two evaluations must share, so that their answers can be compared prompt by prompt."""
     manifest = Manifest.read(evaluation)
-    judges = {
-        name: digest
-        for name, digest in manifest.inputs.items()
-        if name == "reward_model" or name.startswith((JUDGE_PREFIX, TASK_PREFIX))
-    }
-    prompts = {digest for name, digest in manifest.inputs.items() if name.endswith("prompts")}
-    given = manifest.config["evaluate"]
+    inputs, judging = manifest.inputs.items(), (JUDGE_PREFIX, TASK_PREFIX)
     return {
-        **judges,
-        "prompts": sorted(prompts),
+        **{n: digest for n, digest in inputs if n == "reward_model" or n.startswith(judging)},
+        "prompts": sorted({digest for name, digest in inputs if name.endswith("prompts")}),
         "seed": manifest.seed,
-        "evaluate": json.dumps(given, sort_keys=True),
+        "evaluate": json.dumps(manifest.config["evaluate"], sort_keys=True),
     }
 
 
@@ -206,34 +176,36 @@ def register(
     `sft-baseline` and `candidate` always move to the two versions; `champion` moves to the
     candidate as `promote` says. `judged` is the verdict of the gate at the k-th candidate for the
     test set with this name; it becomes a tag of the version, and that of a champion stays. `beaten`
-    is the version of the champion that the verdict compared. The metrics of the evaluation are
-    logged to the run that trained each policy, where MLflow's comparison of versions reads them.
+    is the version of the champion that the verdict compared. The metrics are logged to the run that
+    trained each policy, where MLflow's comparison of versions reads them.
 
-    A version refers to the local folder of its policy. A tracking server cannot read local files,
-    so the policies are uploaded to their runs first. Raises StageError if the training run of a
-    policy is not in the store, or the store fails.
+    A version refers to the local folder of its policy, which a tracking server cannot read: it gets
+    an upload. Raises StageError if the store fails, or has no training run of a policy.
     """
     from mlflow.exceptions import MlflowException
 
     try:
-        _create_model(client, model)
+        try:
+            client.create_registered_model(model)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         names = [Manifest.read(policy.folder).stage for policy in (sft, candidate)]
         names[1] = "candidate" if names[0] == names[1] else names[1]  # two imported models
         policies = dict(zip(names, (sft, candidate), strict=True))
         runs = {stage: _training_run(client, policy) for stage, policy in policies.items()}
-        versions = {}
-        for stage, policy in policies.items():
-            versions[stage] = _version(client, model, policy, runs[stage])
-            _log_evaluation(client, runs[stage], policy.metrics)
-            _describe(client, model, versions[stage], policy)
+        versions = {
+            stage: _version(client, model, policy, runs[stage])
+            for stage, policy in policies.items()
+        }
         baseline, version = versions.values()
         present = _aliases(client, model).get(CHAMPION)
         tags = client.get_model_version(model, version).tags
-        if present == version and VERDICT_TAG in tags:
-            verdict = json.loads(tags[VERDICT_TAG])
+        if present == version and store.VERDICT_TAG in tags:
+            verdict = json.loads(tags[store.VERDICT_TAG])
         else:
             verdict = judged(count_try(client, model, version, test_set)).record()
-            client.set_model_version_tag(model, version, VERDICT_TAG, json.dumps(verdict))
+            client.set_model_version_tag(model, version, store.VERDICT_TAG, json.dumps(verdict))
         moved = {"sft-baseline": baseline, "candidate": version}
         if {"never": False, "gate": not verdict["refusals"], "always": True}[promote]:
             _expect_beaten(client, model, present, beaten, version)
@@ -242,9 +214,9 @@ def register(
             client.set_registered_model_alias(model, alias, number)
         aliases = _aliases(client, model)
     except MlflowException as error:
-        store = without_secrets(client.tracking_uri)
+        address = without_secrets(client.tracking_uri)
         raise StageError(
-            f"MLflow at {store} did not register {model}: {without_secrets(str(error))}. All "
+            f"MLflow at {address} did not register {model}: {without_secrets(str(error))}. All "
             "policies are trained. Fix: when the store answers, repeat the `kedro run`; it reuses "
             "finished stages"
         ) from None  # the error itself can contain the store's password
@@ -268,16 +240,6 @@ def count_try(client: MlflowClient, model: str, version: str, test_set: str) -> 
     return numbers[version]
 
 
-def _create_model(client: MlflowClient, model: str) -> None:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.create_registered_model(model)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-
-
 def _aliases(client: MlflowClient, model: str) -> dict[str, str]:
     aliases = client.get_registered_model(model).aliases
     return {alias: str(version) for alias, version in aliases.items()}
@@ -285,7 +247,7 @@ def _aliases(client: MlflowClient, model: str) -> dict[str, str]:
 
 def _training_run(client: MlflowClient, policy: Policy) -> str:
     manifest = Manifest.read(policy.folder)
-    run_id = find_run(client, manifest.fingerprint)
+    run_id = store.find_run(client, manifest.fingerprint)
     if run_id is None:
         raise StageError(
             f"MLflow at {without_secrets(client.tracking_uri)} has no finished run of "
@@ -297,58 +259,50 @@ def _training_run(client: MlflowClient, policy: Policy) -> str:
 
 
 def _version(client: MlflowClient, model: str, policy: Policy, run_id: str) -> str:
-    """The version with exactly this content, created if missing."""
+    """The version with exactly this content, created if missing; log and show its evaluation."""
     manifest, digest = Manifest.read(policy.folder), content_digest(policy.folder)
-    same = (
-        f"tags.`{FINGERPRINT_TAG}` = '{manifest.fingerprint}' and tags.`{DIGEST_TAG}` = '{digest}'"
-    )
-    server = is_server(client.tracking_uri)
-    for found in client.search_model_versions(f"name = '{model}' and {same}"):
-        # A version whose local folder was deleted cannot be served.
-        if server or (Path(found.source) / NAME).is_file():
-            return str(found.version)
-    source = str(policy.folder.resolve())
-    if server:
-        client.log_artifacts(run_id, source, UPLOAD)
-        source = f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
-    tags = {FINGERPRINT_TAG: manifest.fingerprint, STAGE_TAG: manifest.stage, DIGEST_TAG: digest}
-    created = client.create_model_version(model, source=source, run_id=run_id, tags=tags)
-    return str(created.version)
+    same = {store.FINGERPRINT_TAG: manifest.fingerprint, store.DIGEST_TAG: digest}
+    tagged = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in same.items())
+    found = client.search_model_versions(f"name = '{model}' and {tagged}")
+    server, source = store.is_server(client.tracking_uri), str(policy.folder.resolve())
+    # A version whose local folder was deleted cannot be served.
+    usable = [each for each in found if server or (Path(each.source) / NAME).is_file()]
+    if usable:
+        version = str(usable[0].version)
+    else:
+        if server:
+            client.log_artifacts(run_id, source, UPLOAD)
+            source = f"{client.get_run(run_id).info.artifact_uri}/{UPLOAD}"
+        tags = same | {store.STAGE_TAG: manifest.stage}
+        version = str(client.create_model_version(model, source, run_id, tags).version)
+    metrics, logged = policy.metrics, client.get_run(run_id).data.metrics
+    for name, value in metrics.items():
+        if logged.get(name) != value:
+            client.log_metric(run_id, name, value)
+    shown = {}  # in the list of versions
+    if "eval/win_rate" in metrics:
+        rate, lower, upper = (metrics[f"eval/win_rate{end}"] for end in ("", *_ENDS))
+        shown["win rate"] = f"{rate:.1%} (95%: {lower:.1%} to {upper:.1%})"
+    if "eval/kl" in metrics:
+        shown["KL"] = f"{metrics['eval/kl']:z.2f} nats"
+    for tag, text in shown.items():
+        client.set_model_version_tag(model, version, tag, text)
+    client.update_model_version(model, version, policy.description)
+    return version
 
 
 def _expect_beaten(
     client: MlflowClient, model: str, present: str | None, beaten: str | None, version: str
 ) -> None:
     """Raise StageError if the present champion is neither beaten nor the candidate, by content."""
-    if present in (beaten, version):
-        return
-    contents = [
-        None if number is None else client.get_model_version(model, number).tags.get(DIGEST_TAG)
-        for number in (present, version)
-    ]
-    if contents[0] != contents[1]:
+
+    def content(number: str | None) -> str | None:
+        tags = {} if number is None else client.get_model_version(model, number).tags
+        return tags.get(store.DIGEST_TAG)
+
+    if present not in (beaten, version) and content(present) != content(version):
         raise StageError(
             f"version {present} of {model} became the champion during this run, after version "
             f"{version} was compared with {f'version {beaten}' if beaten else 'none'}. Fix: "
             "repeat the `kedro run`; it reuses finished stages"
         )
-
-
-def _describe(client: MlflowClient, model: str, version: str, policy: Policy) -> None:
-    """Let the list of versions show win rate and KL."""
-    metrics = policy.metrics
-    if "eval/win_rate" in metrics:
-        rate, lower, upper = (metrics[f"eval/win_rate{end}"] for end in ("", "_lower", "_upper"))
-        client.set_model_version_tag(
-            model, version, "win rate", f"{rate:.1%} (95%: {lower:.1%} to {upper:.1%})"
-        )
-    if "eval/kl" in metrics:
-        client.set_model_version_tag(model, version, "KL", f"{metrics['eval/kl']:z.2f} nats")
-    client.update_model_version(model, version, policy.description)
-
-
-def _log_evaluation(client: MlflowClient, run_id: str, metrics: dict[str, float]) -> None:
-    logged = client.get_run(run_id).data.metrics
-    for name, value in metrics.items():
-        if logged.get(name) != value:
-            client.log_metric(run_id, name, value)

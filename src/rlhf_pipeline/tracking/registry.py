@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-TOKENS = "token_contract.json"
-"""File of every model with the digest of its tokens."""
+TOKENS = "token_contract.json"  # file of every model with the digest of its tokens
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,14 @@ class Champion:
     """The present champion, which a candidate must beat."""
 
     version: str
-    folder: Path | None
-    """Its artifact. None: it cannot answer, see `fault`."""
-    fault: str | None = None
+    folder: Path | None  # its artifact; None: it cannot answer
+    fault: str | None = None  # why it cannot answer
 
 
 def find_champion(model: str, candidate: Path, project: Path, downloads: Path) -> Champion | None:
     """The champion of a registered model, if it is another policy than the candidate.
 
-    A server's champion is downloaded into a folder below `downloads`, once. Raises StageError if
-    the store fails.
+    Raises StageError if the store fails.
     """
     from mlflow.exceptions import MlflowException
 
@@ -122,10 +119,7 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
 
 
 def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str, str]] | None:
-    """The newest version of a registered model with this content, and its tags.
-
-    Raises StageError if the store fails.
-    """
+    """The newest version with this content and its tags; StageError if the store fails."""
     with registry(project, f"the versions of {model}") as client:
         found = client.search_model_versions(
             f"name = '{model}' and tags.`{DIGEST_TAG}` = '{digest}'"
@@ -135,10 +129,7 @@ def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str,
 
 
 def registered_sources(project: Path) -> set[tuple[str, str]]:
-    """The model and the folder or address of each version in the registry.
-
-    Raises StageError if the store fails.
-    """
+    """Model and folder or address of each version; StageError if the store fails."""
     with registry(project, "the registered versions", uploads=False) as client:
         return {(version.name, version.source) for version in client.search_model_versions()}
 

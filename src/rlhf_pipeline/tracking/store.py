@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
@@ -26,8 +26,7 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 """MLflow's pages then begin with runs and models instead of traces and prompts."""
 FINGERPRINT_TAG = "rlhf.fingerprint"
 DIGEST_TAG = "rlhf.content_digest"
-DRIVER_TAG = "rlhf.driver"
-"""Host, process namespace, process id and start time of the driver of a run."""
+DRIVER_TAG = "rlhf.driver"  # host, process namespace, process id and start time of the driver
 STAGE_TAG = "rlhf.stage"
 VERDICT_TAG = "rlhf.verdict"
 VERDICT_COLUMNS = (f"tags.`{VERDICT_TAG}`", "metrics.`eval/win_rate`", "metrics.`eval/score`")
@@ -40,24 +39,20 @@ RUNS_VIEW = {
 }
 """The view: verdict, win rate and reward in place of MLflow's source, models and data sets."""
 ARTIFACTS = "mlartifacts"
-UNSENT = "unsent_ends.jsonl"
-"""File with the ends of runs that the store has not received."""
+UNSENT = "unsent_ends.jsonl"  # the ends of runs that the store has not received
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
-"""Kinds of stores that MLflow has without plugins."""
 
 
 def tracking_uri(project: Path) -> str:
     """The store's address: MLFLOW_TRACKING_URI if set, else a SQLite database in the project.
 
-    The path is absolute, so commands started in any folder of the project share one store. Raises
-    ConfigError if neither MLflow nor a plugin of it has a store of such an address.
+    Raises ConfigError if neither MLflow nor a plugin of it has a store of such an address.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         return f"sqlite:///{project.resolve()}/mlflow.db"
     scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else "file"
-    plugins = entry_points(group="mlflow.tracking_store").names
-    known = sorted({*SCHEMES, *plugins})
+    known = sorted({*SCHEMES, *entry_points(group="mlflow.tracking_store").names})
     if scheme not in known:
         raise ConfigError(
             f"MLFLOW_TRACKING_URI: found {without_secrets(uri)!r}, expected an address that begins "
@@ -72,19 +67,38 @@ def is_server(uri: str) -> bool:
 
 
 def connect(uri: str, project: Path) -> MlflowClient:
-    """Return a client of the store. The first client creates the tables of a SQLite database."""
+    """Return a client of the store. The first client creates a SQLite database.
+
+    The tables are made in a file of another name, so that a kill leaves no half of a database.
+    """
     from mlflow import MlflowClient
 
     for name in ("mlflow", "alembic"):  # they log every migration of a new database
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the tracker says it once
-    if not uri.startswith("sqlite:"):
+    database = _database(uri)
+    if database is None:
         return MlflowClient(uri)
     artifacts = project / ARTIFACTS
     artifacts.mkdir(parents=True, exist_ok=True)
     # MLflow's migrations fail if two processes run them on one empty database.
     with FileLock(artifacts / ".lock"):
+        if not database.exists():
+            for leftover in database.parent.glob(f"{database.name}.new*"):
+                leftover.unlink()
+            MlflowClient(f"sqlite:///{database}.new")
+            database.with_name(f"{database.name}.new").rename(database)
         return MlflowClient(uri)
+
+
+def _database(uri: str) -> Path | None:
+    """The absolute file of a SQLite store; None for other stores."""
+    if not uri.startswith("sqlite:"):
+        return None
+    from sqlalchemy import make_url
+
+    name = make_url(uri).database
+    return Path(name).resolve() if name else None
 
 
 @contextmanager
@@ -92,12 +106,9 @@ def request_limits(*, after_failure: bool = False, uploads: bool = False) -> Ite
     """Limit the time that requests inside the block can take.
 
     MLflow's defaults block for minutes, during which no stage is supervised. Environment variables
-    that the user has set take precedence.
-
-    Args:
-        after_failure: the store has just failed. A refused connection then takes no time and a
-            silent server 3 seconds, instead of 6 and 35.
-        uploads: models are uploaded, so each request can take as long as MLflow allows.
+    that the user has set take precedence. `after_failure` of the store, a refused connection takes
+    no time and a silent server 3 seconds, instead of 6 and 35. With `uploads` of models, each
+    request can take as long as MLflow allows.
     """
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0" if after_failure else "2"}
     limits |= {} if uploads else {"MLFLOW_HTTP_REQUEST_TIMEOUT": "3" if after_failure else "10"}
@@ -116,19 +127,13 @@ def experiment_id(client: MlflowClient) -> str:
     With a SQLite store, artifacts are stored beside the database, not in the current folder.
     """
     from mlflow.exceptions import MlflowException
-    from sqlalchemy import make_url
 
     found = client.get_experiment_by_name(EXPERIMENT)
     if found is None:
-        location = None
-        if client.tracking_uri.startswith("sqlite:"):
-            database = Path(make_url(client.tracking_uri).database or "").resolve()
-            location = str(database.parent / ARTIFACTS)
+        database = _database(client.tracking_uri)
+        location = None if database is None else str(database.parent / ARTIFACTS)
         try:
-            created = client.create_experiment(
-                EXPERIMENT, artifact_location=location, tags=EXPERIMENT_TAGS
-            )
-            return str(created)
+            return str(client.create_experiment(EXPERIMENT, location, EXPERIMENT_TAGS))
         except MlflowException:
             found = client.get_experiment_by_name(EXPERIMENT)
             if found is None:  # otherwise another process created it first
@@ -166,17 +171,14 @@ def close_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
     The driver was killed, or the store failed when a run ended: they are KILLED, or have the status
     that their driver saved.
     """
-    ends = {(end["run"], end["driver"]): end for end in _saved_ends(project)}
+    file, ends = project / ARTIFACTS / UNSENT, {}
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        with suppress(ValueError):  # an empty or incomplete line
+            end = json.loads(line)
+            ends[end["run"], end["driver"]] = end["status"], end["time_ms"]
     running = f"tags.`{DRIVER_TAG}` LIKE '{machine()} %' and attributes.status = 'RUNNING'"
     for run in client.search_runs([experiment], running):
         driver = run.data.tags[DRIVER_TAG]
         if not may_run(driver, run.info.start_time / 1000):
-            end = ends.get((run.info.run_id, driver), {"status": "KILLED", "time_ms": None})
-            client.set_terminated(run.info.run_id, end["status"], end["time_ms"])
-
-
-def _saved_ends(project: Path) -> Iterator[dict[str, Any]]:
-    file = project / ARTIFACTS / UNSENT
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        with suppress(ValueError):  # an empty or incomplete line
-            yield json.loads(line)
+            status, time_ms = ends.get((run.info.run_id, driver), ("KILLED", None))
+            client.set_terminated(run.info.run_id, status, time_ms)

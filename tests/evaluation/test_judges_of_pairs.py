@@ -9,7 +9,7 @@ from chat_server import chat_server, longer
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import Answer, compare
-from rlhf_pipeline.evaluation.pairwise import judge_pairs
+from rlhf_pipeline.evaluation.judges import judge_pairs
 
 pytest.importorskip("openai", reason="the extra `judges` is not installed")
 
