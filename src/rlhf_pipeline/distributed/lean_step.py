@@ -12,10 +12,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.zero import pieces
+from rlhf_pipeline.distributed.zero import fp32_shards, pieces
 from rlhf_pipeline.runtime import heartbeat
 
 SIZE = 2**18
@@ -26,20 +26,16 @@ class LeanStep:
     """Takes the place of what the engine and its optimizer do after the backward pass."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._zero = engine.optimizer
+        self._engine, self._zero = engine, engine.optimizer
         self._adam: torch.optim.AdamW = self._zero.optimizer
-        parameters = dict(engine.module.named_parameters())
-        self._groups = [
-            [(parameters[piece.name], piece.offset) for piece in own] for own in pieces(engine)
-        ]
-        self._limit: float = self._zero.clip_grad
+        self._parameters: dict[str, Any] = dict(engine.module.named_parameters())
         engine.allreduce_gradients = lambda *_, **__: None
         self._zero.process_gradients = self._keep
         self._zero.backward_epilogue = lambda: None
         self._zero.step = self.step
 
-    def _keep(self, parameter: nn.Parameter, group: int) -> None:
-        """Add the gradient of a micro batch to those before, in `accumulate`'s precision.
+    def _keep(self, parameter: Any, group: int) -> None:
+        """Add the gradient of a micro batch to those before, in the precision of `accumulate`.
 
         The only one of a step, which is the usual case, stays as it is.
         """
@@ -50,59 +46,56 @@ class LeanStep:
     @torch.no_grad()
     def step(self) -> None:
         """Clip the gradients, update the float32 weights, and round them to the model's own."""
-        found = [[(_gradient(p), p, offset) for p, offset in own] for own in self._groups]
-        gradients = [gradient for own in found for gradient, *_ in own if gradient is not None]
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        self._zero._global_grad_norm, self._zero.overflow = norm, not math.isfinite(norm)
-        if self._zero.overflow:
-            self._zero._global_grad_norm = math.inf
-        else:
+        found = {name: _gradient(own) for name, own in self._parameters.items()}
+        gradients = [gradient for gradient in found.values() if gradient is not None]
+        norm = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm()
+        is_finite, limit = math.isfinite(norm), self._zero.clip_grad
+        self._zero.overflow, self._zero._global_grad_norm = not is_finite, norm
+        if is_finite:
             # DeepSpeed's formula: at most 1, and no division by zero.
-            scale = min(1.0, self._limit / (float(norm) + 1e-6)) if self._limit else 1.0
-            for group, flat, own in zip(
-                self._adam.param_groups, self._zero.single_partition_of_fp32_groups, found,
-                strict=True,
-            ):  # fmt: skip
-                self._update(group, flat, own, scale)
+            self._update(found, min(1.0, limit / (float(norm) + 1e-6)) if limit else 1.0)
         self._zero.zero_grad(set_to_none=True)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        flat: Tensor,
-        gradients: list[tuple[Tensor | None, nn.Parameter, int]],
-        scale: float,
-    ) -> None:
-        """One step of AdamW for the flat weights of a group."""
-        state: dict[str, Tensor] = self._adam.state[flat]
-        if not state:  # as torch's own first step
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(flat), torch.zeros_like(flat)
-        state["step"] += 1
-        arrays = flat.detach(), state["exp_avg"], state["exp_avg_sq"]
-        settings: dict[str, Any] = {
-            "lr": group["lr"], "beta1": group["betas"][0], "beta2": group["betas"][1],
-            "weight_decay": group["weight_decay"], "eps": group["eps"],
-            "amsgrad": False, "maximize": False,
-        }  # fmt: skip
-        for gradient, parameter, offset in gradients:
+    def _update(self, gradients: dict[str, Tensor | None], scale: float) -> None:
+        """One step of AdamW by gradients that still have to be multiplied by `scale`."""
+        shards = fp32_shards(self._engine)
+        states = [self._state(shard) for shard in shards]
+        settings: dict[int, dict[str, Any]] = {}
+        for parameters, group, state in zip(
+            self._zero.round_robin_bit16_groups, self._adam.param_groups, states, strict=True
+        ):
+            state["step"] += 1
+            own = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            own |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+            settings |= dict.fromkeys(map(id, parameters), own | {"state_steps": [state["step"]]})
+        means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        views = (pieces(self._engine, each) for each in (shards, means, squares))
+        for (name, _, weights), (*_, mean), (*_, square) in zip(*views, strict=True):
             heartbeat.tick()
-            own = slice(offset, offset + parameter.numel())
-            parts = [array[own].split(SIZE) for array in arrays]
-            rounded = parameter.detach().view(-1).split(SIZE)
-            whole = [None] * len(rounded) if gradient is None else gradient.view(-1).split(SIZE)
-            for weights, mean, square, low, part in zip(*parts, rounded, whole, strict=True):
-                exact = torch.zeros_like(weights) if part is None else part.float()
-                if scale != 1:
-                    exact = exact * scale
+            parameter, gradient = self._parameters[name], gradients[name]
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            arrays = (weights, mean, square, gradient.view(-1), parameter.detach().view(-1))
+            for exact, first, second, part, rounded in zip(
+                *(array.detach().split(SIZE) for array in arrays), strict=True
+            ):
+                scaled = part.float() * scale
                 torch._fused_adamw_(
-                    [weights], [exact], [mean], [square], [], [state["step"]], **settings
-                )
-                low.copy_(weights)
+                    [exact], [scaled], [first], [second], [],
+                    **settings[id(parameter)], amsgrad=False, maximize=False,
+                )  # fmt: skip
+                rounded.copy_(exact)
+
+    def _state(self, shard: Tensor) -> dict[str, Tensor]:
+        """The state of AdamW; at the first step, what torch itself begins with."""
+        state: dict[str, Tensor] = self._adam.state[shard]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
+        return state
 
 
 def _gradient(parameter: Any) -> Tensor | None:
     """The gradient of all micro batches of a step; None if none reached the parameter."""
-    accumulated: Tensor | None = parameter.grad_accum
+    accumulated: Tensor | None = getattr(parameter, "grad_accum", None)
     return parameter.grad if accumulated is None else accumulated
