@@ -89,7 +89,7 @@ class PhaseFile:
     cut: Counter[str] = field(default_factory=Counter)
     lengths: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     """For each column of token ids: length -> number of rows."""
-    written: list[np.ndarray] = field(default_factory=list)
+    written: list[np.ndarray] = field(default_factory=lambda: [np.empty(0, np.int64)])
     """Positions in the blend of the rows that were written."""
 
     def __post_init__(self) -> None:

@@ -25,8 +25,12 @@ from rlhf_pipeline.data.record_files import (
     examples,
     texts,
 )
-from rlhf_pipeline.data.split_page import render_markdown
-from rlhf_pipeline.data.split_report import build_report, first_examples, headline
+from rlhf_pipeline.data.split_report import (
+    build_report,
+    first_examples,
+    headline,
+    render_markdown,
+)
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.data.tokenization import ControlTokenFilter, encode, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
