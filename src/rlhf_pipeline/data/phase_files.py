@@ -5,7 +5,7 @@ The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps 
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import Phase, SplitConfig
-from rlhf_pipeline.data.parts import PARTS, Part
-from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter, ExampleBatch
-from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.parts import Part
+from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter
 from rlhf_pipeline.data.tokenization import (
     ANSWERS,
     Answer,
@@ -54,19 +53,19 @@ class Table:
     """Whether it contains labelled answers alone, one in each row."""
 
 
-def _of_phase(phase: Phase, answers: tuple[Answer, ...], schema: pa.Schema) -> tuple[Table, Table]:
-    return (
-        Table(f"{phase}/train.arrow", phase, phase, answers, schema),
-        Table(f"{phase}/validation.arrow", "validation", phase, answers, schema),
-    )
-
-
+_FOLDERS: tuple[tuple[str, Phase, tuple[Answer, ...], pa.Schema], ...] = (
+    ("sft", "sft", ("chosen",), DEMONSTRATION),
+    ("reward_model", "reward_model", ANSWERS, COMPARISON),
+    ("ppo", "ppo", (), _REWARDED),
+    ("kto", "reward_model", ANSWERS, _ANSWER),
+)
+_PARTS: dict[str, Part | None] = {"train": None, "validation": "validation"}
 TABLES = (
-    *_of_phase("sft", ("chosen",), DEMONSTRATION),
-    *_of_phase("reward_model", ("chosen", "rejected"), COMPARISON),
-    *_of_phase("ppo", (), _REWARDED),
-    Table("kto/train.arrow", "reward_model", "reward_model", ANSWERS, _ANSWER, labelled=True),
-    Table("kto/validation.arrow", "validation", "reward_model", ANSWERS, _ANSWER, labelled=True),
+    *(
+        Table(f"{folder}/{name}.arrow", part or phase, phase, answers, schema, folder == "kto")
+        for folder, phase, answers, schema in _FOLDERS
+        for name, part in _PARTS.items()
+    ),
     Table("evaluation/test.arrow", "test", None, (), _REWARDED),
 )
 
@@ -144,18 +143,14 @@ class PhaseFile:
 
     def _values(self, row: "Row", config: SplitConfig) -> list[dict[str, Any]]:
         """The rows of the file by column, for the columns of this file and others."""
-        values = {
-            "id": row.id,
+        values = row.example | {
             "prompt_ids": row.prompt.ids,
             "source": row.source,
-            "messages": row.messages,
-            "reference": row.reference,
-            "extra": row.extra,
+            "messages": row.example["prompt"],
             **{f"{answer}_ids": text.ids for answer, text in row.answers.items()},
         }
         if self.table.labelled:
-            answers = row.answers.values()
-            return [values | {"response_ids": text.ids, "label": row.label} for text in answers]
+            return [values | {"response_ids": text.ids} for text in row.answers.values()]
         return [values | demonstration(row, config) if self.table.phase == "sft" else values]
 
 
@@ -163,21 +158,15 @@ class PhaseFile:
 class Row:
     """One example, its texts cut to the limits."""
 
-    id: str
     source: str
-    messages: Conversation
+    example: dict[str, Any]
+    """As `record_files.example_rows` has it."""
     prompt: Limited
     answers: dict[Answer, Limited]
     dialogue: Limited
     """The prompt for SFT. If SFT learns earlier turns, they are tokenized like responses."""
     spoken: list[bool]
     """One for each token of `dialogue`: True for a token of the assistant."""
-    reference: str | None = None
-    """The true answer."""
-    extra: str | None = None
-    """Further columns as JSON."""
-    label: bool | None = None
-    """Whether the answers are good; None: they are a demonstration or a comparison."""
 
 
 @dataclass(frozen=True)
@@ -188,27 +177,7 @@ class RowMaker:
     bos_id: int | None
     _full_prompts: dict[bytes, Part] = field(default_factory=dict)
 
-    def rows(
-        self, source: str, batch: ExampleBatch, tokenized: Sequence[Tokenized], parts: Iterable[int]
-    ) -> list[Row]:
-        """The examples of a batch as rows, see `make`; `parts` are indices into PARTS."""
-        extra, label = (column or [None] * len(batch.ids) for column in (batch.extra, batch.label))
-        examples = zip(batch.prompts, tokenized, parts, batch.reference, extra, label, strict=True)
-        return [
-            self.make(source, messages, tokens, PARTS[part], *others)
-            for messages, tokens, part, *others in examples
-        ]
-
-    def make(
-        self,
-        source: str,
-        messages: Conversation,
-        tokens: Tokenized,
-        part: Part,
-        reference: str | None = None,
-        extra: str | None = None,
-        label: bool | None = None,
-    ) -> Row:
+    def make(self, source: str, example: dict[str, Any], tokens: Tokenized, part: Part) -> Row:
         """The example as a row; raises DataError if it is too long and `over_long_*` is "error"."""
         config, bos_id = self.config, self.bos_id
         prompt = self._keep_apart(limited(tokens.id, "prompt", tokens.prompt, config, bos_id), part)
@@ -222,9 +191,7 @@ class RowMaker:
             ids, by_assistant = tokens.turns
             dialogue = limited(tokens.id, "prompt", ids, config, bos_id)
             spoken = newest_values(ids, by_assistant, len(dialogue.ids), bos_id)
-        return Row(
-            tokens.id, source, messages, prompt, answers, dialogue, spoken, reference, extra, label
-        )
+        return Row(source, example, prompt, answers, dialogue, spoken)
 
     def _keep_apart(self, prompt: Limited, part: Part) -> Limited:
         """Drop a cut prompt that equals one of another part.

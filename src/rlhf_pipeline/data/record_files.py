@@ -1,8 +1,7 @@
 """The records of a source on disk: Arrow IPC streams, memory-mapped when read, and row counts.
 
-Examples and texts have a file each. A source contains one kind; the file of the other is empty.
-Examples whose answers are labelled good or bad have another file, which exists if there are some,
-and so have examples whose prompts contain schemas or calls of tools.
+A source has examples or texts; the file of the others is empty. Examples whose answers are labelled
+good or bad, and those whose prompts contain schemas or calls of tools, have files of their own.
 """
 
 import json
@@ -21,7 +20,6 @@ from rlhf_pipeline.config.split import PHASES, Phase
 from rlhf_pipeline.data.records import (
     NOT_UTF8,
     TO_UTF8,
-    Conversation,
     Example,
     Record,
     Text,
@@ -51,7 +49,6 @@ _EXAMPLES = pa.schema(
 )
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
 _TOOLS = pa.field("tools", pa.string())
-_LABELLED, _WITH_TOOLS = "labelled.arrow", "with_tools.arrow"
 _COUNTS = "counts.json"
 _KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
 _BATCH_ROWS = 1_000
@@ -59,26 +56,11 @@ _BATCH_CHARACTERS = 8 * 2**20
 """A batch ends at either limit, so that a few huge texts do not fill the memory."""
 
 
-@dataclass(frozen=True)
-class ExampleBatch:
-    """A batch of examples by column, as Python values."""
-
-    ids: list[str]
-    prompts: list[Conversation]
-    chosen: list[str | None]
-    rejected: list[str | None]
-    reference: list[str | None]
-    extra: list[str | None] | None = None
-    """Further columns of each example as JSON; None: its source carries none."""
-    label: list[bool | None] | None = None
-    """Whether the answers of each example are good; None: its source has no labels."""
-
-
 def examples(folder: Path) -> pa.Table:
     """A source's examples, memory-mapped: those with a label, and those with tools, come last."""
-    further = [folder / name for name in (_LABELLED, _WITH_TOOLS) if (folder / name).exists()]
-    tables = [mapped(path) for path in (folder / "examples.arrow", *further)]
-    return pa.concat_tables(tables, promote_options="default") if further else tables[0]
+    paths = [folder / f"{name}.arrow" for name in ("examples", "labelled", "with_tools")]
+    tables = [mapped(path) for path in paths if path.exists()]
+    return pa.concat_tables(tables, promote_options="default")
 
 
 def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
@@ -135,19 +117,16 @@ def phase_bits(phases: Iterable[Phase]) -> int:
     return sum(1 << PHASES.index(phase) for phase in phases)
 
 
-def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
-    """A batch as Python values; schemas and calls of tools are in the messages."""
-    columns = ["id", "prompt", "chosen", "rejected", "reference"]
-    further = {name for name in ("extra", "label") if name in batch.schema.names}
-    made = ExampleBatch(
-        *(batch.column(name).to_pylist() for name in columns),
-        **{name: batch.column(name).to_pylist() for name in further},
-    )
-    tools = batch.column("tools").to_pylist() if "tools" in batch.schema.names else ()
-    for prompt, more in zip(made.prompts, tools, strict=False):
-        for index, keys in json.loads(more or "{}").items():
-            prompt[int(index)] |= keys
-    return made
+def example_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The examples of a batch: id, prompt, chosen, rejected, reference, and extra and label if the
+    source has them. Schemas and calls of tools are in the messages of the prompt."""
+    rows: list[dict[str, Any]] = batch.select(
+        [name for name in batch.schema.names if not name.endswith("_key")]
+    ).to_pylist()
+    for row in rows:
+        for index, further in json.loads(row.pop("tools", None) or "{}").items():
+            row["prompt"][int(index)] |= further
+    return rows
 
 
 def mapped(path: Path) -> pa.Table:
@@ -209,17 +188,32 @@ class RecordsWriter:
     """Context manager that writes records to a folder in batches."""
 
     def __init__(self, folder: Path, *, has_extra: bool = False) -> None:
-        self._folder, self._schema = folder, _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
-        self._examples = ArrowWriter(folder / "examples.arrow", self._schema)
-        self._further: dict[str, ArrowWriter] = {}
-        self._texts = ArrowWriter(folder / "texts.arrow", _TEXTS)
+        schema = _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
+        self._schemas = {
+            "examples": schema,
+            "texts": _TEXTS,
+            "labelled": schema.append(LABEL),
+            "with_tools": schema.append(LABEL).append(_TOOLS),
+        }
+        self._folder, self._writers = folder, dict[str, ArrowWriter]()
 
     def __enter__(self) -> "RecordsWriter":
+        self._writer("examples")  # these files exist without a row, too
+        self._writer("texts")
         return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, name: str) -> ArrowWriter:
+        if name not in self._writers:
+            self._writers[name] = ArrowWriter(self._folder / f"{name}.arrow", self._schemas[name])
+        return self._writers[name]
 
     def add(self, place: str, record: Record) -> None:
         if isinstance(record, Text):
-            self._texts.add({"id": place, "text": record.text}, len(record.text))
+            self._writer("texts").add({"id": place, "text": record.text}, len(record.text))
             return
         prompt, answers = record.prompt, [record.chosen or "", record.rejected or ""]
         identity = normalized_prompt(prompt)
@@ -239,23 +233,9 @@ class RecordsWriter:
             "conversation_key": key(conversation(identity)),
             "example_key": key(*asked, *(answer.strip() for answer in answers), *label),
         }
-        if more is not None:
-            writer = self._writer(_WITH_TOOLS, self._schema.append(LABEL).append(_TOOLS))
-        elif label:
-            writer = self._writer(_LABELLED, self._schema.append(LABEL))
-        else:
-            writer = self._examples
-        writer.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
-
-    def _writer(self, name: str, schema: pa.Schema) -> ArrowWriter:
-        """The writer of a file that exists only if it has rows."""
-        if name not in self._further:
-            self._further[name] = ArrowWriter(self._folder / name, schema)
-        return self._further[name]
-
-    def __exit__(self, *_: object) -> None:
-        for writer in (self._examples, self._texts, *self._further.values()):
-            writer.close()
+        name = "with_tools" if more is not None else "labelled" if label else "examples"
+        characters = sum(map(len, [*(turn.content for turn in prompt), *answers]))
+        self._writer(name).add(row, characters)
 
 
 def _tools(example: Example) -> str | None:

@@ -6,7 +6,7 @@ python -m rlhf_pipeline.data.split job.json
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
+from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, RowMaker
 from rlhf_pipeline.data.record_files import (
     ArrowWriter,
-    ExampleBatch,
     RowCounts,
-    example_batch,
+    example_rows,
     examples,
     texts,
 )
@@ -32,7 +32,7 @@ from rlhf_pipeline.data.split_report import (
     render_markdown,
 )
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
-from rlhf_pipeline.data.tokenization import ControlTokenFilter, encode, one_ahead, tokenize
+from rlhf_pipeline.data.tokenization import ANSWERS, ControlTokenFilter, encode, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -104,8 +104,11 @@ def split_sources(
     for batch, tokenized in one_ahead(
         batches, lambda one: tokenize(one.examples, tokenizer, contract, turns=one.turns)
     ):
-        source = config.sources[batch.source].name
-        rows = maker.rows(source, batch.examples, tokenized, plan.parts[batch.numbers].tolist())
+        source, parts = config.sources[batch.source].name, plan.parts[batch.numbers].tolist()
+        rows = [
+            maker.make(source, example, tokens, PARTS[part])
+            for example, tokens, part in zip(batch.examples, tokenized, parts, strict=True)
+        ]
         for file in files.values():
             file.add(rows, batch.numbers, config)
         for one in tokenized:
@@ -133,8 +136,8 @@ class _Batch:
     source: int
     numbers: np.ndarray
     """Positions of the rows in the blend."""
-    examples: ExampleBatch
-    """Answers that no file needs are None."""
+    examples: list[dict[str, Any]]
+    """See `record_files.example_rows`; answers that no file needs are None."""
     turns: list[bool] | None
     """The rows whose earlier assistant turns SFT learns; None: none."""
 
@@ -146,22 +149,19 @@ def _needed_batches(
     files: Sequence[PhaseFile],
 ) -> Iterator[_Batch]:
     needed = _wanted(files)
-    chosen = _wanted(file for file in files if "chosen" in file.table.answers)
-    rejected = _wanted(file for file in files if "rejected" in file.table.answers)
+    read = {name: _wanted(one for one in files if name in one.table.answers) for name in ANSWERS}
     sft = _wanted(file for file in files if file.table.phase == "sft")
     start = 0
     for source, table in enumerate(tables):
         for records in table.to_batches():
             numbers = start + np.flatnonzero(needed[start : start + len(records)])
-            batch = example_batch(records.take(pa.array(numbers - start)))
+            batch = example_rows(records.take(pa.array(numbers - start)))
             start += len(records)
-            if len(numbers):
-                batch = replace(
-                    batch,
-                    chosen=_only(batch.chosen, chosen[numbers]),
-                    rejected=_only(batch.rejected, rejected[numbers]),
-                    reference=references.take(pa.array(numbers)).to_pylist(),
-                )
+            answers = references.take(pa.array(numbers)).to_pylist()
+            for example, number, reference in zip(batch, numbers, answers, strict=True):
+                unread = [name for name in ANSWERS if not read[name][number]]
+                example |= dict.fromkeys(unread) | {"reference": reference}
+            if batch:
                 turns = sft[numbers].tolist() if config.sft_loss == "assistant" else None
                 yield _Batch(source, numbers, batch, turns)
 
@@ -169,10 +169,6 @@ def _needed_batches(
 def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
     """(N,) bool: the rows that belong to one of the files."""
     return np.logical_or.reduce([file.wanted for file in files])
-
-
-def _only(answers: list[str | None], wanted: np.ndarray) -> list[str | None]:
-    return [answer if want else None for answer, want in zip(answers, wanted, strict=True)]
 
 
 def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:

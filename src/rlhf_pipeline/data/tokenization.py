@@ -4,17 +4,18 @@ Records with a control token in a text are rejected before.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.record_files import ExampleBatch, RowCounts, example_batch, examples
+from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer, control_tokens
@@ -53,36 +54,40 @@ class Limited:
 
 
 def tokenize(
-    batch: ExampleBatch,
+    examples: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     contract: TokenContract,
     *,
     turns: Sequence[bool] | None = None,
 ) -> list[Tokenized]:
-    """Apply the chat template to all prompts and answers of a batch, and tokenize the texts.
+    """Apply the chat template to all prompts and answers, and tokenize the texts.
 
     Prompt and response are tokenized separately. So no token crosses the boundary, and a response
-    has the ids that a model generates after the prompt's ids. `turns` marks the examples whose
-    prompts are divided into pieces by speaker. Raises ArtifactError if a response does not contain
-    exactly one EOS, at its end; otherwise like the functions of `rlhf_pipeline.data.template`.
+    has the ids that a model generates after the prompt's ids. `examples` are those of
+    `record_files.example_rows`; `turns` marks those whose prompts are divided into pieces by
+    speaker. Raises ArtifactError if a response does not contain exactly one EOS, at its end;
+    otherwise like the functions of `rlhf_pipeline.data.template`.
     """
-    prompts = render_prompts(tokenizer, batch.ids, batch.prompts)
+    names, dialogues = ([example[key] for example in examples] for key in ("id", "prompt"))
+    prompts = render_prompts(tokenizer, names, dialogues)
     chosen, rejected = (
-        render_responses(tokenizer, contract, batch.ids, batch.prompts, prompts, answers)
-        for answers in (batch.chosen, batch.rejected)
+        render_responses(
+            tokenizer, contract, names, dialogues, prompts, [each[answer] for each in examples]
+        )
+        for answer in ANSWERS
     )
     pieces: list[list[tuple[str, bool]]] = [[] for _ in prompts]
     for row, wanted in enumerate(turns or ()):
         # A prompt of at most two messages has no earlier turn of the assistant.
-        if wanted and len(batch.prompts[row]) > 2:
+        if wanted and len(dialogues[row]) > 2:
             pieces[row] = render_turns(
-                tokenizer, contract, batch.ids[row], batch.prompts[row], prompts[row]
+                tokenizer, contract, names[row], dialogues[row], prompts[row]
             )
     texts = [*prompts, *chosen, *rejected, *(text for row in pieces for text, _ in row)]
     distinct = list({text: None for text in texts if text is not None})
     ids: dict[str | None, list[int]] = dict(zip(distinct, encode(distinct, tokenizer), strict=True))
     tokenized = []
-    rows = batch.ids, prompts, chosen, rejected, pieces
+    rows = names, prompts, chosen, rejected, pieces
     for name, prompt, preferred, other, spoken in zip(*rows, strict=True):
         for answer in (preferred, other, *(text for text, own in spoken if own)):
             if answer is not None:
@@ -102,13 +107,11 @@ def tokenize(
 def corpus(sources: Sequence[Path]) -> Iterator[str]:
     """Yield every prompt and answer of the sources as plain dialogue text."""
     for source in sources:
-        for records in examples(source).to_batches():
-            batch = example_batch(records)
-            for prompt, *answers in zip(batch.prompts, batch.chosen, batch.rejected, strict=True):
-                turns = [[{"role": "assistant", "content": a}] for a in answers if a is not None]
-                first, *others = turns or [[]]
-                yield plain_text([*prompt, *first])
-                yield from map(plain_text, others)
+        for example in chain.from_iterable(map(example_rows, examples(source).to_batches())):
+            answers = [example[answer] for answer in ANSWERS if example[answer] is not None]
+            first, *others = [[{"role": "assistant", "content": a}] for a in answers] or [[]]
+            yield plain_text([*example["prompt"], *first])
+            yield from map(plain_text, others)
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -206,13 +209,10 @@ class ControlTokenFilter:
     def usable_rows(self, label: str, counts: RowCounts, examples: pa.Table) -> np.ndarray:
         """The examples of a source without a control token, as (N,) bool; raises like `accepts`."""
         usable = []
-        for batch in map(example_batch, examples.to_batches()):
-            for name, prompt, *answers in zip(
-                batch.ids, batch.prompts, batch.chosen, batch.rejected, strict=True
-            ):
-                texts = [str(value) for message in prompt for value in message.values()]
-                texts += [answer for answer in answers if answer is not None]
-                usable.append(self.accepts(label, counts, name, texts))
+        for example in chain.from_iterable(map(example_rows, examples.to_batches())):
+            texts = [str(value) for message in example["prompt"] for value in message.values()]
+            texts += [example[answer] for answer in ANSWERS if example[answer] is not None]
+            usable.append(self.accepts(label, counts, example["id"], texts))
         return np.array(usable, bool)
 
     def accepts(self, label: str, counts: RowCounts, place: str, texts: Sequence[str]) -> bool:
