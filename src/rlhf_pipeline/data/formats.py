@@ -1,8 +1,4 @@
-"""Read data files of any format and store as one stream of rows.
-
-The formats are JSON Lines, JSON arrays, CSV, plain text for pretraining, Parquet, and folders
-written by `save_to_disk` of the datasets library.
-"""
+"""Read data files of any format and store as one stream of rows."""
 
 import csv
 import io
@@ -19,7 +15,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_pipeline.data.files import File, Stream, explain_store_errors, find_files, open_stream
+from rlhf_pipeline.data.files import (
+    File,
+    Format,
+    Stream,
+    explain_store_errors,
+    find_files,
+    open_stream,
+)
 from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import Row
 from rlhf_pipeline.errors import DataError, without_secrets
@@ -59,14 +62,14 @@ def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[s
 
 
 def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
+    readers: dict[Format, Callable[[Stream], Numbered]] = {
+        "jsonl": _json_lines,
+        "json": _json_rows,
+        "csv": _csv_rows,
+        "txt": _text_rows,
+        "parquet": partial(_parquet_rows, columns=columns),
+    }
     with open_stream(file) as stream:
-        readers: dict[str, Callable[[Stream], Numbered]] = {
-            "jsonl": _json_lines,
-            "json": _json_rows,
-            "csv": _csv_rows,
-            "txt": _text_rows,
-            "parquet": partial(_parquet_rows, columns=columns),
-        }
         yield from readers[file.format](stream)
 
 
@@ -130,19 +133,16 @@ def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
 
 
 def _number_rows(batches: Iterable[pa.RecordBatch | pa.Table]) -> Numbered:
-    return enumerate(chain.from_iterable(map(_rows_of_batch, batches)), start=1)
+    def rows(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
+        try:
+            batch.validate(full=True)  # converting a damaged batch would crash the process
+            return batch.to_pylist()
+        except (pa.ArrowException, ValueError, OverflowError):
+            if batch.num_rows == 1:
+                return [Unused("a value that is not valid, such as text that is not UTF-8")]
+            return [row for index in range(batch.num_rows) for row in rows(batch.slice(index, 1))]
 
-
-def _rows_of_batch(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
-    try:
-        batch.validate(full=True)  # converting a damaged batch would crash the process
-        return batch.to_pylist()
-    except (pa.ArrowException, ValueError, OverflowError):
-        if batch.num_rows == 1:
-            return [Unused("a value that is not valid, such as text that is not UTF-8")]
-        return [
-            row for index in range(batch.num_rows) for row in _rows_of_batch(batch.slice(index, 1))
-        ]
+    return enumerate(chain.from_iterable(map(rows, batches)), start=1)
 
 
 def _text_rows(stream: Stream) -> Numbered:
@@ -157,23 +157,46 @@ def _text_rows(stream: Stream) -> Numbered:
 
 
 def _csv_rows(stream: Stream) -> Numbered:
-    """RFC 4180: a quoted field may contain commas, doubled quotes and line breaks."""
-    lines = _records(_decode(stream, newline=""))
-    first, header = next(lines, (1, []))
-    if isinstance(header, Unused):
-        raise _FileFault(first, f"the header line is {header.reason}. Fix: correct it.")
-    if fault := _header_fault(header):
-        raise _FileFault(first, fault)
-    for line, fields in lines:
-        if isinstance(fields, Unused):
-            yield line, fields
-        elif len(fields) != len(header):
-            relation = "fewer" if len(fields) < len(header) else "more"
-            yield line, Unused(f"{relation} fields than the header has")
+    """RFC 4180: a quoted field may contain commas, doubled quotes and line breaks.
+
+    A row has the number of the line where it begins; blank lines are no rows.
+    """
+    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
+    characters, header = 0, list[str]()
+
+    def lines() -> Iterator[str]:
+        nonlocal characters
+        for line in _lines(_decode(stream, newline="")):
+            characters += len(line)
+            if characters > MAX_CHARACTERS:
+                raise csv.Error(_too_long())
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
+    while True:
+        begin, characters, fault = reader.line_num + 1, 0, None
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if str(error) in ("unexpected end of data", _too_long()):
+                fix = "Fix: close its quote; double a quote inside a field."
+                raise _FileFault(begin, f"the row does not end ({error}). {fix}") from None
+            fields, fault = [], f"not CSV ({error})"
+        if not fields and not fault:
+            continue
+        if not header:
+            unread = f"the header line is {fault}. Fix: correct it."
+            if message := unread if fault else _header_fault(fields):
+                raise _FileFault(begin, message)
+            header = fields
+            continue
+        if not fault and len(fields) != len(header):
+            fault = f"{'fewer' if len(fields) < len(header) else 'more'} fields than the header has"
         elif not is_utf8("".join(fields)):
-            yield line, Unused(NOT_UTF8)
-        else:
-            yield line, dict(zip(header, fields, strict=True))
+            fault = NOT_UTF8
+        yield begin, Unused(fault) if fault else dict(zip(header, fields, strict=True))
 
 
 def _header_fault(header: list[str]) -> str | None:
@@ -192,36 +215,6 @@ def _header_fault(header: list[str]) -> str | None:
             "file with commas, or as .jsonl."
         )
     return None
-
-
-def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
-    """The fields of every row that is not blank, with the line where the row begins."""
-    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
-    characters = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal characters
-        for line in _lines(file):
-            characters += len(line)
-            if characters > MAX_CHARACTERS:
-                raise csv.Error(_too_long())
-            yield line
-
-    reader = csv.reader(lines(), strict=True)
-    while True:
-        begin, characters = reader.line_num + 1, 0
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if str(error) in ("unexpected end of data", _too_long()):
-                fix = "Fix: close its quote; double a quote inside a field."
-                raise _FileFault(begin, f"the row does not end ({error}). {fix}") from None
-            yield begin, Unused(f"not CSV ({error})")
-        else:
-            if fields:
-                yield begin, fields
 
 
 def _json_rows(stream: Stream) -> Numbered:
@@ -262,12 +255,15 @@ def _json_lines(stream: Stream) -> Numbered:
         if len(line) > MAX_CHARACTERS:
             raise _FileFault(number, f"{_too_long()}. Fix: write one object per line, or split it.")
         try:
-            row = json.loads(line)
+            yield number, _object(json.loads(line), line)
         except (ValueError, RecursionError) as error:
+            fault = f"not JSON ({_describe_error(error)})"
+            if "\0" in line:
+                fault = "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
+            elif not is_utf8(line):
+                fault = NOT_UTF8
             if line.strip():
-                yield number, Unused(_line_fault(line, error))
-        else:
-            yield number, _object(row, line)
+                yield number, Unused(fault)
 
 
 def _lines(file: io.TextIOWrapper) -> Iterator[str]:
@@ -286,14 +282,6 @@ def _object(value: Any, written: str) -> Row | Unused:
     if not isinstance(value, dict):
         return Unused(f"a JSON {type(value).__name__}, not an object")
     return value
-
-
-def _line_fault(line: str, error: Exception) -> str:
-    if "\0" in line:
-        return "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
-    if not is_utf8(line):
-        return NOT_UTF8
-    return f"not JSON ({_describe_error(error)})"
 
 
 def _describe_error(error: Exception) -> str:

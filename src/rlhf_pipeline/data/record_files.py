@@ -34,18 +34,14 @@ MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 LABEL = pa.field("label", pa.bool_())
 EXTRA = pa.field("extra", pa.string())
 """Only in files of sources that carry further columns."""
-_KEY = pa.binary(16)
 _EXAMPLES = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", pa.list_(MESSAGE)),
-        ("chosen", pa.string()),
-        ("rejected", pa.string()),
-        ("reference", pa.string()),
-        ("prompt_key", _KEY),  # of the normalised prompt
-        ("conversation_key", _KEY),  # of its beginning: system message and first user turn
-        ("example_key", _KEY),  # of the normalised prompt and the answers
-    ]
+    {
+        "id": pa.string(),
+        "prompt": pa.list_(MESSAGE),
+        **dict.fromkeys(("chosen", "rejected", "reference"), pa.string()),
+        # Of the normalised prompt, of `conversation` of it, and of prompt and answers.
+        **dict.fromkeys(("prompt_key", "conversation_key", "example_key"), pa.binary(16)),
+    }
 )
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
 _TOOLS = pa.field("tools", pa.string())
@@ -58,9 +54,9 @@ _BATCH_CHARACTERS = 8 * 2**20
 
 def examples(folder: Path) -> pa.Table:
     """A source's examples, memory-mapped: those with a label, and those with tools, come last."""
-    paths = [folder / f"{name}.arrow" for name in ("examples", "labelled", "with_tools")]
-    tables = [mapped(path) for path in paths if path.exists()]
-    return pa.concat_tables(tables, promote_options="default")
+    further = [folder / "labelled.arrow", folder / "with_tools.arrow"]
+    paths = [folder / "examples.arrow", *filter(Path.exists, further)]
+    return pa.concat_tables(map(mapped, paths), promote_options="default")
 
 
 def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
@@ -91,13 +87,12 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
 def serves(table: pa.Table) -> np.ndarray:
     """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
 
-    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO, and so can a
-    demonstration with a true answer. Labelled answers belong to the part of the reward model, where
-    KTO finds them.
+    A comparison serves all phases, a demonstration SFT, and a prompt without an answer to learn or
+    with a true answer PPO. Labelled answers belong to the part of the reward model, for KTO.
     """
-    has_chosen = table.column("chosen").is_valid().to_numpy()
-    has_rejected = table.column("rejected").is_valid().to_numpy()
-    has_reference = table.column("reference").is_valid().to_numpy()
+    has_chosen, has_rejected, has_reference = (
+        table.column(name).is_valid().to_numpy() for name in ("chosen", "rejected", "reference")
+    )
     asks = ~has_chosen | has_reference
     one = has_chosen * phase_bits(["sft"]) + asks * phase_bits(["ppo"])
     bits = np.where(has_rejected, phase_bits(PHASES), one).astype(np.uint8)
@@ -130,10 +125,7 @@ def example_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def mapped(path: Path) -> pa.Table:
-    """A table of an artifact, memory-mapped.
-
-    Raises ArtifactError if it is damaged: Arrow would read where its offsets lead.
-    """
+    """A table of an artifact, memory-mapped; ArtifactError if its offsets or texts are damaged."""
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         table.validate(full=True)
@@ -256,9 +248,9 @@ class RowCounts:
 
     rows: int = 0
     bad: Counter[str] = field(default_factory=Counter)
-    """Bad rows by reason."""
+    """Broken rows by reason."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Valid rows without anything to learn from, by reason."""
+    """Sound rows without anything to learn from, by reason."""
     first_bad: list[tuple[str, str]] = field(default_factory=list)
     """Place and reason of the first bad rows."""
 
