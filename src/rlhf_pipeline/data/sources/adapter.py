@@ -41,8 +41,8 @@ class Source:
     """The data set's name on the Hugging Face hub, or a name of this project."""
     kind: Kind
     """Kind of the records. "any": the configuration decides."""
-    description: str
-    """One line for docs/data.md."""
+    description: str = ""
+    """One line about the data. docs/data.md has it for our own sources."""
     columns: tuple[str, ...] = ()
     """The columns that the adapter reads. Other columns are not loaded if the format allows. With a
     `parser`: the columns that it reads without a column map."""

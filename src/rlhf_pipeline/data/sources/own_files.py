@@ -188,14 +188,10 @@ def _column_value(row: Row, column: str) -> Any:
     return value
 
 
+_COLUMNS = ("prompt", "chosen", "rejected")
 SOURCES = (
+    Source("files", "any", columns=_COLUMNS, parser=parser, local_only=True),
     Source(
-        "files", "any", "your own files; `columns` maps their columns",
-        ("prompt", "chosen", "rejected"), parser=parser, local_only=True,
+        "local/jsonfile", "comparisons", columns=_COLUMNS, parse=parse_jsonfile, local_only=True
     ),
-    Source(
-        "local/jsonfile", "comparisons",
-        "files in the form of DeepSpeed-Chat's source of the same name",
-        ("prompt", "chosen", "rejected"), parse_jsonfile, local_only=True,
-    ),
-)  # fmt: skip
+)

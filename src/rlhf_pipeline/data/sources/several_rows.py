@@ -170,20 +170,13 @@ def _written(row: Row) -> str:
 
 
 SOURCES = (
+    Source("OpenAssistant/oasst1", "comparisons", columns=_COLUMNS, assemble=_trees),
     Source(
-        "OpenAssistant/oasst1", "comparisons",
-        "dialogues in 35 languages written and ranked by volunteers, the best answer against the "
-        "worst",
-        _COLUMNS, assemble=_trees,
+        "nvidia/HelpSteer2", "comparisons", columns=("prompt", "response", "helpfulness"),
+        assemble=_pairs,
     ),
     Source(
-        "nvidia/HelpSteer2", "comparisons",
-        "answers of models rated by people for helpfulness, about 10,000 comparisons with ties",
-        ("prompt", "response", "helpfulness"), assemble=_pairs,
-    ),
-    Source(
-        "Salesforce/wikitext", "text",
-        "English Wikipedia's good and featured articles, about 28,000",
-        ("text",), assemble=_articles, subset="wikitext-103-raw-v1",
+        "Salesforce/wikitext", "text", columns=("text",), assemble=_articles,
+        subset="wikitext-103-raw-v1",
     ),
 )  # fmt: skip

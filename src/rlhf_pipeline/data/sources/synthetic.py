@@ -289,5 +289,4 @@ def _questions() -> dict[str, _Question]:
     return questions
 
 
-_DESCRIPTION = "a generated world with a known gold score"
-SOURCES = (Source(_NAME, "comparisons", _DESCRIPTION, generate=generate),)
+SOURCES = (Source(_NAME, "comparisons", generate=generate),)
