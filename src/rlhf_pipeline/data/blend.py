@@ -1,10 +1,9 @@
 """Assign the rows of all sources to parts: fractions, duplicates, conversations, held-out texts.
 
-Two texts are near duplicates if the Jaccard similarity of their sets of word 5-grams is at least
-0.8; a text of fewer words is one gram. Grams that more than 100 held-out texts share, as those of a
-common instruction do, do not count: so a gram leads to at most 100 held-out texts. The search is
-exact: an inverted index counts the grams that a text shares with every held-out one (ScanCount in
-Li, Lu and Lu 2008, "Efficient Merging and Filtering Algorithms for Approximate String Searches").
+Near duplicates have a Jaccard similarity of at least 0.8 of their sets of word 5-grams; grams that
+more than 100 held-out texts share do not count. The search is exact: an inverted index counts
+shared grams (ScanCount in Li, Lu and Lu 2008, "Efficient Merging and Filtering Algorithms for
+Approximate String Searches").
 """
 
 from array import array
@@ -81,12 +80,10 @@ def blend(
 ) -> Blend:
     """Take each source's fraction, merge what an earlier source contains, split by conversation.
 
-    Conversations of a test source leave the other sources. Near duplicates of held-out ones leave
-    training, unless `near_duplicates` is "keep". Rows that a source repeats within itself stay: two
-    annotators who agree are two judgements. A row of several sources serves every phase that one of
-    these sources may serve. `usable` has one (rows,) bool for each source; False excludes a row.
-    Raises DataError if a part gets no conversation, some serve only phases of weight 0, or a prompt
-    has two true answers.
+    Rows that a source repeats within itself stay: two annotators who agree are two judgements. A
+    row of several sources serves every phase that one of these sources may serve. `usable` has one
+    (rows,) bool for each source; False excludes a row. Raises DataError if a part gets no
+    conversation, some serve only phases of weight 0, or a prompt has two true answers.
     """
     rows = pa.concat_tables(sources, promote_options="default")  # some have no column `extra`
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
@@ -184,10 +181,7 @@ def true_answers(
 
 
 def near_duplicates(texts: Iterable[str], held_out: Iterable[str]) -> np.ndarray:
-    """Whether each of the texts is a near duplicate of a held-out one: (N,) bool.
-
-    Memory grows with the held-out texts alone; the others are streamed.
-    """
+    """(N,) bool: the texts near a held-out one. Memory grows with the held-out texts alone."""
     whole = [_grams(text) for text in held_out]
     common = {gram for gram, n in Counter(chain.from_iterable(whole)).items() if n > _COMMON}
 

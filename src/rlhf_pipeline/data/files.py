@@ -135,10 +135,7 @@ def open_stream(file: File) -> Iterator[Stream]:
 
 @contextmanager
 def explain_store_errors(url: str, kind: type[PipelineError] = DataError) -> Iterator[None]:
-    """Turn any error into one of this kind with URL, reason and fix.
-
-    Stores raise exceptions of all types, so the block must do nothing but access a store.
-    """
+    """Turn any error of the store, whatever its type, into one of this kind with URL and fix."""
     try:
         yield
     except PipelineError:

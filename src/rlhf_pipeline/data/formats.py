@@ -41,13 +41,12 @@ Numbered = Iterator[tuple[int, Row | Unused]]
 
 
 def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[str, Row | Unused]]:
-    """Yield every row with its place, file after file by name.
+    """Yield every row with its place, file after file by name, in constant memory.
 
-    Memory is constant. A place is "name.jsonl:17", by line (JSON arrays, Parquet and saved data
-    sets: by row) from 1. A broken row is `Unused`; the rows after it are read. `columns` are those
-    that the caller reads, dotted if nested, or empty for all; rows may lack all others. `split` is
-    that of a saved DatasetDict. Raises DataError if a file is not found, not reachable, damaged or
-    empty.
+    A place is "name.jsonl:17": the line, or in JSON arrays, Parquet and saved data sets the row,
+    from 1. A broken row is `Unused`. `columns` are those that the caller reads, dotted if nested,
+    or empty for all; rows may lack all others. `split` is that of a saved DatasetDict. Raises
+    DataError if a file is not found, not reachable, damaged or empty.
     """
     location = find_files(path)
     if location.saved is not None:
@@ -121,10 +120,7 @@ def data_set_rows(data_set: Any, columns: list[str]) -> Numbered:
 
 
 def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
-    """The file's columns that are requested, directly or as the start of a dotted path.
-
-    All columns if a requested one is missing: the message about it lists them.
-    """
+    """The requested columns; all if one is missing, since the message about it lists them."""
     starts = {column: column.partition(".")[0] for column in columns}
     if any(column not in names and start not in names for column, start in starts.items()):
         return names
@@ -157,10 +153,7 @@ def _text_rows(stream: Stream) -> Numbered:
 
 
 def _csv_rows(stream: Stream) -> Numbered:
-    """RFC 4180: a quoted field may contain commas, doubled quotes and line breaks.
-
-    A row has the number of the line where it begins; blank lines are no rows.
-    """
+    """RFC 4180; a row has the number of the line where it begins, and blank lines are no rows."""
     csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
     characters, header = 0, list[str]()
 
@@ -276,7 +269,6 @@ def _too_long() -> str:
 
 
 def _object(value: Any, written: str) -> Row | Unused:
-    """A value of JSON as a row, if it is an object of valid text."""
     if not is_utf8(written):
         return Unused(NOT_UTF8)
     if not isinstance(value, dict):
@@ -292,7 +284,6 @@ def _describe_error(error: Exception) -> str:
 
 
 def _decode(stream: Stream, newline: str) -> io.TextIOWrapper:
-    """Read the stream as UTF-8 with or without BOM; `is_utf8` detects invalid parts."""
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 

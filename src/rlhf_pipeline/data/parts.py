@@ -1,8 +1,8 @@
 """Assign conversations to parts: disjoint, exact for any size, the same on every machine.
 
-A conversation is identified by its 16-byte key (`records.conversation`). The functions take the
-keys of all rows as (N, 16) uint8 and return one value per row. Neither the order of the rows nor
-the number of rows of a conversation changes its part. Memory is a small multiple of the keys.
+The functions take the 16-byte keys of all rows as (N, 16) uint8, and return one value per row,
+which depends neither on the order nor on the number of rows. Memory is a small multiple of the
+keys.
 """
 
 import hashlib
@@ -23,17 +23,12 @@ PARTS: tuple[Part, ...] = get_args(Part)
 def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int) -> np.ndarray:
     """Assign a part to every row, by its conversation: (N,) int8, index into PARTS.
 
-    A conversation can serve every phase that one of its rows can serve. Those that can serve the
-    same phases form a class, and each class is divided separately: sort by SHA-256 of the bytes
-    "split\\n<seed>\\n" followed by the key, then cut into consecutive runs, held-out parts first.
-    The size of a run is its exact quota rounded by largest remainder, so within 1 of the quota.
-
-    `config.weights` divides what validation and test leave of a class among the phases that the
-    class can serve. A change of the weights moves at most one or two conversations of a class into
-    or out of the held-out parts. Changes to other classes move none.
-
-    `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i]. Raises DataError if a class
-    can serve only phases of weight 0, or a part with a positive share gets no conversation.
+    `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i]. A conversation can serve
+    what one of its rows can. Conversations that can serve the same phases form a class, which is
+    sorted by SHA-256 of the bytes "split\\n<seed>\\n" and the key, then cut into runs of exact
+    quotas, rounded by largest remainder, held-out parts first. `config.weights` divides the rest
+    among the phases that the class can serve. Raises DataError if a class can serve only phases of
+    weight 0, or a part with a positive share gets no conversation.
     """
     conversations, conversation_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     servable = np.zeros(len(conversations), np.uint8)
@@ -50,11 +45,7 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
 
 
 def apportion(total: int, shares: list[Fraction]) -> list[int]:
-    """Divide `total` into whole numbers, each within 1 of `total * share`.
-
-    The method is largest remainder (Hamilton). `shares` sum to 1. Of equal remainders, the earlier
-    share is rounded up first.
-    """
+    """Divide `total` by shares that sum to 1, by largest remainder; of equal ones, the earlier."""
     quotas = [total * share for share in shares]
     sizes = [quota.numerator // quota.denominator for quota in quotas]
     by_remainder = sorted(range(len(shares)), key=lambda index: sizes[index] - quotas[index])
@@ -64,12 +55,10 @@ def apportion(total: int, shares: list[Fraction]) -> list[int]:
 
 
 def fraction_of(keys: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Select a fraction of the distinct prompts; return their rows as (N,) bool.
+    """Select a fraction of the distinct prompts, but at least one; return their rows as (N,) bool.
 
-    The number of prompts is rounded to the nearest whole number, a half upwards; a positive
-    fraction selects at least one prompt. The selected prompts are the first by SHA-256 of the ASCII
-    bytes "fraction\\n<seed>\\n" followed by the key. So a smaller fraction is part of a larger one,
-    and the selection is independent of the parts from `assign`.
+    Their number is rounded, a half upwards. The first by SHA-256 of the bytes
+    "fraction\\n<seed>\\n" and the key are selected, so a smaller fraction is part of a larger one.
     """
     if fraction == 1:
         return np.ones(len(keys), np.bool_)
@@ -109,7 +98,6 @@ def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
 def _usable_weights(
     weights: tuple[float, float, float], bits: int, conversations: int
 ) -> list[float]:
-    """The weights, with 0 for the phases that a class cannot serve."""
     able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
     usable = [w if phase in able else 0 for phase, w in zip(PHASES, weights, strict=True)]
     if not any(usable):
@@ -123,7 +111,6 @@ def _usable_weights(
 
 
 def _part_shares(weights: list[float], config: SplitConfig) -> list[Fraction]:
-    """The exact share of every part, in the order of PARTS."""
     test, validation, *exact = map(
         _exact_fraction, (config.test_fraction, config.validation_fraction, *weights)
     )

@@ -1,7 +1,4 @@
-"""The prepared files: their columns, their rows, and counts of what was dropped and cut.
-
-The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps without a copy.
-"""
+"""The prepared files, Arrow IPC streams: their columns, rows, and counts of dropped rows."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -98,10 +95,7 @@ class PhaseFile:
         self._writer = ArrowWriter(self.output / self.table.path, schema)
 
     def add(self, rows: list["Row"], numbers: np.ndarray, config: SplitConfig) -> None:
-        """Append the rows that belong to the file and fit the limits.
-
-        `numbers` are the positions of the rows in the blend.
-        """
+        """Append the rows that belong to the file and fit; `numbers`: their positions in the blend."""
         kept: list[int] = []
         written: list[dict[str, Any]] = []
         for index in np.flatnonzero(self.wanted[numbers]).tolist():
@@ -142,7 +136,7 @@ class PhaseFile:
         }
 
     def _values(self, row: "Row", config: SplitConfig) -> list[dict[str, Any]]:
-        """The rows of the file by column, for the columns of this file and others."""
+        """The rows of the file by column, with further columns."""
         values = row.example | {
             "prompt_ids": row.prompt.ids,
             "source": row.source,
@@ -194,10 +188,7 @@ class RowMaker:
         return Row(source, example, prompt, answers, dialogue, spoken)
 
     def _keep_apart(self, prompt: Limited, part: Part) -> Limited:
-        """Drop a cut prompt that equals one of another part.
-
-        Only prompts of maximum length can become equal. The first part keeps the prompt.
-        """
+        """Drop a cut prompt that equals one of another part, which keeps it."""
         if (
             self.config.over_long_prompts != "truncate"
             or len(prompt.ids) < self.config.max_prompt_tokens
@@ -214,9 +205,8 @@ class RowMaker:
 def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
     """The columns of SFT: prompt, response and loss mask.
 
-    `response_ids` begins with the first learned token. `loss_mask` has one value for each of them:
-    True for the tokens that `config.sft_loss` selects, including the EOS of a turn. The first token
-    of a dialogue is never learned, since nothing predicts it.
+    `response_ids` begins with the first learned token. `loss_mask` is True for the tokens of it
+    that `config.sft_loss` selects, including EOS. Nothing predicts the first token of a dialogue.
     """
     prompt, response = row.dialogue.ids, row.answers["chosen"].ids
     learned = [True] * len(prompt) if config.sft_loss == "all" else row.spoken
@@ -226,10 +216,7 @@ def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
 
 
 def summary(counts: Mapping[int, int]) -> dict[str, int]:
-    """Total, maximum and percentiles of lengths; `counts` maps a length to its number of texts.
-
-    Percentiles are nearest rank: the smallest length that at least p percent do not exceed.
-    """
+    """Total, maximum and percentiles (nearest rank) of lengths; `counts`: length -> number."""
     lengths, rows = np.array([*counts], np.int64), np.array([*counts.values()], np.int64)
     percentiles = np.percentile(lengths, (50, 90, 99), weights=rows, method="inverted_cdf")
     p50, p90, p99 = map(int, percentiles)

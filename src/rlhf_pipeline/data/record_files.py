@@ -87,8 +87,8 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
 def serves(table: pa.Table) -> np.ndarray:
     """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
 
-    A comparison serves all phases, a demonstration SFT, and a prompt without an answer to learn or
-    with a true answer PPO. Labelled answers belong to the part of the reward model, for KTO.
+    A comparison serves all, a demonstration SFT, and a prompt that has no answer, or a true one,
+    PPO. Labelled answers belong to the part of the reward model, for KTO.
     """
     has_chosen, has_rejected, has_reference = (
         table.column(name).is_valid().to_numpy() for name in ("chosen", "rejected", "reference")

@@ -78,15 +78,11 @@ def split_sources(
 ) -> dict[str, Any]:
     """Divide the records by conversation, tokenize them, write the files of `phase_files.TABLES`.
 
-    The same arguments give the same bytes. The validation files of all phases come from the same
-    conversations. Memory grows by a few dozen bytes per record, and by the first turns of the
-    held-out ones. `sources` and `pretraining` are folders of records, in the order of the
-    configuration. Returns the report, see `split_report`.
-
-    Raises:
-        DataError: too many rows are bad, a text is too long, a part gets no conversation, or a
-            prompt has two true answers.
-        ArtifactError: the tokenizer or its chat template is unsuitable.
+    The same arguments give the same bytes. Memory grows by a few dozen bytes per record, and by the
+    first turns of the held-out ones. `sources` and `pretraining` are folders of records, in the
+    order of the configuration. Returns the report, see `split_report`. Raises DataError if too many
+    rows are bad, a text is too long, a part gets no conversation, or a prompt has two true answers;
+    ArtifactError if the tokenizer or its chat template is unsuitable.
     """
     tables = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
@@ -199,7 +195,6 @@ def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
 
 
 def _input_folders(job: LaunchedJob, kind: str) -> list[Path]:
-    """The inputs `kind_0`, `kind_1`, ..., which the driver lists in order."""
     return [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
 
 
@@ -213,15 +208,11 @@ def pack(
 ) -> dict[str, Any]:
     """Pack plain text for PPO's language-model loss (ptx; Ouyang et al. 2022, equation 2).
 
-    All documents are joined, an EOS after each, and written as blocks of equal length.
-
-    Each block begins with BOS if the tokenizer puts one before text: such a model has never seen
-    text without it. Documents with control tokens are left out, and count as bad rows. Raises
-    DataError if the text does not fill one block, or too many rows are bad.
-
-    Returns:
-        The part `pretraining` of the report. Tokens include EOS, but not BOS; those of the
-        incomplete last block are left out.
+    Documents are joined, an EOS after each, and cut into blocks of equal length, which begin with
+    BOS if the tokenizer puts one before text: such a model has never seen text without it.
+    Documents with control tokens count as bad rows. Returns the part `pretraining` of the report,
+    whose tokens are those without BOS. Raises DataError if the text does not fill one block, or too
+    many rows are bad.
     """
     assert config.pretraining is not None
     block_tokens = config.pretraining.block_tokens

@@ -43,9 +43,8 @@ def build_report(
 ) -> dict[str, Any]:
     """The report as JSON types, without `examples`, and with None as `pretraining`.
 
-    Sources and files have numbers of rows; reasons of bad, skipped, dropped and truncated rows have
-    counts. `lengths` are those of "prompt" and "response" before the limits: length -> number of
-    texts. Raises AssertionError if two parts share a conversation.
+    `lengths` are those of "prompt" and "response" before the limits: length -> number of texts.
+    Raises AssertionError if two parts share a conversation.
     """
     return {
         "sources": _sources(config, labels, counts, plan),
@@ -128,11 +127,7 @@ def _overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
 
 
 def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[tuple[str, bool]]]:
-    """The first row of each training file, by what it shows.
-
-    A row is segments of text, special tokens included, with True for those that the model learns.
-    `folder` contains the files of `phase_files.TABLES`.
-    """
+    """The first row of each training file, as segments of text, and whether each is learned."""
 
     def first(phase: str) -> dict[str, Any]:
         with pa.ipc.open_stream(folder / phase / "train.arrow") as stream:
@@ -249,10 +244,7 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
 def require_true_answers(
     split: Path, rewards: Sequence[SampleReward], judges: Sequence[Judge]
 ) -> None:
-    """Raise DataError if prompts lack the true answers that rewards or judges read.
-
-    `split` is the folder of the prepared files, whose report has the counts by source.
-    """
+    """Raise DataError if prompts of the prepared files lack true answers that somebody reads."""
     given: dict[str, Sequence[Any]] = {"ppo": rewards, "evaluation": judges}
     readers = {name: [one.label for one in g if reads_references(one)] for name, g in given.items()}
     missing = json.loads((split / "report.json").read_text()).get("without_reference")

@@ -1,7 +1,4 @@
-"""Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut.
-
-Records with a control token in a text are rejected before.
-"""
+"""Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,11 +59,10 @@ def tokenize(
 ) -> list[Tokenized]:
     """Apply the chat template to all prompts and answers, and tokenize the texts.
 
-    Prompt and response are tokenized separately. So no token crosses the boundary, and a response
-    has the ids that a model generates after the prompt's ids. `examples` are those of
-    `record_files.example_rows`; `turns` marks those whose prompts are divided into pieces by
-    speaker. Raises ArtifactError if a response does not contain exactly one EOS, at its end;
-    otherwise like the functions of `rlhf_pipeline.data.template`.
+    Prompt and response are tokenized separately, so a response has the ids that a model generates
+    after the prompt's. `examples` are those of `record_files.example_rows`; `turns` marks those
+    whose prompts are divided into pieces by speaker. Raises ArtifactError like the functions of
+    `template`, and if a response does not contain exactly one EOS, at its end.
     """
     names, dialogues = ([example[key] for example in examples] for key in ("id", "prompt"))
     prompts = render_prompts(tokenizer, names, dialogues)
@@ -92,15 +88,10 @@ def tokenize(
         for answer in (preferred, other, *(text for text, own in spoken if own)):
             if answer is not None:
                 _check_end(name, ids[answer], tokenizer, contract)
-        divided = (
-            [one for text, _ in spoken for one in ids[text]],
-            [own for text, own in spoken for _ in ids[text]],
-        )
-        tokenized.append(
-            Tokenized(
-                name, ids[prompt], ids.get(preferred), ids.get(other), divided if spoken else None
-            )
-        )
+        marked = [(token, own) for text, own in spoken for token in ids[text]]
+        divided = [token for token, _ in marked], [own for _, own in marked]
+        answers = ids.get(preferred), ids.get(other)
+        tokenized.append(Tokenized(name, ids[prompt], *answers, divided if spoken else None))
     return tokenized
 
 
@@ -123,10 +114,7 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def one_ahead(items: Iterable[A], function: Callable[[A], B]) -> Iterator[tuple[A, B]]:
-    """Yield each item with `function(item)`, which a thread computes one item ahead of the caller.
-
-    This saves time if `function` releases the interpreter lock, as the tokenizers library does.
-    """
+    """Yield each item with its result, which a thread computes one item ahead of the caller."""
     with ThreadPoolExecutor(1) as worker:
         submitted = ((item, worker.submit(function, item)) for item in items)
         pending = next(submitted, None)
@@ -143,9 +131,8 @@ def limited(
     config: SplitConfig,
     bos_id: int | None = None,
 ) -> Limited:
-    """Apply the limit of prompts or responses.
+    """Apply the limit: a cut prompt keeps BOS and the newest tokens, an answer its beginning.
 
-    A cut prompt keeps BOS and the newest tokens; a cut answer keeps its beginning, without EOS.
     Raises DataError if the text is longer, and `over_long_*` is "error".
     """
     kind, what = ("prompt", "prompt") if text == "prompt" else ("response", f"{text} answer")
@@ -167,10 +154,7 @@ def limited(
 
 
 def newest_values(ids: list[int], values: list[A], limit: int, bos_id: int | None) -> list[A]:
-    """Keep the values of a prompt's last `limit` tokens; a leading BOS replaces the oldest of them.
-
-    `values` has one value for each of `ids`.
-    """
+    """The values of a prompt's last `limit` ids; a leading BOS replaces the oldest of them."""
     if len(ids) <= limit:
         return values
     leading = 1 if ids[0] == bos_id and limit > 1 else 0
@@ -193,10 +177,7 @@ def _check_end(
 
 
 class ControlTokenFilter:
-    """Rejects records that contain a control token, and counts them as bad rows.
-
-    A control token in a text would end a response or forge a turn.
-    """
+    """Rejects, as bad rows, records in which a control token would end or forge a turn."""
 
     def __init__(
         self, tokenizer: Tokenizer, contract: TokenContract, max_bad_fraction: float
@@ -216,10 +197,7 @@ class ControlTokenFilter:
         return np.array(usable, bool)
 
     def accepts(self, label: str, counts: RowCounts, place: str, texts: Sequence[str]) -> bool:
-        """Whether the texts of a record contain no control token.
-
-        Raises DataError if the source has more bad rows than `max_bad_fraction` allows.
-        """
+        """Whether no text of a record has a control token; DataError if too many rows are bad."""
         found = next(filter(None, map(self._pattern.search, texts)), None)
         if found is not None:
             reason = f"the text contains the tokenizer's control token {found.group()}"

@@ -113,10 +113,7 @@ def _with_system(system: str, prompt: tuple[Message, ...]) -> tuple[Message, ...
 
 
 def parse_webgpt(row: Row) -> Example:
-    """Answers cite sources by number, which a model without a browser must not learn.
-
-    The citations are removed; other brackets stay.
-    """
+    """Citations by number are removed: a model without a browser must not learn them."""
     return preferred(
         question(text(field(row, "question", dict), "full_text")),
         (_CITATION.sub("", text(row, "answer_0")), _CITATION.sub("", text(row, "answer_1"))),

@@ -15,8 +15,7 @@ from rlhf_pipeline.errors import ConfigError, DataError, install, suggestion
 def generate(config: SourceConfig, seed: int) -> Records:
     """Yield `config.samples` different questions, the tasks in turn, the same for equal seeds.
 
-    Raises ConfigError if the library is missing, and DataError if a task or a parameter is unknown,
-    or a task has too few questions.
+    Raises ConfigError without the library; DataError for what it does not know or cannot generate.
     """
     samples, tasks = config.samples or 0, config.tasks or {}
     draws = 2 * -(-samples // len(tasks)) + 1_000  # some of them repeat a question
@@ -26,7 +25,6 @@ def generate(config: SourceConfig, seed: int) -> Records:
 
 
 def _questions(name: str, given: dict[str, Any], seed: int, draws: int) -> Iterator[Example]:
-    """The different questions among some draws of a task."""
     # The library draws from the seed plus the number, so neighbouring seeds would share questions.
     own_seed, seen = Random(f"{seed} {name}").getrandbits(31), set[str]()
     _check(name, given)

@@ -81,10 +81,7 @@ def parser(named: ColumnMap) -> Callable[[Row], Record]:
 
 
 def parse_jsonfile(row: Row) -> Example:
-    """Parse DeepSpeed-Chat's format: "Human: ... Assistant:", continued by the answers.
-
-    A prompt that does not start with a turn is one user turn.
-    """
+    """DeepSpeed-Chat's format: "Human: ... Assistant:", or one user turn, and the answers."""
     written = text(row, "prompt")
     before, prompt = turns(written, _TURN)
     if before or not prompt:
@@ -124,7 +121,6 @@ def _record(row: Row, named: ColumnMap) -> Record:
 
 
 def _schemas(value: Any, column: str) -> list[Any]:
-    """The schemas of functions in a column: a list, or its JSON."""
     with suppress(ValueError):
         value = json.loads(value) if isinstance(value, str) else value
     if value is None or (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
@@ -163,7 +159,6 @@ def _reference(row: Row, column: str) -> str | None:
 
 
 def _dialogue(value: Any, column: str, role: Role) -> tuple[Message, ...]:
-    """A string as one message of the role, or a list of messages that ends with the role."""
     if isinstance(value, str):
         return (Message(role, value),)
     if not isinstance(value, list):

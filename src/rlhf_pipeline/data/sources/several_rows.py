@@ -41,8 +41,7 @@ def _pairs(rows: Rows) -> Records:
     """HelpSteer2: choose the more helpful answer of each pair of rows; ties are skipped.
 
     Wang et al. 2024, "HelpSteer2: Open-source dataset for training top-performing reward models".
-    People rated answers from 0 to 4. The two answers to a prompt are consecutive rows. A prompt of
-    several turns has the form
+    The two answers to a prompt are consecutive rows. A prompt of several turns has the form
     "{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
     """
     first: _Rated | None = None
@@ -74,9 +73,8 @@ def _trees(rows: Rows) -> Records:
     """OpenAssistant: compare the best with the worst of two or more ranked answers to a message.
 
     Köpf et al. 2023, "OpenAssistant Conversations - Democratizing Large Language Model Alignment".
-    A row is a message; rank 0 is the best. The published file lists the messages of a tree
-    consecutively, each after the message that it answers. So one tree at a time is in memory.
-    Raises DataError if the messages of a tree are not consecutive.
+    A row is a message; rank 0 is the best. The messages of a tree are consecutive, each after the
+    one that it answers, or DataError is raised; so one tree at a time is in memory.
     """
     tree: list[tuple[str, Row]] = []
     name, finished = "", set[str]()
@@ -146,8 +144,7 @@ def _articles(rows: Rows) -> Records:
     """WikiText: yield each article as one text, without blank lines.
 
     Merity et al. 2016, "Pointer Sentinel Mixture Models". A row is a line: a paragraph, an empty
-    line, or a heading with one equals sign per level on each side. So " = Title = " begins an
-    article. A text file is one row of many lines.
+    line, or a heading with one equals sign per level on each side. A text file is one row of many.
     """
     start, article = "", list[str]()
     for place, row in rows:
