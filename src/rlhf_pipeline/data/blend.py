@@ -47,17 +47,14 @@ class Blend:
     counts: dict[str, list[int]]
     """The numbers of rows of each source with one of these fates.
 
-    - left_out: beyond its fraction
-    - unservable: none of its phases can use them, such as demonstrations of `phases: [ppo]`
-    - merged: they repeat a row of an earlier source, same prompt and same answers
-    - in_test: they leave it, since a test source has their conversation
-    - near: their first turn nearly repeats a held-out one; they are left out, or kept
-    - unanswered: their prompt has no true answer
-    - dropped: unanswered, and in no file, since only PPO or the test could use them
+    left_out: beyond its fraction; unservable: none of its phases can use them; merged: an earlier
+    source has their prompt and answers; in_test: a test source has their conversation; near: their
+    first turn nearly repeats a held-out one; unanswered: their prompt has no true answer; dropped:
+    unanswered, and in no file, since only PPO or the test could use them
     """
 
     def rows(self, table: Table) -> tuple[np.ndarray, int]:
-        """The rows of a table as (N,) bool, and the number of rows left out as repeated prompts."""
+        """The rows of a table as (N,) bool, and how many were left out as repeated prompts."""
         chosen = self.parts == PARTS.index(table.part)
         if table.phase is not None:
             chosen &= (self.serves & phase_bits([table.phase])) > 0
@@ -87,10 +84,11 @@ def blend(
     """
     rows = pa.concat_tables(sources, promote_options="default")  # some have no column `extra`
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
+    sizes = np.diff(starts)
     prompts, conversations = keys(rows, "prompt_key"), keys(rows, "conversation_key")
-    is_test = np.repeat([source.is_test for source in config.sources], np.diff(starts))
+    is_test = np.repeat([source.is_test for source in config.sources], sizes)
     may_serve = [phase_bits(filter(source.may_serve, PHASES)) for source in config.sources]
-    bits = serves(rows) & np.repeat(may_serve, np.diff(starts)).astype(np.uint8)
+    bits = serves(rows) & np.repeat(may_serve, sizes).astype(np.uint8)
     by_source = zip(config.sources, np.split(prompts, starts[1:-1]), strict=True)
     fractions = [fraction_of(own, source.fraction, seed) for source, own in by_source]
     within_fraction = np.concatenate(fractions)
@@ -103,10 +101,8 @@ def blend(
     in_test = allowed & ~is_test & among(conversations, conversations[allowed & is_test])
     used = allowed & ~in_test & ((bits > 0) | is_test)
     candidates = np.flatnonzero(used)
-    example_keys = keys(rows, "example_key")
-    own_start = np.repeat(starts[:-1], np.diff(starts))[candidates]
-    earliest = candidates[first_rows(example_keys[candidates])]
-    repeated = candidates[earliest < own_start]
+    earliest = candidates[first_rows(keys(rows, "example_key")[candidates])]
+    repeated = candidates[earliest < np.repeat(starts[:-1], sizes)[candidates]]
     used[repeated] = False
     np.bitwise_or.at(bits, earliest, bits[candidates])
     parts = np.full(len(prompts), PARTS.index("test"), np.int8)
@@ -140,10 +136,9 @@ def blend(
 
 def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """(N,) bool: training rows near a held-out first turn, and validation rows near a test one."""
-    used = np.flatnonzero(parts >= 0)
+    used, near = np.flatnonzero(parts >= 0), np.zeros(len(parts), np.bool_)
     first = used[first_rows(conversations[used])]
     distinct = np.unique(first)
-    near = np.zeros(len(parts), np.bool_)
     test, validation = (parts[distinct] == PARTS.index(part) for part in ("test", "validation"))
     for chosen, held_out in ((validation, test), (~test & ~validation, test | validation)):
         near[distinct[chosen]] = near_duplicates(

@@ -7,9 +7,8 @@ keys.
 
 import hashlib
 import math
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -37,8 +36,7 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
     parts = np.empty(len(conversations), np.int8)
     for bits in np.unique(servable):
         members = ordered[servable[ordered] == bits]
-        usable = _usable_weights(config.weights, bits, len(members))
-        sizes = apportion(len(members), _part_shares(usable, config))
+        sizes = apportion(len(members), _shares(config, bits, len(members)))
         parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
     _require_conversations(config, parts, servable)
     return parts[conversation_of_row]
@@ -47,7 +45,7 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
 def apportion(total: int, shares: list[Fraction]) -> list[int]:
     """Divide `total` by shares that sum to 1, by largest remainder; of equal ones, the earlier."""
     quotas = [total * share for share in shares]
-    sizes = [quota.numerator // quota.denominator for quota in quotas]
+    sizes = [math.floor(quota) for quota in quotas]
     by_remainder = sorted(range(len(shares)), key=lambda index: sizes[index] - quotas[index])
     for index in by_remainder[: total - sum(sizes)]:
         sizes[index] += 1
@@ -63,7 +61,7 @@ def fraction_of(keys: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     if fraction == 1:
         return np.ones(len(keys), np.bool_)
     prompts, prompt_of_row = np.unique(_as_scalars(keys), return_inverse=True)
-    quota = len(prompts) * _exact_fraction(fraction)
+    quota = len(prompts) * _exact(fraction)
     count = math.floor(quota + Fraction(1, 2)) or math.ceil(quota)
     chosen = np.zeros(len(prompts), np.bool_)
     chosen[_hash_order(prompts, f"fraction\n{seed}\n")[:count]] = True
@@ -95,29 +93,24 @@ def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
     return np.argsort(np.fromiter(digests, "V32", len(distinct)))
 
 
-def _usable_weights(
-    weights: tuple[float, float, float], bits: int, conversations: int
-) -> list[float]:
+def _shares(config: SplitConfig, bits: int, conversations: int) -> list[Fraction]:
+    """The exact share of every part in a class, in the order of PARTS."""
     able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
-    usable = [w if phase in able else 0 for phase, w in zip(PHASES, weights, strict=True)]
-    if not any(usable):
+    given = zip(PHASES, config.weights, strict=True)
+    weights = [_exact(weight) if phase in able else Fraction(0) for phase, weight in given]
+    if not any(weights):
         raise DataError(
             f"{conversations} distinct conversations serve only phases of weight 0 "
             f"({', '.join(able) or 'none'}). Fix: give one of these phases a "
             "weight in split.weights and a stage that is not null, change `phases` of their "
             "sources, or remove these sources."
         )
-    return usable
+    test, validation = _exact(config.test_fraction), _exact(config.validation_fraction)
+    rest = (1 - test - validation) / sum(weights)
+    return [test, validation, *(rest * weight for weight in weights)]
 
 
-def _part_shares(weights: list[float], config: SplitConfig) -> list[Fraction]:
-    test, validation, *exact = map(
-        _exact_fraction, (config.test_fraction, config.validation_fraction, *weights)
-    )
-    return [test, validation, *((1 - test - validation) * weight / sum(exact) for weight in exact)]
-
-
-def _exact_fraction(number: float) -> Fraction:
+def _exact(number: float) -> Fraction:
     """The decimal that is written: 0.02 is 1/50, not the nearest binary fraction."""
     return Fraction(str(number))
 
@@ -125,20 +118,18 @@ def _exact_fraction(number: float) -> Fraction:
 def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
     shares = (config.test_fraction, config.validation_fraction, *config.weights)
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
-    empty = [
-        part for part, share in zip(PARTS, shares, strict=True) if share > 0 and sizes[part] == 0
-    ]
+    given = zip(PARTS, shares, strict=True)
+    empty = [part for part, share in given if share > 0 and not sizes[part]]
     if empty and not config.is_test:
         able = {
             phase: np.count_nonzero(servable >> index & 1) for index, phase in enumerate(PHASES)
         }
+        found, serving = (
+            ", ".join(f"{name} {count}" for name, count in counts.items())
+            for counts in (sizes, able)
+        )
         raise DataError(
             f"{', '.join(empty)}: found none of {len(parts)} distinct conversations, expected at "
-            f"least 1 (sizes: {_format_counts(sizes)}; able to serve: {_format_counts(able)}). "
-            "Fix: add data, or change weights, validation_fraction or test_fraction (0 disables "
-            "a part)."
+            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, or change "
+            "weights, validation_fraction or test_fraction (0 disables a part)."
         )
-
-
-def _format_counts(counts: Mapping[Any, object]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -42,9 +42,9 @@ class Table:
     part: Part
     """The part whose prompts it contains."""
     phase: Phase | None
-    """The file contains only rows that this phase can use; None: all rows."""
+    """The phase that can use its rows; None: no matter which."""
     answers: tuple[Answer, ...]
-    """The answers that its rows need. Without answers, it contains each distinct prompt once."""
+    """The answers that its rows need. Without any, it contains each distinct prompt once."""
     schema: pa.Schema
     labelled: bool = False
     """Whether it contains labelled answers alone, one in each row."""
@@ -95,7 +95,7 @@ class PhaseFile:
         self._writer = ArrowWriter(self.output / self.table.path, schema)
 
     def add(self, rows: list["Row"], numbers: np.ndarray, config: SplitConfig) -> None:
-        """Append the rows that belong to the file and fit; `numbers`: their positions in the blend."""
+        """Append the rows that belong to the file and fit; `numbers` are those of the blend."""
         kept: list[int] = []
         written: list[dict[str, Any]] = []
         for index in np.flatnonzero(self.wanted[numbers]).tolist():
@@ -189,10 +189,8 @@ class RowMaker:
 
     def _keep_apart(self, prompt: Limited, part: Part) -> Limited:
         """Drop a cut prompt that equals one of another part, which keeps it."""
-        if (
-            self.config.over_long_prompts != "truncate"
-            or len(prompt.ids) < self.config.max_prompt_tokens
-        ):
+        config = self.config
+        if config.over_long_prompts != "truncate" or len(prompt.ids) < config.max_prompt_tokens:
             return prompt
         # The digest, since all ids would fill the memory.
         digest = hashlib.sha256(np.array(prompt.ids, np.int32).tobytes()).digest()

@@ -115,9 +115,8 @@ def phase_bits(phases: Iterable[Phase]) -> int:
 def example_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     """The examples of a batch: id, prompt, chosen, rejected, reference, and extra and label if the
     source has them. Schemas and calls of tools are in the messages of the prompt."""
-    rows: list[dict[str, Any]] = batch.select(
-        [name for name in batch.schema.names if not name.endswith("_key")]
-    ).to_pylist()
+    columns = [name for name in batch.schema.names if not name.endswith("_key")]
+    rows: list[dict[str, Any]] = batch.select(columns).to_pylist()
     for row in rows:
         for index, further in json.loads(row.pop("tools", None) or "{}").items():
             row["prompt"][int(index)] |= further
@@ -138,9 +137,8 @@ def mapped(path: Path) -> pa.Table:
 
 def fix_of(reason: str) -> str:
     """The fix for a file with a fault in most rows."""
-    if reason == NOT_UTF8:
-        return TO_UTF8
-    return "correct the source's `columns` or the file: most rows are bad."
+    columns = "correct the source's `columns` or the file: most rows are bad."
+    return TO_UTF8 if reason == NOT_UTF8 else columns
 
 
 class ArrowWriter:
@@ -181,12 +179,9 @@ class RecordsWriter:
 
     def __init__(self, folder: Path, *, has_extra: bool = False) -> None:
         schema = _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
-        self._schemas = {
-            "examples": schema,
-            "texts": _TEXTS,
-            "labelled": schema.append(LABEL),
-            "with_tools": schema.append(LABEL).append(_TOOLS),
-        }
+        with_label = schema.append(LABEL)
+        further = {"labelled": with_label, "with_tools": with_label.append(_TOOLS)}
+        self._schemas = {"examples": schema, "texts": _TEXTS, **further}
         self._folder, self._writers = folder, dict[str, ArrowWriter]()
 
     def __enter__(self) -> "RecordsWriter":
@@ -232,11 +227,8 @@ class RecordsWriter:
 
 def _tools(example: Example) -> str | None:
     """Schemas and calls of tools as further keys of the messages, by their numbers; None: none."""
-    found: dict[int, dict[str, Any]] = {
-        index: json.loads(message.further)
-        for index, message in enumerate(example.prompt)
-        if message.further
-    }
+    turns = enumerate(example.prompt)
+    found = {index: json.loads(turn.further) for index, turn in turns if turn.further}
     if example.tools is not None:
         found[0] = found.get(0, {}) | {"tools": json.loads(example.tools)}
     return json.dumps(found) if found else None
@@ -267,12 +259,10 @@ class RowCounts:
             shown = self.first_bad[:_SHOWN_BAD_ROWS]
             listed = "".join(f"\n  {place}: {reason}" for place, reason in shown)
             reason, _ = self.bad.most_common(1)[0]
-            fix = (
-                "correct these rows, or set split.max_bad_fraction to at least "
-                f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
-                if 2 * bad <= self.rows and reason != NOT_UTF8
-                else fix_of(reason)
-            )
+            fix = fix_of(reason)
+            if 2 * bad <= self.rows and reason != NOT_UTF8:
+                enough = f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
+                fix = f"correct these rows, or set split.max_bad_fraction to at least {enough}"
             raise DataError(
                 f"source {label}: {bad} of {self.rows} rows are bad, more than "
                 f"split.max_bad_fraction={max_bad_fraction} allows. The first bad rows:{listed}\n"

@@ -6,10 +6,9 @@ python -m rlhf_pipeline.data.split job.json
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,19 +17,8 @@ from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.parts import PARTS
 from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, RowMaker
-from rlhf_pipeline.data.record_files import (
-    ArrowWriter,
-    RowCounts,
-    example_rows,
-    examples,
-    texts,
-)
-from rlhf_pipeline.data.split_report import (
-    build_report,
-    first_examples,
-    headline,
-    render_markdown,
-)
+from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
+from rlhf_pipeline.data.split_report import build_report, first_examples, headline, render_markdown
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.data.tokenization import ANSWERS, ControlTokenFilter, encode, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
@@ -109,9 +97,7 @@ def split_sources(
             file.add(rows, batch.numbers, config)
         for one in tokenized:
             lengths["prompt"][len(one.prompt)] += 1
-            lengths["response"].update(
-                len(ids) for ids in (one.chosen, one.rejected) if ids is not None
-            )
+            lengths["response"].update(len(ids) for ids in (one.chosen, one.rejected) if ids)
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
@@ -125,8 +111,7 @@ def split_sources(
     return report
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Rows of one source that a file needs."""
 
     source: int
@@ -169,12 +154,9 @@ def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
 
 def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
     """The sources' names in the report; a repeated name gets a number."""
-    labels, seen = [source.label() for source in sources], Counter[str]()
-    for index, label in enumerate(labels):
-        seen[label] += 1
-        if seen[label] > 1:
-            labels[index] = f"{label} #{seen[label]}"
-    return labels
+    labels = [source.label() for source in sources]
+    earlier = [labels[:index].count(label) for index, label in enumerate(labels)]
+    return [f"{label} #{n + 1}" if n else label for label, n in zip(labels, earlier, strict=True)]
 
 
 def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
@@ -229,21 +211,18 @@ def pack(
     first = tokenizer("")["input_ids"][:1]  # BOS if the tokenizer puts one before text, as Llama's
     bos = np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
     text_tokens = block_tokens - len(bos)
-    documents, tokens, blocks = 0, 0, 0
-    rest = np.empty(0, np.int32)
+    documents, tokens, blocks, rest = 0, 0, 0, np.empty(0, np.int32)
     writer = ArrowWriter(output / "pretraining" / "train.arrow", _BLOCKS)
     for batch, ids in one_ahead(accepted(), lambda batch: encode(batch, tokenizer)):
         documents += len(batch)
         joined = [token for document in ids for token in (*document, contract.eos_id)]
         tokens += len(joined)
         rest = np.concatenate([rest, np.array(joined, np.int32)])
-        full = len(rest) // text_tokens
-        if full:
-            text = rest[: full * text_tokens].reshape(full, text_tokens)
-            rows = np.hstack([np.tile(bos, (full, 1)), text])
+        if full := len(rest) // text_tokens:
+            text, rest = np.split(rest, [full * text_tokens])
+            rows = np.hstack([np.tile(bos, (full, 1)), text.reshape(full, text_tokens)])
             writer.write([{"input_ids": ids} for ids in rows])
-        blocks += full
-        rest = rest[full * text_tokens :]
+            blocks += full
     writer.close()
     if not blocks:
         raise DataError(

@@ -35,8 +35,8 @@ class Tokenized:
     """Contains exactly one EOS, at the end."""
     rejected: list[int] | None
     turns: tuple[list[int], list[bool]] | None
-    """The prompt with its assistant turns tokenized like responses, and for each token whether it
-    belongs to the assistant; None unless SFT learns earlier turns and the prompt contains some."""
+    """The prompt with its assistant turns tokenized like responses, and which tokens are theirs;
+    None unless SFT learns earlier turns and the prompt contains some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Limited:
 
     ids: list[int]
     dropped: str | None = None
-    """Why the row is dropped; None: it is not."""
+    """Why the row is dropped, if it is."""
     cut: str | None = None
-    """What was cut; None: nothing."""
+    """What was cut, if anything."""
 
 
 def tokenize(
@@ -66,19 +66,16 @@ def tokenize(
     """
     names, dialogues = ([example[key] for example in examples] for key in ("id", "prompt"))
     prompts = render_prompts(tokenizer, names, dialogues)
+    given = ([example[answer] for example in examples] for answer in ANSWERS)
     chosen, rejected = (
-        render_responses(
-            tokenizer, contract, names, dialogues, prompts, [each[answer] for each in examples]
-        )
-        for answer in ANSWERS
+        render_responses(tokenizer, contract, names, dialogues, prompts, said) for said in given
     )
     pieces: list[list[tuple[str, bool]]] = [[] for _ in prompts]
     for row, wanted in enumerate(turns or ()):
         # A prompt of at most two messages has no earlier turn of the assistant.
         if wanted and len(dialogues[row]) > 2:
-            pieces[row] = render_turns(
-                tokenizer, contract, names[row], dialogues[row], prompts[row]
-            )
+            asked = names[row], dialogues[row], prompts[row]
+            pieces[row] = render_turns(tokenizer, contract, *asked)
     texts = [*prompts, *chosen, *rejected, *(text for row in pieces for text, _ in row)]
     distinct = list({text: None for text in texts if text is not None})
     ids: dict[str | None, list[int]] = dict(zip(distinct, encode(distinct, tokenizer), strict=True))

@@ -24,11 +24,11 @@ Records = Iterator[tuple[str, Record | Unused]]
 
 
 class MalformedRowError(Exception):
-    """A row cannot be parsed. The message becomes the reason of the bad row."""
+    """A row cannot be parsed, for this reason."""
 
 
 class SkippedRowError(Exception):
-    """A valid row contains nothing to learn from, such as a tie. The message becomes the reason."""
+    """A sound row contains nothing to learn from, such as a tie, for this reason."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,8 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
     found = []
     for item in value:
         if not isinstance(item, dict):
-            raise MalformedRowError(
-                f"a message in column {column!r} is not an object with role and content"
-            )
+            fault = "is not an object with role and content"
+            raise MalformedRowError(f"a message in column {column!r} {fault}")
         role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
         role = _ROLES.get(text(item, role_key))
         if role is None:
@@ -167,16 +166,25 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
         keys = {"tool_calls": _with_objects(calls)} if calls else {}
         if role == "tool":
             keys = {key: item[key] for key in ("name", "tool_call_id") if item.get(key) is not None}
-        found.append(Message(role, said, as_json(keys) if keys else ""))
+        found.append(
+            Message(role, said, as_json(keys, "a description of tools is") if keys else "")
+        )
     return tuple(found)
 
 
-def as_json(value: Any) -> str:
-    """A value as JSON, in its order; raises MalformedRowError if JSON does not know it."""
+def as_json(value: Any, what: str) -> str:
+    """A value as JSON; raises MalformedRowError, of `what`, if JSON does not know it."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise MalformedRowError(f"a description of tools is not JSON: {error}") from None
+        raise MalformedRowError(f"{what} not JSON: {error}") from None
+
+
+def parsed_json(value: Any) -> Any:
+    """What a string of JSON says, or any other value itself."""
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 def _with_objects(calls: Any) -> Any:
@@ -187,10 +195,7 @@ def _with_objects(calls: Any) -> Any:
     for call in calls:
         function = call.get("function", call)
         if isinstance(function, dict):
-            arguments = function.get("arguments")
-            with suppress(ValueError):
-                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            function = function | {"arguments": arguments}
+            function = function | {"arguments": parsed_json(function.get("arguments"))}
         found.append(call | {"function": function} if "function" in call else function)
     return found
 
@@ -220,6 +225,5 @@ def turns(dialogue: str, marker: re.Pattern[str]) -> tuple[str, tuple[Message, .
     """
     before, *parts = marker.split(dialogue)
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return before.strip(), tuple(
-        Message(_ROLES[name.lower()], content.strip()) for name, content in pairs
-    )
+    found = [Message(_ROLES[name.lower()], content.strip()) for name, content in pairs]
+    return before.strip(), tuple(found)

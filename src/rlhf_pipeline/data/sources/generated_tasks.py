@@ -25,11 +25,11 @@ def generate(config: SourceConfig, seed: int) -> Records:
 
 
 def _questions(name: str, given: dict[str, Any], seed: int, draws: int) -> Iterator[Example]:
-    # The library draws from the seed plus the number, so neighbouring seeds would share questions.
-    own_seed, seen = Random(f"{seed} {name}").getrandbits(31), set[str]()
     _check(name, given)
     from reasoning_gym import create_dataset
 
+    # The library draws from the seed plus the number, so neighbouring seeds would share questions.
+    own_seed, seen = Random(f"{seed} {name}").getrandbits(31), set[str]()
     try:
         task = create_dataset(name, **given, seed=own_seed, size=draws)
         for entry in map(task.__getitem__, range(draws)):

@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from typing import NamedTuple
 
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.sources.adapter import (
@@ -24,17 +23,11 @@ from rlhf_pipeline.errors import DataError
 
 _TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
 _TITLE = re.compile(r" = [^=].* = ?")
+_SCORE = "helpfulness"
 _COLUMNS = (
     "message_id", "parent_id", "message_tree_id", "role", "text", "rank", "deleted",
     "review_result",
 )  # fmt: skip
-
-
-class _Rated(NamedTuple):
-    place: str
-    prompt: str
-    response: str
-    helpfulness: float
 
 
 def _pairs(rows: Rows) -> Records:
@@ -44,29 +37,29 @@ def _pairs(rows: Rows) -> Records:
     The two answers to a prompt are consecutive rows. A prompt of several turns has the form
     "{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
     """
-    first: _Rated | None = None
+    first: tuple[str, Row] | None = None
     for place, row in rows:
-        rated = outcome(_rated, place, row)
+        rated = outcome(_rated, row)
         if isinstance(rated, Unused):
             yield place, rated
         elif first is None:
-            first = rated
-        elif first.prompt == rated.prompt:
-            opening, later = turns(first.prompt, _TURN)
-            prompt = (Message("user", opening), *later)
-            answers = (first.response, rated.response)
-            scores = (first.helpfulness, rated.helpfulness)
-            yield first.place, outcome(preferred, prompt, answers, scores)
+            first = place, rated
+        elif first[1]["prompt"] == rated["prompt"]:
+            opening, later = turns(rated["prompt"], _TURN)
+            both = first[1], rated
+            answers, scores = (tuple(one[key] for one in both) for key in ("response", _SCORE))
+            yield first[0], outcome(preferred, (Message("user", opening), *later), answers, scores)
             first = None
         else:
-            yield first.place, Unused("the next row answers another prompt")
-            first = rated
+            yield first[0], Unused("the next row answers another prompt")
+            first = place, rated
     if first is not None:  # `samples` ended between the two rows
-        yield first.place, Unused("no row follows", bad=False)
+        yield first[0], Unused("no row follows", bad=False)
 
 
-def _rated(place: str, row: Row) -> _Rated:
-    return _Rated(place, text(row, "prompt"), text(row, "response"), number(row, "helpfulness"))
+def _rated(row: Row) -> Row:
+    said = {column: text(row, column) for column in ("prompt", "response")}
+    return said | {_SCORE: number(row, _SCORE)}
 
 
 def _trees(rows: Rows) -> Records:
@@ -105,10 +98,9 @@ def _message(row: Row) -> Row:
         text(row, column)
     if row["role"] not in ("prompter", "assistant"):
         raise MalformedRowError("column 'role' is neither prompter nor assistant")
-    if row["parent_id"] is not None:
-        text(row, "parent_id")
-    if row["rank"] is not None:
-        field(row, "rank", int)
+    for column, kind in (("parent_id", str), ("rank", int)):
+        if row[column] is not None:
+            field(row, column, kind)
     return row | {"removed": bool(row["deleted"]) or row["review_result"] is False}
 
 
@@ -148,7 +140,7 @@ def _articles(rows: Rows) -> Records:
     """
     start, article = "", list[str]()
     for place, row in rows:
-        written = outcome(_written, row)
+        written = outcome(lambda row: text(row, "text"), row)
         if isinstance(written, Unused):
             yield place, written
             continue
@@ -162,14 +154,10 @@ def _articles(rows: Rows) -> Records:
         yield start, Text("\n".join(article))
 
 
-def _written(row: Row) -> str:
-    return text(row, "text")
-
-
 SOURCES = (
     Source("OpenAssistant/oasst1", "comparisons", columns=_COLUMNS, assemble=_trees),
     Source(
-        "nvidia/HelpSteer2", "comparisons", columns=("prompt", "response", "helpfulness"),
+        "nvidia/HelpSteer2", "comparisons", columns=("prompt", "response", _SCORE),
         assemble=_pairs,
     ),
     Source(
