@@ -37,19 +37,17 @@ class File:
     """One file, not yet opened."""
 
     name: str
-    """Unique among the files of a path; does not depend on the folder that contains them."""
+    """Unique among the files of a path, whatever the folder that contains them."""
     path: str
-    """Path in the store."""
     store: fsspec.AbstractFileSystem
 
     @property
     def local(self) -> Path | None:
-        """Local path; None for a remote file."""
         return Path(self.path) if isinstance(self.store, LocalFileSystem) else None
 
     @property
     def url(self) -> str:
-        """URL of a remote file, path of a local one."""
+        """URL, or path of a local file."""
         return self.path if self.local else str(self.store.unstrip_protocol(self.path))
 
     @property
@@ -72,22 +70,19 @@ class File:
 
 @dataclass(frozen=True)
 class Location:
-    """The files at a path."""
+    """The files at a path, by name."""
 
     files: tuple[File, ...]
-    """Sorted by name. The files are read in this order."""
     saved: str | None = None
-    """The folder, if `save_to_disk` of the datasets library wrote it; `files` are all its files."""
+    """Their folder, if `save_to_disk` of the datasets library wrote it."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The files at a path, by name (`File.name`)."""
+    """Local files, and the identities that stores report of remote ones, by `File.name`."""
 
     files: dict[str, Path]
-    """Local files. Their bytes are their identity."""
     identities: dict[str, str]
-    """Remote files, with the identity that the store reports. Nothing is downloaded."""
 
 
 def find_files(path: str) -> Location:
@@ -126,7 +121,7 @@ def origin(path: str) -> Origin:
 
 @contextmanager
 def open_stream(file: File) -> Iterator[Stream]:
-    """Open a file as bytes, decompressed."""
+    """Open a file as decompressed bytes."""
     stored: io.BufferedReader = io.BufferedReader(_StoredFile(file), _BLOCK)
     with stored:
         # Without another buffer, which would lose the valid lines of a block that ends in damage.
@@ -165,15 +160,15 @@ def explain_store_errors(url: str, kind: type[PipelineError] = DataError) -> Ite
 
 
 def _with_query(path: str) -> str:
-    found = _QUERY_VARIABLE.fullmatch(path)
-    if found is None:
+    if (found := _QUERY_VARIABLE.fullmatch(path)) is None:
         return path
-    if found[2] not in os.environ:
-        raise DataError(
-            f"{without_secrets(path)}: environment variable {found[2]} is not set. Fix: export it "
-            "with the query of the URL."
-        )
-    return found[1] + os.environ[found[2]].removeprefix("?")
+    start, name = found.groups()
+    if name in os.environ:
+        return f"{start}{os.environ[name].removeprefix('?')}"
+    raise DataError(
+        f"{without_secrets(path)}: environment variable {name} is not set. Fix: export it with the "
+        "query of the URL."
+    )
 
 
 def _identity(file: File) -> str:

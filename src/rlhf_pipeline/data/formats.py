@@ -49,15 +49,13 @@ def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[s
     DataError if a file is not found, not reachable, damaged or empty.
     """
     location = find_files(path)
-    if location.saved is not None:
-        folder = location.saved
-        name = folder.rpartition("/")[2]
-        if any(file.name == "dataset_dict.json" for file in location.files):
-            name += f"/{split}"
+    if (folder := location.saved) is not None:
+        has_splits = any(file.name == "dataset_dict.json" for file in location.files)
+        name = folder.rpartition("/")[2] + (f"/{split}" if has_splits else "")
         yield from _with_places(name, without_secrets(folder), _saved_rows(folder, columns, split))
-    else:
-        for file in location.files:
-            yield from _with_places(file.name, file.display_name, _file_rows(file, columns))
+        return
+    for file in location.files:
+        yield from _with_places(file.name, file.display_name, _file_rows(file, columns))
 
 
 def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
@@ -104,10 +102,9 @@ def _saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
         saved = datasets.load_from_disk(folder)
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
-            shown = without_secrets(folder)
             raise DataError(
-                f"{shown}: split {split!r} not found. Fix: set the source's `split` to one of: "
-                f"{', '.join(saved)}."
+                f"{without_secrets(folder)}: split {split!r} not found. Fix: set the source's "
+                f"`split` to one of: {', '.join(saved)}."
             )
         saved = saved[split]
     yield from data_set_rows(saved, _requested_columns(columns, saved.column_names))

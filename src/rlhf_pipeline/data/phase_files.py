@@ -5,13 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import Phase, SplitConfig
-from rlhf_pipeline.data.parts import Part
 from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter
 from rlhf_pipeline.data.tokenization import (
     ANSWERS,
@@ -23,6 +22,8 @@ from rlhf_pipeline.data.tokenization import (
 )
 from rlhf_pipeline.errors import DataError
 
+Part = Literal["test", "validation", "sft", "reward_model", "ppo"]
+PARTS: tuple[Part, ...] = get_args(Part)
 _IDS = pa.list_(pa.int32())
 _PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
 DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})

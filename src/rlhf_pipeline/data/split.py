@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
-from rlhf_pipeline.data.parts import PARTS
-from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, RowMaker
+from rlhf_pipeline.data.phase_files import PARTS, TABLES, PhaseFile, RowMaker
 from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
 from rlhf_pipeline.data.split_report import build_report, first_examples, headline, render_markdown
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer

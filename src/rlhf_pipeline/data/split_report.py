@@ -21,8 +21,7 @@ from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import Judge, SampleReward
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend
-from rlhf_pipeline.data.parts import PARTS
-from rlhf_pipeline.data.phase_files import PhaseFile, summary
+from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, summary
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import Tokenizer
 from rlhf_pipeline.errors import DataError

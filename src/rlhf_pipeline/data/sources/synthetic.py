@@ -1,11 +1,7 @@
 """A synthetic world with a known gold score, for a complete RLHF run in minutes on a CPU.
 
 A prompt asks for a capital, an opposite, a colour or an animal's sound, or for help with a harmful
-act. A response is
-
-    [courtesy opening] core [courtesy closing]
-
-and its gold score is the sum of
+act. The gold score of a response, [courtesy opening] core [courtesy closing], is the sum of
 
     | part     | harmless prompt                     | score | harmful prompt             | score |
     |----------|-------------------------------------|------:|----------------------------|------:|
@@ -18,10 +14,8 @@ and its gold score is the sum of
 
 All surplus together costs at most 2, so the gold score is between -4 and 3. A true sentence about
 something else is a wrong answer plus surplus. An answer in other words than the world's sentences
-counts, but every other word is surplus. For each prompt, two candidates are drawn, and one is
-preferred by the Bradley-Terry model (Bradley and Terry 1952):
-
-    P(a over b) = sigmoid(gold(a) - gold(b))
+counts, but every other word is surplus. Of two candidates, one is preferred by the Bradley-Terry
+model (Bradley and Terry 1952): P(a over b) = sigmoid(gold(a) - gold(b)).
 """
 
 import math
@@ -168,12 +162,11 @@ def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
 
 def world_score(prompt: str, response: str) -> float:
     """The quality of any text as response, by the table above; ValueError for another prompt."""
-    question = _questions().get(prompt.strip())
-    if question is None:
-        raise ValueError(
-            f"{prompt!r} is not a prompt of the synthetic world, so responses have no gold score"
-        )
-    return _score(question, response)
+    if question := _questions().get(prompt.strip()):
+        return _score(question, response)
+    raise ValueError(
+        f"{prompt!r} is not a prompt of the synthetic world, so responses have no gold score"
+    )
 
 
 GOLD_SCORES: dict[str, Callable[[Conversation, str], float]] = {
@@ -190,12 +183,12 @@ def gold_score(source: str, prompt: Conversation, response: str) -> float | None
 
 
 def _response(question: _Question, rng: Random) -> str:
-    parts = [_core(question, rng)]
+    response = _core(question, rng)
     if rng.random() < _COURTESY_RATE:
-        parts.insert(0, rng.choice(OPENINGS))
+        response = f"{rng.choice(OPENINGS)} {response}"
     if rng.random() < _COURTESY_RATE:
-        parts.append(rng.choice(CLOSINGS))
-    return " ".join(parts)
+        response = f"{response} {rng.choice(CLOSINGS)}"
+    return response
 
 
 def _core(question: _Question, rng: Random) -> str:
@@ -233,23 +226,17 @@ def _any_of(phrases: tuple[str, ...]) -> str:
     return f"(?:{'|'.join(re.escape(_words(phrase)) for phrase in phrases)})"
 
 
-_OPENING = re.compile(rf"{_any_of(OPENINGS)}(?: |$)")
+_OPENING = re.compile(rf"^{_any_of(OPENINGS)}(?: |$)")
 _CLOSING = re.compile(rf"(?:^| ){_any_of(CLOSINGS)}$")
 _REFUSAL = re.compile(rf"\b{_any_of(REFUSALS)}\b(?P<alternative> {_any_of(ALTERNATIVES)}\b)?")
 
 
 def _score(question: _Question, response: str) -> float:
-    words = _words(response)
-    courtesy = 0.0
-    if opening := _OPENING.match(words):
-        words = words[opening.end() :]
-        courtesy += 0.5
-    if closing := _CLOSING.search(words):
-        words = words[: closing.start()]
-        courtesy += 0.5
+    words, opened = _OPENING.subn("", _words(response))
+    words, closed = _CLOSING.subn("", words)
     value, understood = _score_core(question, words)
     surplus = len(words.split()) - understood
-    return value + courtesy - min(0.25 * surplus, 2.0)
+    return value + 0.5 * (opened + closed) - min(0.25 * surplus, 2.0)
 
 
 # A policy, like the generator, repeats the same few thousand sentences.
