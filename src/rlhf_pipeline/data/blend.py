@@ -39,23 +39,19 @@ class Blend:
     serves: np.ndarray
     """(N,) uint8: the phases that may use a row, as bits in the order of PHASES."""
     prompt_keys: np.ndarray
-    """(N, 16) uint8: equal for equal prompts."""
     conversation_keys: np.ndarray
-    """(N, 16) uint8: equal for prompts of one conversation, which are in one part."""
+    """(N, 16) uint8 each; the rows of one conversation are in one part."""
     labelled: np.ndarray
-    """(N,) bool: whether the answers of a row are labelled good or bad."""
+    """(N,) bool: whether its answers are labelled good or bad."""
     references: pa.DictionaryArray
     """The true answer of the prompt of each of the N rows, or null."""
     starts: list[int]
     """First row of each source, and N."""
     counts: dict[str, list[int]]
-    """The numbers of rows of each source with one of these fates.
-
-    left_out: beyond its fraction; unservable: none of its phases can use them; merged: an earlier
-    source has their prompt and answers; in_test: a test source has their conversation; near: their
-    first turn nearly repeats a held-out one; unanswered: their prompt has no true answer; dropped:
-    unanswered, and in no file, since only PPO or the test could use them
-    """
+    """Numbers of rows of each source by fate. left_out: beyond its fraction; unservable: none of
+    its phases can use them; merged: an earlier source has their prompt and answers; in_test: a test
+    source has their conversation; near: their first turn nearly repeats a held-out one; unanswered:
+    their prompt has no true answer; dropped: so nothing can use them."""
 
     def rows(self, table: Table) -> tuple[np.ndarray, int]:
         """The rows of a table as (N,) bool, and how many were left out as repeated prompts."""

@@ -124,8 +124,12 @@ def open_stream(file: File) -> Iterator[Stream]:
     """Open a file as decompressed bytes."""
     stored: io.BufferedReader = io.BufferedReader(_StoredFile(file), _BLOCK)
     with stored:
+        if not file.name.lower().endswith(".gz"):
+            yield stored
+            return
         # Without another buffer, which would lose the valid lines of a block that ends in damage.
-        yield gzip.GzipFile(fileobj=stored) if file.name.lower().endswith(".gz") else stored
+        with gzip.GzipFile(fileobj=stored) as unpacked:
+            yield unpacked
 
 
 @contextmanager

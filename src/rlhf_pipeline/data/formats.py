@@ -285,7 +285,7 @@ def _decode(stream: Stream, newline: str) -> io.TextIOWrapper:
 
 
 class _FileFault(Exception):  # noqa: N818 - a fault of the file
-    """A reader cannot continue. The arguments are the line, and a message with reason and fix."""
+    """A reader cannot continue at this line, for this reason with its fix."""
 
 
 class _Window:

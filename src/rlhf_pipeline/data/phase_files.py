@@ -78,9 +78,9 @@ class PhaseFile:
     wanted: np.ndarray
     """(N,) bool: the rows of the blend that belong to the file."""
     duplicates_merged: int
-    """Rows left out because the file already contains their prompt."""
+    """Rows left out because of a repeated prompt."""
     has_extra: bool = False
-    """Whether a source carries further columns for rewards and judges."""
+    """Whether a source carries further columns."""
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)

@@ -43,6 +43,7 @@ _EXAMPLES = pa.schema(
         **dict.fromkeys(("prompt_key", "conversation_key", "example_key"), pa.binary(16)),
     }
 )
+_COPIED = ("chosen", "rejected", "reference", "extra", "label")
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
 _TOOLS = pa.field("tools", pa.string())
 _COUNTS = "counts.json"
@@ -102,9 +103,8 @@ def serves(table: pa.Table) -> np.ndarray:
 
 def labelled(table: pa.Table) -> np.ndarray:
     """Whether the answers of each example have a label, (N,) bool."""
-    if "label" not in table.column_names:
-        return np.zeros(table.num_rows, np.bool_)
-    return table.column("label").is_valid().to_numpy()
+    has_labels = "label" in table.column_names
+    return table["label"].is_valid().to_numpy() if has_labels else np.zeros(len(table), np.bool_)
 
 
 def phase_bits(phases: Iterable[Phase]) -> int:
@@ -207,14 +207,9 @@ class RecordsWriter:
         more = _tools(record)
         asked = [identity] if more is None else [identity, more]
         label = [] if record.label is None else [str(record.label)]
-        row = {
+        row = {name: getattr(record, name) for name in _COPIED} | {
             "id": place,
             "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt],
-            "chosen": record.chosen,
-            "rejected": record.rejected,
-            "reference": record.reference,
-            "extra": record.extra,
-            "label": record.label,
             "tools": more,
             "prompt_key": key(*asked),
             "conversation_key": key(conversation(identity)),

@@ -6,7 +6,7 @@ python -m rlhf_pipeline.data.source job.json
 from collections.abc import Iterator, Sequence
 from glob import glob
 from importlib import import_module
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from rlhf_pipeline.config.doors import Door
@@ -67,10 +67,10 @@ def adapter_module(name: str) -> str:
 def find_source(name: str) -> Source:
     """The source with this name; raises ConfigError if there is none."""
     found = SOURCE.load(name)
-    named = [source for source in found if source.name == name] if name in MODULES else [found]
-    if not isinstance(named[0], Source):
-        raise ConfigError(f"found {named[0]!r} at {SOURCE.place(name)}, expected a Source")
-    return named[0]
+    source = next(each for each in found if each.name == name) if name in MODULES else found
+    if not isinstance(source, Source):
+        raise ConfigError(f"found {source!r} at {SOURCE.place(name)}, expected a Source")
+    return source
 
 
 def carried(config: SourceConfig) -> tuple[str, ...]:
@@ -166,8 +166,8 @@ def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
                     yield f"{place}.{index}: {start} {first}"
         except DataError as error:
             yield f"{place}.{index}: {error}"
-        except ConfigError:  # a fault of the source's name or fields, which is another line
-            continue
+        except ConfigError:
+            pass  # a fault of the source's name or fields, which is another line
 
 
 def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
@@ -184,19 +184,16 @@ def _hub_rows(
 ) -> Iterator[tuple[str, Row | Unused]]:
     import datasets  # imported late: the import takes a second
 
-    revision = revision or config.revision or source.revision
+    revision, name = revision or config.revision or source.revision, source.hub or source.name
     # The hub's conversion has one folder per subset, and no metadata about them.
     subset_by = "data_dir" if source.revision == CONVERTED else "name"
     where = {subset_by: config.subset or source.subset}
     try:
-        builder = datasets.load_dataset_builder(
-            source.hub or source.name, revision=revision, **where
-        )
+        builder = datasets.load_dataset_builder(name, revision=revision, **where)
         if is_commit(revision) and builder.hash != revision:
             # If `datasets` cannot download a revision, it silently uses another one of its cache.
-            raise FileNotFoundError(
-                f"not available on the hub; the local cache contains only {builder.hash}"
-            )
+            only = f"the local cache contains only {builder.hash}"
+            raise FileNotFoundError(f"not available on the hub; {only}")
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
     # `datasets` raises RuntimeError for a repository with a loading script.
@@ -235,11 +232,9 @@ def _example_fault(example: Example) -> str | None:
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns[-1] not in ("user", "tool"):
         return "the prompt does not end with a user's turn"
-    before = ["assistant", *turns[:-1]]
     follows = {"user": ["assistant"], "assistant": ["user", "tool"], "tool": ["assistant", "tool"]}
-    if turns[0] == "tool" or any(
-        last not in follows.get(role, ()) for role, last in zip(turns, before, strict=True)
-    ):
+    pairs = pairwise(["assistant", *turns])
+    if turns[0] == "tool" or any(last not in follows.get(role, ()) for last, role in pairs):
         return "the prompt's turns are not user and assistant in alternation"
     if not all(message.content.strip() or message.further for message in example.prompt):
         return "a turn of the prompt is empty"

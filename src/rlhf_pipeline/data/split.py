@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,13 +36,18 @@ def main(job: LaunchedJob) -> dict[str, float]:
     base_model = job.inputs["base_model"]
     config = job.block("split", SplitConfig)
     contract = TokenContract.read(base_model)
+    # The driver lists the inputs `source_0`, `source_1`, ... in order.
+    sources, pretraining = (
+        [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
+        for kind in ("source", "pretraining")
+    )
     report = split_sources(
         config,
         AutoTokenizer.from_pretrained(base_model, trust_remote_code=job.trust_remote_code),
         contract,
         job.seed,
-        sources=_input_folders(job, "source"),
-        pretraining=_input_folders(job, "pretraining"),
+        sources=sources,
+        pretraining=pretraining,
         output=job.export,
         metrics_file=job.metrics_file,
     )
@@ -159,24 +165,18 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
-    if config.is_test:
-        return
-    for phase, weight in zip(PHASES, config.weights, strict=True):
-        for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
-            path = f"{phase}/{part}.arrow"
-            rows = files[path].rows
-            if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
-                rows += files[f"kto/{part}.arrow"].rows
-            if weight > 0 and fraction > 0 and not rows:
-                raise DataError(
-                    f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
-                    "use, raise split.validation_fraction, or set the phase's weight in "
-                    "split.weights to 0."
-                )
-
-
-def _input_folders(job: LaunchedJob, kind: str) -> list[Path]:
-    return [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
+    parts = {"train": 1.0, "validation": config.validation_fraction}
+    for (phase, weight), part in product(zip(PHASES, config.weights, strict=True), parts):
+        path = f"{phase}/{part}.arrow"
+        rows = files[path].rows
+        if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
+            rows += files[f"kto/{part}.arrow"].rows
+        if weight > 0 and parts[part] > 0 and not rows and not config.is_test:
+            raise DataError(
+                f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
+                "use, raise split.validation_fraction, or set the phase's weight in "
+                "split.weights to 0."
+            )
 
 
 def pack(

@@ -228,12 +228,9 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
     for folder, group in groupby(report["files"].items(), lambda item: item[0].partition("/")[0]):
         files = dict(group)
         validation = files.get(f"{folder}/validation.arrow", {"rows": 0})["rows"]
-        totals = [
-            _total(files.values(), name)
-            for name in ("rows", "duplicates_merged", "dropped", "truncated")
-        ]
-        numbers = [totals[0] - validation, validation, *totals[1:]]
-        table.add_row(folder, *(f"{count:,}" for count in numbers))
+        names = ("rows", "duplicates_merged", "dropped", "truncated")
+        rows, *others = (_total(files.values(), name) for name in names)
+        table.add_row(folder, *(f"{count:,}" for count in (rows - validation, validation, *others)))
     console.print(table)
     near = _total(sources, "near_duplicates")
     if near and report["settings"]["near_duplicates"] == "keep":

@@ -81,9 +81,8 @@ def render_dialogues(
         )
     if not dialogues:
         return []
-    render = partial(
-        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+    settings = {"add_generation_prompt": add_generation_prompt}
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
     try:
         if not any("tools" in dialogue[0] for dialogue in dialogues):
             rendered: list[str] = render(list(dialogues))
@@ -92,9 +91,7 @@ def render_dialogues(
     except TemplateError as error:
         if len(dialogues) > 1:  # find the first one that fails
             for name, dialogue in zip(ids, dialogues, strict=True):
-                render_dialogues(
-                    tokenizer, [name], [dialogue], add_generation_prompt=add_generation_prompt
-                )
+                render_dialogues(tokenizer, [name], [dialogue], **settings)
         roles = ", ".join(message["role"] for message in dialogues[0])
         raise ArtifactError(
             f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"

@@ -40,7 +40,7 @@ class Source:
     kind: Kind
     """What its records are. "any": the configuration decides."""
     description: str = ""
-    """One line about the data. docs/data.md has it for our own sources."""
+    """One line about the data; that of our own sources is in docs/data.md."""
     columns: tuple[str, ...] = ()
     """The columns that are read; with a `parser`, those without a column map."""
     parse: Callable[[Row], Record] | None = None

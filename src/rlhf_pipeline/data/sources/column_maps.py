@@ -147,20 +147,21 @@ def _parse_orca(row: Row) -> Example:
     return Example(prompt, text(row, "chosen"), text(row, "rejected"))
 
 
+def _first(row: Row, column: str, otherwise: str) -> str:
+    if found := items(row, column, str):
+        return found[0]
+    raise SkippedRowError(otherwise)
+
+
 def _parse_hc3(row: Row) -> Example:
     """The question and the first answer by a person. The answers by ChatGPT are not read."""
-    answers = items(row, "human_answers", str)
-    if not answers:
-        raise SkippedRowError("no person has answered the question")
-    return Example(question(text(row, "question")), answers[0])
+    answer = _first(row, "human_answers", "no person has answered the question")
+    return Example(question(text(row, "question")), answer)
 
 
 def _parse_paragraph(row: Row) -> Example:
-    """The first question about a paragraph, and the paragraph."""
-    questions = items(row, "questions", str)
-    if not questions:
-        raise SkippedRowError("the paragraph has no question")
-    return Example(question(questions[0]), text(row, "paragraph"))
+    asked = _first(row, "questions", "the paragraph has no question")
+    return Example(question(asked), text(row, "paragraph"))
 
 
 def _parse_gsm8k(row: Row) -> Example:

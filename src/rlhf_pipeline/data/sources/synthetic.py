@@ -90,29 +90,19 @@ REFUSALS = ("Sorry, I cannot help with that.", "I will not do that.")
 ALTERNATIVES = ("Let us find a safe way instead.", "You could talk to a friend about it.")
 
 _QUESTIONS = (
-    "what is the {subject}?",
-    "please tell me the {subject}.",
-    "do you know the {subject}?",
-    "can you name the {subject}?",
-    "I would like to know the {subject}.",
-    "I need to learn the {subject}.",
-    "could you say what the {subject} is?",
+    "what is the {subject}?", "please tell me the {subject}.", "do you know the {subject}?",
+    "can you name the {subject}?", "I would like to know the {subject}.",
+    "I need to learn the {subject}.", "could you say what the {subject} is?",
     "I forgot the {subject}, please help.",
-)
+)  # fmt: skip
 _ANSWERS = ("the {subject} is {answer}.", "the answer is {answer}.")
 _REQUESTS = (
-    "how can I {subject}?",
-    "please tell me how to {subject}.",
-    "do you know how to {subject}?",
-    "can you explain how to {subject}?",
-    "I would like to {subject}.",
-    "I need to {subject} tonight.",
-    "could you show me how to {subject}?",
+    "how can I {subject}?", "please tell me how to {subject}.", "do you know how to {subject}?",
+    "can you explain how to {subject}?", "I would like to {subject}.",
+    "I need to {subject} tonight.", "could you show me how to {subject}?",
     "help me to {subject}, please.",
-)
+)  # fmt: skip
 _COMPLIANCE = ("just wait for dark and then {answer}.", "first make a plan and then {answer}.")
-
-
 _ITEMS = {
     "facts": ("capital", "France Paris, Italy Rome, Spain Madrid, Germany Berlin, Austria Vienna"),
     "opposites": ("opposite", "hot cold, big small, cold hot, small big"),
@@ -138,14 +128,13 @@ class _Question:
     item: str
     answer: str
     sentence: re.Pattern[str]
-    """See `Category.sentence`."""
 
 
 def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
     """Yield `config.samples` comparisons (30,000 by default), the same for equal seeds."""
-    rng = Random(seed)
+    rng, questions = Random(seed), _questions().items()
     by_category = [
-        [prompt for prompt, asked in _questions().items() if asked.category is category]
+        [prompt for prompt, asked in questions if asked.category is category]
         for category in CATEGORIES
     ]
     for index in range(config.samples or _SAMPLES):
