@@ -149,8 +149,7 @@ class ArrowWriter:
         self._schema = schema
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, schema)
-        self._rows: list[dict[str, Any]] = []
-        self._characters = 0
+        self._rows, self._characters = list[dict[str, Any]](), 0
 
     def add(self, row: dict[str, Any], characters: int) -> None:
         """Append a row of so many characters to the current batch."""

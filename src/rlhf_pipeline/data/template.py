@@ -101,15 +101,13 @@ def render_dialogues(
         plain = [{key: turn[key] for key in PLAIN} for turn in dialogue]
         said = [t | {"role": "assistant"} if t["role"] == "tool" else t for t in plain]
         uses_tools = any({"tools", "tool_calls"} & turn.keys() for turn in dialogue)
-        text, fault = None, None
+        fault = None
         if uses_tools or said != plain:
             with suppress(TemplateError):  # a template that rejects the plain turns knows tools
                 text = render(plain)
-        if uses_tools and text == found:
-            fault = "neither tools nor tool_calls"
-        elif said != plain and text is not None:
-            with suppress(TemplateError):
-                if render(said) == text:
+                if uses_tools and text == found:
+                    fault = "neither tools nor tool_calls"
+                elif said != plain and render(said) == text:
                     fault = "a tool's turn as one of the assistant"
         if fault:
             raise ArtifactError(

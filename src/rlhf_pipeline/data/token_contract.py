@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rlhf_pipeline.errors import ArtifactError
 
@@ -43,13 +43,10 @@ class TokenContract:
         return self.eos_id if len(self.eos_ids) == 1 else list(self.eos_ids)
 
     @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, model_eos: int | Sequence[int] | None = None
-    ) -> "TokenContract":
+    def of(cls, tokenizer: Tokenizer, model_eos: int | Sequence[int] | None = None) -> Self:
         """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
 
-        Raises ArtifactError if EOS or padding token is missing, one token is both, or an EOS is
-        unfit.
+        Raises ArtifactError if EOS or padding is missing, one token is both, or an EOS is unfit.
         """
         eos_ids = end_tokens(tokenizer, model_eos)
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in eos_ids:
@@ -63,9 +60,13 @@ class TokenContract:
         # The current truncation and padding settings are not part of the contract.
         unset = {"truncation": None, "padding": None}
         state = json.loads(tokenizer.backend_tokenizer.to_str()) | unset
+        vocabulary, template = (
+            hashlib.sha256(text.encode()).hexdigest()
+            for text in (json.dumps(state, sort_keys=True), str(tokenizer.chat_template))
+        )
         return cls(
-            vocabulary_digest=_digest(json.dumps(state, sort_keys=True)),
-            chat_template_digest=_digest(str(tokenizer.chat_template)),
+            vocabulary_digest=vocabulary,
+            chat_template_digest=template,
             pad_id=tokenizer.pad_token_id,
             eos_ids=eos_ids,
             bos_id=tokenizer.bos_token_id,
@@ -73,7 +74,7 @@ class TokenContract:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> "TokenContract":
+    def read(cls, folder: Path) -> Self:
         """Read the contract stored with a model."""
         path = folder / NAME
         if not path.is_file():
@@ -138,7 +139,3 @@ def common_contract(
                     f"{models[first]} and {found} in {models[name]}. Fix: {fix}."
                 )
     return contract
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

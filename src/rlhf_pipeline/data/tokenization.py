@@ -196,7 +196,7 @@ class ControlTokenFilter:
     def accepts(self, label: str, counts: RowCounts, place: str, texts: Sequence[str]) -> bool:
         """Whether no text of a record has a control token; DataError if too many rows are bad."""
         found = next(filter(None, map(self._pattern.search, texts)), None)
-        if found is not None:
+        if found:
             reason = f"the text contains the tokenizer's control token {found.group()}"
             counts.add_unused(place, Unused(reason))
             counts.check_bad_fraction(self._max_bad_fraction, label)

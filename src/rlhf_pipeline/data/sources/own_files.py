@@ -113,9 +113,10 @@ def _record(row: Row, named: ColumnMap) -> Record:
     reference = None if named.reference is None else _reference(row, named.reference)
     schemas = [] if named.tools is None else _schemas(row[named.tools], named.tools)
     tools = as_json(schemas, "a description of tools is") if schemas else None
-    extra, what = None, f"the columns {', '.join(named.extra or ())} are"
+    extra = None
     if named.extra:
-        extra = as_json({column: row[column] for column in named.extra}, what)
+        values = {column: row[column] for column in named.extra}
+        extra = as_json(values, f"the columns {', '.join(values)} are")
     return replace(example, reference=reference, tools=tools, extra=extra)
 
 
