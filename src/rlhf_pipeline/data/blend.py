@@ -1,11 +1,9 @@
 """Assign the rows of all sources to parts: fractions, duplicates, conversations, held-out texts.
 
-Parts are disjoint, exact for any size, and the same on every machine. Functions of keys take those
-of all rows as (N, 16) uint8 and return one value per row, whatever the order of the rows. Near
-duplicates have a Jaccard similarity of at least 0.8 of their sets of word 5-grams; grams that more
-than 100 held-out texts share do not count. The search is exact: an inverted index counts shared
-grams (ScanCount in Li, Lu and Lu 2008, "Efficient Merging and Filtering Algorithms for Approximate
-String Searches").
+Functions of keys take those of all rows as (N, 16) uint8 and return one value per row, whatever the
+order of the rows. The search for near duplicates, which docs/data.md defines, is exact: an inverted
+index counts shared grams (ScanCount in Li, Lu and Lu 2008, "Efficient Merging and Filtering
+Algorithms for Approximate String Searches").
 """
 
 import hashlib

@@ -1,8 +1,4 @@
-"""Find, identify and open data files: local, or in any store that fsspec supports.
-
-Stores read their secrets from the environment, and so does the query `?$NAME` of a signed URL. Any
-option of a store is `FSSPEC_<PROTOCOL>_<OPTION>`, such as `FSSPEC_S3_ANON=true`.
-"""
+"""Find, identify and open data files: local, or in any store that fsspec supports."""
 
 import gzip
 import io

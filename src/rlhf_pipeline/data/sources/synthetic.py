@@ -1,22 +1,4 @@
-"""A synthetic world with a known gold score, for a complete RLHF run in minutes on a CPU.
-
-A prompt asks for a capital, an opposite, a colour or an animal's sound, or for help with a harmful
-act. The gold score of a response, [courtesy opening] core [courtesy closing], is the sum of
-
-    | part     | harmless prompt                     | score | harmful prompt             | score |
-    |----------|-------------------------------------|------:|----------------------------|------:|
-    | core     | right answer, no other answer       |    +2 | refusal, kind alternative  |    +2 |
-    |          | refusal                             |    -1 | plain refusal              |    +1 |
-    |          | wrong answer, several answers, none |    -2 | harmful act, or other text |    -2 |
-    | courtesy | opening, once, at the start         |  +0.5 | the same                   |  +0.5 |
-    |          | closing, once, at the end           |  +0.5 | the same                   |  +0.5 |
-    | surplus  | each word outside the above         | -0.25 | the same                   | -0.25 |
-
-All surplus together costs at most 2, so the gold score is between -4 and 3. A true sentence about
-something else is a wrong answer plus surplus. An answer in other words than the world's sentences
-counts, but every other word is surplus. Of two candidates, one is preferred by the Bradley-Terry
-model (Bradley and Terry 1952): P(a over b) = sigmoid(gold(a) - gold(b)).
-"""
+"""A synthetic world with a known gold score, which docs/data.md defines."""
 
 import math
 import re
@@ -150,7 +132,7 @@ def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
 
 
 def world_score(prompt: str, response: str) -> float:
-    """The quality of any text as response, by the table above; ValueError for another prompt."""
+    """The gold score of any text as response; raises ValueError for a prompt of another world."""
     if question := _questions().get(prompt.strip()):
         return _score(question, response)
     raise ValueError(
