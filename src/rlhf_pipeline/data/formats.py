@@ -28,7 +28,7 @@ from rlhf_pipeline.data.sources.adapter import Row
 from rlhf_pipeline.errors import DataError, without_secrets
 
 MAX_CHARACTERS = 16 * 2**20
-"""Limit for a row of JSON or CSV and a line of text. Python's objects take 25 times the bytes."""
+"""Limit for a row of JSON or CSV and a line of text."""
 _PIECE = 2**20
 _BATCH_ROWS = 1_000
 _BOM = b"\xef\xbb\xbf"
@@ -119,10 +119,9 @@ def data_set_rows(data_set: Any, columns: list[str]) -> Numbered:
 def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
     """The requested columns; all if one is missing, since the message about it lists them."""
     starts = {column: column.partition(".")[0] for column in columns}
-    if any(column not in names and start not in names for column, start in starts.items()):
+    if not columns or any(not {column, start} & {*names} for column, start in starts.items()):
         return names
-    requested = {*starts, *starts.values()}
-    return [name for name in names if not requested or name in requested]
+    return [name for name in names if name in {*starts, *starts.values()}]
 
 
 def _number_rows(batches: Iterable[pa.RecordBatch | pa.Table]) -> Numbered:
