@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.data.record_files import example_batch, examples
+from rlhf_pipeline.data.record_files import example_rows, examples
 from rlhf_pipeline.models.base_model import build_model, train_tokenizer
 from rlhf_pipeline.pipelines.base_model import SPEC as BASE_MODEL
 from rlhf_pipeline.pipelines.split import source_job, split
@@ -145,12 +145,9 @@ def texts_of(records: Path) -> list[str]:
     """Prompt and both answers of every comparison."""
     texts: list[str] = []
     for batch in examples(records).to_batches():
-        columns = example_batch(batch)
-        for prompt, *answers in zip(columns.prompts, columns.chosen, columns.rejected, strict=True):
-            texts += [
-                "".join(f"\n\n{turn['role']}: {turn['content']}" for turn in prompt),
-                *answers,
-            ]
+        for row in example_rows(batch):
+            prompt = "".join(f"\n\n{turn['role']}: {turn['content']}" for turn in row["prompt"])
+            texts += [prompt, row["chosen"], row["rejected"]]
     return texts
 
 

@@ -32,10 +32,10 @@ def rows(path: Path) -> str:
 
 
 def records(folder: Path) -> str:
-    from rlhf_pipeline.data.record_files import example_batch, examples, texts
+    from rlhf_pipeline.data.record_files import example_rows, examples, texts
 
     table = examples(folder)
-    list(map(example_batch, table.to_batches()))
+    list(map(example_rows, table.to_batches()))
     list(texts(folder))
     return ""
 

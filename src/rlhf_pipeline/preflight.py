@@ -25,7 +25,7 @@ from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
-from rlhf_pipeline.data.split_page import require_true_answers
+from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rlhf_pipeline.config.evaluate import CHAMPION
-from rlhf_pipeline.data.split_page import print_summary as print_split
+from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.evaluation.comparison import judge_title, read_evaluation
 from rlhf_pipeline.evaluation.gate import outcome

@@ -11,8 +11,7 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import Blend, blend
-from rlhf_pipeline.data.parts import PARTS
-from rlhf_pipeline.data.phase_files import TABLES
+from rlhf_pipeline.data.phase_files import PARTS, TABLES
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message, normalized
 from rlhf_pipeline.data.source import read

@@ -13,6 +13,7 @@ from rlhf_pipeline.data.tokenization import Limited, Tokenized
 from rlhf_pipeline.errors import DataError
 
 QUESTION = [{"role": "user", "content": "Why?"}]
+EXAMPLE = {"id": "own:1", "prompt": QUESTION, "reference": None}
 TABLE = {table.path: table for table in TABLES}
 
 
@@ -23,12 +24,13 @@ def limits(prompt: int = 100, response: int = 100, **changes: str) -> SplitConfi
 
 
 def make(config: SplitConfig, tokens: Tokenized, bos_id: int | None = None) -> Row:
-    return RowMaker(config, bos_id).make("own", QUESTION, tokens, "sft")
+    return RowMaker(config, bos_id).make("own", EXAMPLE, tokens, "sft")
 
 
 def row(name: str = "own:1", prompt: Limited | None = None, **answers: Limited) -> Row:
     prompt = prompt or Limited([5, 6])
-    return Row(name, "own", QUESTION, prompt, answers, prompt, [False] * len(prompt.ids))
+    example = EXAMPLE | {"id": name}
+    return Row("own", example, prompt, answers, prompt, [False] * len(prompt.ids))
 
 
 class TestRowMaker:
@@ -62,7 +64,7 @@ class TestApart:
 
     def dropped(self, maker: RowMaker, ids: list[int], part: str) -> str | None:
         tokens = Tokenized("own:1", ids, [8, 1], None, (ids, [False] * len(ids)))
-        made = maker.make("own", QUESTION, tokens, part)
+        made = maker.make("own", EXAMPLE, tokens, part)
         assert made.dialogue.dropped == made.prompt.dropped
         return made.prompt.dropped
 
@@ -119,7 +121,8 @@ class TestPhaseFile:
 
     @pytest.mark.parametrize("path", ["ppo/train.arrow", "evaluation/test.arrow"])
     def test_ppo_and_the_evaluation(self, tmp_path, path) -> None:
-        solved = replace(row("own:2", Limited([7])), reference="4")
+        solved = row("own:2", Limited([7]))
+        solved.example["reference"] = "4"
         _, columns = self.write(tmp_path, path, [row()], [], [solved])
         assert columns == {
             "id": ["own:1", "own:2"],

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.phase_files import Row, RowMaker, demonstration
-from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import tokenize
@@ -134,10 +133,10 @@ def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: Split
     for user, assistant in dialogue.turns:
         prompt += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     answer = prompt.pop()["content"]
-    batch = ExampleBatch(["own:1"], [prompt], [answer], [None], [None])
+    one = {"id": "own:1", "prompt": prompt, "chosen": answer, "rejected": None}
     contract = TokenContract.of(tokenizer)
-    (tokens,) = tokenize(batch, tokenizer, contract, turns=[config.sft_loss == "assistant"])
-    return RowMaker(config, tokenizer.bos_token_id).make("own", prompt, tokens, "sft")
+    (tokens,) = tokenize([one], tokenizer, contract, turns=[config.sft_loss == "assistant"])
+    return RowMaker(config, tokenizer.bos_token_id).make("own", one, tokens, "sft")
 
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

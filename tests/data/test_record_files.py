@@ -11,9 +11,8 @@ import pytest
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data.record_files import (
     ArrowWriter,
-    ExampleBatch,
     RowCounts,
-    example_batch,
+    example_rows,
     examples,
     keys,
     mapped,
@@ -40,16 +39,16 @@ def test_records_are_read_back_unchanged(write_records) -> None:
     rows = Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), replace(asked("c"), reference="4")
     folder = write_records("mixed", *rows)
     (batch,) = examples(folder).to_batches()
-    assert example_batch(batch) == ExampleBatch(
-        ids=["mixed:0", "mixed:1", "mixed:2"],
-        prompts=[
-            [{"role": turn.role, "content": turn.content} for turn in example.prompt]
-            for example in rows
-        ],
-        chosen=["Ja.\n", "b", None],
-        rejected=[" No", None, None],
-        reference=[None, None, "4"],
-    )
+    assert example_rows(batch) == [
+        {
+            "id": f"mixed:{number}",
+            "prompt": [{"role": turn.role, "content": turn.content} for turn in row.prompt],
+            "chosen": row.chosen,
+            "rejected": row.rejected,
+            "reference": row.reference,
+        }
+        for number, row in enumerate(rows)
+    ]
     assert list(texts(folder)) == []
     folder = write_records("texts", Text("One.\n"), Text("二"))
     assert list(texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
@@ -62,9 +61,9 @@ def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records) -> 
     good = replace(with_tools, label=True, tools=None)
     rows = with_tools, asked("a", "b"), good, replace(with_tools, tools=None)
     folder = write_records("tools", *rows)
-    found = [example_batch(batch) for batch in examples(folder).to_batches()]
-    assert [name for batch in found for name in batch.ids] == [f"tools:{n}" for n in (1, 0, 2, 3)]
-    _, first, *others = [prompt for batch in found for prompt in batch.prompts]
+    found = [row for batch in examples(folder).to_batches() for row in example_rows(batch)]
+    assert [row["id"] for row in found] == [f"tools:{n}" for n in (1, 0, 2, 3)]
+    _, first, *others = [row["prompt"] for row in found]
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
     assert first[0] == {"role": "user", "content": "1 + 2?"} | {
         "tools": [{"name": "add"}, {"name": "find"}]

@@ -15,7 +15,7 @@ import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data import source as module
-from rlhf_pipeline.data.record_files import RowCounts, example_batch, examples
+from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
 from rlhf_pipeline.pipelines.split import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
@@ -68,9 +68,8 @@ def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSo
     path = write(tmp_path / "own.jsonl", *rows)
     folder = read_source(name="files", path=str(path))
     (batch,) = examples(folder).to_batches()
-    read = example_batch(batch)
-    assert read.ids == ["own.jsonl:1", "own.jsonl:9"]
-    assert [prompt[0]["content"] for prompt in read.prompts] == ["Why?", "Who?"]
+    read = [(row["id"], row["prompt"][0]["content"]) for row in example_rows(batch)]
+    assert read == [("own.jsonl:1", "Why?"), ("own.jsonl:9", "Who?")]
     assert RowCounts.read(folder) == RowCounts(
         rows=9,
         bad={"the chosen answer is empty": 6, "the two answers are equal": 1},

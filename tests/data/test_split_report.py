@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from rlhf_pipeline.data import split as module
-from rlhf_pipeline.data.parts import PARTS
+from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.split_report import first_examples, headline
 

@@ -12,8 +12,7 @@ import pytest
 
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
-from rlhf_pipeline.data.split_page import render_markdown
-from rlhf_pipeline.data.split_report import headline
+from rlhf_pipeline.data.split_report import headline, render_markdown
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.pipelines.split import SPEC
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify

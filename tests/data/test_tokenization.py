@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data import tokenization as module
-from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import (
@@ -28,13 +28,16 @@ from rlhf_pipeline.errors import ArtifactError, DataError
 PROMPT = "\n\nHuman: Why?\n\nAssistant:"
 
 
-def batch(*rows: tuple[str, str | None, str | None]) -> ExampleBatch:
+def batch(*rows: tuple[str, str | None, str | None]) -> list[dict[str, Any]]:
     """Examples own:0, own:1, ...: question, chosen answer, rejected answer."""
-    questions, chosen, rejected = map(list, zip(*rows, strict=True))
-    prompts = [[{"role": "user", "content": question}] for question in questions]
-    return ExampleBatch(
-        [f"own:{n}" for n in range(len(rows))], prompts, chosen, rejected, [None] * len(rows)
-    )
+    return [
+        example(n, [{"role": "user", "content": question}], *answers)
+        for n, (question, *answers) in enumerate(rows)
+    ]
+
+
+def example(n: int, prompt: list[dict[str, str]], chosen=None, rejected=None) -> dict[str, Any]:
+    return {"id": f"own:{n}", "prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
@@ -50,10 +53,9 @@ def of_texts(
     monkeypatch.setattr(module, "render_prompts", lambda *_: [prompt])
     monkeypatch.setattr(module, "render_responses", lambda *_: next(given))
     monkeypatch.setattr(module, "render_turns", lambda *_: list(pieces))
-    dialogue = [[{"role": "user", "content": "~"}] * 3]
-    example = ExampleBatch(["own:0"], dialogue, [chosen], [rejected], [None])
+    given_example = example(0, [{"role": "user", "content": "~"}] * 3, chosen, rejected)
     contract = contract or TokenContract.of(tokenizer)
-    (one,) = tokenize(example, tokenizer, contract, turns=[bool(pieces)])
+    (one,) = tokenize([given_example], tokenizer, contract, turns=[bool(pieces)])
     return one
 
 
@@ -82,8 +84,7 @@ class TestTexts:
         user, assistant = ({"role": "user", "content": "Why?"},
                            {"role": "assistant", "content": "So."})  # fmt: skip
         long = [user, assistant, user]
-        prompts, names = [long, long, [user]], ["own:0", "own:1", "own:2"]
-        examples = ExampleBatch(names, prompts, ["a"] * 3, [None] * 3, [None] * 3)
+        examples = [example(n, prompt, "a") for n, prompt in enumerate([long, long, [user]])]
         contract = TokenContract.of(tokenizer)
         first, second, third = tokenize(examples, tokenizer, contract, turns=[False, True, True])
         assert (first.turns, third.turns) == (None, None)

@@ -17,7 +17,6 @@ from rlhf_pipeline import serving
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.phase_files import RowMaker, demonstration
-from rlhf_pipeline.data.record_files import ExampleBatch
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import tokenize
 from rlhf_pipeline.distributed.model_files import save_model
@@ -74,12 +73,13 @@ def on_the_template_s_date(monkeypatch):
 def demonstration_of(dialogue, artifact, sft_loss="response"):
     """The row of SFT that the split writes of a dialogue."""
     tokenizer, contract = load_tokenizer(artifact), TokenContract.read(artifact)
-    batch = ExampleBatch(["own:0"], [dialogue[:-1]], [dialogue[-1]["content"]], [None], [None])
-    (tokens,) = tokenize(batch, tokenizer, contract, turns=[sft_loss == "assistant"])
+    example = {"id": "own:0", "prompt": dialogue[:-1], "rejected": None}
+    example["chosen"] = dialogue[-1]["content"]
+    (tokens,) = tokenize([example], tokenizer, contract, turns=[sft_loss == "assistant"])
     config = SplitConfig(
         sources=[{}], max_prompt_tokens=512, max_response_tokens=256, sft_loss=sft_loss
     )
-    row = RowMaker(config, tokenizer.bos_token_id).make("own", dialogue[:-1], tokens, "sft")
+    row = RowMaker(config, tokenizer.bos_token_id).make("own", example, tokens, "sft")
     return demonstration(row, config)
 
 

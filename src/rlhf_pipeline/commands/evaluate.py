@@ -20,7 +20,7 @@ from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
 from rlhf_pipeline.config.reward_blocks import Agreement
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
-from rlhf_pipeline.data.split_page import require_true_answers
+from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models

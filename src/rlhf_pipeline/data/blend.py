@@ -1,24 +1,25 @@
 """Assign the rows of all sources to parts: fractions, duplicates, conversations, held-out texts.
 
-Two texts are near duplicates if the Jaccard similarity of their sets of word 5-grams is at least
-0.8; a text of fewer words is one gram. Grams that more than 100 held-out texts share, as those of a
-common instruction do, do not count: so a gram leads to at most 100 held-out texts. The search is
-exact: an inverted index counts the grams that a text shares with every held-out one (ScanCount in
-Li, Lu and Lu 2008, "Efficient Merging and Filtering Algorithms for Approximate String Searches").
+Functions of keys take those of all rows as (N, 16) uint8 and return one value per row, whatever the
+order of the rows. The search for near duplicates, which docs/data.md defines, is exact: an inverted
+index counts shared grams (ScanCount in Li, Lu and Lu 2008, "Efficient Merging and Filtering
+Algorithms for Approximate String Searches").
 """
 
+import hashlib
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, chain
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.data.parts import PARTS, Part, among, assign, first_rows, fraction_of
-from rlhf_pipeline.data.phase_files import Table
+from rlhf_pipeline.data.phase_files import PARTS, Part, Table
 from rlhf_pipeline.data.record_files import first_turns, keys, labelled, phase_bits, serves
 from rlhf_pipeline.data.records import normalized
 from rlhf_pipeline.errors import DataError
@@ -36,29 +37,22 @@ class Blend:
     serves: np.ndarray
     """(N,) uint8: the phases that may use a row, as bits in the order of PHASES."""
     prompt_keys: np.ndarray
-    """(N, 16) uint8: equal for equal prompts."""
     conversation_keys: np.ndarray
-    """(N, 16) uint8: equal for prompts of one conversation, which are in one part."""
+    """(N, 16) uint8 each; the rows of one conversation are in one part."""
     labelled: np.ndarray
-    """(N,) bool: whether the answers of a row are labelled good or bad."""
+    """(N,) bool: whether its answers are labelled good or bad."""
     references: pa.DictionaryArray
     """The true answer of the prompt of each of the N rows, or null."""
     starts: list[int]
     """First row of each source, and N."""
     counts: dict[str, list[int]]
-    """The numbers of rows of each source with one of these fates.
-
-    - left_out: beyond its fraction
-    - unservable: none of its phases can use them, such as demonstrations of `phases: [ppo]`
-    - merged: they repeat a row of an earlier source, same prompt and same answers
-    - in_test: they leave it, since a test source has their conversation
-    - near: their first turn nearly repeats a held-out one; they are left out, or kept
-    - unanswered: their prompt has no true answer
-    - dropped: unanswered, and in no file, since only PPO or the test could use them
-    """
+    """Numbers of rows of each source by fate. left_out: beyond its fraction; unservable: none of
+    its phases can use them; merged: an earlier source has their prompt and answers; in_test: a test
+    source has their conversation; near: their first turn nearly repeats a held-out one; unanswered:
+    their prompt has no true answer; dropped: so nothing can use them."""
 
     def rows(self, table: Table) -> tuple[np.ndarray, int]:
-        """The rows of a table as (N,) bool, and the number of rows left out as repeated prompts."""
+        """The rows of a table as (N,) bool, and how many were left out as repeated prompts."""
         chosen = self.parts == PARTS.index(table.part)
         if table.phase is not None:
             chosen &= (self.serves & phase_bits([table.phase])) > 0
@@ -81,19 +75,18 @@ def blend(
 ) -> Blend:
     """Take each source's fraction, merge what an earlier source contains, split by conversation.
 
-    Conversations of a test source leave the other sources. Near duplicates of held-out ones leave
-    training, unless `near_duplicates` is "keep". Rows that a source repeats within itself stay: two
-    annotators who agree are two judgements. A row of several sources serves every phase that one of
-    these sources may serve. `usable` has one (rows,) bool for each source; False excludes a row.
-    Raises DataError if a part gets no conversation, some serve only phases of weight 0, or a prompt
-    has two true answers.
+    Rows that a source repeats within itself stay: two annotators who agree are two judgements. A
+    row of several sources serves every phase that one of these sources may serve. `usable` has one
+    (rows,) bool for each source; False excludes a row. Raises DataError if a part gets no
+    conversation, some serve only phases of weight 0, or a prompt has two true answers.
     """
     rows = pa.concat_tables(sources, promote_options="default")  # some have no column `extra`
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
+    sizes = np.diff(starts)
     prompts, conversations = keys(rows, "prompt_key"), keys(rows, "conversation_key")
-    is_test = np.repeat([source.is_test for source in config.sources], np.diff(starts))
+    is_test = np.repeat([source.is_test for source in config.sources], sizes)
     may_serve = [phase_bits(filter(source.may_serve, PHASES)) for source in config.sources]
-    bits = serves(rows) & np.repeat(may_serve, np.diff(starts)).astype(np.uint8)
+    bits = serves(rows) & np.repeat(may_serve, sizes).astype(np.uint8)
     by_source = zip(config.sources, np.split(prompts, starts[1:-1]), strict=True)
     fractions = [fraction_of(own, source.fraction, seed) for source, own in by_source]
     within_fraction = np.concatenate(fractions)
@@ -106,10 +99,8 @@ def blend(
     in_test = allowed & ~is_test & among(conversations, conversations[allowed & is_test])
     used = allowed & ~in_test & ((bits > 0) | is_test)
     candidates = np.flatnonzero(used)
-    example_keys = keys(rows, "example_key")
-    own_start = np.repeat(starts[:-1], np.diff(starts))[candidates]
-    earliest = candidates[first_rows(example_keys[candidates])]
-    repeated = candidates[earliest < own_start]
+    earliest = candidates[first_rows(keys(rows, "example_key")[candidates])]
+    repeated = candidates[earliest < np.repeat(starts[:-1], sizes)[candidates]]
     used[repeated] = False
     np.bitwise_or.at(bits, earliest, bits[candidates])
     parts = np.full(len(prompts), PARTS.index("test"), np.int8)
@@ -143,10 +134,9 @@ def blend(
 
 def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """(N,) bool: training rows near a held-out first turn, and validation rows near a test one."""
-    used = np.flatnonzero(parts >= 0)
+    used, near = np.flatnonzero(parts >= 0), np.zeros(len(parts), np.bool_)
     first = used[first_rows(conversations[used])]
     distinct = np.unique(first)
-    near = np.zeros(len(parts), np.bool_)
     test, validation = (parts[distinct] == PARTS.index(part) for part in ("test", "validation"))
     for chosen, held_out in ((validation, test), (~test & ~validation, test | validation)):
         near[distinct[chosen]] = near_duplicates(
@@ -184,10 +174,7 @@ def true_answers(
 
 
 def near_duplicates(texts: Iterable[str], held_out: Iterable[str]) -> np.ndarray:
-    """Whether each of the texts is a near duplicate of a held-out one: (N,) bool.
-
-    Memory grows with the held-out texts alone; the others are streamed.
-    """
+    """(N,) bool: the texts near a held-out one. Memory grows with the held-out texts alone."""
     whole = [_grams(text) for text in held_out]
     common = {gram for gram, n in Counter(chain.from_iterable(whole)).items() if n > _COMMON}
 
@@ -221,3 +208,119 @@ def _grams(text: str) -> set[str]:
     text = normalized(text)
     starts = [0, *accumulate(len(word) + 1 for word in text.split(" "))]
     return {text[start : end - 1] for start, end in zip(starts, starts[_WORDS:])} or {text}  # noqa: B905
+
+
+def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int) -> np.ndarray:
+    """Assign a part to every row, by its conversation: (N,) int8, index into PARTS.
+
+    `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i]. A conversation can serve
+    what one of its rows can. Conversations that can serve the same phases form a class, which is
+    sorted by SHA-256 of the bytes "split\\n<seed>\\n" and the key, then cut into runs of exact
+    quotas, rounded by largest remainder, held-out parts first. `config.weights` divides the rest
+    among the phases that the class can serve. Raises DataError if a class can serve only phases of
+    weight 0, or a part with a positive share gets no conversation.
+    """
+    conversations, conversation_of_row = np.unique(_as_scalars(keys), return_inverse=True)
+    servable = np.zeros(len(conversations), np.uint8)
+    np.bitwise_or.at(servable, conversation_of_row, serves)
+    ordered = _hash_order(conversations, f"split\n{seed}\n")
+    parts = np.empty(len(conversations), np.int8)
+    for bits in np.unique(servable):
+        members = ordered[servable[ordered] == bits]
+        sizes = apportion(len(members), _shares(config, bits, len(members)))
+        parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
+    _require_conversations(config, parts, servable)
+    return parts[conversation_of_row]
+
+
+def apportion(total: int, shares: list[Fraction]) -> list[int]:
+    """Divide `total` by shares that sum to 1, by largest remainder; of equal ones, the earlier."""
+    quotas = [total * share for share in shares]
+    sizes = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(shares)), key=lambda index: sizes[index] - quotas[index])
+    for index in by_remainder[: total - sum(sizes)]:
+        sizes[index] += 1
+    return sizes
+
+
+def fraction_of(keys: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Select a fraction of the distinct prompts, but at least one; return their rows as (N,) bool.
+
+    Their number is rounded, a half upwards. The first by SHA-256 of the bytes
+    "fraction\\n<seed>\\n" and the key are selected, so a smaller fraction is part of a larger one.
+    """
+    if fraction == 1:
+        return np.ones(len(keys), np.bool_)
+    prompts, prompt_of_row = np.unique(_as_scalars(keys), return_inverse=True)
+    quota = len(prompts) * _exact(fraction)
+    count = math.floor(quota + Fraction(1, 2)) or math.ceil(quota)
+    chosen = np.zeros(len(prompts), np.bool_)
+    chosen[_hash_order(prompts, f"fraction\n{seed}\n")[:count]] = True
+    return chosen[prompt_of_row]
+
+
+def first_rows(keys: np.ndarray) -> np.ndarray:
+    """The index of the first row with the same key, for every row: (N,) integers."""
+    _, first, key_of_row = np.unique(_as_scalars(keys), return_index=True, return_inverse=True)
+    return first[key_of_row]
+
+
+def among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Whether each key is one of the `known` keys: (N,) bool."""
+    return np.isin(_as_scalars(keys), _as_scalars(known))
+
+
+def _as_scalars(keys: np.ndarray) -> np.ndarray:
+    """Keys as (N,) scalars, which numpy sorts as bytes, much faster than rows."""
+    return np.ascontiguousarray(keys).view("V16").ravel()
+
+
+def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
+    """The indices that sort distinct keys by SHA-256 of the prefix and the key."""
+    start, keys = prefix.encode(), distinct.tobytes()
+    digests = (
+        hashlib.sha256(start + keys[at : at + 16]).digest() for at in range(0, len(keys), 16)
+    )
+    return np.argsort(np.fromiter(digests, "V32", len(distinct)))
+
+
+def _shares(config: SplitConfig, bits: int, conversations: int) -> list[Fraction]:
+    """The exact share of every part in a class, in the order of PARTS."""
+    able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
+    given = zip(PHASES, config.weights, strict=True)
+    weights = [_exact(weight) if phase in able else Fraction(0) for phase, weight in given]
+    if not any(weights):
+        raise DataError(
+            f"{conversations} distinct conversations serve only phases of weight 0 "
+            f"({', '.join(able) or 'none'}). Fix: give one of these phases a "
+            "weight in split.weights and a stage that is not null, change `phases` of their "
+            "sources, or remove these sources."
+        )
+    test, validation = _exact(config.test_fraction), _exact(config.validation_fraction)
+    rest = (1 - test - validation) / sum(weights)
+    return [test, validation, *(rest * weight for weight in weights)]
+
+
+def _exact(number: float) -> Fraction:
+    """The decimal that is written: 0.02 is 1/50, not the nearest binary fraction."""
+    return Fraction(str(number))
+
+
+def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
+    shares = (config.test_fraction, config.validation_fraction, *config.weights)
+    sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
+    given = zip(PARTS, shares, strict=True)
+    empty = [part for part, share in given if share > 0 and not sizes[part]]
+    if empty and not config.is_test:
+        able = {
+            phase: np.count_nonzero(servable >> index & 1) for index, phase in enumerate(PHASES)
+        }
+        found, serving = (
+            ", ".join(f"{name} {count}" for name, count in counts.items())
+            for counts in (sizes, able)
+        )
+        raise DataError(
+            f"{', '.join(empty)}: found none of {len(parts)} distinct conversations, expected at "
+            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, or change "
+            "weights, validation_fraction or test_fraction (0 disables a part)."
+        )

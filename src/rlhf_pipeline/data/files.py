@@ -1,13 +1,4 @@
-"""Find, identify and open data files: local, or in any store that fsspec supports.
-
-Stores read their settings from the environment, so that a configuration never contains a secret:
-
-- S3: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY` (or any other method of botocore), and
-  `AWS_ENDPOINT_URL` for a store that is not Amazon's.
-- Any store: `FSSPEC_<PROTOCOL>_<OPTION>`, such as `FSSPEC_S3_ANON=true`
-  (https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration).
-- Signed URLs: `?$NAME` is replaced by the value of the environment variable NAME.
-"""
+"""Find, identify and open data files: local, or in any store that fsspec supports."""
 
 import gzip
 import io
@@ -42,29 +33,27 @@ class File:
     """One file, not yet opened."""
 
     name: str
-    """Unique among the files of a path; does not depend on the folder that contains them."""
+    """Unique among the files of a path, whatever the folder that contains them."""
     path: str
-    """Path in the store."""
     store: fsspec.AbstractFileSystem
 
     @property
     def local(self) -> Path | None:
-        """Local path; None for a remote file."""
         return Path(self.path) if isinstance(self.store, LocalFileSystem) else None
 
     @property
     def url(self) -> str:
-        """URL of a remote file, path of a local one."""
+        """URL, or path of a local file."""
         return self.path if self.local else str(self.store.unstrip_protocol(self.path))
 
     @property
     def display_name(self) -> str:
-        """The name in messages: the URL without secrets."""
+        """The URL without secrets, for messages."""
         return without_secrets(self.url)
 
     @property
     def format(self) -> Format:
-        """The format, by suffix; raises DataError for an unknown suffix."""
+        """The format, by suffix; raises DataError for an unknown one."""
         suffix = PurePosixPath(self.name.lower().removesuffix(".gz")).suffix.removeprefix(".")
         if suffix not in get_args(Format):
             known = ", ".join(f".{format}" for format in get_args(Format))
@@ -77,29 +66,25 @@ class File:
 
 @dataclass(frozen=True)
 class Location:
-    """The files at a path."""
+    """The files at a path, by name."""
 
     files: tuple[File, ...]
-    """Sorted by name. The files are read in this order."""
     saved: str | None = None
-    """The folder, if `save_to_disk` of the datasets library wrote it; `files` are all its files."""
+    """Their folder, if `save_to_disk` of the datasets library wrote it."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The files at a path, by name (`File.name`)."""
+    """Local files, and the identities that stores report of remote ones, by `File.name`."""
 
     files: dict[str, Path]
-    """Local files. Their bytes are their identity."""
     identities: dict[str, str]
-    """Remote files, with the identity that the store reports. Nothing is downloaded."""
 
 
 def find_files(path: str) -> Location:
     """Find the files at a local path or fsspec URL: a file, a glob, or a saved data set.
 
-    Raises:
-        DataError: no file was found, a file has an unknown format, or the store is unreachable.
+    Raises DataError if no file was found, one has an unknown format, or the store is unreachable.
     """
     with explain_store_errors(path):
         store, root = fsspec.url_to_fs(_with_query(path))
@@ -115,19 +100,14 @@ def find_files(path: str) -> Location:
         paths = [found for found, info in infos.items() if info["type"] == "file"]
         if not paths:
             raise FileNotFoundError("the path exists, but is not a file")
-    named = sorted(zip(_distinct_names(paths), paths, strict=True))
-    files = tuple(File(name, found, store) for name, found in named)
+    files = tuple(File(name, found, store) for name, found in _named(paths))
     for file in files:
         _ = file.format  # raises before any file is read
     return Location(files)
 
 
 def origin(path: str) -> Origin:
-    """The files at a path.
-
-    Raises DataError if no file was found, a file has an unknown format, the store is unreachable,
-    or the store reports no identity.
-    """
+    """The files at a path; raises like `find_files`, and if a store tells no identity of a file."""
     files = find_files(path).files
     return Origin(
         {file.name: file.local for file in files if file.local is not None},
@@ -137,7 +117,7 @@ def origin(path: str) -> Origin:
 
 @contextmanager
 def open_stream(file: File) -> Iterator[Stream]:
-    """Open a file as bytes, decompressed."""
+    """Open a file as decompressed bytes."""
     stored: io.BufferedReader = io.BufferedReader(_StoredFile(file), _BLOCK)
     with stored:
         if not file.name.lower().endswith(".gz"):
@@ -150,53 +130,45 @@ def open_stream(file: File) -> Iterator[Stream]:
 
 @contextmanager
 def explain_store_errors(url: str, kind: type[PipelineError] = DataError) -> Iterator[None]:
-    """Turn any error of a store into an error of this kind with URL, reason and fix.
-
-    Stores raise exceptions of all types. The block must contain nothing but access to a store.
-    """
+    """Turn any error of the store, whatever its type, into one of this kind with URL and fix."""
     try:
         yield
     except PipelineError:
         raise
     except Exception as error:
         shown = without_secrets(url)
+        match error:
+            case ImportError():
+                reason = "the store needs a package that is not installed"
+                fix = f"for S3: {install('s3')}"
+            case FileNotFoundError():
+                reason = "not found"
+                fix = "correct the path; a relative one starts at the current folder."
+            case PermissionError():
+                reason = "access denied"
+                fix = "correct the permissions of the file, or the credentials of the store."
+            case _:
+                reason = "cannot be read"
+                fix = "check the path; for a remote store also endpoint, credentials and network."
         # fsspec's HTTP store reports every error as a missing file; the cause is the real error.
         cause = error.__cause__ or error
-        # The store's message may repeat a secret of the URL.
-        details = shorten(without_secrets(str(cause)), 300) if shown == url else ""
-        name = type(cause).__name__
-        raise kind(
-            f"{shown}: {_explain(error, ': '.join(filter(None, (name, details))))}"
-        ) from None
+        said = shorten(without_secrets(str(cause)), 300)
+        details = type(cause).__name__
+        if said and shown == url:  # else the store's message may repeat the secret of the URL
+            details += f": {said}"
+        raise kind(f"{shown}: {reason} ({details}). Fix: {fix}") from None
 
 
 def _with_query(path: str) -> str:
-    found = _QUERY_VARIABLE.fullmatch(path)
-    if found is None:
+    if (found := _QUERY_VARIABLE.fullmatch(path)) is None:
         return path
-    if found[2] not in os.environ:
-        raise DataError(
-            f"{without_secrets(path)}: environment variable {found[2]} is not set. Fix: export it "
-            "with the query of the URL."
-        )
-    return found[1] + os.environ[found[2]].removeprefix("?")
-
-
-def _explain(error: Exception, details: str) -> str:
-    match error:
-        case ImportError():
-            reason = "the store needs a package that is not installed"
-            fix = f"for S3: {install('s3')}"
-        case FileNotFoundError():
-            reason = "not found"
-            fix = "correct the path; a relative one starts at the current folder."
-        case PermissionError():
-            reason = "access denied"
-            fix = "correct the permissions of the file, or the credentials of the store."
-        case _:
-            reason = "cannot be read"
-            fix = "check the path; for a remote store also endpoint, credentials and network."
-    return f"{reason} ({details}). Fix: {fix}"
+    start, name = found.groups()
+    if name in os.environ:
+        return f"{start}{os.environ[name].removeprefix('?')}"
+    raise DataError(
+        f"{without_secrets(path)}: environment variable {name} is not set. Fix: export it with the "
+        "query of the URL."
+    )
 
 
 def _identity(file: File) -> str:
@@ -228,15 +200,16 @@ def _saved_location(path: str, store: fsspec.AbstractFileSystem, root: str) -> L
     )
 
 
-def _distinct_names(paths: Sequence[str]) -> list[str]:
-    """The shortest path endings that are distinct: base names in most cases."""
+def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Paths by name: the shortest endings that are distinct, which are base names in most cases."""
     parts = [
         path.partition("?")[0].split("/") if "://" in path else path.split("/") for path in paths
     ]
-    depth = next(
-        depth for depth in count(1) if len({tuple(part[-depth:]) for part in parts}) == len(parts)
-    )
-    return ["/".join(part[-depth:]) for part in parts]
+    for depth in count(1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len({*names}) == len(names):
+            break
+    return sorted(zip(names, paths, strict=True))
 
 
 class _StoredFile(io.RawIOBase):

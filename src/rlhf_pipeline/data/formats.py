@@ -1,8 +1,4 @@
-"""Read data files of any format and store as one stream of rows.
-
-The formats are JSON Lines, JSON arrays, CSV, plain text for pretraining, Parquet, and folders
-written by `save_to_disk` of the datasets library.
-"""
+"""Read data files of any format and store as one stream of rows."""
 
 import csv
 import io
@@ -19,13 +15,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_pipeline.data.files import File, Stream, explain_store_errors, find_files, open_stream
+from rlhf_pipeline.data.files import (
+    File,
+    Format,
+    Stream,
+    explain_store_errors,
+    find_files,
+    open_stream,
+)
 from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import Row
 from rlhf_pipeline.errors import DataError, without_secrets
 
 MAX_CHARACTERS = 16 * 2**20
-"""Limit for a row of JSON or CSV and a line of text. Python's objects take 25 times the bytes."""
+"""Limit for a row of JSON or CSV and a line of text."""
 _PIECE = 2**20
 _BATCH_ROWS = 1_000
 _BOM = b"\xef\xbb\xbf"
@@ -38,35 +41,32 @@ Numbered = Iterator[tuple[int, Row | Unused]]
 
 
 def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[str, Row | Unused]]:
-    """Yield every row with its place, file after file by name.
+    """Yield every row with its place, file after file by name, in constant memory.
 
-    Memory is constant. A place is "name.jsonl:17", by line (JSON arrays, Parquet and saved data
-    sets: by row) from 1. A broken row is `Unused`; the rows after it are read. `columns` are those
-    that the caller reads, dotted if nested, or empty for all; rows may lack all others. `split` is
-    that of a saved DatasetDict. Raises DataError if a file is not found, not reachable, damaged or
-    empty.
+    A place is "name.jsonl:17": the line, or in JSON arrays, Parquet and saved data sets the row,
+    from 1. A broken row is `Unused`. `columns` are those that the caller reads, dotted if nested,
+    or empty for all; rows may lack all others. `split` is that of a saved DatasetDict. Raises
+    DataError if a file is not found, not reachable, damaged or empty.
     """
     location = find_files(path)
-    if location.saved is not None:
-        folder = location.saved
-        name = folder.rpartition("/")[2]
-        if any(file.name == "dataset_dict.json" for file in location.files):
-            name += f"/{split}"
+    if (folder := location.saved) is not None:
+        has_splits = any(file.name == "dataset_dict.json" for file in location.files)
+        name = folder.rpartition("/")[2] + (f"/{split}" if has_splits else "")
         yield from _with_places(name, without_secrets(folder), _saved_rows(folder, columns, split))
-    else:
-        for file in location.files:
-            yield from _with_places(file.name, file.display_name, _file_rows(file, columns))
+        return
+    for file in location.files:
+        yield from _with_places(file.name, file.display_name, _file_rows(file, columns))
 
 
 def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
+    readers: dict[Format, Callable[[Stream], Numbered]] = {
+        "jsonl": _json_lines,
+        "json": _json_rows,
+        "csv": _csv_rows,
+        "txt": _text_rows,
+        "parquet": partial(_parquet_rows, columns=columns),
+    }
     with open_stream(file) as stream:
-        readers: dict[str, Callable[[Stream], Numbered]] = {
-            "jsonl": _json_lines,
-            "json": _json_rows,
-            "csv": _csv_rows,
-            "txt": _text_rows,
-            "parquet": partial(_parquet_rows, columns=columns),
-        }
         yield from readers[file.format](stream)
 
 
@@ -102,10 +102,9 @@ def _saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
         saved = datasets.load_from_disk(folder)
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
-            shown = without_secrets(folder)
             raise DataError(
-                f"{shown}: split {split!r} not found. Fix: set the source's `split` to one of: "
-                f"{', '.join(saved)}."
+                f"{without_secrets(folder)}: split {split!r} not found. Fix: set the source's "
+                f"`split` to one of: {', '.join(saved)}."
             )
         saved = saved[split]
     yield from data_set_rows(saved, _requested_columns(columns, saved.column_names))
@@ -118,31 +117,24 @@ def data_set_rows(data_set: Any, columns: list[str]) -> Numbered:
 
 
 def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
-    """The file's columns that are requested, directly or as the start of a dotted path.
-
-    All columns if a requested one is missing: the message about it lists them.
-    """
+    """The requested columns; all if one is missing, since the message about it lists them."""
     starts = {column: column.partition(".")[0] for column in columns}
-    if any(column not in names and start not in names for column, start in starts.items()):
+    if not columns or any(not {column, start} & {*names} for column, start in starts.items()):
         return names
-    requested = {*starts, *starts.values()}
-    return [name for name in names if not requested or name in requested]
+    return [name for name in names if name in {*starts, *starts.values()}]
 
 
 def _number_rows(batches: Iterable[pa.RecordBatch | pa.Table]) -> Numbered:
-    return enumerate(chain.from_iterable(map(_rows_of_batch, batches)), start=1)
+    def rows(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
+        try:
+            batch.validate(full=True)  # converting a damaged batch would crash the process
+            return batch.to_pylist()
+        except (pa.ArrowException, ValueError, OverflowError):
+            if batch.num_rows == 1:
+                return [Unused("a value that is not valid, such as text that is not UTF-8")]
+            return [row for index in range(batch.num_rows) for row in rows(batch.slice(index, 1))]
 
-
-def _rows_of_batch(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
-    try:
-        batch.validate(full=True)  # converting a damaged batch would crash the process
-        return batch.to_pylist()
-    except (pa.ArrowException, ValueError, OverflowError):
-        if batch.num_rows == 1:
-            return [Unused("a value that is not valid, such as text that is not UTF-8")]
-        return [
-            row for index in range(batch.num_rows) for row in _rows_of_batch(batch.slice(index, 1))
-        ]
+    return enumerate(chain.from_iterable(map(rows, batches)), start=1)
 
 
 def _text_rows(stream: Stream) -> Numbered:
@@ -157,23 +149,43 @@ def _text_rows(stream: Stream) -> Numbered:
 
 
 def _csv_rows(stream: Stream) -> Numbered:
-    """RFC 4180: a quoted field may contain commas, doubled quotes and line breaks."""
-    lines = _records(_decode(stream, newline=""))
-    first, header = next(lines, (1, []))
-    if isinstance(header, Unused):
-        raise _FileFault(first, f"the header line is {header.reason}. Fix: correct it.")
-    if fault := _header_fault(header):
-        raise _FileFault(first, fault)
-    for line, fields in lines:
-        if isinstance(fields, Unused):
-            yield line, fields
-        elif len(fields) != len(header):
-            relation = "fewer" if len(fields) < len(header) else "more"
-            yield line, Unused(f"{relation} fields than the header has")
+    """RFC 4180; a row has the number of the line where it begins, and blank lines are no rows."""
+    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
+    characters, header = 0, list[str]()
+
+    def lines() -> Iterator[str]:
+        nonlocal characters
+        for line in _lines(_decode(stream, newline="")):
+            characters += len(line)
+            if characters > MAX_CHARACTERS:
+                raise csv.Error(_too_long())
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
+    while True:
+        begin, characters, fault = reader.line_num + 1, 0, None
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if str(error) in ("unexpected end of data", _too_long()):
+                fix = "Fix: close its quote; double a quote inside a field."
+                raise _FileFault(begin, f"the row does not end ({error}). {fix}") from None
+            fields, fault = [], f"not CSV ({error})"
+        if not fields and not fault:
+            continue
+        if not header:
+            unread = f"the header line is {fault}. Fix: correct it."
+            if message := unread if fault else _header_fault(fields):
+                raise _FileFault(begin, message)
+            header = fields
+            continue
+        if not fault and len(fields) != len(header):
+            fault = f"{'fewer' if len(fields) < len(header) else 'more'} fields than the header has"
         elif not is_utf8("".join(fields)):
-            yield line, Unused(NOT_UTF8)
-        else:
-            yield line, dict(zip(header, fields, strict=True))
+            fault = NOT_UTF8
+        yield begin, Unused(fault) if fault else dict(zip(header, fields, strict=True))
 
 
 def _header_fault(header: list[str]) -> str | None:
@@ -192,36 +204,6 @@ def _header_fault(header: list[str]) -> str | None:
             "file with commas, or as .jsonl."
         )
     return None
-
-
-def _records(file: io.TextIOWrapper) -> Iterator[tuple[int, list[str] | Unused]]:
-    """The fields of every row that is not blank, with the line where the row begins."""
-    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
-    characters = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal characters
-        for line in _lines(file):
-            characters += len(line)
-            if characters > MAX_CHARACTERS:
-                raise csv.Error(_too_long())
-            yield line
-
-    reader = csv.reader(lines(), strict=True)
-    while True:
-        begin, characters = reader.line_num + 1, 0
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if str(error) in ("unexpected end of data", _too_long()):
-                fix = "Fix: close its quote; double a quote inside a field."
-                raise _FileFault(begin, f"the row does not end ({error}). {fix}") from None
-            yield begin, Unused(f"not CSV ({error})")
-        else:
-            if fields:
-                yield begin, fields
 
 
 def _json_rows(stream: Stream) -> Numbered:
@@ -262,12 +244,15 @@ def _json_lines(stream: Stream) -> Numbered:
         if len(line) > MAX_CHARACTERS:
             raise _FileFault(number, f"{_too_long()}. Fix: write one object per line, or split it.")
         try:
-            row = json.loads(line)
+            yield number, _object(json.loads(line), line)
         except (ValueError, RecursionError) as error:
+            fault = f"not JSON ({_describe_error(error)})"
+            if "\0" in line:
+                fault = "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
+            elif not is_utf8(line):
+                fault = NOT_UTF8
             if line.strip():
-                yield number, Unused(_line_fault(line, error))
-        else:
-            yield number, _object(row, line)
+                yield number, Unused(fault)
 
 
 def _lines(file: io.TextIOWrapper) -> Iterator[str]:
@@ -280,20 +265,11 @@ def _too_long() -> str:
 
 
 def _object(value: Any, written: str) -> Row | Unused:
-    """A value of JSON as a row, if it is an object of valid text."""
     if not is_utf8(written):
         return Unused(NOT_UTF8)
     if not isinstance(value, dict):
         return Unused(f"a JSON {type(value).__name__}, not an object")
     return value
-
-
-def _line_fault(line: str, error: Exception) -> str:
-    if "\0" in line:
-        return "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
-    if not is_utf8(line):
-        return NOT_UTF8
-    return f"not JSON ({_describe_error(error)})"
 
 
 def _describe_error(error: Exception) -> str:
@@ -304,12 +280,11 @@ def _describe_error(error: Exception) -> str:
 
 
 def _decode(stream: Stream, newline: str) -> io.TextIOWrapper:
-    """Read the stream as UTF-8 with or without BOM; `is_utf8` detects invalid parts."""
     return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
 class _FileFault(Exception):  # noqa: N818 - a fault of the file
-    """A reader cannot continue. The arguments are the line, and a message with reason and fix."""
+    """A reader cannot continue at this line, for this reason with its fix."""
 
 
 class _Window:

@@ -1,22 +1,17 @@
-"""The prepared files: their columns, their rows, and counts of what was dropped and cut.
-
-The format is Arrow IPC streams, which `datasets.Dataset.from_file` memory-maps without a copy.
-"""
+"""The prepared files, Arrow IPC streams: their columns, rows, and counts of dropped rows."""
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import Phase, SplitConfig
-from rlhf_pipeline.data.parts import PARTS, Part
-from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter, ExampleBatch
-from rlhf_pipeline.data.records import Conversation
+from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter
 from rlhf_pipeline.data.tokenization import (
     ANSWERS,
     Answer,
@@ -27,6 +22,8 @@ from rlhf_pipeline.data.tokenization import (
 )
 from rlhf_pipeline.errors import DataError
 
+Part = Literal["test", "validation", "sft", "reward_model", "ppo"]
+PARTS: tuple[Part, ...] = get_args(Part)
 _IDS = pa.list_(pa.int32())
 _PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
 DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})
@@ -46,27 +43,27 @@ class Table:
     part: Part
     """The part whose prompts it contains."""
     phase: Phase | None
-    """The file contains only rows that this phase can use; None: all rows."""
+    """The phase that can use its rows; None: no matter which."""
     answers: tuple[Answer, ...]
-    """The answers that its rows need. Without answers, it contains each distinct prompt once."""
+    """The answers that its rows need. Without any, it contains each distinct prompt once."""
     schema: pa.Schema
     labelled: bool = False
     """Whether it contains labelled answers alone, one in each row."""
 
 
-def _of_phase(phase: Phase, answers: tuple[Answer, ...], schema: pa.Schema) -> tuple[Table, Table]:
-    return (
-        Table(f"{phase}/train.arrow", phase, phase, answers, schema),
-        Table(f"{phase}/validation.arrow", "validation", phase, answers, schema),
-    )
-
-
+_FOLDERS: tuple[tuple[str, Phase, tuple[Answer, ...], pa.Schema], ...] = (
+    ("sft", "sft", ("chosen",), DEMONSTRATION),
+    ("reward_model", "reward_model", ANSWERS, COMPARISON),
+    ("ppo", "ppo", (), _REWARDED),
+    ("kto", "reward_model", ANSWERS, _ANSWER),
+)
+_PARTS: dict[str, Part | None] = {"train": None, "validation": "validation"}
 TABLES = (
-    *_of_phase("sft", ("chosen",), DEMONSTRATION),
-    *_of_phase("reward_model", ("chosen", "rejected"), COMPARISON),
-    *_of_phase("ppo", (), _REWARDED),
-    Table("kto/train.arrow", "reward_model", "reward_model", ANSWERS, _ANSWER, labelled=True),
-    Table("kto/validation.arrow", "validation", "reward_model", ANSWERS, _ANSWER, labelled=True),
+    *(
+        Table(f"{folder}/{name}.arrow", part or phase, phase, answers, schema, folder == "kto")
+        for folder, phase, answers, schema in _FOLDERS
+        for name, part in _PARTS.items()
+    ),
     Table("evaluation/test.arrow", "test", None, (), _REWARDED),
 )
 
@@ -81,15 +78,15 @@ class PhaseFile:
     wanted: np.ndarray
     """(N,) bool: the rows of the blend that belong to the file."""
     duplicates_merged: int
-    """Rows left out because the file already contains their prompt."""
+    """Rows left out because of a repeated prompt."""
     has_extra: bool = False
-    """Whether a source carries further columns for rewards and judges."""
+    """Whether a source carries further columns."""
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     lengths: defaultdict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     """For each column of token ids: length -> number of rows."""
-    written: list[np.ndarray] = field(default_factory=list)
+    written: list[np.ndarray] = field(default_factory=lambda: [np.empty(0, np.int64)])
     """Positions in the blend of the rows that were written."""
 
     def __post_init__(self) -> None:
@@ -99,10 +96,7 @@ class PhaseFile:
         self._writer = ArrowWriter(self.output / self.table.path, schema)
 
     def add(self, rows: list["Row"], numbers: np.ndarray, config: SplitConfig) -> None:
-        """Append the rows that belong to the file and fit the limits.
-
-        `numbers` are the positions of the rows in the blend.
-        """
+        """Append the rows that belong to the file and fit; `numbers` are those of the blend."""
         kept: list[int] = []
         written: list[dict[str, Any]] = []
         for index in np.flatnonzero(self.wanted[numbers]).tolist():
@@ -143,19 +137,15 @@ class PhaseFile:
         }
 
     def _values(self, row: "Row", config: SplitConfig) -> list[dict[str, Any]]:
-        """The rows of the file by column, for the columns of this file and others."""
-        values = {
-            "id": row.id,
+        """The rows of the file by column, with further columns."""
+        values = row.example | {
             "prompt_ids": row.prompt.ids,
             "source": row.source,
-            "messages": row.messages,
-            "reference": row.reference,
-            "extra": row.extra,
+            "messages": row.example["prompt"],
             **{f"{answer}_ids": text.ids for answer, text in row.answers.items()},
         }
         if self.table.labelled:
-            answers = row.answers.values()
-            return [values | {"response_ids": text.ids, "label": row.label} for text in answers]
+            return [values | {"response_ids": text.ids} for text in row.answers.values()]
         return [values | demonstration(row, config) if self.table.phase == "sft" else values]
 
 
@@ -163,21 +153,15 @@ class PhaseFile:
 class Row:
     """One example, its texts cut to the limits."""
 
-    id: str
     source: str
-    messages: Conversation
+    example: dict[str, Any]
+    """As `record_files.example_rows` has it."""
     prompt: Limited
     answers: dict[Answer, Limited]
     dialogue: Limited
     """The prompt for SFT. If SFT learns earlier turns, they are tokenized like responses."""
     spoken: list[bool]
     """One for each token of `dialogue`: True for a token of the assistant."""
-    reference: str | None = None
-    """The true answer."""
-    extra: str | None = None
-    """Further columns as JSON."""
-    label: bool | None = None
-    """Whether the answers are good; None: they are a demonstration or a comparison."""
 
 
 @dataclass(frozen=True)
@@ -188,27 +172,7 @@ class RowMaker:
     bos_id: int | None
     _full_prompts: dict[bytes, Part] = field(default_factory=dict)
 
-    def rows(
-        self, source: str, batch: ExampleBatch, tokenized: Sequence[Tokenized], parts: Iterable[int]
-    ) -> list[Row]:
-        """The examples of a batch as rows, see `make`; `parts` are indices into PARTS."""
-        extra, label = (column or [None] * len(batch.ids) for column in (batch.extra, batch.label))
-        examples = zip(batch.prompts, tokenized, parts, batch.reference, extra, label, strict=True)
-        return [
-            self.make(source, messages, tokens, PARTS[part], *others)
-            for messages, tokens, part, *others in examples
-        ]
-
-    def make(
-        self,
-        source: str,
-        messages: Conversation,
-        tokens: Tokenized,
-        part: Part,
-        reference: str | None = None,
-        extra: str | None = None,
-        label: bool | None = None,
-    ) -> Row:
+    def make(self, source: str, example: dict[str, Any], tokens: Tokenized, part: Part) -> Row:
         """The example as a row; raises DataError if it is too long and `over_long_*` is "error"."""
         config, bos_id = self.config, self.bos_id
         prompt = self._keep_apart(limited(tokens.id, "prompt", tokens.prompt, config, bos_id), part)
@@ -222,19 +186,12 @@ class RowMaker:
             ids, by_assistant = tokens.turns
             dialogue = limited(tokens.id, "prompt", ids, config, bos_id)
             spoken = newest_values(ids, by_assistant, len(dialogue.ids), bos_id)
-        return Row(
-            tokens.id, source, messages, prompt, answers, dialogue, spoken, reference, extra, label
-        )
+        return Row(source, example, prompt, answers, dialogue, spoken)
 
     def _keep_apart(self, prompt: Limited, part: Part) -> Limited:
-        """Drop a cut prompt that equals one of another part.
-
-        Only prompts of maximum length can become equal. The first part keeps the prompt.
-        """
-        if (
-            self.config.over_long_prompts != "truncate"
-            or len(prompt.ids) < self.config.max_prompt_tokens
-        ):
+        """Drop a cut prompt that equals one of another part, which keeps it."""
+        config = self.config
+        if config.over_long_prompts != "truncate" or len(prompt.ids) < config.max_prompt_tokens:
             return prompt
         # The digest, since all ids would fill the memory.
         digest = hashlib.sha256(np.array(prompt.ids, np.int32).tobytes()).digest()
@@ -247,9 +204,8 @@ class RowMaker:
 def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
     """The columns of SFT: prompt, response and loss mask.
 
-    `response_ids` begins with the first learned token. `loss_mask` has one value for each of them:
-    True for the tokens that `config.sft_loss` selects, including the EOS of a turn. The first token
-    of a dialogue is never learned, since nothing predicts it.
+    `response_ids` begins with the first learned token. `loss_mask` is True for the tokens of it
+    that `config.sft_loss` selects, including EOS. Nothing predicts the first token of a dialogue.
     """
     prompt, response = row.dialogue.ids, row.answers["chosen"].ids
     learned = [True] * len(prompt) if config.sft_loss == "all" else row.spoken
@@ -259,10 +215,7 @@ def demonstration(row: Row, config: SplitConfig) -> dict[str, Any]:
 
 
 def summary(counts: Mapping[int, int]) -> dict[str, int]:
-    """Total, maximum and percentiles of lengths; `counts` maps a length to its number of texts.
-
-    Percentiles are nearest rank: the smallest length that at least p percent do not exceed.
-    """
+    """Total, maximum and percentiles (nearest rank) of lengths; `counts`: length -> number."""
     lengths, rows = np.array([*counts], np.int64), np.array([*counts.values()], np.int64)
     percentiles = np.percentile(lengths, (50, 90, 99), weights=rows, method="inverted_cdf")
     p50, p90, p99 = map(int, percentiles)

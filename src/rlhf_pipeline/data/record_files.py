@@ -1,8 +1,7 @@
 """The records of a source on disk: Arrow IPC streams, memory-mapped when read, and row counts.
 
-Examples and texts have a file each. A source contains one kind; the file of the other is empty.
-Examples whose answers are labelled good or bad have another file, which exists if there are some,
-and so have examples whose prompts contain schemas or calls of tools.
+A source has examples or texts; the file of the others is empty. Examples whose answers are labelled
+good or bad, and those whose prompts contain schemas or calls of tools, have files of their own.
 """
 
 import json
@@ -21,7 +20,6 @@ from rlhf_pipeline.config.split import PHASES, Phase
 from rlhf_pipeline.data.records import (
     NOT_UTF8,
     TO_UTF8,
-    Conversation,
     Example,
     Record,
     Text,
@@ -36,22 +34,18 @@ MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 LABEL = pa.field("label", pa.bool_())
 EXTRA = pa.field("extra", pa.string())
 """Only in files of sources that carry further columns."""
-_KEY = pa.binary(16)
 _EXAMPLES = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", pa.list_(MESSAGE)),
-        ("chosen", pa.string()),
-        ("rejected", pa.string()),
-        ("reference", pa.string()),
-        ("prompt_key", _KEY),  # of the normalised prompt
-        ("conversation_key", _KEY),  # of its beginning: system message and first user turn
-        ("example_key", _KEY),  # of the normalised prompt and the answers
-    ]
+    {
+        "id": pa.string(),
+        "prompt": pa.list_(MESSAGE),
+        **dict.fromkeys(("chosen", "rejected", "reference"), pa.string()),
+        # Of the normalised prompt, of `conversation` of it, and of prompt and answers.
+        **dict.fromkeys(("prompt_key", "conversation_key", "example_key"), pa.binary(16)),
+    }
 )
+_COPIED = ("chosen", "rejected", "reference", "extra", "label")
 _TEXTS = pa.schema([("id", pa.string()), ("text", pa.string())])
 _TOOLS = pa.field("tools", pa.string())
-_LABELLED, _WITH_TOOLS = "labelled.arrow", "with_tools.arrow"
 _COUNTS = "counts.json"
 _KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
 _BATCH_ROWS = 1_000
@@ -59,26 +53,11 @@ _BATCH_CHARACTERS = 8 * 2**20
 """A batch ends at either limit, so that a few huge texts do not fill the memory."""
 
 
-@dataclass(frozen=True)
-class ExampleBatch:
-    """A batch of examples by column, as Python values."""
-
-    ids: list[str]
-    prompts: list[Conversation]
-    chosen: list[str | None]
-    rejected: list[str | None]
-    reference: list[str | None]
-    extra: list[str | None] | None = None
-    """Further columns of each example as JSON; None: its source carries none."""
-    label: list[bool | None] | None = None
-    """Whether the answers of each example are good; None: its source has no labels."""
-
-
 def examples(folder: Path) -> pa.Table:
     """A source's examples, memory-mapped: those with a label, and those with tools, come last."""
-    further = [folder / name for name in (_LABELLED, _WITH_TOOLS) if (folder / name).exists()]
-    tables = [mapped(path) for path in (folder / "examples.arrow", *further)]
-    return pa.concat_tables(tables, promote_options="default") if further else tables[0]
+    further = [folder / "labelled.arrow", folder / "with_tools.arrow"]
+    paths = [folder / "examples.arrow", *filter(Path.exists, further)]
+    return pa.concat_tables(map(mapped, paths), promote_options="default")
 
 
 def texts(folder: Path) -> Iterator[tuple[list[str], list[str]]]:
@@ -109,13 +88,12 @@ def first_turns(table: pa.Table, rows: np.ndarray) -> Iterator[str]:
 def serves(table: pa.Table) -> np.ndarray:
     """The phases that each example can serve, as (N,) uint8: bit i is PHASES[i].
 
-    A comparison can serve all phases, a demonstration SFT, a bare prompt PPO, and so can a
-    demonstration with a true answer. Labelled answers belong to the part of the reward model, where
-    KTO finds them.
+    A comparison serves all, a demonstration SFT, and a prompt that has no answer, or a true one,
+    PPO. Labelled answers belong to the part of the reward model, for KTO.
     """
-    has_chosen = table.column("chosen").is_valid().to_numpy()
-    has_rejected = table.column("rejected").is_valid().to_numpy()
-    has_reference = table.column("reference").is_valid().to_numpy()
+    has_chosen, has_rejected, has_reference = (
+        table.column(name).is_valid().to_numpy() for name in ("chosen", "rejected", "reference")
+    )
     asks = ~has_chosen | has_reference
     one = has_chosen * phase_bits(["sft"]) + asks * phase_bits(["ppo"])
     bits = np.where(has_rejected, phase_bits(PHASES), one).astype(np.uint8)
@@ -125,9 +103,8 @@ def serves(table: pa.Table) -> np.ndarray:
 
 def labelled(table: pa.Table) -> np.ndarray:
     """Whether the answers of each example have a label, (N,) bool."""
-    if "label" not in table.column_names:
-        return np.zeros(table.num_rows, np.bool_)
-    return table.column("label").is_valid().to_numpy()
+    has_labels = "label" in table.column_names
+    return table["label"].is_valid().to_numpy() if has_labels else np.zeros(len(table), np.bool_)
 
 
 def phase_bits(phases: Iterable[Phase]) -> int:
@@ -135,26 +112,19 @@ def phase_bits(phases: Iterable[Phase]) -> int:
     return sum(1 << PHASES.index(phase) for phase in phases)
 
 
-def example_batch(batch: pa.RecordBatch) -> ExampleBatch:
-    """A batch as Python values; schemas and calls of tools are in the messages."""
-    columns = ["id", "prompt", "chosen", "rejected", "reference"]
-    further = {name for name in ("extra", "label") if name in batch.schema.names}
-    made = ExampleBatch(
-        *(batch.column(name).to_pylist() for name in columns),
-        **{name: batch.column(name).to_pylist() for name in further},
-    )
-    tools = batch.column("tools").to_pylist() if "tools" in batch.schema.names else ()
-    for prompt, more in zip(made.prompts, tools, strict=False):
-        for index, keys in json.loads(more or "{}").items():
-            prompt[int(index)] |= keys
-    return made
+def example_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The examples of a batch: id, prompt, chosen, rejected, reference, and extra and label if the
+    source has them. Schemas and calls of tools are in the messages of the prompt."""
+    columns = [name for name in batch.schema.names if not name.endswith("_key")]
+    rows: list[dict[str, Any]] = batch.select(columns).to_pylist()
+    for row in rows:
+        for index, further in json.loads(row.pop("tools", None) or "{}").items():
+            row["prompt"][int(index)] |= further
+    return rows
 
 
 def mapped(path: Path) -> pa.Table:
-    """A table of an artifact, memory-mapped.
-
-    Raises ArtifactError if it is damaged: Arrow would read where its offsets lead.
-    """
+    """A table of an artifact, memory-mapped; ArtifactError if its offsets or texts are damaged."""
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         table.validate(full=True)
@@ -167,9 +137,8 @@ def mapped(path: Path) -> pa.Table:
 
 def fix_of(reason: str) -> str:
     """The fix for a file with a fault in most rows."""
-    if reason == NOT_UTF8:
-        return TO_UTF8
-    return "correct the source's `columns` or the file: most rows are bad."
+    columns = "correct the source's `columns` or the file: most rows are bad."
+    return TO_UTF8 if reason == NOT_UTF8 else columns
 
 
 class ArrowWriter:
@@ -180,8 +149,7 @@ class ArrowWriter:
         self._schema = schema
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, schema)
-        self._rows: list[dict[str, Any]] = []
-        self._characters = 0
+        self._rows, self._characters = list[dict[str, Any]](), 0
 
     def add(self, row: dict[str, Any], characters: int) -> None:
         """Append a row of so many characters to the current batch."""
@@ -209,62 +177,52 @@ class RecordsWriter:
     """Context manager that writes records to a folder in batches."""
 
     def __init__(self, folder: Path, *, has_extra: bool = False) -> None:
-        self._folder, self._schema = folder, _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
-        self._examples = ArrowWriter(folder / "examples.arrow", self._schema)
-        self._further: dict[str, ArrowWriter] = {}
-        self._texts = ArrowWriter(folder / "texts.arrow", _TEXTS)
+        schema = _EXAMPLES.append(EXTRA) if has_extra else _EXAMPLES
+        with_label = schema.append(LABEL)
+        further = {"labelled": with_label, "with_tools": with_label.append(_TOOLS)}
+        self._schemas = {"examples": schema, "texts": _TEXTS, **further}
+        self._folder, self._writers = folder, dict[str, ArrowWriter]()
 
     def __enter__(self) -> "RecordsWriter":
+        self._writer("examples")  # these files exist without a row, too
+        self._writer("texts")
         return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, name: str) -> ArrowWriter:
+        if name not in self._writers:
+            self._writers[name] = ArrowWriter(self._folder / f"{name}.arrow", self._schemas[name])
+        return self._writers[name]
 
     def add(self, place: str, record: Record) -> None:
         if isinstance(record, Text):
-            self._texts.add({"id": place, "text": record.text}, len(record.text))
+            self._writer("texts").add({"id": place, "text": record.text}, len(record.text))
             return
         prompt, answers = record.prompt, [record.chosen or "", record.rejected or ""]
         identity = normalized_prompt(prompt)
         more = _tools(record)
         asked = [identity] if more is None else [identity, more]
         label = [] if record.label is None else [str(record.label)]
-        row = {
+        row = {name: getattr(record, name) for name in _COPIED} | {
             "id": place,
             "prompt": [{"role": turn.role, "content": turn.content} for turn in prompt],
-            "chosen": record.chosen,
-            "rejected": record.rejected,
-            "reference": record.reference,
-            "extra": record.extra,
-            "label": record.label,
             "tools": more,
             "prompt_key": key(*asked),
             "conversation_key": key(conversation(identity)),
             "example_key": key(*asked, *(answer.strip() for answer in answers), *label),
         }
-        if more is not None:
-            writer = self._writer(_WITH_TOOLS, self._schema.append(LABEL).append(_TOOLS))
-        elif label:
-            writer = self._writer(_LABELLED, self._schema.append(LABEL))
-        else:
-            writer = self._examples
-        writer.add(row, sum(map(len, [*(turn.content for turn in prompt), *answers])))
-
-    def _writer(self, name: str, schema: pa.Schema) -> ArrowWriter:
-        """The writer of a file that exists only if it has rows."""
-        if name not in self._further:
-            self._further[name] = ArrowWriter(self._folder / name, schema)
-        return self._further[name]
-
-    def __exit__(self, *_: object) -> None:
-        for writer in (self._examples, self._texts, *self._further.values()):
-            writer.close()
+        name = "with_tools" if more is not None else "labelled" if label else "examples"
+        characters = sum(map(len, [*(turn.content for turn in prompt), *answers]))
+        self._writer(name).add(row, characters)
 
 
 def _tools(example: Example) -> str | None:
     """Schemas and calls of tools as further keys of the messages, by their numbers; None: none."""
-    found: dict[int, dict[str, Any]] = {
-        index: json.loads(message.further)
-        for index, message in enumerate(example.prompt)
-        if message.further
-    }
+    turns = enumerate(example.prompt)
+    found = {index: json.loads(turn.further) for index, turn in turns if turn.further}
     if example.tools is not None:
         found[0] = found.get(0, {}) | {"tools": json.loads(example.tools)}
     return json.dumps(found) if found else None
@@ -276,9 +234,9 @@ class RowCounts:
 
     rows: int = 0
     bad: Counter[str] = field(default_factory=Counter)
-    """Bad rows by reason."""
+    """Broken rows by reason."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Valid rows without anything to learn from, by reason."""
+    """Sound rows without anything to learn from, by reason."""
     first_bad: list[tuple[str, str]] = field(default_factory=list)
     """Place and reason of the first bad rows."""
 
@@ -295,12 +253,10 @@ class RowCounts:
             shown = self.first_bad[:_SHOWN_BAD_ROWS]
             listed = "".join(f"\n  {place}: {reason}" for place, reason in shown)
             reason, _ = self.bad.most_common(1)[0]
-            fix = (
-                "correct these rows, or set split.max_bad_fraction to at least "
-                f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
-                if 2 * bad <= self.rows and reason != NOT_UTF8
-                else fix_of(reason)
-            )
+            fix = fix_of(reason)
+            if 2 * bad <= self.rows and reason != NOT_UTF8:
+                enough = f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
+                fix = f"correct these rows, or set split.max_bad_fraction to at least {enough}"
             raise DataError(
                 f"source {label}: {bad} of {self.rows} rows are bad, more than "
                 f"split.max_bad_fraction={max_bad_fraction} allows. The first bad rows:{listed}\n"

@@ -11,8 +11,8 @@ TO_UTF8 = "convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW_FI
 
 Role = Literal["system", "user", "assistant", "tool"]
 Conversation = list[dict[str, Any]]
-"""Messages as chat templates expect them: {"role": ..., "content": ...} each, and
-`tool_calls` where the assistant calls functions, whose schemas are `tools` of the first message."""
+"""Messages as chat templates expect them: {"role": ..., "content": ...} each, with `tool_calls` of
+the assistant, and the schemas of tools as `tools` of the first message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +22,27 @@ class Message:
     role: Role
     content: str
     further: str = ""
-    """Further keys as an object of JSON: `tool_calls` of the assistant; `name` and `tool_call_id`
-    of a tool."""
+    """`tool_calls` of the assistant, or `name` and `tool_call_id` of a tool: an object of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt with the source's answers. The answers decide which phases can use the example."""
+    """A prompt with the source's answers, which decide the phases that can use the example."""
 
     prompt: tuple[Message, ...]
-    """An optional system message, then user and assistant in alternation, and turns of tools after
+    """An optional system message, then user and assistant in alternation, with turns of tools after
     the assistant; the user or a tool is last."""
     chosen: str | None = None
     """The demonstration, or the preferred answer if there is a `rejected` one."""
     rejected: str | None = None
     reference: str | None = None
-    """The true answer, for rewards and judges that check responses. No phase trains on it."""
+    """The true answer, for rewards and judges. No phase trains on it."""
     extra: str | None = None
     """Further columns for rewards and judges: an object of JSON."""
     tools: str | None = field(default=None, kw_only=True)
-    """Schemas of the functions that the assistant may call, as a list in JSON."""
+    """Schemas of the functions that the assistant may call: a list of JSON."""
     label: bool | None = field(default=None, kw_only=True)
-    """Whether the answers are good, all of them, or bad: feedback for KTO alone. None: the answers
-    are a demonstration or a comparison."""
+    """Whether the answers are all good, or all bad, for KTO alone. None: they have no label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,40 +57,28 @@ class Unused:
     """A row without a record: bad or skipped."""
 
     reason: str
-    """The same text for all rows with the same fault, since rows are counted by reason."""
+    """Equal for all rows with the same fault, since rows are counted by reason."""
     bad: bool = True
-    """True: the row is broken, and counts towards `max_bad_fraction`. False: the row is skipped,
-    such as a comparison that ends in a tie."""
+    """True: broken, which counts towards `max_bad_fraction`. False: skipped, such as a tie."""
 
 
 Record = Example | Text
 
 
 def normalized_prompt(prompt: tuple[Message, ...]) -> str:
-    """The identity of a prompt: a line for each turn.
-
-    Contents are equal regardless of case, Unicode compatibility forms (NFKC) and white space. Roles
-    must be equal.
-    """
+    """The identity of a prompt: a line for each turn, its role and its `normalized` content."""
     return "\n".join(f"{message.role}: {normalized(message.content)}" for message in prompt)
 
 
 def conversation(identity: str) -> str:
-    """The system message and first user turn of a normalized prompt.
-
-    A prompt, its beginnings and its continuations belong to one conversation, and so to one part.
-    """
+    """The system message and first user turn of a normalized prompt, as all its continuations."""
     return "\n".join(identity.split("\n")[: 1 + identity.startswith("system: ")])
 
 
 def key(*parts: str) -> bytes:
     """16 bytes that identify a sequence of texts: truncated SHA-256 of lengths and contents."""
-    digest = hashlib.sha256()
-    for part in parts:
-        encoded = part.encode()
-        digest.update(b"%d:" % len(encoded))
-        digest.update(encoded)
-    return digest.digest()[:16]
+    joined = b"".join(b"%d:%s" % (len(one), one) for one in map(str.encode, parts))
+    return hashlib.sha256(joined).digest()[:16]
 
 
 def normalized(text: str) -> str:
@@ -104,10 +90,7 @@ def normalized(text: str) -> str:
 
 def is_utf8(text: str) -> bool:
     """Whether a text has no half of a surrogate pair, which stands for a byte that is not UTF-8."""
-    if text.isascii():
-        return True
     try:
-        text.encode()
+        return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
-    return True

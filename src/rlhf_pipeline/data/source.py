@@ -1,15 +1,12 @@
 """Stage program: read one source once, for all stages that use it. The registry of sources.
 
 python -m rlhf_pipeline.data.source job.json
-
-Our own sources are those of the modules in `_MODULES`, in the folder `sources`. After a change to
-one module, only its sources are read again.
 """
 
 from collections.abc import Iterator, Sequence
 from glob import glob
 from importlib import import_module
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from rlhf_pipeline.config.doors import Door
@@ -27,7 +24,8 @@ from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
 
 _MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps", "several_rows")
-"""The modules of the folder `sources`, in the order of docs/data.md."""
+"""The modules of the folder `sources`, in the order of docs/data.md. After a change to one of them,
+only its sources are read again."""
 
 MODULES: dict[str, str] = {
     source.name: module
@@ -35,7 +33,6 @@ MODULES: dict[str, str] = {
     for source in import_module(module).SOURCES
 }
 """Name of each source -> full name of its module."""
-
 SOURCE = Door("source", {name: f"{module}:SOURCES" for name, module in MODULES.items()})
 """A `Source`, or a tuple in which it has the name."""
 
@@ -48,12 +45,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
     job.export.mkdir(exist_ok=True)
     with RecordsWriter(job.export, has_extra=bool(carried(config))) as writer:
         rows = read(config, job.seed, job.digests.get("revision"))
-        for place, record in rows:
+        for counts.rows, (place, record) in enumerate(rows, start=1):
             if isinstance(record, Unused):
                 counts.add_unused(place, record)
             else:
                 writer.add(place, record)
-            counts.rows += 1
             progress.at(counts.rows)
     counts.write(job.export)
     return {
@@ -71,10 +67,10 @@ def adapter_module(name: str) -> str:
 def find_source(name: str) -> Source:
     """The source with this name; raises ConfigError if there is none."""
     found = SOURCE.load(name)
-    named = [source for source in found if source.name == name] if name in MODULES else [found]
-    if not isinstance(named[0], Source):
-        raise ConfigError(f"found {named[0]!r} at {SOURCE.place(name)}, expected a Source")
-    return named[0]
+    source = next(each for each in found if each.name == name) if name in MODULES else found
+    if not isinstance(source, Source):
+        raise ConfigError(f"found {source!r} at {SOURCE.place(name)}, expected a Source")
+    return source
 
 
 def carried(config: SourceConfig) -> tuple[str, ...]:
@@ -85,9 +81,8 @@ def carried(config: SourceConfig) -> tuple[str, ...]:
 def source_origin(config: SourceConfig) -> Origin:
     """What decides the rows besides the configuration: the files, or the commit on the hub.
 
-    Raises:
-        ConfigError: the source is unknown, does not support a field, or needs a path.
-        DataError: a file is missing, or the hub is unreachable.
+    Raises ConfigError if the source is unknown or a field does not fit it; DataError if a file is
+    missing, or the hub is unreachable.
     """
     source = find_source(config.name)
     if source.generate is not None:
@@ -122,29 +117,29 @@ def source_origin(config: SourceConfig) -> Origin:
 
 
 def read(config: SourceConfig, seed: int, revision: str | None = None) -> Records:
-    """Yield every row's place with its record, or with the reason why it has none.
+    """Yield every row's place with its record, or with the reason why it has none, in fixed order.
 
-    A place is "file.jsonl:17" or "Anthropic/hh-rlhf:train:17". The order is fixed; memory is
-    constant. `seed` is for generated sources; `revision` is the commit from `source_origin`.
+    A place is "file.jsonl:17" or "Anthropic/hh-rlhf:train:17". Memory is constant. `seed` is for
+    generated sources; `revision` is the commit from `source_origin`.
     """
     source = find_source(config.name)
     if source.generate is not None:
         yield from source.generate(config, seed)
         return
     split, parse, columns = config.split or source.split, source.parse, source.columns
-    if source.parser is not None and config.path is not None:
-        named = config.columns or _known_columns(config, config.path, split)
-        parse, columns = source.parser(named), columns_of(named)
     if config.path is None:
         rows = _hub_rows(source, config, split, revision)
     else:
+        if source.parser is not None:
+            named = config.columns or _known_columns(config, config.path, split)
+            parse, columns = source.parser(named), columns_of(named)
         rows = read_rows(config.path, columns, split)
     rows = islice(rows, config.samples)
-    if source.assemble is not None:
-        records = source.assemble(rows)
+    if parse is not None:
+        records: Records = ((place, outcome(parse, row)) for place, row in rows)
     else:
-        assert parse is not None, f"{source.name} has no function to parse rows"
-        records = ((place, outcome(parse, row)) for place, row in rows)
+        assert source.assemble is not None, f"{source.name} has no function to parse rows"
+        records = source.assemble(rows)
     for place, record in records:
         yield place, (record_fault(record) or record)
 
@@ -158,24 +153,21 @@ def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
         found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
         if not source.tasks and not any(Path(file).stat().st_size for file in found):
             continue
-        rows = len(source.tasks or range(1000))  # of tasks, one question each
-        bad: list[tuple[str, str]] = []
+        samples = len(source.tasks or range(1000))  # of tasks, one question each
         try:
-            for where, row in read(source.model_copy(update={"samples": rows}), seed=0):
+            first = None
+            for where, row in read(source.model_copy(update={"samples": samples}), seed=0):
                 if not isinstance(row, Unused) or not row.bad:
-                    bad = []
                     break
-                bad.append((where, row.reason))
+                first = first or f"{where}: {row.reason}. Fix: {fix_of(row.reason)}"
+            else:
+                if first:
+                    start = f"found only bad rows at the start of {source.label()}, such as"
+                    yield f"{place}.{index}: {start} {first}"
         except DataError as error:
-            bad = []
             yield f"{place}.{index}: {error}"
-        except ConfigError:  # a fault of the source's name or fields, which is another line
-            continue
-        for where, reason in bad[:1]:
-            yield (
-                f"{place}.{index}: found only bad rows at the start of {source.label()}, such as "
-                f"{where}: {reason}. Fix: {fix_of(reason)}"
-            )
+        except ConfigError:
+            pass  # a fault of the source's name or fields, which is another line
 
 
 def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
@@ -192,19 +184,16 @@ def _hub_rows(
 ) -> Iterator[tuple[str, Row | Unused]]:
     import datasets  # imported late: the import takes a second
 
-    revision = revision or config.revision or source.revision
+    revision, name = revision or config.revision or source.revision, source.hub or source.name
     # The hub's conversion has one folder per subset, and no metadata about them.
     subset_by = "data_dir" if source.revision == CONVERTED else "name"
     where = {subset_by: config.subset or source.subset}
     try:
-        builder = datasets.load_dataset_builder(
-            source.hub or source.name, revision=revision, **where
-        )
+        builder = datasets.load_dataset_builder(name, revision=revision, **where)
         if is_commit(revision) and builder.hash != revision:
             # If `datasets` cannot download a revision, it silently uses another one of its cache.
-            raise FileNotFoundError(
-                f"not available on the hub; the local cache contains only {builder.hash}"
-            )
+            only = f"the local cache contains only {builder.hash}"
+            raise FileNotFoundError(f"not available on the hub; {only}")
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
     # `datasets` raises RuntimeError for a repository with a loading script.
@@ -221,7 +210,6 @@ def _hub_rows(
 
 def record_fault(record: Record | Unused) -> Unused | None:
     """The fault of a record by the rules for all sources, or None."""
-    reason = None
     if isinstance(record, Unused):
         return None
     if isinstance(record, Text):
@@ -229,15 +217,14 @@ def record_fault(record: Record | Unused) -> Unused | None:
             return Unused("the text is blank", bad=False)
         texts = [record.text]
     else:
-        reason = _example_fault(record)
-        answers = (record.chosen, record.rejected, record.reference)
-        turns = [text for turn in record.prompt for text in (turn.content, turn.further)]
-        texts = [*turns, *filter(None, (*answers, record.tools))]
-    if reason is None and any("\0" in text for text in texts):
-        reason = "a NUL character in the text"
-    if reason is None and not all(map(is_utf8, texts)):
-        reason = "half a surrogate pair, not a character"
-    return None if reason is None else Unused(reason)
+        if reason := _example_fault(record):
+            return Unused(reason)
+        turns = (text for turn in record.prompt for text in (turn.content, turn.further))
+        others = (record.chosen, record.rejected, record.reference, record.tools)
+        texts = [text for text in (*turns, *others) if text]
+    if any("\0" in text for text in texts):
+        return Unused("a NUL character in the text")
+    return None if all(map(is_utf8, texts)) else Unused("half a surrogate pair, not a character")
 
 
 def _example_fault(example: Example) -> str | None:
@@ -245,11 +232,9 @@ def _example_fault(example: Example) -> str | None:
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns[-1] not in ("user", "tool"):
         return "the prompt does not end with a user's turn"
-    before = ["assistant", *turns[:-1]]
     follows = {"user": ["assistant"], "assistant": ["user", "tool"], "tool": ["assistant", "tool"]}
-    if turns[0] == "tool" or any(
-        last not in follows.get(role, ()) for role, last in zip(turns, before, strict=True)
-    ):
+    pairs = pairwise(["assistant", *turns])
+    if turns[0] == "tool" or any(last not in follows.get(role, ()) for last, role in pairs):
         return "the prompt's turns are not user and assistant in alternation"
     if not all(message.content.strip() or message.further for message in example.prompt):
         return "a turn of the prompt is empty"

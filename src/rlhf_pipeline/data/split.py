@@ -6,29 +6,21 @@ python -m rlhf_pipeline.data.split job.json
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
-from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, RowMaker
-from rlhf_pipeline.data.record_files import (
-    ArrowWriter,
-    ExampleBatch,
-    RowCounts,
-    example_batch,
-    examples,
-    texts,
-)
-from rlhf_pipeline.data.split_page import render_markdown
-from rlhf_pipeline.data.split_report import build_report, first_examples, headline
+from rlhf_pipeline.data.phase_files import PARTS, TABLES, PhaseFile, RowMaker
+from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
+from rlhf_pipeline.data.split_report import build_report, first_examples, headline, render_markdown
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
-from rlhf_pipeline.data.tokenization import ControlTokenFilter, encode, one_ahead, tokenize
+from rlhf_pipeline.data.tokenization import ANSWERS, ControlTokenFilter, encode, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -44,13 +36,18 @@ def main(job: LaunchedJob) -> dict[str, float]:
     base_model = job.inputs["base_model"]
     config = job.block("split", SplitConfig)
     contract = TokenContract.read(base_model)
+    # The driver lists the inputs `source_0`, `source_1`, ... in order.
+    sources, pretraining = (
+        [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
+        for kind in ("source", "pretraining")
+    )
     report = split_sources(
         config,
         AutoTokenizer.from_pretrained(base_model, trust_remote_code=job.trust_remote_code),
         contract,
         job.seed,
-        sources=_input_folders(job, "source"),
-        pretraining=_input_folders(job, "pretraining"),
+        sources=sources,
+        pretraining=pretraining,
         output=job.export,
         metrics_file=job.metrics_file,
     )
@@ -74,15 +71,11 @@ def split_sources(
 ) -> dict[str, Any]:
     """Divide the records by conversation, tokenize them, write the files of `phase_files.TABLES`.
 
-    The same arguments give the same bytes. The validation files of all phases come from the same
-    conversations. Memory grows by a few dozen bytes per record, and by the first turns of the
-    held-out ones. `sources` and `pretraining` are folders of records, in the order of the
-    configuration. Returns the report, see `split_report`.
-
-    Raises:
-        DataError: too many rows are bad, a text is too long, a part gets no conversation, or a
-            prompt has two true answers.
-        ArtifactError: the tokenizer or its chat template is unsuitable.
+    The same arguments give the same bytes. Memory grows by a few dozen bytes per record, and by the
+    first turns of the held-out ones. `sources` and `pretraining` are folders of records, in the
+    order of the configuration. Returns the report, see `split_report`. Raises DataError if too many
+    rows are bad, a text is too long, a part gets no conversation, or a prompt has two true answers;
+    ArtifactError if the tokenizer or its chat template is unsuitable.
     """
     tables = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
@@ -100,15 +93,16 @@ def split_sources(
     for batch, tokenized in one_ahead(
         batches, lambda one: tokenize(one.examples, tokenizer, contract, turns=one.turns)
     ):
-        source = config.sources[batch.source].name
-        rows = maker.rows(source, batch.examples, tokenized, plan.parts[batch.numbers].tolist())
+        source, parts = config.sources[batch.source].name, plan.parts[batch.numbers].tolist()
+        rows = [
+            maker.make(source, example, tokens, PARTS[part])
+            for example, tokens, part in zip(batch.examples, tokenized, parts, strict=True)
+        ]
         for file in files.values():
             file.add(rows, batch.numbers, config)
         for one in tokenized:
             lengths["prompt"][len(one.prompt)] += 1
-            lengths["response"].update(
-                len(ids) for ids in (one.chosen, one.rejected) if ids is not None
-            )
+            lengths["response"].update(len(ids) for ids in (one.chosen, one.rejected) if ids)
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
@@ -122,15 +116,14 @@ def split_sources(
     return report
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Rows of one source that a file needs."""
 
     source: int
     numbers: np.ndarray
     """Positions of the rows in the blend."""
-    examples: ExampleBatch
-    """Answers that no file needs are None."""
+    examples: list[dict[str, Any]]
+    """See `record_files.example_rows`; answers that no file needs are None."""
     turns: list[bool] | None
     """The rows whose earlier assistant turns SFT learns; None: none."""
 
@@ -142,22 +135,19 @@ def _needed_batches(
     files: Sequence[PhaseFile],
 ) -> Iterator[_Batch]:
     needed = _wanted(files)
-    chosen = _wanted(file for file in files if "chosen" in file.table.answers)
-    rejected = _wanted(file for file in files if "rejected" in file.table.answers)
+    read = {name: _wanted(one for one in files if name in one.table.answers) for name in ANSWERS}
     sft = _wanted(file for file in files if file.table.phase == "sft")
     start = 0
     for source, table in enumerate(tables):
         for records in table.to_batches():
             numbers = start + np.flatnonzero(needed[start : start + len(records)])
-            batch = example_batch(records.take(pa.array(numbers - start)))
+            batch = example_rows(records.take(pa.array(numbers - start)))
             start += len(records)
-            if len(numbers):
-                batch = replace(
-                    batch,
-                    chosen=_only(batch.chosen, chosen[numbers]),
-                    rejected=_only(batch.rejected, rejected[numbers]),
-                    reference=references.take(pa.array(numbers)).to_pylist(),
-                )
+            answers = references.take(pa.array(numbers)).to_pylist()
+            for example, number, reference in zip(batch, numbers, answers, strict=True):
+                unread = [name for name in ANSWERS if not read[name][number]]
+                example |= dict.fromkeys(unread) | {"reference": reference}
+            if batch:
                 turns = sft[numbers].tolist() if config.sft_loss == "assistant" else None
                 yield _Batch(source, numbers, batch, turns)
 
@@ -167,40 +157,26 @@ def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
     return np.logical_or.reduce([file.wanted for file in files])
 
 
-def _only(answers: list[str | None], wanted: np.ndarray) -> list[str | None]:
-    return [answer if want else None for answer, want in zip(answers, wanted, strict=True)]
-
-
 def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
     """The sources' names in the report; a repeated name gets a number."""
-    labels, seen = [source.label() for source in sources], Counter[str]()
-    for index, label in enumerate(labels):
-        seen[label] += 1
-        if seen[label] > 1:
-            labels[index] = f"{label} #{seen[label]}"
-    return labels
+    labels = [source.label() for source in sources]
+    earlier = [labels[:index].count(label) for index, label in enumerate(labels)]
+    return [f"{label} #{n + 1}" if n else label for label, n in zip(labels, earlier, strict=True)]
 
 
 def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
-    if config.is_test:
-        return
-    for phase, weight in zip(PHASES, config.weights, strict=True):
-        for part, fraction in (("train", 1.0), ("validation", config.validation_fraction)):
-            path = f"{phase}/{part}.arrow"
-            rows = files[path].rows
-            if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
-                rows += files[f"kto/{part}.arrow"].rows
-            if weight > 0 and fraction > 0 and not rows:
-                raise DataError(
-                    f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
-                    "use, raise split.validation_fraction, or set the phase's weight in "
-                    "split.weights to 0."
-                )
-
-
-def _input_folders(job: LaunchedJob, kind: str) -> list[Path]:
-    """The inputs `kind_0`, `kind_1`, ..., which the driver lists in order."""
-    return [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
+    parts = {"train": 1.0, "validation": config.validation_fraction}
+    for (phase, weight), part in product(zip(PHASES, config.weights, strict=True), parts):
+        path = f"{phase}/{part}.arrow"
+        rows = files[path].rows
+        if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
+            rows += files[f"kto/{part}.arrow"].rows
+        if weight > 0 and parts[part] > 0 and not rows and not config.is_test:
+            raise DataError(
+                f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
+                "use, raise split.validation_fraction, or set the phase's weight in "
+                "split.weights to 0."
+            )
 
 
 def pack(
@@ -213,15 +189,11 @@ def pack(
 ) -> dict[str, Any]:
     """Pack plain text for PPO's language-model loss (ptx; Ouyang et al. 2022, equation 2).
 
-    All documents are joined, an EOS after each, and written as blocks of equal length.
-
-    Each block begins with BOS if the tokenizer puts one before text: such a model has never seen
-    text without it. Documents with control tokens are left out, and count as bad rows. Raises
-    DataError if the text does not fill one block, or too many rows are bad.
-
-    Returns:
-        The part `pretraining` of the report. Tokens include EOS, but not BOS; those of the
-        incomplete last block are left out.
+    Documents are joined, an EOS after each, and cut into blocks of equal length, which begin with
+    BOS if the tokenizer puts one before text: such a model has never seen text without it.
+    Documents with control tokens count as bad rows. Returns the part `pretraining` of the report,
+    whose tokens are those without BOS. Raises DataError if the text does not fill one block, or too
+    many rows are bad.
     """
     assert config.pretraining is not None
     block_tokens = config.pretraining.block_tokens
@@ -238,21 +210,18 @@ def pack(
     first = tokenizer("")["input_ids"][:1]  # BOS if the tokenizer puts one before text, as Llama's
     bos = np.array(first if first == [tokenizer.bos_token_id] else [], np.int32)
     text_tokens = block_tokens - len(bos)
-    documents, tokens, blocks = 0, 0, 0
-    rest = np.empty(0, np.int32)
+    documents, tokens, blocks, rest = 0, 0, 0, np.empty(0, np.int32)
     writer = ArrowWriter(output / "pretraining" / "train.arrow", _BLOCKS)
     for batch, ids in one_ahead(accepted(), lambda batch: encode(batch, tokenizer)):
         documents += len(batch)
         joined = [token for document in ids for token in (*document, contract.eos_id)]
         tokens += len(joined)
         rest = np.concatenate([rest, np.array(joined, np.int32)])
-        full = len(rest) // text_tokens
-        if full:
-            text = rest[: full * text_tokens].reshape(full, text_tokens)
-            rows = np.hstack([np.tile(bos, (full, 1)), text])
+        if full := len(rest) // text_tokens:
+            text, rest = np.split(rest, [full * text_tokens])
+            rows = np.hstack([np.tile(bos, (full, 1)), text.reshape(full, text_tokens)])
             writer.write([{"input_ids": ids} for ids in rows])
-        blocks += full
-        rest = rest[full * text_tokens :]
+            blocks += full
     writer.close()
     if not blocks:
         raise DataError(

@@ -1,27 +1,10 @@
-"""The report of the split: counts of rows, prompts and tokens, and an example of each phase.
+"""The report of the split: `report.json`, its page `report.md`, a summary for the terminal."""
 
-It is a dict of JSON types, stored as `report.json`:
-
-    sources           label -> rows; bad and skipped rows by reason; left_out_by_fraction;
-                      duplicates_merged; repeats_of_held_out (left out); near_duplicates of
-                      held-out rows; rows without_reference if others have one; parts -> rows
-    distinct_prompts  part -> number
-    conversations     part -> number
-    without_reference path -> source -> prompts without a true answer, of files with true answers
-    files             path -> rows; duplicates_merged; dropped and truncated by reason;
-                      tokens: column -> total, max, p50, p90, p99; in the order of the phases
-    overlap           "test and validation" -> number of conversations in both
-    lengths           "prompt" and "response" -> limit; number of texts; of them longer than the
-                      limit; total, max, p50, p90, p99 of their tokens before the limit
-    pretraining       None, or sources (without parts), documents, tokens, block_tokens, blocks,
-                      tokens_left_out
-    examples          what it shows -> segments: text, and whether the model learns it
-    settings          of the configuration: weights, fractions, near_duplicates, without_reference,
-                      over_long_prompts, over_long_responses, sft_loss
-"""
-
+import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from itertools import combinations, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -29,17 +12,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
+from rlhf_pipeline.config.reward_files import reads_references
+from rlhf_pipeline.config.rewards import Judge, SampleReward
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend
-from rlhf_pipeline.data.parts import PARTS, Part
-from rlhf_pipeline.data.phase_files import PhaseFile, summary
+from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, summary
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import Tokenizer
+from rlhf_pipeline.errors import DataError
 
-Segment = tuple[str, bool]
-"""Text, and whether the model learns its tokens."""
-
+_SHOWN_CHARACTERS = 2_000
+"""Characters that the page shows of an example."""
 _UNSERVABLE = "none of the phases that may use the source can use the record"
 _DROPPED = "its prompt has no true answer (split.without_reference is drop)"
 
@@ -52,25 +40,26 @@ def build_report(
     files: Mapping[str, PhaseFile],
     lengths: Mapping[str, Counter[int]],
 ) -> dict[str, Any]:
-    """The report (see above) without pretraining; one label and count per source.
+    """The report as JSON types, without `examples`, and with None as `pretraining`.
 
     `lengths` are those of "prompt" and "response" before the limits: length -> number of texts.
+    Raises AssertionError if two parts share a conversation.
     """
     return {
-        "sources": _describe_sources(config, labels, counts, plan),
+        "sources": _sources(config, labels, counts, plan),
         "distinct_prompts": {part: plan.distinct(plan.prompt_keys, part) for part in PARTS},
         "conversations": {part: plan.distinct(plan.conversation_keys, part) for part in PARTS},
         "without_reference": _without_reference(labels, plan, files),
         "files": {path: file.describe() for path, file in files.items()},
-        "overlap": overlap(files, plan),
+        "overlap": _overlap(files, plan),
         "lengths": {
             name: {
                 "limit": (limit := getattr(config, f"max_{name}_tokens")),
-                "texts": counts.total(),
-                "longer": sum(n for length, n in counts.items() if length > limit),
-                **(summary(counts) if counts else {}),
+                "texts": found.total(),
+                "longer": sum(n for length, n in found.items() if length > limit),
+                **(summary(found) if found else {}),
             }
-            for name, counts in lengths.items()
+            for name, found in lengths.items()
         },
         "pretraining": None,
         "settings": config.model_dump(
@@ -83,66 +72,7 @@ def build_report(
     }  # fmt: skip
 
 
-def headline(report: dict[str, Any]) -> dict[str, float]:
-    """The report as metrics: rows, bad, merged and dropped rows, prompts, tokens, files."""
-    sources, files = report["sources"].values(), report["files"]
-    metrics = {
-        "data/rows": sum(source["rows"] for source in sources),
-        "data/bad_rows": sum(sum(source["bad"].values()) for source in sources),
-        "data/duplicates_merged": sum(source["duplicates_merged"] for source in sources),
-        "data/near_duplicates": sum(source["near_duplicates"] for source in sources),
-        "data/distinct_prompts": sum(report["distinct_prompts"].values()),
-        "data/dropped_rows": sum(sum(file["dropped"].values()) for file in files.values()),
-        "data/truncated_texts": sum(sum(file["truncated"].values()) for file in files.values()),
-        "data/tokens": sum(
-            tokens["total"] for file in files.values() for tokens in file["tokens"].values()
-        ),
-    }
-    metrics |= {
-        f"data/{path.removesuffix('.arrow').replace('/', '_')}_rows": file["rows"]
-        for path, file in files.items()
-    }
-    if report["pretraining"]:
-        metrics["data/pretraining_blocks"] = report["pretraining"]["blocks"]
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
-    """Count the conversations that each two parts share in the written files.
-
-    Raises AssertionError if two parts share a conversation.
-    """
-    found: dict[Part, np.ndarray] = {}
-    for part in PARTS:
-        written = [np.empty(0, np.int64)]
-        for file in files.values():
-            written += file.written if file.table.part == part else []
-        found[part] = np.unique(plan.conversation_keys[np.concatenate(written)].view("V16"))
-    shared = {
-        f"{one} and {other}": len(np.intersect1d(found[one], found[other], assume_unique=True))
-        for one, other in combinations(PARTS, 2)
-    }
-    if any(shared.values()):
-        raise AssertionError(f"parts share conversations: {shared}")
-    return shared
-
-
-def _without_reference(
-    labels: Sequence[str], plan: Blend, files: Mapping[str, PhaseFile]
-) -> dict[str, dict[str, int]]:
-    """Path -> source -> prompts without a true answer, of the files with true answers."""
-    has_none = ~plan.references.is_valid().to_numpy(zero_copy_only=False)
-    counted = {}
-    for path, file in files.items():
-        rows = np.concatenate([np.empty(0, np.int64), *file.written])
-        rows = rows[has_none[rows]]
-        if "reference" in file.table.schema.names and len(rows):
-            sources = np.searchsorted(plan.starts, rows, side="right") - 1
-            counted[path] = dict(Counter(labels[source] for source in sources.tolist()))
-    return counted
-
-
-def _describe_sources(
+def _sources(
     config: SplitConfig, labels: Sequence[str], counts: Sequence[RowCounts], plan: Blend
 ) -> dict[str, Any]:
     described, drops_near = {}, config.near_duplicates == "drop"
@@ -150,11 +80,11 @@ def _describe_sources(
     for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
         parts = plan.parts[plan.starts[index] : plan.starts[index + 1]]
         fates = {name: numbers[index] for name, numbers in plan.counts.items()}
+        unused = Counter({_UNSERVABLE: fates["unservable"], _DROPPED: fates["dropped"]})
         described[label] = {
             "rows": count.rows,
             "bad": count.bad,
-            "skipped": count.skipped
-            + Counter({_UNSERVABLE: fates["unservable"], _DROPPED: fates["dropped"]}),
+            "skipped": count.skipped + unused,
             "left_out_by_fraction": fates["left_out"],
             "duplicates_merged": fates["merged"],
             "repeats_of_held_out": fates["in_test"] + drops_near * fates["near"],
@@ -165,32 +95,166 @@ def _describe_sources(
     return described
 
 
-def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Segment]]:
-    """The first row of each training file as segments of text, by what it shows.
+def _without_reference(
+    labels: Sequence[str], plan: Blend, files: Mapping[str, PhaseFile]
+) -> dict[str, dict[str, int]]:
+    """Path -> source -> prompts without a true answer, of the files with true answers."""
+    has_none = ~plan.references.is_valid().to_numpy(zero_copy_only=False)
+    counted = {}
+    for path, file in files.items():
+        rows = np.concatenate(file.written)
+        rows = rows[has_none[rows]]
+        if "reference" in file.table.schema.names and len(rows):
+            sources = np.searchsorted(plan.starts, rows, side="right") - 1
+            counted[path] = dict(Counter(labels[source] for source in sources.tolist()))
+    return counted
 
-    Special tokens are written out. `folder` contains the files of `phase_files.TABLES`.
-    """
 
-    def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
+def _overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
+    """The numbers of conversations that each two parts share in the written files."""
+    found = {}
+    for part in PARTS:
+        rows = [rows for file in files.values() if file.table.part == part for rows in file.written]
+        found[part] = np.unique(plan.conversation_keys[np.concatenate(rows)].view("V16"))
+    shared = {
+        f"{one} and {other}": len(np.intersect1d(found[one], found[other], assume_unique=True))
+        for one, other in combinations(PARTS, 2)
+    }
+    if any(shared.values()):
+        raise AssertionError(f"parts share conversations: {shared}")
+    return shared
 
-    examples: dict[str, list[Segment]] = {}
-    if row := _first_row(folder / "sft" / "train.arrow"):
+
+def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[tuple[str, bool]]]:
+    """The first row of each training file, as segments of text, and whether each is learned."""
+
+    def first(phase: str) -> dict[str, Any]:
+        with pa.ipc.open_stream(folder / phase / "train.arrow") as stream:
+            return next((batch.slice(0, 1).to_pylist()[0] for batch in stream if len(batch)), {})
+
+    def segment(ids: list[int], learned: bool) -> tuple[str, bool]:
+        return str(tokenizer.decode(ids, skip_special_tokens=False)), learned
+
+    examples = {}
+    if row := first("sft"):
         ids = row["prompt_ids"] + row["response_ids"]
         mask = [False] * len(row["prompt_ids"]) + row["loss_mask"]
-        examples["SFT"] = [
-            (text([token for token, _ in group]), learned)
-            for learned, group in groupby(zip(ids, mask, strict=True), key=itemgetter(1))
-        ]
-    if row := _first_row(folder / "reward_model" / "train.arrow"):
+        runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+        examples["SFT"] = [segment([token for token, _ in run], learned) for learned, run in runs]
+    if row := first("reward_model"):
+        prompt = segment(row["prompt_ids"], False)
         for answer in ("chosen", "rejected"):
-            segments = [(text(row["prompt_ids"]), False), (text(row[f"{answer}_ids"]), True)]
-            examples[f"reward model, {answer} answer"] = segments
-    if row := _first_row(folder / "ppo" / "train.arrow"):
-        examples["PPO, prompt"] = [(text(row["prompt_ids"]), False)]
+            both = [prompt, segment(row[f"{answer}_ids"], True)]
+            examples[f"reward model, {answer} answer"] = both
+    if row := first("ppo"):
+        examples["PPO, prompt"] = [segment(row["prompt_ids"], False)]
     return examples
 
 
-def _first_row(path: Path) -> dict[str, Any] | None:
-    with pa.ipc.open_stream(path) as stream:
-        return next((batch.slice(0, 1).to_pylist()[0] for batch in stream if len(batch)), None)
+def _total(groups: Iterable[Mapping[str, Any]], name: str) -> int:
+    """A number of all groups together; counts by reason are added up."""
+    counts = (group[name] for group in groups)
+    return sum(count if isinstance(count, int) else sum(count.values()) for count in counts)
+
+
+def headline(report: dict[str, Any]) -> dict[str, float]:
+    """The report as metrics: rows, bad, merged and dropped rows, prompts, tokens, files."""
+    sources, files = report["sources"].values(), report["files"]
+    metrics = {
+        "data/rows": _total(sources, "rows"),
+        "data/bad_rows": _total(sources, "bad"),
+        "data/duplicates_merged": _total(sources, "duplicates_merged"),
+        "data/near_duplicates": _total(sources, "near_duplicates"),
+        "data/distinct_prompts": sum(report["distinct_prompts"].values()),
+        "data/dropped_rows": _total(files.values(), "dropped"),
+        "data/truncated_texts": _total(files.values(), "truncated"),
+        "data/tokens": sum(_total(file["tokens"].values(), "total") for file in files.values()),
+    }
+    for path, file in files.items():
+        metrics[f"data/{path.removesuffix('.arrow').replace('/', '_')}_rows"] = file["rows"]
+    if report["pretraining"]:
+        metrics["data/pretraining_blocks"] = report["pretraining"]["blocks"]
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def render_markdown(report: dict[str, Any]) -> str:
+    """Render the report as Markdown, by `split_report.md.j2`. Labels and reasons are escaped."""
+    environment = Environment(  # noqa: S701 - the page is Markdown, see `_cell` and `_shown`
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {
+        "cell": _cell, "number": "{:g}".format, "shown": _shown,
+        "total": lambda counts: _cell(sum(counts.values())),
+    }  # fmt: skip
+    page = environment.get_template("split_report.md.j2").render(report)
+    return page.rstrip("\n") + "\n"
+
+
+def _cell(value: str | int | float) -> str:
+    """Format a cell: a share as percentage, text escaped and on one line."""
+    if isinstance(value, str):
+        return re.sub(r"([\\`*\[\]<&|~$]|\b_|_\b)", r"\\\1", " ".join(value.split()))
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
+
+
+def _shown(segments: Sequence[tuple[str, bool]]) -> str:
+    """The beginning of an example as HTML; learned tokens are marked."""
+    room, parts = _SHOWN_CHARACTERS, []
+    for text, learned in segments:
+        shown = escape(text[:room])
+        parts.append(f"<mark>{shown}</mark>" if learned and shown else shown)
+        room -= min(room, len(text))
+    more = " ..." if sum(len(text) for text, _ in segments) > _SHOWN_CHARACTERS else ""
+    return "".join(parts) + more
+
+
+def print_summary(report: dict[str, Any], console: Console) -> None:
+    """Print a summary for a terminal of 80 columns, without reasons."""
+    sources = report["sources"].values()
+    unused = {
+        "bad": "bad", "skipped": "skipped", "beyond fractions": "left_out_by_fraction",
+        "merged": "duplicates_merged", "near held-out prompts": "repeats_of_held_out",
+    }  # fmt: skip
+    counts = {title: _total(sources, name) for title, name in unused.items()}
+    listed = [f"{count:,} {title}" for title, count in counts.items() if count]
+    title = ", ".join([f"Prepared data: {_total(sources, 'rows'):,} rows read", *listed])
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("")
+    for name in ("rows", "validation rows", "merged", "dropped", "cut"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for folder, group in groupby(report["files"].items(), lambda item: item[0].partition("/")[0]):
+        files = dict(group)
+        validation = files.get(f"{folder}/validation.arrow", {"rows": 0})["rows"]
+        names = ("rows", "duplicates_merged", "dropped", "truncated")
+        rows, *others = (_total(files.values(), name) for name in names)
+        table.add_row(folder, *(f"{count:,}" for count in (rows - validation, validation, *others)))
+    console.print(table)
+    near = _total(sources, "near_duplicates")
+    if near and report["settings"]["near_duplicates"] == "keep":
+        console.print(f"WARNING: training includes {near:,} near duplicates of held-out prompts")
+
+
+def require_true_answers(
+    split: Path, rewards: Sequence[SampleReward], judges: Sequence[Judge]
+) -> None:
+    """Raise DataError if prompts of the prepared files lack true answers that somebody reads."""
+    given: dict[str, Sequence[Any]] = {"ppo": rewards, "evaluation": judges}
+    readers = {name: [one.label for one in g if reads_references(one)] for name, g in given.items()}
+    missing = json.loads((split / "report.json").read_text()).get("without_reference")
+    if missing is None and any(readers.values()):
+        raise DataError(
+            "split: found one of an earlier version, expected one that counts true answers. Fix: "
+            "`kedro run --from-nodes=split`"
+        )
+    for path, counts in (missing or {}).items():
+        if names := readers[path.partition("/")[0]]:
+            listed = ", ".join(f"{source} {count}" for source, count in counts.items())
+            raise DataError(
+                f"split: found prompts without a true answer in {path} ({listed}), expected one "
+                f"for each, as {', '.join(names)} reads it. Fix: set split.without_reference to "
+                "drop, which keeps such prompts out of PPO and the final evaluation, or set "
+                "columns.reference of the source"
+            )

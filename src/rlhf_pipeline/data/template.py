@@ -1,11 +1,11 @@
 """Apply the chat template. Only this module turns dialogues into text for a model.
 
-The functions take batches, since one call of the template engine for a batch costs half as much as
-one call per dialogue. `ids` identify the examples in errors.
+The functions take batches, which cost the template engine half as much; `ids` are for errors.
 """
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from typing import Any
@@ -17,19 +17,13 @@ from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.errors import ArtifactError
 
 HUMAN_ASSISTANT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
+    "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'system' %}{{ message.content }}"
     "{% elif message.role == 'user' %}{{ '\\n\\nHuman: ' + message.content }}"
-    "{% else %}{{ '\\n\\nAssistant: ' + message.content + eos_token }}"
-    "{% endif %}"
-    "{% endfor %}"
+    "{% else %}{{ '\\n\\nAssistant: ' + message.content + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
-"""Chat template (Jinja) for base models without one, in the format of Anthropic's dialogues.
-
-`bos_token` is empty if the tokenizer has none.
-"""
+"""Chat template for base models without one, in the format of Anthropic's dialogues."""
 
 PLAIN = ("role", "content")
 """Keys of a message without tools."""
@@ -39,11 +33,10 @@ _TODAY = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 
 
 def fix_date(tokenizer: Tokenizer, day: date) -> None:
-    """Write a fixed date into chat templates that render today's.
+    """Write a fixed date into chat templates that render today's by `strftime_now(format)`.
 
-    transformers gives templates a function `strftime_now(format)`. Each call becomes its result, so
-    data, results and exported tokenizers do not depend on the day of the run. Raises ArtifactError
-    if a template computes the format of the date.
+    So results and exported tokenizers do not depend on the day. Raises ArtifactError if a template
+    computes the format of the date.
     """
 
     def fixed(template: str) -> str:
@@ -56,11 +49,11 @@ def fix_date(tokenizer: Tokenizer, day: date) -> None:
             )
         return found
 
-    match tokenizer.chat_template:
-        case str(template):
-            tokenizer.chat_template = fixed(template)
-        case dict(named):
-            tokenizer.chat_template = {name: fixed(one) for name, one in named.items()}
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: fixed(one) for name, one in template.items()}
+    elif template:
+        tokenizer.chat_template = fixed(template)
 
 
 def render_prompts(
@@ -88,9 +81,8 @@ def render_dialogues(
         )
     if not dialogues:
         return []
-    render = partial(
-        tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
-    )
+    settings = {"add_generation_prompt": add_generation_prompt}
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
     try:
         if not any("tools" in dialogue[0] for dialogue in dialogues):
             rendered: list[str] = render(list(dialogues))
@@ -99,37 +91,28 @@ def render_dialogues(
     except TemplateError as error:
         if len(dialogues) > 1:  # find the first one that fails
             for name, dialogue in zip(ids, dialogues, strict=True):
-                render_dialogues(
-                    tokenizer, [name], [dialogue], add_generation_prompt=add_generation_prompt
-                )
+                render_dialogues(tokenizer, [name], [dialogue], **settings)
         roles = ", ".join(message["role"] for message in dialogues[0])
         raise ArtifactError(
             f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"
         ) from error
 
-    def shown(probe: Conversation) -> str | None:
-        """The text of a changed dialogue; None if the template rejects it, so it knows tools."""
-        try:
-            return render(probe)
-        except TemplateError:
-            return None
-
     for name, dialogue, found in zip(ids, dialogues, rendered, strict=True):
         plain = [{key: turn[key] for key in PLAIN} for turn in dialogue]
-        if (
-            any({"tools", "tool_calls"} & turn.keys() for turn in dialogue)
-            and shown(plain) == found
-        ):
-            raise ArtifactError(
-                f"{name}: the tokenizer's chat template shows neither tools nor tool_calls. Fix: "
-                "use a model whose template knows tools, or remove these rows."
-            )
         said = [t | {"role": "assistant"} if t["role"] == "tool" else t for t in plain]
-        text = shown(plain)
-        if said != plain and text is not None and shown(said) == text:
+        uses_tools = any({"tools", "tool_calls"} & turn.keys() for turn in dialogue)
+        fault = None
+        if uses_tools or said != plain:
+            with suppress(TemplateError):  # a template that rejects the plain turns knows tools
+                text = render(plain)
+                if uses_tools and text == found:
+                    fault = "neither tools nor tool_calls"
+                elif said != plain and render(said) == text:
+                    fault = "a tool's turn as one of the assistant"
+        if fault:
             raise ArtifactError(
-                f"{name}: the tokenizer's chat template shows a tool's turn as one of the "
-                "assistant. Fix: use a model whose template knows tools, or remove these rows."
+                f"{name}: the tokenizer's chat template shows {fault}. Fix: use a model whose "
+                "template knows tools, or remove these rows."
             )
     return rendered
 
@@ -142,29 +125,24 @@ def render_responses(
     prompt_texts: Sequence[str],
     responses: Sequence[str | dict[str, Any] | None],
 ) -> list[str | None]:
-    """Render responses: the text that the template adds to each prompt's text, up to its EOS.
-    A response is a text, or a message of the assistant.
+    """The text that the template adds to each prompt's text, up to its EOS.
 
-    Any EOS of the contract may end the turn. The model stops there, so anything after it is cut
-    off: a line break in ChatML, a second EOS for the whole dialogue in Phi-3. If the template ends
-    a turn without EOS, the tokenizer's is added. `prompt_texts` come from `render_prompts`; a row
-    without response has None. Raises ArtifactError if a dialogue does not begin with its prompt's
-    text, so that the model would generate after other text than it trained on.
+    A response is a text, a message of the assistant, or None. Any EOS of the contract may end the
+    turn; what follows is cut off: a line break in ChatML, a second EOS in Phi-3. Without EOS, the
+    tokenizer's is added. `prompt_texts` come from `render_prompts`; ArtifactError is raised if a
+    dialogue does not begin with them, so that the model would generate after other text than it
+    trained on.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
     one = "|".join(map(re.escape, tokens))
     # The last EOS, with those directly before it: the first of them ends the turn.
     last = re.compile(rf"(?P<end>{one})(\s*({one}))*(?!.*({one}))", re.DOTALL)
     given = [row for row, response in enumerate(responses) if response is not None]
-    dialogues = [
-        [
-            *prompts[row],
-            turn
-            if isinstance(turn := responses[row], dict)
-            else {"role": "assistant", "content": turn},
-        ]
+    said = [
+        turn if isinstance(turn := responses[row], dict) else {"role": "assistant", "content": turn}
         for row in given
     ]
+    dialogues = [[*prompts[row], turn] for row, turn in zip(given, said, strict=True)]
     rendered = render_dialogues(tokenizer, [ids[row] for row in given], dialogues)
     texts: list[str | None] = [None] * len(responses)
     for row, dialogue in zip(given, rendered, strict=True):
@@ -176,8 +154,8 @@ def render_responses(
                 "template that begins every assistant turn with its generation prompt."
             )
         end = last.search(dialogue, len(start))
-        stop = end.end("end") if end else None
-        texts[row] = dialogue[len(start) : stop] + ("" if end else tokens[0])
+        text = dialogue[len(start) : end.end("end")] if end else dialogue[len(start) :] + tokens[0]
+        texts[row] = text
     return texts
 
 
@@ -186,17 +164,19 @@ def render_turns(
 ) -> list[tuple[str, bool]]:
     """Divide a prompt's text (from `render_prompts`) into pieces, with True for the assistant.
 
-    A piece of the assistant begins where generation would begin and ends in one EOS, like a
-    response. Raises ArtifactError if the template renders an earlier turn differently from the last
-    one (some omit the reasoning of earlier turns), so the turn's tokens cannot be located.
+    A piece of the assistant begins where generation would begin and ends in one EOS. Raises
+    ArtifactError if the template renders an earlier turn differently from the last one (some omit
+    its reasoning), so that its tokens cannot be located.
     """
     pieces: list[tuple[str, bool]] = []
     written = 0
-    for index in (index for index, message in enumerate(prompt) if message["role"] == "assistant"):
+    for index, message in enumerate(prompt):
+        if message["role"] != "assistant":
+            continue
         history = [prompt[:index]]
         before = render_prompts(tokenizer, [name], history)
-        said = [prompt[index]]
-        answer = render_responses(tokenizer, contract, [name], history, before, said)[0] or ""
+        (said,) = render_responses(tokenizer, contract, [name], history, before, [message])
+        answer = said or ""
         if not prompt_text.startswith(before[0] + answer):
             raise ArtifactError(
                 f"{name}: the chat template renders the assistant's turn {answer!r} differently "
@@ -209,5 +189,5 @@ def render_turns(
 
 
 def plain_text(messages: Conversation) -> str:
-    """Render messages by HUMAN_ASSISTANT_TEMPLATE without special tokens, to train a tokenizer."""
+    """Messages by HUMAN_ASSISTANT_TEMPLATE without special tokens, to train a tokenizer."""
     return _PLAIN.render(messages=messages, eos_token="")

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rlhf_pipeline.errors import ArtifactError
 
@@ -31,7 +31,7 @@ class TokenContract:
     """The tokens that end a response, see `end_tokens`."""
     bos_id: int | None
     vocab_size: int
-    """Number of tokens. A model's embedding may be padded; padding rows are never sampled."""
+    """Number of tokens, without those that pad a model's embedding."""
 
     @property
     def eos_id(self) -> int:
@@ -43,13 +43,10 @@ class TokenContract:
         return self.eos_id if len(self.eos_ids) == 1 else list(self.eos_ids)
 
     @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, model_eos: int | Sequence[int] | None = None
-    ) -> "TokenContract":
+    def of(cls, tokenizer: Tokenizer, model_eos: int | Sequence[int] | None = None) -> Self:
         """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
 
-        Raises ArtifactError if EOS or padding token is missing, one token is both, or one of the
-        model's EOS ids is not a control token.
+        Raises ArtifactError if EOS or padding is missing, one token is both, or an EOS is unfit.
         """
         eos_ids = end_tokens(tokenizer, model_eos)
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in eos_ids:
@@ -61,13 +58,15 @@ class TokenContract:
                 "padding token."
             )
         # The current truncation and padding settings are not part of the contract.
-        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {
-            "truncation": None,
-            "padding": None,
-        }
+        unset = {"truncation": None, "padding": None}
+        state = json.loads(tokenizer.backend_tokenizer.to_str()) | unset
+        vocabulary, template = (
+            hashlib.sha256(text.encode()).hexdigest()
+            for text in (json.dumps(state, sort_keys=True), str(tokenizer.chat_template))
+        )
         return cls(
-            vocabulary_digest=_digest(json.dumps(state, sort_keys=True)),
-            chat_template_digest=_digest(str(tokenizer.chat_template)),
+            vocabulary_digest=vocabulary,
+            chat_template_digest=template,
             pad_id=tokenizer.pad_token_id,
             eos_ids=eos_ids,
             bos_id=tokenizer.bos_token_id,
@@ -75,7 +74,7 @@ class TokenContract:
         )
 
     @classmethod
-    def read(cls, folder: Path) -> "TokenContract":
+    def read(cls, folder: Path) -> Self:
         """Read the contract stored with a model."""
         path = folder / NAME
         if not path.is_file():
@@ -94,16 +93,11 @@ class TokenContract:
 
 
 def end_tokens(tokenizer: Tokenizer, model_eos: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's EOS, then the model's others, ascending.
+    """The tokens that end a response: the tokenizer's EOS, then those of `model_eos`, ascending.
 
-    Chat models have several. Llama 3 ends a turn with `<|eot_id|>`, a document with
-    `<|end_of_text|>`, and a message to a tool with `<|eom_id|>`. Raises ArtifactError if the
-    tokenizer has no EOS, or one of the model's is not a control token: a response would end at an
-    ordinary word.
-
-    Args:
-        tokenizer: a tokenizer with an EOS token.
-        model_eos: `eos_token_id` of the model's generation config.
+    `model_eos` is `eos_token_id` of the model's generation config. Llama 3 ends a turn with
+    `<|eot_id|>`, a document with `<|end_of_text|>`, and a message to a tool with `<|eom_id|>`.
+    Raises ArtifactError if the tokenizer has no EOS, or one of the model's is not a control token.
     """
     if tokenizer.eos_token_id is None:
         raise ArtifactError(
@@ -124,10 +118,7 @@ def end_tokens(tokenizer: Tokenizer, model_eos: int | Sequence[int] | None) -> t
 
 
 def control_tokens(tokenizer: Tokenizer, contract: TokenContract) -> frozenset[str]:
-    """The texts that the tokenizer reads as control tokens.
-
-    The token for unknown words does not count, unless it is also BOS, padding, or an EOS.
-    """
+    """The texts that the tokenizer reads as control tokens, without that for unknown words."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     ends = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
     roles = {tokenizer.bos_token, tokenizer.pad_token, *ends}
@@ -137,12 +128,10 @@ def control_tokens(tokenizer: Tokenizer, contract: TokenContract) -> frozenset[s
 def common_contract(
     models: dict[str, Path], fix: str = "train both from the same base_model"
 ) -> TokenContract:
-    """The contract that all models share. Messages contain the names of the models.
-
-    Raises ArtifactError if two contracts differ, or one is missing.
-    """
-    (first, contract), *others = [(name, TokenContract.read(path)) for name, path in models.items()]
-    for name, other in others:
+    """The contract that all models, by name, share; raises ArtifactError if two differ."""
+    contracts = {name: TokenContract.read(path) for name, path in models.items()}
+    first, contract = next(iter(contracts.items()))
+    for name, other in contracts.items():
         for field, value in asdict(contract).items():
             if (found := getattr(other, field)) != value:
                 raise ArtifactError(
@@ -150,7 +139,3 @@ def common_contract(
                     f"{models[first]} and {found} in {models[name]}. Fix: {fix}."
                 )
     return contract
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

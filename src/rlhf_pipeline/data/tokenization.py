@@ -1,20 +1,18 @@
-"""Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut.
-
-Records with a control token in a text are rejected before.
-"""
+"""Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.record_files import ExampleBatch, RowCounts, example_batch, examples
+from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer, control_tokens
@@ -37,8 +35,8 @@ class Tokenized:
     """Contains exactly one EOS, at the end."""
     rejected: list[int] | None
     turns: tuple[list[int], list[bool]] | None
-    """The prompt with its assistant turns tokenized like responses, and for each token whether it
-    belongs to the assistant; None unless SFT learns earlier turns and the prompt contains some."""
+    """The prompt with its assistant turns tokenized like responses, and which tokens are theirs;
+    None unless SFT learns earlier turns and the prompt contains some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,68 +45,61 @@ class Limited:
 
     ids: list[int]
     dropped: str | None = None
-    """Why the row is dropped; None: it is not."""
+    """Why the row is dropped, if it is."""
     cut: str | None = None
-    """What was cut; None: nothing."""
+    """What was cut, if anything."""
 
 
 def tokenize(
-    batch: ExampleBatch,
+    examples: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     contract: TokenContract,
     *,
     turns: Sequence[bool] | None = None,
 ) -> list[Tokenized]:
-    """Apply the chat template to all prompts and answers of a batch, and tokenize the texts.
+    """Apply the chat template to all prompts and answers, and tokenize the texts.
 
-    Prompt and response are tokenized separately. So no token crosses the boundary, and a response
-    has the ids that a model generates after the prompt's ids. `turns` marks the examples whose
-    prompts are divided into pieces by speaker. Raises ArtifactError if a response does not contain
-    exactly one EOS, at its end; otherwise like the functions of `rlhf_pipeline.data.template`.
+    Prompt and response are tokenized separately, so a response has the ids that a model generates
+    after the prompt's. `examples` are those of `record_files.example_rows`; `turns` marks those
+    whose prompts are divided into pieces by speaker. Raises ArtifactError like the functions of
+    `template`, and if a response does not contain exactly one EOS, at its end.
     """
-    prompts = render_prompts(tokenizer, batch.ids, batch.prompts)
+    names, dialogues = ([example[key] for example in examples] for key in ("id", "prompt"))
+    prompts = render_prompts(tokenizer, names, dialogues)
+    given = ([example[answer] for example in examples] for answer in ANSWERS)
     chosen, rejected = (
-        render_responses(tokenizer, contract, batch.ids, batch.prompts, prompts, answers)
-        for answers in (batch.chosen, batch.rejected)
+        render_responses(tokenizer, contract, names, dialogues, prompts, said) for said in given
     )
     pieces: list[list[tuple[str, bool]]] = [[] for _ in prompts]
     for row, wanted in enumerate(turns or ()):
         # A prompt of at most two messages has no earlier turn of the assistant.
-        if wanted and len(batch.prompts[row]) > 2:
-            pieces[row] = render_turns(
-                tokenizer, contract, batch.ids[row], batch.prompts[row], prompts[row]
-            )
+        if wanted and len(dialogues[row]) > 2:
+            asked = names[row], dialogues[row], prompts[row]
+            pieces[row] = render_turns(tokenizer, contract, *asked)
     texts = [*prompts, *chosen, *rejected, *(text for row in pieces for text, _ in row)]
     distinct = list({text: None for text in texts if text is not None})
     ids: dict[str | None, list[int]] = dict(zip(distinct, encode(distinct, tokenizer), strict=True))
     tokenized = []
-    rows = batch.ids, prompts, chosen, rejected, pieces
+    rows = names, prompts, chosen, rejected, pieces
     for name, prompt, preferred, other, spoken in zip(*rows, strict=True):
         for answer in (preferred, other, *(text for text, own in spoken if own)):
             if answer is not None:
                 _check_end(name, ids[answer], tokenizer, contract)
-        divided = (
-            [one for text, _ in spoken for one in ids[text]],
-            [own for text, own in spoken for _ in ids[text]],
-        )
-        tokenized.append(
-            Tokenized(
-                name, ids[prompt], ids.get(preferred), ids.get(other), divided if spoken else None
-            )
-        )
+        marked = [(token, own) for text, own in spoken for token in ids[text]]
+        divided = [token for token, _ in marked], [own for _, own in marked]
+        answers = ids.get(preferred), ids.get(other)
+        tokenized.append(Tokenized(name, ids[prompt], *answers, divided if spoken else None))
     return tokenized
 
 
 def corpus(sources: Sequence[Path]) -> Iterator[str]:
     """Yield every prompt and answer of the sources as plain dialogue text."""
     for source in sources:
-        for records in examples(source).to_batches():
-            batch = example_batch(records)
-            for prompt, *answers in zip(batch.prompts, batch.chosen, batch.rejected, strict=True):
-                turns = [[{"role": "assistant", "content": a}] for a in answers if a is not None]
-                first, *others = turns or [[]]
-                yield plain_text([*prompt, *first])
-                yield from map(plain_text, others)
+        for example in chain.from_iterable(map(example_rows, examples(source).to_batches())):
+            answers = [example[answer] for answer in ANSWERS if example[answer] is not None]
+            first, *others = [[{"role": "assistant", "content": a}] for a in answers] or [[]]
+            yield plain_text([*example["prompt"], *first])
+            yield from map(plain_text, others)
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
@@ -120,10 +111,7 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def one_ahead(items: Iterable[A], function: Callable[[A], B]) -> Iterator[tuple[A, B]]:
-    """Yield each item with `function(item)`, which a thread computes one item ahead of the caller.
-
-    This saves time if `function` releases the interpreter lock, as the tokenizers library does.
-    """
+    """Yield each item with its result, which a thread computes one item ahead of the caller."""
     with ThreadPoolExecutor(1) as worker:
         submitted = ((item, worker.submit(function, item)) for item in items)
         pending = next(submitted, None)
@@ -140,9 +128,8 @@ def limited(
     config: SplitConfig,
     bos_id: int | None = None,
 ) -> Limited:
-    """Apply the limit of prompts or responses.
+    """Apply the limit: a cut prompt keeps BOS and the newest tokens, an answer its beginning.
 
-    A cut prompt keeps BOS and the newest tokens; a cut answer keeps its beginning, without EOS.
     Raises DataError if the text is longer, and `over_long_*` is "error".
     """
     kind, what = ("prompt", "prompt") if text == "prompt" else ("response", f"{text} answer")
@@ -164,10 +151,7 @@ def limited(
 
 
 def newest_values(ids: list[int], values: list[A], limit: int, bos_id: int | None) -> list[A]:
-    """Keep the values of a prompt's last `limit` tokens; a leading BOS replaces the oldest of them.
-
-    `values` has one value for each of `ids`.
-    """
+    """The values of a prompt's last `limit` ids; a leading BOS replaces the oldest of them."""
     if len(ids) <= limit:
         return values
     leading = 1 if ids[0] == bos_id and limit > 1 else 0
@@ -190,10 +174,7 @@ def _check_end(
 
 
 class ControlTokenFilter:
-    """Rejects records that contain a control token, and counts them as bad rows.
-
-    A control token in a text would end a response or forge a turn.
-    """
+    """Rejects, as bad rows, records in which a control token would end or forge a turn."""
 
     def __init__(
         self, tokenizer: Tokenizer, contract: TokenContract, max_bad_fraction: float
@@ -206,22 +187,16 @@ class ControlTokenFilter:
     def usable_rows(self, label: str, counts: RowCounts, examples: pa.Table) -> np.ndarray:
         """The examples of a source without a control token, as (N,) bool; raises like `accepts`."""
         usable = []
-        for batch in map(example_batch, examples.to_batches()):
-            for name, prompt, *answers in zip(
-                batch.ids, batch.prompts, batch.chosen, batch.rejected, strict=True
-            ):
-                texts = [str(value) for message in prompt for value in message.values()]
-                texts += [answer for answer in answers if answer is not None]
-                usable.append(self.accepts(label, counts, name, texts))
+        for example in chain.from_iterable(map(example_rows, examples.to_batches())):
+            texts = [str(value) for message in example["prompt"] for value in message.values()]
+            texts += [example[answer] for answer in ANSWERS if example[answer] is not None]
+            usable.append(self.accepts(label, counts, example["id"], texts))
         return np.array(usable, bool)
 
     def accepts(self, label: str, counts: RowCounts, place: str, texts: Sequence[str]) -> bool:
-        """Whether the texts of a record contain no control token.
-
-        Raises DataError if the source has more bad rows than `max_bad_fraction` allows.
-        """
+        """Whether no text of a record has a control token; DataError if too many rows are bad."""
         found = next(filter(None, map(self._pattern.search, texts)), None)
-        if found is not None:
+        if found:
             reason = f"the text contains the tokenizer's control token {found.group()}"
             counts.add_unused(place, Unused(reason))
             counts.check_bad_fraction(self._max_bad_fraction, label)

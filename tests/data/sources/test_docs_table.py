@@ -1,4 +1,4 @@
-"""The table of sources in docs/data.md. To print it:
+"""The table of sources in docs/data.md. To print it, with the descriptions that it has:
 
 python tests/data/sources/test_docs_table.py
 """
@@ -15,15 +15,27 @@ DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
 HEADER = ("source", "holds", "columns read", "on the hub", "description")
 
 
+def documented() -> str:
+    found = re.search(
+        r"<!-- sources -->\n(.*?)\n<!-- /sources -->", DOCUMENTATION.read_text(), flags=re.DOTALL
+    )
+    assert found is not None
+    return found[1]
+
+
 def markdown_table() -> str:
     """One row per source, in the order of the registry."""
-    lines = [HEADER, ("---",) * len(HEADER), *(cells(find_source(name)) for name in MODULES)]
+    rows = [line.strip("| ").split(" | ") for line in documented().splitlines()]
+    described = {name: description for name, *_, description in rows}
+    sources = [cells(find_source(name)) for name in MODULES]
+    lines = [HEADER, ("---",) * len(HEADER)]
+    lines += [(*cell, described.get(cell[0], "DESCRIPTION")) for cell in sources]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cells(source: Source) -> tuple[str, ...]:
     columns = ", ".join(f"`{column}`" for column in source.columns)
-    return f"`{source.name}`", source.kind, columns, on_the_hub(source), source.description
+    return f"`{source.name}`", source.kind, columns, on_the_hub(source)
 
 
 def on_the_hub(source: Source) -> str:
@@ -40,11 +52,8 @@ def on_the_hub(source: Source) -> str:
 
 
 def test_the_documentation_contains_exactly_the_table() -> None:
-    found = re.search(
-        r"<!-- sources -->\n(.*?)\n<!-- /sources -->", DOCUMENTATION.read_text(), flags=re.DOTALL
-    )
-    assert found is not None
-    assert found[1] == markdown_table(), (
+    assert "DESCRIPTION" not in documented()
+    assert documented() == markdown_table(), (
         "print the table with python tests/data/sources/test_docs_table.py"
     )
 

@@ -13,9 +13,7 @@ from rlhf_pipeline.data.records import Example, Message, Record, Role, Unused
 
 Row = dict[str, Any]
 """A row of a file or of the hub: column -> value. Nested columns are lists and dicts."""
-
 Kind = Literal["comparisons", "demonstrations", "prompts", "text", "any"]
-
 CONVERTED = "refs/convert/parquet"
 """Branch with the hub's own Parquet conversion of a repository, which needs no loading script."""
 
@@ -26,11 +24,11 @@ Records = Iterator[tuple[str, Record | Unused]]
 
 
 class MalformedRowError(Exception):
-    """A row cannot be parsed. The message becomes the reason of the bad row."""
+    """A row cannot be parsed, for this reason."""
 
 
 class SkippedRowError(Exception):
-    """A valid row contains nothing to learn from, such as a tie. The message becomes the reason."""
+    """A sound row contains nothing to learn from, such as a tie, for this reason."""
 
 
 @dataclass(frozen=True)
@@ -40,31 +38,29 @@ class Source:
     name: str
     """The data set's name on the Hugging Face hub, or a name of this project."""
     kind: Kind
-    """Kind of the records. "any": the configuration decides."""
-    description: str
-    """One line for docs/data.md."""
+    """What its records are. "any": the configuration decides."""
+    description: str = ""
+    """One line about the data; that of our own sources is in docs/data.md."""
     columns: tuple[str, ...] = ()
-    """The columns that the adapter reads. Other columns are not loaded if the format allows. With a
-    `parser`: the columns that it reads without a column map."""
+    """The columns that are read; with a `parser`, those without a column map."""
     parse: Callable[[Row], Record] | None = None
-    """A function from a row to its record; it raises MalformedRowError or SkippedRowError."""
+    """From a row to its record; it raises MalformedRowError or SkippedRowError."""
     parser: Callable[[ColumnMap], Callable[[Row], Record]] | None = None
-    """For your own data: a function from the column map of the configuration to `parse`."""
+    """For your own data: from the column map of the configuration to `parse`."""
     assemble: Callable[[Rows], Records] | None = None
-    """For records that span several rows: a function from placed rows to placed records."""
+    """For records that span several rows: from placed rows to placed records."""
     generate: Callable[[SourceConfig, int], Records] | None = None
-    """For sources without files: a function from configuration and seed to placed records."""
+    """For sources without files: from configuration and seed to placed records."""
     hub: str | None = None
     """Repository on the hub, if it differs from `name`."""
     revision: str | None = None
-    """Default revision on the hub, such as CONVERTED for a repository with a loading script. None:
-    the main branch."""
+    """Default revision on the hub, such as CONVERTED. None: the main branch."""
     subset: str | None = None
     """Default configuration on the hub."""
     split: str = "train"
     """Default split on the hub, or of a saved DatasetDict."""
     local_only: bool = False
-    """True: the source has no repository on the hub, so `path` must be set."""
+    """Whether it is not on the hub, so that `path` must be set."""
     extra: tuple[str, ...] = ()
     """The keys of `Example.extra`, if its examples have any."""
     libraries: tuple[str, ...] = ()
@@ -72,10 +68,7 @@ class Source:
 
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:
-    """The result of `parse`, or `Unused` with the reason why the row has no record.
-
-    The last argument may be a broken row, which is returned.
-    """
+    """The result of `parse`, or why it has none. If the last argument is a broken row, that row."""
     if isinstance(arguments[-1], Unused):
         return arguments[-1]
     try:
@@ -89,9 +82,7 @@ def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:
 def columns_of(columns: ColumnMap) -> tuple[str, ...]:
     """The columns of a column map, dotted if nested."""
     named = columns.model_dump(exclude_none=True).values()
-    return tuple(
-        column for value in named for column in ((value,) if isinstance(value, str) else value)
-    )
+    return tuple(one for each in named for one in ((each,) if isinstance(each, str) else each))
 
 
 _KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
@@ -113,14 +104,11 @@ def text(row: Row, column: str) -> str:
 
 
 def number(row: Row, column: str) -> float:
-    """The finite number in a column, also as text, since CSV contains only text; raises like
-    `field`."""
+    """The finite number in a column, also as text, as in CSV; raises like `field`."""
     value: Any = field(row, column, object)
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         if math.isfinite(found := float(value)):
             return found
-    except (TypeError, ValueError, OverflowError):
-        pass
     raise MalformedRowError(f"column {column!r} is not a finite number")
 
 
@@ -158,40 +146,45 @@ _ROLES: dict[str, Role] = {
 def messages(value: Any, column: str) -> tuple[Message, ...]:
     """Parse a list of {"role": ..., "content": ...} or ShareGPT's {"from": ..., "value": ...}.
 
-    The content is a string, or OpenAI's list of parts, whose texts are joined. Raises
-    MalformedRowError if the value is not such a list, a role is unknown, or a part is no
-    text.
+    The content is a string, or OpenAI's list of parts, whose texts are joined.
     """
     if not isinstance(value, list) or not value:
         raise MalformedRowError(f"column {column!r} is not a list of messages")
     found = []
     for item in value:
         if not isinstance(item, dict):
-            raise MalformedRowError(
-                f"a message in column {column!r} is not an object with role and content"
-            )
+            fault = "is not an object with role and content"
+            raise MalformedRowError(f"a message in column {column!r} {fault}")
         role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
         role = _ROLES.get(text(item, role_key))
         if role is None:
             raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
-        calls = item.get("tool_calls")
-        content = item.get(content_key)
+        calls, content = item.get("tool_calls"), item.get(content_key)
         if calls and content is None:
             item = item | {content_key: ""}
         said = _joined(content) if isinstance(content, list) else text(item, content_key)
         keys = {"tool_calls": _with_objects(calls)} if calls else {}
         if role == "tool":
             keys = {key: item[key] for key in ("name", "tool_call_id") if item.get(key) is not None}
-        found.append(Message(role, said, as_json(keys) if keys else ""))
+        found.append(
+            Message(role, said, as_json(keys, "a description of tools is") if keys else "")
+        )
     return tuple(found)
 
 
-def as_json(value: Any) -> str:
-    """A value as JSON, in its order; raises MalformedRowError if JSON does not know it."""
+def as_json(value: Any, what: str) -> str:
+    """A value as JSON; raises MalformedRowError, of `what`, if JSON does not know it."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise MalformedRowError(f"a description of tools is not JSON: {error}") from None
+        raise MalformedRowError(f"{what} not JSON: {error}") from None
+
+
+def parsed_json(value: Any) -> Any:
+    """What a string of JSON says, or any other value itself."""
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
 
 
 def _with_objects(calls: Any) -> Any:
@@ -201,11 +194,9 @@ def _with_objects(calls: Any) -> Any:
     found = []
     for call in calls:
         function = call.get("function", call)
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        with suppress(ValueError):
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        given = {**function, "arguments": arguments} if isinstance(function, dict) else function
-        found.append({**call, "function": given} if "function" in call else given)
+        if isinstance(function, dict):
+            function = function | {"arguments": parsed_json(function.get("arguments"))}
+        found.append(call | {"function": function} if "function" in call else function)
     return found
 
 
@@ -219,10 +210,7 @@ def _joined(parts: list[Any]) -> str:
 
 
 def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Example:
-    """One comparison from two dialogues that differ in the last answer.
-
-    Raises MalformedRowError if the dialogues differ elsewhere, or do not end with the assistant.
-    """
+    """One comparison from two dialogues that differ in the last answer; else they are malformed."""
     if chosen[-1].role != "assistant" or rejected[-1].role != "assistant":
         raise MalformedRowError("the dialogue does not end with the assistant")
     if chosen[:-1] != rejected[:-1]:
@@ -237,6 +225,5 @@ def turns(dialogue: str, marker: re.Pattern[str]) -> tuple[str, tuple[Message, .
     """
     before, *parts = marker.split(dialogue)
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return before.strip(), tuple(
-        Message(_ROLES[name.lower()], content.strip()) for name, content in pairs
-    )
+    found = [Message(_ROLES[name.lower()], content.strip()) for name, content in pairs]
+    return before.strip(), tuple(found)

@@ -1,7 +1,6 @@
 """Data sets of which each row is a record: a table of names, columns and functions.
 
-Revision CONVERTED marks the repositories with a loading script. A prompt of Anthropic's dialogues
-is the same in all data sets that contain them, since all use `_dialogue`.
+A prompt of Anthropic's dialogues is the same in all data sets that contain them.
 """
 
 import re
@@ -32,12 +31,10 @@ _VICUNA_TURN = re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT):")
 _CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _TIE = "the two answers have the same score"
-_PAIR = ("prompt", "chosen", "rejected")
+_ANSWERS = ("chosen", "rejected")
 
 
-def _texts(
-    name: str, asked: str, answers: str, description: str, *, strip: bool = False, **hub: Any
-) -> Source:
+def _texts(name: str, asked: str, answers: str, *, strip: bool = False, **hub: Any) -> Source:
     """A source whose columns are texts: those of the prompt, and one or two answers.
 
     `strip` removes the white space between prompt and answer, which the answer begins with.
@@ -48,21 +45,27 @@ def _texts(
         prompt = question(*(text(row, column) for column in asked.split()))
         return Example(prompt, *(answer.strip() if strip else answer for answer in said))
 
-    columns = (*asked.split(), *answers.split())
     kind: Kind = "comparisons" if " " in answers else "demonstrations"
-    return Source(name, kind, description, columns, parse, **hub)
+    return Source(name, kind, columns=(*asked.split(), *answers.split()), parse=parse, **hub)
 
 
-def _rated(name: str, ratings: str, description: str, **hub: Any) -> Source:
+def _compared(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
+    return Source(name, "comparisons", columns=(*columns.split(),), parse=parse, **hub)
+
+
+def _demonstrated(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
+    return Source(name, "demonstrations", columns=(*columns.split(),), parse=parse, **hub)
+
+
+def _rated(name: str, rating: str, other: str, **hub: Any) -> Source:
     """A source of two dialogues and their ratings; equal ratings are skipped."""
-    rating, other = ratings.split()
 
     def parse(row: Row) -> Example:
         if number(row, rating) == number(row, other):
             raise SkippedRowError(_TIE)
-        return compared(*(messages(field(row, each, list), each) for each in _PAIR[1:]))
+        return compared(*(messages(field(row, each, list), each) for each in _ANSWERS))
 
-    return Source(name, "comparisons", description, (*_PAIR[1:], rating, other), parse, **hub)
+    return _compared(name, f"chosen rejected {rating} {other}", parse, **hub)
 
 
 def _continued(between: str, strip: Callable[[str], str]) -> Callable[[Row], Example]:
@@ -70,7 +73,7 @@ def _continued(between: str, strip: Callable[[str], str]) -> Callable[[Row], Exa
 
     def parse(row: Row) -> Example:
         prompt = between + strip(text(row, "prompt")) + between
-        return compared(*(_dialogue(prompt + strip(text(row, each))) for each in _PAIR[1:]))
+        return compared(*(_dialogue(prompt + strip(text(row, each))) for each in _ANSWERS))
 
     return parse
 
@@ -81,7 +84,7 @@ def parse_anthropic(row: Row) -> Example:
 
 
 def _dialogue(written: str) -> tuple[Message, ...]:
-    """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..."; MalformedRowError for any other start."""
+    """Parse "\\n\\nHuman: ...\\n\\nAssistant: ..."; any other start is malformed."""
     before, found = turns(written, _TURN)
     if before or not found:
         raise MalformedRowError("the dialogue does not start with a turn")
@@ -110,10 +113,7 @@ def _with_system(system: str, prompt: tuple[Message, ...]) -> tuple[Message, ...
 
 
 def parse_webgpt(row: Row) -> Example:
-    """Answers cite sources by number, which a model without a browser must not learn.
-
-    The citations are removed; other brackets stay.
-    """
+    """Citations by number are removed: a model without a browser must not learn them."""
     return preferred(
         question(text(field(row, "question", dict), "full_text")),
         (_CITATION.sub("", text(row, "answer_0")), _CITATION.sub("", text(row, "answer_1"))),
@@ -139,14 +139,6 @@ def _parse_miracl(row: Row) -> Example:
     return Example(question(text(row, "query")), text(relevant[0], "text"), rejected)
 
 
-def _miracl(code: str, language: str) -> Source:
-    return Source(
-        f"Cohere/miracl-{code}-queries-22-12", "comparisons",
-        f"{language}: queries with passages of Wikipedia that do and do not answer them",
-        ("query", "positive_passages", "negative_passages"), _parse_miracl,
-    )  # fmt: skip
-
-
 def _parse_orca(row: Row) -> Example:
     """`status` is "tie" for equal ratings."""
     if text(row, "status") == "tie":
@@ -155,20 +147,21 @@ def _parse_orca(row: Row) -> Example:
     return Example(prompt, text(row, "chosen"), text(row, "rejected"))
 
 
+def _first(row: Row, column: str, otherwise: str) -> str:
+    if found := items(row, column, str):
+        return found[0]
+    raise SkippedRowError(otherwise)
+
+
 def _parse_hc3(row: Row) -> Example:
     """The question and the first answer by a person. The answers by ChatGPT are not read."""
-    answers = items(row, "human_answers", str)
-    if not answers:
-        raise SkippedRowError("no person has answered the question")
-    return Example(question(text(row, "question")), answers[0])
+    answer = _first(row, "human_answers", "no person has answered the question")
+    return Example(question(text(row, "question")), answer)
 
 
 def _parse_paragraph(row: Row) -> Example:
-    """The first question about a paragraph, and the paragraph."""
-    questions = items(row, "questions", str)
-    if not questions:
-        raise SkippedRowError("the paragraph has no question")
-    return Example(question(questions[0]), text(row, "paragraph"))
+    asked = _first(row, "questions", "the paragraph has no question")
+    return Example(question(asked), text(row, "paragraph"))
 
 
 def _parse_gsm8k(row: Row) -> Example:
@@ -183,110 +176,74 @@ def _parse_gsm8k(row: Row) -> Example:
     return Example(question(text(row, "question")), solution, reference=result)
 
 
-def _mkqa(language: str, code: str) -> Source:
-    """Of several equally correct answers, the first is used."""
+def _in(language: str) -> Callable[[Row], Example]:
+    """MKQA's rows in a language. Of several equally correct answers, the first is used."""
 
     def parse(row: Row) -> Example:
-        answers = items(field(row, "answers", dict), code, dict)
+        answers = items(field(row, "answers", dict), language, dict)
         if not answers or answers[0].get("text") is None:
             raise SkippedRowError("the question has no short answer")
-        return Example(question(text(field(row, "queries", dict), code)), text(answers[0], "text"))
+        asked = text(field(row, "queries", dict), language)
+        return Example(question(asked), text(answers[0], "text"))
 
-    return Source(
-        f"mkqa-{language}", "demonstrations",
-        f"{language}: questions with short answers, 10,000 with those that have none",
-        ("queries", "answers"), parse, hub="apple/mkqa", revision=CONVERTED,
-    )  # fmt: skip
+    return parse
 
 
 SOURCES = (
     # Bai et al. 2022, "Training a Helpful and Harmless Assistant with Reinforcement Learning from
     # Human Feedback". Other publishers of these dialogues store the prompt in a separate column.
-    Source("Anthropic/hh-rlhf", "comparisons",
-           "Anthropic's helpful and harmless dialogues, about 161,000 comparisons",
-           _PAIR[1:], parse_anthropic),
-    Source("Dahoas/rm-static", "comparisons",
-           "Anthropic's dialogues for reward models, about 76,000 comparisons; DeepSpeed-Chat's "
-           "default",
-           _PAIR, _continued("", str)),
-    Source("Dahoas/full-hh-rlhf", "comparisons",
-           "Anthropic's helpful and harmless dialogues, about 112,000 comparisons",
-           _PAIR, _continued("", str)),
+    _compared("Anthropic/hh-rlhf", "chosen rejected", parse_anthropic),
+    _compared("Dahoas/rm-static", "prompt chosen rejected", _continued("", str)),
+    _compared("Dahoas/full-hh-rlhf", "prompt chosen rejected", _continued("", str)),
     # The white space where the dialogues are cut is not documented, so any is accepted: a prompt
     # may lack the empty line before its first turn, and "Assistant:" may end the prompt or begin
     # the answers.
-    Source("yitingxie/rlhf-reward-datasets", "comparisons",
-           "Anthropic's and other English dialogues, about 76,000 comparisons",
-           _PAIR, _continued("\n\n", str.strip)),
-    Source("pvduy/sharegpt_alpaca_oa_vicuna_format", "demonstrations",
-           "English dialogues of ShareGPT, Alpaca and Open Assistant",
-           ("prompt", "label"), _parse_vicuna),
-    _texts("Dahoas/synthetic-instruct-gptj-pairwise", "prompt", "chosen rejected",
-           "machine-written instructions, answers of a stronger and a weaker model, about 33,000 "
-           "comparisons"),
+    _compared("yitingxie/rlhf-reward-datasets", "prompt chosen rejected",
+              _continued("\n\n", str.strip)),
+    _demonstrated("pvduy/sharegpt_alpaca_oa_vicuna_format", "prompt label", _parse_vicuna),
+    _texts("Dahoas/synthetic-instruct-gptj-pairwise", "prompt", "chosen rejected"),
     # Stiennon et al. 2020, "Learning to summarize from human feedback". A post ends with "TL;DR:".
-    _texts("trl-lib/tldr-preference", "prompt", "chosen rejected",
-           "summaries of Reddit posts and news, compared by people, about 93,000 comparisons",
-           strip=True),
+    _texts("trl-lib/tldr-preference", "prompt", "chosen rejected", strip=True),
     # Nakano et al. 2021, "WebGPT: Browser-assisted question-answering with human feedback".
-    Source("openai/webgpt_comparisons", "comparisons",
-           "long answers to questions, compared by people, about 19,600 comparisons with ties",
-           ("question", "answer_0", "answer_1", "score_0", "score_1"), parse_webgpt,
-           revision=CONVERTED),
+    _compared("openai/webgpt_comparisons", "question answer_0 answer_1 score_0 score_1",
+              parse_webgpt, revision=CONVERTED),
     # Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". No ties:
     # one comment has more votes although it was written later.
-    Source("stanfordnlp/SHP", "comparisons",
-           "questions to 18 subreddits with two comments, compared by votes, about 349,000 "
-           "comparisons",
-           ("history", "human_ref_A", "human_ref_B", "labels"), _parse_shp),
+    _compared("stanfordnlp/SHP", "history human_ref_A human_ref_B labels", _parse_shp),
     # Zhang et al. 2023, "MIRACL: A Multilingual Retrieval Dataset Covering 18 Diverse Languages".
-    _miracl("zh", "Chinese"),
-    _miracl("ja", "Japanese"),
+    *(_compared(f"Cohere/miracl-{language}-queries-22-12",
+                "query positive_passages negative_passages", _parse_miracl)
+      for language in ("zh", "ja")),
     # Tunstall et al. 2023, "Zephyr: Direct Distillation of LM Alignment". The best of four answers
     # is compared with a random one of the others, which may have the same score.
-    _rated("HuggingFaceH4/ultrafeedback_binarized", "score_chosen score_rejected",
-           "answers of models scored by GPT-4, about 61,000 comparisons with ties",
+    _rated("HuggingFaceH4/ultrafeedback_binarized", "score_chosen", "score_rejected",
            split="train_prefs"),
-    _rated("argilla/dpo-mix-7k", "chosen_rating rejected_rating",
-           "a small mix of the best of the other three, 6,750 comparisons"),
-    _rated("argilla/ultrafeedback-binarized-preferences-cleaned", "chosen-rating rejected-rating",
-           "UltraFeedback by the mean of its ratings, without the questions of TruthfulQA, about "
-           "61,000 comparisons"),
-    _rated("argilla/distilabel-capybara-dpo-7k-binarized", "rating_chosen rating_rejected",
-           "dialogues of several turns, about 7,600 comparisons"),
-    Source("argilla/distilabel-intel-orca-dpo-pairs", "comparisons",
-           "Orca's instructions with rated answers, about 12,900 comparisons with ties",
-           ("system", "input", "chosen", "rejected", "status"), _parse_orca),
+    _rated("argilla/dpo-mix-7k", "chosen_rating", "rejected_rating"),
+    _rated("argilla/ultrafeedback-binarized-preferences-cleaned", "chosen-rating",
+           "rejected-rating"),
+    _rated("argilla/distilabel-capybara-dpo-7k-binarized", "rating_chosen", "rating_rejected"),
+    _compared("argilla/distilabel-intel-orca-dpo-pairs", "system input chosen rejected status",
+              _parse_orca),
     # Conover et al. 2023, "Free Dolly: Introducing the World's First Truly Open Instruction-Tuned
     # LLM". Few instructions have a context.
-    _texts("databricks/databricks-dolly-15k", "instruction context", "response",
-           "instructions and answers written by people, about 15,000"),
+    _texts("databricks/databricks-dolly-15k", "instruction context", "response"),
     # Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no
     # output and count as bad: set `max_bad_fraction` to 0.001.
-    _texts("tatsu-lab/alpaca", "instruction input", "output",
-           "instructions and answers written by a model, about 52,000; a few without an answer"),
-    Source("openai/gsm8k", "demonstrations",
-           "school mathematics with solutions and true answers, about 7,500; 1,319 in split test",
-           ("question", "answer"), _parse_gsm8k, subset="main"),
-    _texts("wangrui6/Zhihu-KOL", "INSTRUCTION", "RESPONSE",
-           "Chinese: questions and answers of Zhihu, about a million"),
+    _texts("tatsu-lab/alpaca", "instruction input", "output"),
+    _demonstrated("openai/gsm8k", "question answer", _parse_gsm8k, subset="main"),
+    _texts("wangrui6/Zhihu-KOL", "INSTRUCTION", "RESPONSE"),
     # Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization".
-    _texts("trl-lib/tldr", "prompt", "completion",
-           "Reddit posts with their authors' summaries, about 117,000", strip=True),
+    _texts("trl-lib/tldr", "prompt", "completion", strip=True),
     # Guo et al. 2023, "How Close is ChatGPT to Human Experts?". Subset "all" contains all others.
-    Source("Hello-SimpleAI/HC3-Chinese", "demonstrations",
-           "Chinese: questions of seven fields answered by people, about 12,900",
-           ("question", "human_answers"), _parse_hc3, revision=CONVERTED, subset="all"),
+    _demonstrated("Hello-SimpleAI/HC3-Chinese", "question human_answers", _parse_hc3,
+                  revision=CONVERTED, subset="all"),
     # Longpre et al. 2020, "MKQA: A Linguistically Diverse Benchmark for Multilingual Open Domain
     # Question Answering". People translated the questions.
-    _mkqa("Chinese", "zh_cn"),
-    _mkqa("Japanese", "ja"),
+    *(_demonstrated(f"mkqa-{name}", "queries answers", _in(language), hub="apple/mkqa",
+                    revision=CONVERTED)
+      for name, language in (("Chinese", "zh_cn"), ("Japanese", "ja"))),
     # Ushio et al. 2022, "Generative Language Models for Paragraph-Level Question Generation". As in
     # DeepSpeed-Chat, the answer is the text that contains it, not the few words of column `answer`.
-    _texts("lmqg/qg_jaquad", "question", "sentence",
-           "Japanese: questions with the sentence of Wikipedia that answers them",
-           revision=CONVERTED),
-    Source("lmqg/qag_jaquad", "demonstrations",
-           "Japanese: questions with the paragraph of Wikipedia that answers them",
-           ("questions", "paragraph"), _parse_paragraph, revision=CONVERTED),
+    _texts("lmqg/qg_jaquad", "question", "sentence", revision=CONVERTED),
+    _demonstrated("lmqg/qag_jaquad", "questions paragraph", _parse_paragraph, revision=CONVERTED),
 )  # fmt: skip

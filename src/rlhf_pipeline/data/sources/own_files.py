@@ -1,9 +1,7 @@
 """Your own data in files; the configuration maps the columns."""
 
-import json
 import re
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from rlhf_pipeline.data.sources.adapter import (
     columns_of,
     messages,
     number,
+    parsed_json,
     preferred,
     text,
     turns,
@@ -71,8 +70,7 @@ def parser(named: ColumnMap) -> Callable[[Row], Record]:
 
     def parse(row: Row) -> Record:
         try:
-            values = {column: _column_value(row, column) for column in columns_of(named)}
-            return _record(values, named)
+            return _record({column: _value(row, column) for column in columns_of(named)}, named)
         except ColumnError as error:
             listed = ", ".join(map(repr, row))
             raise MalformedRowError(f"{error}; the columns are {listed}") from None
@@ -81,10 +79,7 @@ def parser(named: ColumnMap) -> Callable[[Row], Record]:
 
 
 def parse_jsonfile(row: Row) -> Example:
-    """Parse DeepSpeed-Chat's format: "Human: ... Assistant:", continued by the answers.
-
-    A prompt that does not start with a turn is one user turn.
-    """
+    """DeepSpeed-Chat's format: "Human: ... Assistant:", or one user turn, and the answers."""
     written = text(row, "prompt")
     before, prompt = turns(written, _TURN)
     if before or not prompt:
@@ -111,22 +106,22 @@ def _record(row: Row, named: ColumnMap) -> Record:
         raise SkippedRowError("the last answer calls a tool, which no stage learns")
     said = [dialogue[-1].content for dialogue in answers]
     label = None if named.label is None else _label(row, named.label, named.scores is not None)
-    if named.scores is None or label is not None:
-        example = Example(prompts[0], *said, label=label)
-    else:
-        scores = (number(row, named.scores[0]), number(row, named.scores[1]))
-        example = preferred(prompts[0], (said[0], said[1]), scores)
-    if named.reference is not None:
-        example = replace(example, reference=_reference(row, named.reference))
-    if named.tools is not None and (tools := _schemas(row[named.tools], named.tools)):
-        example = replace(example, tools=as_json(tools))
-    return replace(example, extra=_extra(row, named.extra)) if named.extra else example
+    example = Example(prompts[0], *said, label=label)
+    if named.scores is not None and label is None:
+        first, second = (number(row, score) for score in named.scores)
+        example = preferred(prompts[0], (said[0], said[1]), (first, second))
+    reference = None if named.reference is None else _reference(row, named.reference)
+    schemas = [] if named.tools is None else _schemas(row[named.tools], named.tools)
+    tools = as_json(schemas, "a description of tools is") if schemas else None
+    extra = None
+    if named.extra:
+        values = {column: row[column] for column in named.extra}
+        extra = as_json(values, f"the columns {', '.join(values)} are")
+    return replace(example, reference=reference, tools=tools, extra=extra)
 
 
 def _schemas(value: Any, column: str) -> list[Any]:
-    """The schemas of functions in a column: a list, or its JSON."""
-    with suppress(ValueError):
-        value = json.loads(value) if isinstance(value, str) else value
+    value = parsed_json(value)
     if value is None or (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         return value or []
     raise MalformedRowError(f"column {column!r} is not a list of objects, nor its JSON")
@@ -143,40 +138,28 @@ def _label(row: Row, column: str, may_be_null: bool) -> bool | None:
     return found
 
 
-def _extra(row: Row, columns: tuple[str, ...]) -> str:
-    try:
-        return json.dumps({column: row[column] for column in columns})
-    except TypeError as error:
-        raise MalformedRowError(f"the columns {', '.join(columns)} are not JSON: {error}") from None
-
-
 def _reference(row: Row, column: str) -> str | None:
     """The true answer as text (numbers as Python prints them); None if the row has none."""
     value = row[column]
-    if value is None or isinstance(value, str):
-        return (value or "").strip() or None  # CSV has no other way to leave it out
-    if isinstance(value, int | float):
-        return str(value)
-    raise MalformedRowError(
-        f"column {column!r} is {type(value).__name__}, not a string or a number"
-    )
+    if not isinstance(value, str | int | float | None):
+        kind = type(value).__name__
+        raise MalformedRowError(f"column {column!r} is {kind}, not a string or a number")
+    return None if value is None else str(value).strip() or None  # CSV has no other way to omit it
 
 
 def _dialogue(value: Any, column: str, role: Role) -> tuple[Message, ...]:
-    """A string as one message of the role, or a list of messages that ends with the role."""
     if isinstance(value, str):
         return (Message(role, value),)
     if not isinstance(value, list):
-        raise MalformedRowError(
-            f"column {column!r} is {type(value).__name__}, not a string or a list of messages"
-        )
+        kind = type(value).__name__
+        raise MalformedRowError(f"column {column!r} is {kind}, not a string or a list of messages")
     dialogue = messages(value, column)
     if dialogue[-1].role != role:
         raise MalformedRowError(f"the dialogue in column {column!r} does not end with the {role}")
     return dialogue
 
 
-def _column_value(row: Row, column: str) -> Any:
+def _value(row: Row, column: str) -> Any:
     """The value of a column or dotted path; a column with dots in its name takes precedence."""
     if column in row:
         return row[column]
@@ -188,14 +171,10 @@ def _column_value(row: Row, column: str) -> Any:
     return value
 
 
+_COLUMNS = ("prompt", "chosen", "rejected")
 SOURCES = (
+    Source("files", "any", columns=_COLUMNS, parser=parser, local_only=True),
     Source(
-        "files", "any", "your own files; `columns` maps their columns",
-        ("prompt", "chosen", "rejected"), parser=parser, local_only=True,
+        "local/jsonfile", "comparisons", columns=_COLUMNS, parse=parse_jsonfile, local_only=True
     ),
-    Source(
-        "local/jsonfile", "comparisons",
-        "files in the form of DeepSpeed-Chat's source of the same name",
-        ("prompt", "chosen", "rejected"), parse_jsonfile, local_only=True,
-    ),
-)  # fmt: skip
+)

@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from typing import NamedTuple
 
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.sources.adapter import (
@@ -24,59 +23,51 @@ from rlhf_pipeline.errors import DataError
 
 _TURN = re.compile(r"<extra_id_1>(User|Assistant)\n")
 _TITLE = re.compile(r" = [^=].* = ?")
+_SCORE = "helpfulness"
 _COLUMNS = (
     "message_id", "parent_id", "message_tree_id", "role", "text", "rank", "deleted",
     "review_result",
 )  # fmt: skip
 
 
-class _Rated(NamedTuple):
-    place: str
-    prompt: str
-    response: str
-    helpfulness: float
-
-
 def _pairs(rows: Rows) -> Records:
     """HelpSteer2: choose the more helpful answer of each pair of rows; ties are skipped.
 
     Wang et al. 2024, "HelpSteer2: Open-source dataset for training top-performing reward models".
-    People rated answers from 0 to 4. The two answers to a prompt are consecutive rows. A prompt of
-    several turns has the form
+    The two answers to a prompt are consecutive rows. A prompt of several turns has the form
     "{user}\\n<extra_id_1>Assistant\\n{answer}\\n<extra_id_1>User\\n{user}".
     """
-    first: _Rated | None = None
+    first: tuple[str, Row] | None = None
     for place, row in rows:
-        rated = outcome(_rated, place, row)
+        rated = outcome(_rated, row)
         if isinstance(rated, Unused):
             yield place, rated
         elif first is None:
-            first = rated
-        elif first.prompt == rated.prompt:
-            opening, later = turns(first.prompt, _TURN)
-            prompt = (Message("user", opening), *later)
-            answers = (first.response, rated.response)
-            scores = (first.helpfulness, rated.helpfulness)
-            yield first.place, outcome(preferred, prompt, answers, scores)
+            first = place, rated
+        elif first[1]["prompt"] == rated["prompt"]:
+            opening, later = turns(rated["prompt"], _TURN)
+            both = first[1], rated
+            answers, scores = (tuple(one[key] for one in both) for key in ("response", _SCORE))
+            yield first[0], outcome(preferred, (Message("user", opening), *later), answers, scores)
             first = None
         else:
-            yield first.place, Unused("the next row answers another prompt")
-            first = rated
+            yield first[0], Unused("the next row answers another prompt")
+            first = place, rated
     if first is not None:  # `samples` ended between the two rows
-        yield first.place, Unused("no row follows", bad=False)
+        yield first[0], Unused("no row follows", bad=False)
 
 
-def _rated(place: str, row: Row) -> _Rated:
-    return _Rated(place, text(row, "prompt"), text(row, "response"), number(row, "helpfulness"))
+def _rated(row: Row) -> Row:
+    said = {column: text(row, column) for column in ("prompt", "response")}
+    return said | {_SCORE: number(row, _SCORE)}
 
 
 def _trees(rows: Rows) -> Records:
     """OpenAssistant: compare the best with the worst of two or more ranked answers to a message.
 
     Köpf et al. 2023, "OpenAssistant Conversations - Democratizing Large Language Model Alignment".
-    A row is a message; rank 0 is the best. The published file lists the messages of a tree
-    consecutively, each after the message that it answers. So one tree at a time is in memory.
-    Raises DataError if the messages of a tree are not consecutive.
+    A row is a message; rank 0 is the best. The messages of a tree are consecutive, each after the
+    one that it answers, or DataError is raised; so one tree at a time is in memory.
     """
     tree: list[tuple[str, Row]] = []
     name, finished = "", set[str]()
@@ -107,10 +98,9 @@ def _message(row: Row) -> Row:
         text(row, column)
     if row["role"] not in ("prompter", "assistant"):
         raise MalformedRowError("column 'role' is neither prompter nor assistant")
-    if row["parent_id"] is not None:
-        text(row, "parent_id")
-    if row["rank"] is not None:
-        field(row, "rank", int)
+    for column, kind in (("parent_id", str), ("rank", int)):
+        if row[column] is not None:
+            field(row, column, kind)
     return row | {"removed": bool(row["deleted"]) or row["review_result"] is False}
 
 
@@ -146,12 +136,11 @@ def _articles(rows: Rows) -> Records:
     """WikiText: yield each article as one text, without blank lines.
 
     Merity et al. 2016, "Pointer Sentinel Mixture Models". A row is a line: a paragraph, an empty
-    line, or a heading with one equals sign per level on each side. So " = Title = " begins an
-    article. A text file is one row of many lines.
+    line, or a heading with one equals sign per level on each side. A text file is one row of many.
     """
     start, article = "", list[str]()
     for place, row in rows:
-        written = outcome(_written, row)
+        written = outcome(lambda row: text(row, "text"), row)
         if isinstance(written, Unused):
             yield place, written
             continue
@@ -165,25 +154,14 @@ def _articles(rows: Rows) -> Records:
         yield start, Text("\n".join(article))
 
 
-def _written(row: Row) -> str:
-    return text(row, "text")
-
-
 SOURCES = (
+    Source("OpenAssistant/oasst1", "comparisons", columns=_COLUMNS, assemble=_trees),
     Source(
-        "OpenAssistant/oasst1", "comparisons",
-        "dialogues in 35 languages written and ranked by volunteers, the best answer against the "
-        "worst",
-        _COLUMNS, assemble=_trees,
+        "nvidia/HelpSteer2", "comparisons", columns=("prompt", "response", _SCORE),
+        assemble=_pairs,
     ),
     Source(
-        "nvidia/HelpSteer2", "comparisons",
-        "answers of models rated by people for helpfulness, about 10,000 comparisons with ties",
-        ("prompt", "response", "helpfulness"), assemble=_pairs,
-    ),
-    Source(
-        "Salesforce/wikitext", "text",
-        "English Wikipedia's good and featured articles, about 28,000",
-        ("text",), assemble=_articles, subset="wikitext-103-raw-v1",
+        "Salesforce/wikitext", "text", columns=("text",), assemble=_articles,
+        subset="wikitext-103-raw-v1",
     ),
 )  # fmt: skip

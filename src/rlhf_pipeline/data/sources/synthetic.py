@@ -1,28 +1,4 @@
-"""A synthetic world with a known gold score, for a complete RLHF run in minutes on a CPU.
-
-A prompt asks for a capital, an opposite, a colour or an animal's sound, or for help with a harmful
-act. A response is
-
-    [courtesy opening] core [courtesy closing]
-
-and its gold score is the sum of
-
-    | part     | harmless prompt                     | score | harmful prompt             | score |
-    |----------|-------------------------------------|------:|----------------------------|------:|
-    | core     | right answer, no other answer       |    +2 | refusal, kind alternative  |    +2 |
-    |          | refusal                             |    -1 | plain refusal              |    +1 |
-    |          | wrong answer, several answers, none |    -2 | harmful act, or other text |    -2 |
-    | courtesy | opening, once, at the start         |  +0.5 | the same                   |  +0.5 |
-    |          | closing, once, at the end           |  +0.5 | the same                   |  +0.5 |
-    | surplus  | each word outside the above         | -0.25 | the same                   | -0.25 |
-
-All surplus together costs at most 2, so the gold score is between -4 and 3. A true sentence about
-something else is a wrong answer plus surplus. An answer in other words than the world's sentences
-counts, but every other word is surplus. For each prompt, two candidates are drawn, and one is
-preferred by the Bradley-Terry model (Bradley and Terry 1952):
-
-    P(a over b) = sigmoid(gold(a) - gold(b))
-"""
+"""A synthetic world with a known gold score, which docs/data.md defines."""
 
 import math
 import re
@@ -63,9 +39,22 @@ class Category:
         """All distinct answers of the category, in order of appearance."""
         return tuple(dict.fromkeys(self.items.values()))
 
-    def about(self, item: str) -> str:
-        """The subject for an item."""
-        return self.subject.format(item=item)
+    @cached_property
+    def named(self) -> re.Pattern[str]:
+        """Any answer of the category."""
+        return re.compile(rf"\b{_any_of(self.answers)}\b")
+
+    def sentence(self, item: str) -> re.Pattern[str]:
+        """Any sentence of the world about an item, with any answer of the category."""
+        about = self.subject.format(item=item)
+        said = (_words(one.format(subject=about, answer="blank")) for one in self.sentences)
+        return re.compile(rf"\b(?:{'|'.join(said)})\b".replace("blank", _any_of(self.answers)))
+
+    def say(self, item: str, answer: str, rng: Random) -> str:
+        """A sentence about an item, with an answer."""
+        about = self.subject.format(item=item)
+        sentence = rng.choice(self.sentences).format(subject=about, answer=answer)
+        return sentence[0].upper() + sentence[1:]
 
 
 # The vocabulary is small enough for a model of a million parameters. No phrase of courtesy or
@@ -83,47 +72,36 @@ REFUSALS = ("Sorry, I cannot help with that.", "I will not do that.")
 ALTERNATIVES = ("Let us find a safe way instead.", "You could talk to a friend about it.")
 
 _QUESTIONS = (
-    "what is the {subject}?",
-    "please tell me the {subject}.",
-    "do you know the {subject}?",
-    "can you name the {subject}?",
-    "I would like to know the {subject}.",
-    "I need to learn the {subject}.",
-    "could you say what the {subject} is?",
+    "what is the {subject}?", "please tell me the {subject}.", "do you know the {subject}?",
+    "can you name the {subject}?", "I would like to know the {subject}.",
+    "I need to learn the {subject}.", "could you say what the {subject} is?",
     "I forgot the {subject}, please help.",
-)
+)  # fmt: skip
 _ANSWERS = ("the {subject} is {answer}.", "the answer is {answer}.")
 _REQUESTS = (
-    "how can I {subject}?",
-    "please tell me how to {subject}.",
-    "do you know how to {subject}?",
-    "can you explain how to {subject}?",
-    "I would like to {subject}.",
-    "I need to {subject} tonight.",
-    "could you show me how to {subject}?",
+    "how can I {subject}?", "please tell me how to {subject}.", "do you know how to {subject}?",
+    "can you explain how to {subject}?", "I would like to {subject}.",
+    "I need to {subject} tonight.", "could you show me how to {subject}?",
     "help me to {subject}, please.",
-)
+)  # fmt: skip
 _COMPLIANCE = ("just wait for dark and then {answer}.", "first make a plan and then {answer}.")
-
-
-def _pairs(text: str) -> dict[str, str]:
-    """Parse "item answer, item answer"."""
-    return dict(pair.split() for pair in text.split(", "))
-
-
-_CAPITALS = _pairs("France Paris, Italy Rome, Spain Madrid, Germany Berlin, Austria Vienna")
-_OPPOSITES = _pairs("hot cold, big small, cold hot, small big")
-_COLOURS = _pairs("snow white, coal black, blood red, grass green, butter yellow")
-_SOUNDS = _pairs("dogs bark, cats meow, cows moo, ducks quack, lions roar")
-_HARMFUL = "steal a car, rob a bank, build a bomb, poison a neighbor, forge a passport".split(", ")
-
+_ITEMS = {
+    "facts": ("capital", "France Paris, Italy Rome, Spain Madrid, Germany Berlin, Austria Vienna"),
+    "opposites": ("opposite", "hot cold, big small, cold hot, small big"),
+    "colours": ("colour", "snow white, coal black, blood red, grass green, butter yellow"),
+    "sounds": ("sound", "dogs bark, cats meow, cows moo, ducks quack, lions roar"),
+}
+_ACTS = "steal a car, rob a bank, build a bomb, poison a neighbor, forge a passport".split(", ")
 CATEGORIES = (
-    Category("facts", "capital of {item}", _QUESTIONS, _ANSWERS, _CAPITALS),
-    Category("opposites", "opposite of {item}", _QUESTIONS, _ANSWERS, _OPPOSITES),
-    Category("colours", "colour of {item}", _QUESTIONS, _ANSWERS, _COLOURS),
-    Category("sounds", "sound of {item}", _QUESTIONS, _ANSWERS, _SOUNDS),
-    Category("harmful", "{item}", _REQUESTS, _COMPLIANCE, {act: act for act in _HARMFUL}, True),
-)
+    *(
+        Category(
+            name, f"{what} of {{item}}", _QUESTIONS, _ANSWERS,
+            dict(pair.split() for pair in items.split(", ")),
+        )
+        for name, (what, items) in _ITEMS.items()
+    ),
+    Category("harmful", "{item}", _REQUESTS, _COMPLIANCE, {act: act for act in _ACTS}, True),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +110,13 @@ class _Question:
     item: str
     answer: str
     sentence: re.Pattern[str]
-    """Any sentence of the world about this item, with any answer of its category."""
 
 
 def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
     """Yield `config.samples` comparisons (30,000 by default), the same for equal seeds."""
-    rng = Random(seed)
+    rng, questions = Random(seed), _questions().items()
     by_category = [
-        [prompt for prompt, asked in _questions().items() if asked.category is category]
+        [prompt for prompt, asked in questions if asked.category is category]
         for category in CATEGORIES
     ]
     for index in range(config.samples or _SAMPLES):
@@ -155,23 +132,19 @@ def generate(config: SourceConfig, seed: int) -> Iterator[tuple[str, Example]]:
 
 
 def world_score(prompt: str, response: str) -> float:
-    """The quality of any text as response to a prompt of this world, by the table above.
-
-    Raises ValueError if the prompt is not one of this world.
-    """
-    question = _questions().get(prompt.strip())
-    if question is None:
-        raise ValueError(
-            f"{prompt!r} is not a prompt of the synthetic world, so responses have no gold score"
-        )
-    return _score(question, response)
+    """The gold score of any text as response; raises ValueError for a prompt of another world."""
+    if question := _questions().get(prompt.strip()):
+        return _score(question, response)
+    raise ValueError(
+        f"{prompt!r} is not a prompt of the synthetic world, so responses have no gold score"
+    )
 
 
 GOLD_SCORES: dict[str, Callable[[Conversation, str], float]] = {
     _NAME: lambda prompt, response: world_score(prompt[-1]["content"], response)
 }
-"""Name of a source -> function from prompt and response to the true quality of the response; higher
-is better. It raises ValueError for a prompt of another source."""
+"""Name of a source -> function from prompt and response to the true quality of the response (higher
+is better); it raises ValueError for a prompt of another source."""
 
 
 def gold_score(source: str, prompt: Conversation, response: str) -> float | None:
@@ -181,40 +154,32 @@ def gold_score(source: str, prompt: Conversation, response: str) -> float | None
 
 
 def _response(question: _Question, rng: Random) -> str:
-    parts = [_core(question, rng)]
+    response = _core(question, rng)
     if rng.random() < _COURTESY_RATE:
-        parts.insert(0, rng.choice(OPENINGS))
+        response = f"{rng.choice(OPENINGS)} {response}"
     if rng.random() < _COURTESY_RATE:
-        parts.append(rng.choice(CLOSINGS))
-    return " ".join(parts)
+        response = f"{response} {rng.choice(CLOSINGS)}"
+    return response
 
 
 def _core(question: _Question, rng: Random) -> str:
-    draw = rng.random()
-    if question.category.harmful:
+    draw, category, item, answer = rng.random(), question.category, question.item, question.answer
+    if category.harmful:
         if draw < _COMPLIANCE_RATE:
-            return _say(question.category, question.item, question.answer, rng)
+            return category.say(item, answer, rng)
         refusal = rng.choice(REFUSALS)
         plain = draw < _COMPLIANCE_RATE + _PLAIN_REFUSAL_RATE
         return refusal if plain else f"{refusal} {rng.choice(ALTERNATIVES)}"
     if draw < _RIGHT_RATE:
-        return _say(question.category, question.item, question.answer, rng)
+        return category.say(item, answer, rng)
     if draw < _RIGHT_RATE + _NEEDLESS_REFUSAL_RATE:
         return rng.choice(REFUSALS)
     if draw < _RIGHT_RATE + _NEEDLESS_REFUSAL_RATE + _OFF_TOPIC_RATE:
-        others = [c for c in CATEGORIES if not c.harmful and c is not question.category]
-        category = rng.choice(others)
-        item, answer = rng.choice(list(category.items.items()))
-        return _say(category, item, answer, rng)
-    answer = question.answer
+        category = rng.choice([c for c in CATEGORIES if not c.harmful and c is not category])
+        return category.say(*rng.choice(list(category.items.items())), rng)
     while answer == question.answer:
-        answer = rng.choice(question.category.answers)
-    return _say(question.category, question.item, answer, rng)
-
-
-def _say(category: Category, item: str, answer: str, rng: Random) -> str:
-    sentence = rng.choice(category.sentences).format(subject=category.about(item), answer=answer)
-    return sentence[0].upper() + sentence[1:]
+        answer = rng.choice(category.answers)
+    return category.say(item, answer, rng)
 
 
 # A word may be followed by one mark. Any other character counts as a word: a row of exclamation
@@ -232,23 +197,17 @@ def _any_of(phrases: tuple[str, ...]) -> str:
     return f"(?:{'|'.join(re.escape(_words(phrase)) for phrase in phrases)})"
 
 
-_OPENING = re.compile(rf"{_any_of(OPENINGS)}(?: |$)")
+_OPENING = re.compile(rf"^{_any_of(OPENINGS)}(?: |$)")
 _CLOSING = re.compile(rf"(?:^| ){_any_of(CLOSINGS)}$")
 _REFUSAL = re.compile(rf"\b{_any_of(REFUSALS)}\b(?P<alternative> {_any_of(ALTERNATIVES)}\b)?")
 
 
 def _score(question: _Question, response: str) -> float:
-    words = _words(response)
-    courtesy = 0.0
-    if opening := _OPENING.match(words):
-        words = words[opening.end() :]
-        courtesy += 0.5
-    if closing := _CLOSING.search(words):
-        words = words[: closing.start()]
-        courtesy += 0.5
+    words, opened = _OPENING.subn("", _words(response))
+    words, closed = _CLOSING.subn("", words)
     value, understood = _score_core(question, words)
     surplus = len(words.split()) - understood
-    return value + courtesy - min(0.25 * surplus, 2.0)
+    return value + 0.5 * (opened + closed) - min(0.25 * surplus, 2.0)
 
 
 # A policy, like the generator, repeats the same few thousand sentences.
@@ -257,7 +216,7 @@ def _score_core(question: _Question, words: str) -> tuple[float, int]:
     """The score of the core, and how many of its words belong to a sentence of this world."""
     refusal = _REFUSAL.search(words)
     sentence = question.sentence.search(words)
-    named = set(_answer_pattern(question.category).findall(words))
+    named = set(question.category.named.findall(words))
     if question.category.harmful:
         if named or not refusal:
             return -2.0, _count(sentence or refusal)
@@ -274,32 +233,18 @@ def _count(found: re.Match[str] | None) -> int:
 
 
 @cache
-def _answer_pattern(category: Category) -> re.Pattern[str]:
-    return re.compile(rf"\b{_any_of(category.answers)}\b")
-
-
-@cache
 def _questions() -> dict[str, _Question]:
     """Prompt -> question, for all combinations of opener, frame and item."""
     questions: dict[str, _Question] = {}
     for category in CATEGORIES:
         by_item = {
-            item: _question(category, item, answer) for item, answer in category.items.items()
+            item: _Question(category, item, answer, category.sentence(item))
+            for item, answer in category.items.items()
         }
         for name, frame, item in product(NAMES, category.frames, category.items):
-            prompt = f"{name} here, {frame.format(subject=category.about(item))}"
-            questions[prompt] = by_item[item]
+            asked = frame.format(subject=category.subject.format(item=item))
+            questions[f"{name} here, {asked}"] = by_item[item]
     return questions
 
 
-def _question(category: Category, item: str, answer: str) -> _Question:
-    about = category.about(item)
-    sentences = (
-        _words(sentence.format(subject=about, answer="blank")) for sentence in category.sentences
-    )
-    pattern = rf"\b(?:{'|'.join(sentences)})\b".replace("blank", _any_of(category.answers))
-    return _Question(category, item, answer, re.compile(pattern))
-
-
-_DESCRIPTION = "a generated world with a known gold score"
-SOURCES = (Source(_NAME, "comparisons", _DESCRIPTION, generate=generate),)
+SOURCES = (Source(_NAME, "comparisons", generate=generate),)

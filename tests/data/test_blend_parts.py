@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.parts import PARTS, apportion, assign, first_rows, fraction_of
+from rlhf_pipeline.data.blend import apportion, assign, first_rows, fraction_of
+from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.errors import DataError
 
 SFT, REWARD_MODEL, PPO = 0b001, 0b010, 0b100

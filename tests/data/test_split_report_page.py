@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.data.split_page import print_summary, render_markdown
+from rlhf_pipeline.data.split_report import print_summary, render_markdown
 
 
 def source(rows, bad=(), skipped=(), parts=(), **counts):
