@@ -13,7 +13,7 @@ from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.forward import probe_capabilities
-from rlhf_pipeline.models.packing import packed_attention, (
+from rlhf_pipeline.models.packing import (
     PACKED,
     one_kernel,
     packed_attention,
