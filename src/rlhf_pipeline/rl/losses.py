@@ -195,12 +195,7 @@ def kl_loss(
     return reduce(terms, mask)
 
 
-def entropy_loss(
-    entropy: Tensor,
-    mask: Tensor,
-    *,
-    reduce: Reduce = reduced,
-) -> LossSum:
+def entropy_loss(entropy: Tensor, mask: Tensor, *, reduce: Reduce = reduced) -> LossSum:
     """Negative entropy of the policy in nats, -sum_t H_t: an exploration bonus.
 
     Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9, without c_2.
@@ -209,12 +204,7 @@ def entropy_loss(
 
 
 def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    *,
-    clip_range: float | None,
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_range: float | None
 ) -> LossSum:
     """Clipped squared error of the critic.
 

@@ -142,12 +142,7 @@ def sampler_weights(
 
 @torch.no_grad()
 def per_token_rewards(
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    kl_coef: float,
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kl_coef: float
 ) -> Tensor:
     """Subtract a KL penalty at every token, and add the score at the last one: (B, R) float32.
 

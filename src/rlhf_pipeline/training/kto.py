@@ -29,7 +29,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.reference import answer_logprobs, load_reference, reference_logprobs
-from rlhf_pipeline.training.supervised import BLOCK, Setup, train
+from rlhf_pipeline.training.supervised import BLOCK, Setup, Task, train
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,18 @@ class LabelledAnswers:
 
 
 @dataclass(frozen=True)
-class KTOTask:
+class KTOTask(Task):
     """KTO's loss on the log ratios of answers to the reference, against the KL of the step."""
 
     contract: TokenContract
-    reference: nn.Module | None
-    """The frozen start of the policy. None: the policy itself with its adapters off."""
+    reference: nn.Module | None  # None: the policy with its adapters off
     config: KTOConfig
-    kl: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """0-dim, from `at_step`."""
+    kl: Tensor = field(default_factory=lambda: torch.zeros(()))  # 0-dim, from `at_step`
     name: str = "kto"
 
     def collate(self, rows: dict[str, list[Any]]) -> LabelledAnswers:
         sequences = collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id)
         return LabelledAnswers(sequences, torch.tensor(rows["label"]))
-
-    def weight(self, batch: LabelledAnswers) -> Tensor:
-        return torch.tensor(len(batch), dtype=torch.float64)
 
     @torch.no_grad()
     def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
@@ -140,10 +135,6 @@ class KTOTask:
         }
         means = {name: sums[name] / sums["answers"] for name in ("loss", "kl", "agreement")}
         return means | rewards
-
-    def selection_score(self, metrics: dict[str, float]) -> float:
-        """Lower held-out loss is better."""
-        return -metrics["loss"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:

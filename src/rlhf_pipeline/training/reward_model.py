@@ -83,10 +83,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 
 def write_report(
-    job: LaunchedJob,
-    config: RewardModelConfig,
-    contract: TokenContract,
-    world: World,
+    job: LaunchedJob, config: RewardModelConfig, contract: TokenContract, world: World
 ) -> dict[str, float]:
     """Write `reward_report.json` into the export, and return its main numbers as metrics.
 
@@ -94,10 +91,9 @@ def write_report(
     """
     free_memory()  # of the model in training
     heartbeat.at("evaluation")
-    settings = FrozenDeepSpeedConfig(
-        zero_stage=3 if config.deepspeed.zero_stage == 3 else 0,
-        precision=config.deepspeed.precision,
-    )
+    trained = config.deepspeed
+    stage = 3 if trained.zero_stage == 3 else 0
+    settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=trained.precision)
     world.barrier()  # the first rank has exported the model
     load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
     model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens

@@ -66,15 +66,11 @@ def score(
 ) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.at("evaluation" if held_out else "scoring")
+    known = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
     scored = score_sequences(
-        rollout.sequences,
-        setup.models,
-        setup.config,
-        setup.world,
-        with_critic=not held_out,
-        logprobs=rollout.logprobs if setup.config.old_logprobs == "rollout" else None,
-        trains=trains,
-    )
+        rollout.sequences, setup.models, setup.config, setup.world,
+        with_critic=not held_out, logprobs=known, trains=trains,
+    )  # fmt: skip
     return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
 
 
