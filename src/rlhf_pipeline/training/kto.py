@@ -3,7 +3,7 @@
     deepspeed --module rlhf_pipeline.training.kto job.json
 
 Policy and reference are those of DPO. The KL that answers are judged against is estimated once for
-a whole step, on all ranks, before its micro batches: neither ranks nor micro batches change it.
+a whole step, on all ranks: neither ranks nor micro batches change it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -73,8 +73,8 @@ class KTOTask(Task):
     def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
         """The task with the KL of the rows: the mean log ratio of mismatched pairs, at least 0.
 
-        A mismatched pair is the prompt of one row with the answer of the row before it in a fixed
-        permutation: neighbours of a table may answer one prompt.
+        A pair is the prompt of one row with the answer of the row before it in a fixed permutation:
+        neighbours of a table may answer one prompt.
         """
         engine, world, tokens = setup.engine, setup.world, setup.config.micro_batch_tokens
         order = np.random.default_rng(0).permutation(len(rows))
@@ -119,7 +119,6 @@ class KTOTask(Task):
         }
 
     def log_ratios(self, model: nn.Module, answers: Sequences) -> Tensor:
-        """log pi - log pi_ref of each whole answer, EOS included, (N,)."""
         ref_logprobs = reference_logprobs(self.reference, model, answers, self.contract)
         return log_ratios(answer_logprobs(model, answers, self.contract), ref_logprobs)
 
@@ -151,7 +150,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 def read_answers(comparisons: Path, labelled: Path) -> Rows:
     """The chosen answers of a file of comparisons, which are good, then the rejected ones, then the
-    labelled answers of the file with the same name in a folder. Nothing is copied."""
+    labelled answers of the file of the same name. Nothing is copied.
+    """
     pairs, columns = mapped(comparisons), ["prompt_ids", "response_ids", "label"]
     sides = [
         pa.table([pairs["prompt_ids"], pairs[name], pa.repeat(label, len(pairs))], columns)

@@ -116,11 +116,7 @@ class Setup:
     stream: PromptStream  # the order of `prompts`
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
-        """Save a checkpoint if one is due or a signal came; then obey the signal.
-
-        Raises:
-            Interrupted: a signal came.
-        """
+        """Save a checkpoint if one is due or a signal came; then obey the signal."""
         best = {name: models.state() for name, models in self.best.items()}
         critic = self.models.critic
         loop = {"kl_coef": kl_coef, "best": best, "prompts": self.stream.state()} | (

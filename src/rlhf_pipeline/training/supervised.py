@@ -1,7 +1,4 @@
-"""The training loop of SFT, reward model, DPO and KTO.
-
-Passes over a fixed data set, held-out evaluations, and the best evaluated model as the export.
-"""
+"""The training loop of SFT, reward model, DPO and KTO."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
