@@ -33,8 +33,8 @@ class SFTTask(Task):
     name: str = "sft"
 
     def collate(self, rows: dict[str, list[Any]]) -> Sequences:
-        ids, actions = (rows["prompt_ids"], rows["response_ids"]), rows["loss_mask"]
-        return collate(*ids, self.contract.pad_id, actions=actions)
+        prompts, responses, pad_id = rows["prompt_ids"], rows["response_ids"], self.contract.pad_id
+        return collate(prompts, responses, pad_id, actions=rows["loss_mask"])
 
     def weight(self, batch: Sequences) -> Tensor:
         return batch.action_mask.sum().double()
@@ -56,7 +56,8 @@ class SFTTask(Task):
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out perplexity."""
     config = job.block(job.stage, SFTConfig)
-    contract = common_contract({n: job.inputs[n] for n in ("base_model", "demonstrations")})
+    inputs = ("base_model", "demonstrations")
+    contract = common_contract({name: job.inputs[name] for name in inputs})
     task = SFTTask(contract, job.stage)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     return train(job, config, task, load_policy, world, start="base_model", rows="demonstrations")

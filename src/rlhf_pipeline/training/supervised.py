@@ -53,7 +53,7 @@ class Batch(Protocol):
 
 
 class Task(Protocol):
-    """The differences between the supervised stages, which are its subclasses."""
+    """The differences between the supervised stages: each has a subclass."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Task(Protocol):
         """Columns of a prepared table as a batch."""
 
     def weight(self, batch: Any) -> Tensor:
-        """The terms of the loss, unless they are the rows."""
+        """The number of terms of the loss: by default, of pairs or answers."""
         return torch.tensor(len(batch), dtype=torch.float64)
 
     def at_step(self, setup: "Setup", table: Rows, rows: np.ndarray, /) -> "Task":
@@ -83,7 +83,10 @@ class Task(Protocol):
         """Metrics from sums over all micro batches and ranks; names without prefix."""
 
     def selection_score(self, metrics: dict[str, float]) -> float:
-        """The score of a model with these held-out metrics; the highest one is exported."""
+        """The score of a model with these held-out metrics; the highest one is exported.
+
+        By default, the lower loss is better.
+        """
         return -metrics["loss"]
 
 
@@ -204,12 +207,12 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     learning_rate = engine.get_lr()[0]
     sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, terms))
     norm = grad_norm(engine)
-    norms = {} if norm is None else {"grad_norm": norm}
+    norms = {} if norm is None else {"optim/grad_norm": norm}
     totals = world.sums(sums, equal=norms)
-    of_optimizer = {"lr": learning_rate} | {name: totals[name] for name in norms}
-    return {f"{task.name}/{name}": value for name, value in task.metrics(totals).items()} | {
-        f"optim/{name}": value for name, value in (of_optimizer | fp16_metrics(engine)).items()
-    }
+    metrics = {f"{task.name}/{name}": value for name, value in task.metrics(totals).items()}
+    metrics["optim/lr"] = learning_rate
+    metrics |= {name: totals[name] for name in norms}
+    return metrics | {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
 
 
 def micro_batch_losses(setup: Setup, batch: Batch, terms: Tensor) -> list[Loss]:
