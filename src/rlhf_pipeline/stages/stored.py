@@ -4,8 +4,7 @@
     checkpoints/<stage>/<fingerprint>/step-00000012.json  checkpoint of an unfinished one
 
 A thread of the driver uploads, so training never waits. A store that fails costs one warning for
-each outage, of uploads and of downloads. The upload is tried again, and a stage that finds no store
-runs here.
+each outage. The upload is tried again, and a stage that finds no store runs here.
 """
 
 import json
@@ -13,7 +12,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from rlhf_pipeline.runtime.job import (
     newest_step,
     newest_valid_step,
 )
-from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.job import write_job
@@ -37,21 +36,17 @@ logger = logging.getLogger(__name__)
 
 KEPT = 2
 """Checkpoints of an unfinished stage in the store; one of them is whole at any time."""
-POLL_S = 1.0
-"""Seconds between two looks for a new checkpoint."""
-RETRY_S = 20.0
-"""Seconds between two attempts to reach a failed store."""
+POLL_S, RETRY_S = 1.0, 20.0
+"""Seconds between two looks for a new checkpoint, and between two attempts to reach the store."""
+STEPS = "step-*.json"
 OUTLINES = ".store"
 """Folder of the workspace for outlines of stages that only the store contains."""
-SNAPSHOT = "upload"
-DOWNLOAD = "download"
 
 
 class StoredStages(StageListener):
     """Downloads what a stage needs, and uploads what it makes.
 
-    Several machines may share a store. They do not wait for each other: if two run the same recipe,
-    both train.
+    Machines that share a store do not wait for each other: if two run the same recipe, both train.
     """
 
     def __init__(self, store: Store, workspace: Path) -> None:
@@ -70,15 +65,15 @@ class StoredStages(StageListener):
         self._thread: threading.Thread | None = None
 
     def outline(self, run: StageRun) -> Path | None:
-        """A folder with the outline of the artifact, for a plan; None if the store has none."""
+        """A folder with the outline of the artifact; None if the store has none."""
         folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
         return None if self._pull(run, folder / "export", outline=True) is None else folder
 
     def fetch(self, run: StageRun) -> bool:
         """Download the finished artifact of a recipe into its work directory, if there is one."""
         with self._without_the_store(run):
-            near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
-            near = (path for path in near if is_finished(path.parent))
+            exports = self._workspace.glob("*/*/export")
+            near = (path for path in exports if is_finished(path.parent))
             manifest = self._pull(run, run.export, near=near)
             if manifest is None:
                 return False
@@ -93,14 +88,11 @@ class StoredStages(StageListener):
         return False
 
     def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
-        """Download the newest checkpoint if it is newer than step `local`, the newest one here.
-
-        Returns the step to resume from.
-        """
+        """The step to resume from. Downloads the newest checkpoint if `local` is an older step."""
         with self._without_the_store(run):
-            shelf, folder = self._shelf(run), run.directory / DOWNLOAD
-            for name in reversed(shelf.names("step-*.json")):
-                if int(name[5:-5]) <= (local or 0):
+            shelf, folder = self._shelf(run), run.directory / "download"
+            for name in reversed(shelf.names(STEPS)):
+                if _step(name) <= (local or 0):
                     break
                 try:
                     shelf.pull(name, folder, recipe=_recipe(run))
@@ -138,8 +130,7 @@ class StoredStages(StageListener):
 
     def newest_step(self, run: StageRun) -> int | None:
         """The step of the newest checkpoint in the store; None without one."""
-        names = self._shelf(run).names("step-*.json")
-        return int(names[-1][5:-5]) if names else None
+        return max(map(_step, self._shelf(run).names(STEPS)), default=None)
 
     def stage_started(self, run: StageRun) -> None:
         """Watch the checkpoints of a stage; upload a reused artifact that the store lacks."""
@@ -154,11 +145,9 @@ class StoredStages(StageListener):
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Upload the artifact of a finished stage, or the last checkpoint of another one."""
         self._running = None
-        if run.cached:
-            return
-        if status == "FINISHED":
+        if status == "FINISHED" and not run.cached:
             self._waiting.append((run.title, partial(self._push, run, replace=True)))
-        else:
+        elif not run.cached:
             what = f"the checkpoint of {run.title}"
             self._waiting.append((what, partial(self._push_checkpoint, run)))
 
@@ -192,8 +181,7 @@ class StoredStages(StageListener):
         """Try all uploads; the first failure ends the attempt."""
         try:
             while self._waiting:
-                _, task = self._waiting[0]
-                task()
+                self._waiting[0][1]()
                 del self._waiting[0]
             if (run := self._running) is not None:
                 self._push_checkpoint(run)
@@ -208,10 +196,7 @@ class StoredStages(StageListener):
         self._failed_at = None
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
-        """Upload an artifact and remove the checkpoints of its stage.
-
-        Without `replace`, an artifact that the store has already is not uploaded.
-        """
+        """Upload an artifact, to replace one or unless there is one; remove its checkpoints."""
         stored = None
         if not replace:
             with suppress(ArtifactError):
@@ -219,7 +204,7 @@ class StoredStages(StageListener):
         if stored is None:
             self._store.push(run.export, _pointer(run))
         shelf = self._shelf(run)
-        shelf.remove(shelf.names("step-*.json"))
+        shelf.remove(shelf.names(STEPS))
         shelf.remove(shelf.names(f"{OBJECTS}/*"))
 
     def _push_checkpoint(self, run: StageRun) -> None:
@@ -227,18 +212,17 @@ class StoredStages(StageListener):
         step = newest_step(run.checkpoints)
         if step is None or (run.fingerprint, step) == self._pushed:
             return
-        folder = run.directory / SNAPSHOT
+        shelf, folder = self._shelf(run), run.directory / "upload"
         try:
             if not _snapshot(run, step, folder):
                 return
-            shelf = self._shelf(run)
             files = file_entries(folder)
             Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, {}, files).write(folder)
             shelf.push(folder, f"step-{step:08d}.json")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
-        names = shelf.names("step-*.json")
+        names = shelf.names(STEPS)
         # Objects that no manifest names may be another machine's upload, whose manifest follows.
         old, kept = _objects(shelf, names[:-KEPT]), _objects(shelf, names[-KEPT:])
         shelf.remove(names[:-KEPT])
@@ -256,7 +240,11 @@ def _recipe(run: StageRun) -> tuple[str, str]:
     return run.stage, run.fingerprint
 
 
-def _objects(shelf: Store, pointers: Iterable[str]) -> set[str]:
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-").removesuffix(".json"))
+
+
+def _objects(shelf: Store, pointers: Sequence[str]) -> set[str]:
     """The objects that manifests name; a damaged manifest names none."""
     found = set()
     for pointer in pointers:
@@ -274,7 +262,10 @@ def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        for source in (checkpoint_path(run.checkpoints, step), *_best_models(run, step)):
+        best = [path for path in run.checkpoints.rglob("best-[0-9]*") if path.is_dir()]
+        # A later one may be incomplete.
+        best = [path for path in best if int(path.name.removeprefix("best-")) <= step]
+        for source in (checkpoint_path(run.checkpoints, step), *best):
             target = folder / "checkpoints" / source.relative_to(run.checkpoints)
             shutil.copytree(source, target, copy_function=link_or_copy)
         shutil.copy2(run.metrics_file, folder)
@@ -283,10 +274,3 @@ def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
             raise
         return False
     return newest_step(run.checkpoints) == step
-
-
-def _best_models(run: StageRun, step: int) -> Iterator[Path]:
-    """The best models of evaluations up to a step; a later one may be incomplete."""
-    for path in run.checkpoints.rglob("best-[0-9]*"):
-        if path.is_dir() and int(path.name.removeprefix("best-")) <= step:
-            yield path

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,6 @@ class Leftover:
     freed: int
     """Bytes that become free when all leftovers are removed. A file of a published version has
     another hard link and frees nothing."""
-
-
-def first_of(path: Path) -> Path:
-    """The directory of the first attempt at the same recipe."""
-    return (path.parent if DAMAGED in path.name else path).with_suffix("")
 
 
 def survey(
@@ -68,16 +63,20 @@ def survey(
     held: dict[Path, str] = {}
     for path in directories:
         step = None if unfinished or is_finished(path) else newest_step(path / "checkpoints")
-        if holder := user(first_of(path)):
+        if holder := user(_first_of(path)):
             held[path] = f"in use by {holder}"
         elif step is not None:
             held[path] = f"can resume from step {step}; --unfinished removes it"
-    jobs = [path / "job.json" for path in held if (path / "job.json").is_file()]
-    read = {
-        place for job in jobs for place in json.loads(job.read_text()).get("inputs", {}).values()
-    }
+    jobs = [json.loads(job.read_text()) for path in held if (job := path / "job.json").is_file()]
+    read = {place for job in jobs for place in job.get("inputs", {}).values()}
     held |= {path: "an input of a kept stage" for path in unwanted if str(path.resolve()) in read}
-    needed = _needed(directories, published, held)
+    manifests = [Manifest.read(path) for path in published]
+    inputs = [manifest.inputs for manifest in manifests] + [job["digests"] for job in jobs]
+    needed = _needed(
+        directories,
+        {manifest.fingerprint for manifest in manifests},
+        {digest for digests in inputs for digest in digests.values()},
+    )
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
     found |= {
         path: why
@@ -98,7 +97,7 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
         if not any(leftover.path.parent.iterdir()):
             leftover.path.parent.rmdir()
         return None
-    first = first_of(leftover.path)
+    first = _first_of(leftover.path)
     if holder := user(first):
         return holder
     try:
@@ -109,37 +108,32 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
     return None
 
 
-def _needed(
-    directories: list[Path], published: Collection[Path], held: Collection[Path]
-) -> set[Path]:
-    """Finished work directories that published versions or kept stages were made from."""
-    manifests = [Manifest.read(path) for path in published]
-    fingerprints = {manifest.fingerprint for manifest in manifests}
-    digests = {digest for manifest in manifests for digest in manifest.inputs.values()}
-    for job in (path / "job.json" for path in held):
-        digests |= set(json.loads(job.read_text())["digests"].values()) if job.is_file() else set()
+def _first_of(path: Path) -> Path:
+    """The directory of the first attempt at the same recipe."""
+    return (path.parent if DAMAGED in path.name else path).with_suffix("")
+
+
+def _needed(directories: list[Path], fingerprints: Set[str], digests: Set[str]) -> set[Path]:
+    """Finished directories with these recipes or this content, and their inputs, direct or not."""
     pending = {path: Manifest.read(path / "export") for path in directories if is_finished(path)}
     needed: set[Path] = set()
-    while True:
-        found = [
-            path for path, manifest in pending.items()
-            if manifest.fingerprint in fingerprints or content_digest(path / "export") in digests
-        ]  # fmt: skip
-        if not found:
-            return needed
+    while found := [
+        path for path, manifest in pending.items()
+        if manifest.fingerprint in fingerprints or content_digest(path / "export") in digests
+    ]:  # fmt: skip
         needed.update(found)
         digests |= {digest for path in found for digest in pending.pop(path).inputs.values()}
+    return needed
 
 
 def _reason(path: Path, needed: set[Path]) -> str | None:
     """Why a work directory can be removed unless it is held; None if it is needed."""
-    export = path / "export"
-    if not (export / NAME).is_file():
+    if not (path / "export" / NAME).is_file():
         return "unfinished"
-    if broken := damage(export):
+    if broken := damage(path / "export"):
         return f"damaged: {broken}"
-    siblings = attempts(first_of(path))
-    if any(is_finished(later) for later in siblings[siblings.index(path) + 1 :]):
+    siblings = attempts(_first_of(path))
+    if any(map(is_finished, siblings[siblings.index(path) + 1 :])):
         return "replaced by a later attempt"
     return None if path in needed else "nothing published was made from it"
 
