@@ -19,13 +19,11 @@ KILLED_S = 5.0
 
 def process_identity(pid: int) -> str | None:
     """An identity that is never reused on this machine: `pid@birth`. None: no such process."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return f"{pid}@{process.create_time()}"
-    except psutil.NoSuchProcess:
-        return None
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return f"{pid}@{process.create_time()}"
+    return None
 
 
 def this_process() -> str:
@@ -68,8 +66,7 @@ def start(
     """Start a process in a session of its own, with SIGTERM blocked until it unblocks the signal.
 
     A scheduler sends SIGTERM to every process of a job. It must not end a guard, nor DeepSpeed's
-    launcher, which would kill the ranks after 30 seconds. The programs unblock the signal.
-    `options` are those of `Popen`.
+    launcher, which would kill the ranks after 30 seconds. `options` are those of `Popen`.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

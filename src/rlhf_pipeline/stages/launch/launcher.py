@@ -9,8 +9,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted
@@ -22,24 +20,15 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.launch.failure import Attempt, causes, logged_cause, stage_error
-from rlhf_pipeline.stages.launch.node_program import (
-    ClusterProgram,
-    NodeProgram,
-    kill_group,
-    on_several_machines,
-)
+from rlhf_pipeline.stages.launch.node_program import ClusterProgram, kill_group, program_of
 from rlhf_pipeline.stages.launch.ranks import RESUME, Ranks
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, node_layout
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-WARN_S = 1.0
-"""Seconds after SIGTERM until a warning says why the ranks have not ended."""
-SETTLE_S = 1.5
-"""Seconds that the other ranks have to report after a rank has failed."""
-STACKS_S = 1.0
-"""Seconds that the ranks of a stuck stage have to print their stacks."""
+WARN_S = 1.0  # after SIGTERM, a warning says why the ranks have not ended
+SETTLE_S = 1.5  # the other ranks have this time to report after one has failed
+STACKS_S = 1.0  # the ranks of a stuck stage have this time to print their stacks
 
 
 def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
@@ -56,12 +45,12 @@ def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
     config, start = context.launch, time.monotonic()
-    program = _program(spec, run, config)
-    pulse = program.pulse if isinstance(program, ClusterProgram) else None
+    program = program_of(spec, str(run.directory), config)
     hang_timeout_s = config.hang_timeout_s if spec.distributed else None
+    pulse = program.pulse if isinstance(program, ClusterProgram) else None
     ranks = Ranks(run.directory, program.ranks, hang_timeout_s, pulse)
+    tail = _MetricsTail(run, context.listener)
     with _signals_raise(), program.running() as process:
-        tail = _MetricsTail(run, context.listener)
         try:
             stuck = _follow(process, ranks, tail, config)
             code = 0 if ranks.finished else process.poll()
@@ -79,30 +68,16 @@ def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
         raise stage_error(attempt)
 
 
-def _program(spec: StageSpec, run: StageRun, config: LaunchConfig) -> NodeProgram:
-    program = NodeProgram(spec.program, str(run.directory), spec.distributed)
-    if not spec.distributed:
-        return program
-    layout = node_layout(config, gpu_count())
-    program = replace(program, ranks=layout.ranks[0], deterministic=config.deterministic)
-    if len(layout.ranks) > 1:
-        return on_several_machines(program, config, layout)
-    return replace(program, port=free_port(config.master_port))
-
-
 def _follow(
     process: subprocess.Popen[bytes], ranks: Ranks, tail: "_MetricsTail", config: LaunchConfig
 ) -> str | None:
     """Wait until a program ends, a rank fails, a node is lost, or no rank makes progress.
 
-    Returns:
-        The report of the rank that hangs, or None.
-
-    Raises:
-        Interrupted: ranks obeyed a signal of a scheduler.
+    Returns the report of the rank that hangs, or None. Raises Interrupted if ranks obeyed a signal
+    of a scheduler.
     """
     stuck = None
-    while not _is_over(process, ranks, tail.run):
+    while stuck is None and not _is_over(process, ranks, tail.run):
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
@@ -111,9 +86,9 @@ def _follow(
             tail.listener.stage_phase(tail.run, ranks.heartbeats[0])
         if ranks.stuck:
             stuck = f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.describe()}"
-            ranks.request_stacks()
+            for rank in ranks.alive:  # they print the stacks of their threads into the log
+                ranks.send(rank, signal.SIGUSR1)
             time.sleep(STACKS_S)
-            break
     ranks.update()
     return stuck
 
@@ -161,10 +136,8 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
     """Send SIGTERM to every rank and wait until all have ended, at most `grace_s` seconds.
 
     Training finishes its step and writes a checkpoint. The time starts anew whenever a rank makes
-    progress in writing it. A rank that has not reported yet has nothing to save.
-
-    Raises:
-        Interrupted: a further signal to this process, for example a second Ctrl-C.
+    progress in writing it. A rank that has not reported yet has nothing to save. Raises Interrupted
+    at a further signal to this process, for example a second Ctrl-C.
     """
     asked: set[int] = set()
     saving: list[Heartbeat] = []
@@ -180,13 +153,13 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
         if now > renewed + grace_s:
             return
         if now > start + WARN_S and not warned:
+            warned = True
             logger.warning(
                 "stage %s: the ranks finish their step and write a checkpoint, for at most %g s "
                 "(launch.grace_s); a second Ctrl-C kills them",
                 stage,
                 grace_s,
             )
-            warned = True
         time.sleep(POLL_S / 4)
 
 
@@ -196,20 +169,18 @@ class _MetricsTail:
     def __init__(self, run: StageRun, listener: StageListener) -> None:
         self.run = run
         self.listener = listener
-        self._position = 0
-        self._inode = 0
+        self._read = (0, 0)
+        """The file's number and the bytes of it that were read."""
 
     def forward(self) -> None:
         if not self.run.metrics_file.is_file():
             return
         with self.run.metrics_file.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:  # a program that resumes replaces the file
-                self._inode, self._position = inode, 0
-            file.seek(self._position)
-            added = file.read()
-        complete = added[: added.rfind(b"\n") + 1]
-        self._position += len(complete)
-        records: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
-        if records:
-            self.listener.stage_metrics(self.run, records)
+            inode, position = self._read
+            if os.fstat(file.fileno()).st_ino != inode:  # a program that resumes replaces the file
+                inode, position = os.fstat(file.fileno()).st_ino, 0
+            file.seek(position)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._read = inode, position + sum(map(len, lines))
+        if lines:
+            self.listener.stage_metrics(self.run, [json.loads(line) for line in lines])

@@ -1,10 +1,8 @@
 """The ranks of a launch as the driver sees them: their progress, and which of them ended too early.
 
 All ranks write files. The driver sees the processes of this machine, and the silence of the others.
-
-DeepSpeed's launcher checks the ranks once a second and returns the exit code of the first failed
-rank that it meets, which may have failed only because a peer was lost. So the driver checks the
-ranks itself, more often.
+It checks the ranks itself: DeepSpeed's launcher does so once a second, and returns the exit code of
+the first failed rank that it meets, which may have failed only because a peer was lost.
 """
 
 import os
@@ -79,13 +77,13 @@ class Ranks:
             if rank not in self.deaths and (status := self.status(rank)) not in ALIVE
         }
         self.read()  # after the table of processes: a rank writes a last heartbeat before it ends
-        newest = self.heartbeats
         reports = (self._directory / ERRORS).glob("*.txt")
         reported = {int(report.stem.rpartition("-rank")[2]) for report in reports}
         for rank, status in ended.items():
-            if newest[rank].phase not in ENDS and rank not in reported:
+            heartbeat = self.heartbeats[rank]
+            if heartbeat.phase not in ENDS and rank not in reported:
                 known = None if isinstance(status, str) else status
-                self.deaths[rank] = Death(newest[rank], time.time(), known)
+                self.deaths[rank] = Death(heartbeat, time.time(), known)
         if reported or self.deaths:
             self.fail()
 
@@ -115,11 +113,8 @@ class Ranks:
     @property
     def alive(self) -> list[int]:
         """Ranks that are running. Those of a program started by hand are unknown."""
-        return [
-            rank
-            for rank, heartbeat in sorted(self.heartbeats.items())
-            if heartbeat.pid is not None and self.status(rank) in ALIVE
-        ]
+        known = [rank for rank, heartbeat in self.heartbeats.items() if heartbeat.pid is not None]
+        return [rank for rank in sorted(known) if self.status(rank) in ALIVE]
 
     @property
     def lost(self) -> str | None:
@@ -169,22 +164,16 @@ class Ranks:
     def describe(self) -> str:
         """The rank that is behind, its phase and since when; then one line for each rank."""
         silent = [f"rank {rank}" for rank in range(self.processes) if rank not in self.heartbeats]
-        order = sorted(self.heartbeats.values(), key=lambda h: (h.marks, h.ticks, h.progressed))
-        first = (
-            f"{', '.join(silent)} did not start"
-            if silent
-            else f"rank {order[0].rank} is behind, in {order[0]}"
-        )
+        if silent:
+            first = f"{', '.join(silent)} did not start"
+        else:
+            last = min(self.heartbeats.values(), key=lambda h: (h.marks, h.ticks, h.progressed))
+            first = f"rank {last.rank} is behind, in {last}"
         lines = [
             f"  rank {rank}: {heartbeat}{STATES.get(self.status(rank), '')}"
             for rank, heartbeat in sorted(self.heartbeats.items())
         ]
         return "\n".join([first, *lines])
-
-    def request_stacks(self) -> None:
-        """Make every rank of this machine print the stacks of its threads into the log."""
-        for rank in self.alive:
-            self.send(rank, signal.SIGUSR1)
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank of this machine, unless it has just ended.
