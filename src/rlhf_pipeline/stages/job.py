@@ -10,6 +10,8 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.stages.cache.workspace import RECIPE
+from rlhf_pipeline.stages.events import StageRun
 
 STAGES = "params:stages"
 """The catalog entry from which every node gets its `Stages`. `params:` keeps it out of `kedro viz`,
@@ -94,9 +96,10 @@ class Stages(Protocol):
         """Return the stage's artifact, or the path where it will be."""
 
 
-def write_job(job: LaunchedJob) -> None:
-    """Write `job.json` into the work directory."""
-    values = {field.name: getattr(job, field.name) for field in fields(LaunchedJob)}
-    values["inputs"] = {name: str(path.resolve()) for name, path in job.inputs.items()}
+def write_job(run: StageRun) -> None:
+    """Write the recipe and `job.json` into the work directory."""
+    values = {field.name: getattr(run, field.name) for field in fields(LaunchedJob)}
+    values["inputs"] = {name: str(path.resolve()) for name, path in run.inputs.items()}
     del values["directory"]
-    write_atomically(job.directory / "job.json", json.dumps(values, indent=2))
+    write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
+    write_atomically(run.directory / "job.json", json.dumps(values, indent=2))

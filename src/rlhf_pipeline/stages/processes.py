@@ -13,8 +13,7 @@ import psutil
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH, machine
 
-KILLED_S = 5.0
-"""Seconds that killed processes have to disappear."""
+KILLED_S = 5.0  # killed processes have this time to disappear
 
 
 def process_identity(pid: int) -> str | None:
@@ -43,10 +42,10 @@ def may_run(process: str, since: float) -> bool:
 
 
 def kill_launch(launch: str) -> None:
-    """Kill the processes of a launch wherever they run, for example a worker in its own session.
+    """Kill the processes of a launch, for example a worker in its own session, and their groups.
 
-    Their groups are killed as well: a child may have another environment. `launch` is the value of
-    the variable `LAUNCH`, or its end: a blank and a work directory stand for every launch there.
+    `launch` is the value of the variable `LAUNCH`, or its end: a blank and a work directory stand
+    for every launch there. A child in a group may have another environment.
     """
     found = []
     for _ in range(2):  # a process may have started another one meanwhile

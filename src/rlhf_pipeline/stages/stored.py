@@ -7,11 +7,9 @@ A thread of the driver uploads, so training never waits. A store that fails cost
 each outage. The upload is tried again, and a stage that finds no store runs here.
 """
 
-import json
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.runtime.files import put_in_place, write_atomically
+from rlhf_pipeline.runtime.files import put_in_place
 from rlhf_pipeline.runtime.job import (
     checkpoint_path,
     list_checkpoints,
@@ -27,7 +25,7 @@ from rlhf_pipeline.runtime.job import (
     newest_valid_step,
 )
 from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
-from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
+from rlhf_pipeline.stages.cache.workspace import is_finished
 from rlhf_pipeline.stages.events import StageListener, StageRun, Status
 from rlhf_pipeline.stages.job import write_job
 from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
@@ -57,10 +55,8 @@ class StoredStages(StageListener):
         """Fingerprint and step of the newest checkpoint in the store."""
         self._waiting: list[tuple[str, Callable[[], None]]] = []
         """Uploads to do, each with a description. Only the thread removes entries."""
-        self._failed_at: float | None = None
-        self._reason = ""
-        self._unreachable = False
-        """Whether the last download failed because the store did."""
+        self._reason = ""  # of the last upload that failed
+        self._unreachable = False  # at the last download
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -77,7 +73,6 @@ class StoredStages(StageListener):
             manifest = self._pull(run, run.export, near=near)
             if manifest is None:
                 return False
-            write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
             write_job(run)
             if CURVES in manifest.files:  # for the tracker
                 shutil.copy2(run.export / CURVES, run.metrics_file)
@@ -170,30 +165,25 @@ class StoredStages(StageListener):
         return ", ".join(dict.fromkeys(what for what, _ in self._waiting))
 
     def _work(self) -> None:
-        while True:
-            closing = self._closing.wait(POLL_S)
-            if closing or self._failed_at is None or time.monotonic() - self._failed_at > RETRY_S:
-                self._upload()
-            if closing:
-                return
-
-    def _upload(self) -> None:
-        """Try all uploads; the first failure ends the attempt."""
-        try:
-            while self._waiting:
-                self._waiting[0][1]()
-                del self._waiting[0]
-            if (run := self._running) is not None:
-                self._push_checkpoint(run)
-        except Exception as error:  # the thread must survive
-            self._reason = str(error)
-            if self._failed_at is None:
-                logger.warning("training continues, the upload is tried again: %s", self._reason)
-            self._failed_at = time.monotonic()
-            return
-        if self._failed_at is not None:
-            logger.warning("%s: uploads work again", self._store.name)
-        self._failed_at = None
+        """Upload again and again, more rarely while the store fails, and a last time at the end."""
+        closing = failing = False
+        while not closing:
+            closing = self._closing.wait(RETRY_S if failing else POLL_S)
+            try:
+                while self._waiting:
+                    self._waiting[0][1]()
+                    del self._waiting[0]
+                if (run := self._running) is not None:
+                    self._push_checkpoint(run)
+            except Exception as error:  # the thread must survive
+                self._reason = str(error)
+                if not failing:
+                    logger.warning("training continues, the upload is tried again: %s", error)
+                failing = True
+            else:
+                if failing:
+                    logger.warning("%s: uploads work again", self._store.name)
+                failing = False
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
         """Upload an artifact, to replace one or unless there is one; remove its checkpoints."""

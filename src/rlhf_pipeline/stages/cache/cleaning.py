@@ -40,7 +40,7 @@ def survey(
     *,
     unfinished: bool,
 ) -> tuple[list[Leftover], dict[Path, str]]:
-    """Look for leftovers.
+    """The directories to remove, and those kept although no published version needs them, and why.
 
     Args:
         stages: names of all stages; other folders of the workspace are ignored.
@@ -48,12 +48,7 @@ def survey(
         unwanted: published directories to remove, with the reason.
         unfinished: whether to remove unfinished stages that could resume from a checkpoint.
 
-    Returns:
-        The directories to remove, and those kept although no published version needs them, with the
-        reason.
-
-    Raises:
-        ArtifactError: the manifest of a published version is damaged, so its inputs are unknown.
+    Raises ArtifactError if the manifest of a published version is damaged: its inputs are unknown.
     """
     directories = [
         path

@@ -77,19 +77,13 @@ HINTS = [
 
 
 def find_hint(reason: str, status: int | None = None) -> Hint | None:
-    """The known failure behind a rank's end.
-
-    Args:
-        reason: the reason that the rank left.
-        status: exit status of a rank that left none, the negative number of a signal.
-    """
-
-    def applies(hint: Hint) -> bool:
-        if hint.patterns:
-            return re.search("|".join(hint.patterns), reason) is not None
-        return status == -signal.Signals[hint.signal]
-
-    return next(filter(applies, HINTS), None)
+    """The known failure behind the reason that a rank left, or else its exit status."""
+    for hint in HINTS:
+        if hint.patterns and re.search("|".join(hint.patterns), reason):
+            return hint
+        if hint.signal and status == -signal.Signals[hint.signal]:
+            return hint
+    return None
 
 
 def advice(hint: Hint, parameters: Mapping[str, Any]) -> str:
@@ -155,10 +149,7 @@ def stage_error(attempt: Attempt) -> StageError:
 
 @contextmanager
 def explain_full_disk(what: str, path: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk inside the block into a `StageError`.
-
-    The system's error does not name the file system.
-    """
+    """Turn the system's error for a full disk into a `StageError` that names the file system."""
     try:
         yield
     except OSError as error:
@@ -196,21 +187,21 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
     """The first cause, and the exit status of a rank that left no reason.
 
     A rank that is killed cannot report it, but its peers report that they lost it. Such reports
-    therefore count last, and an unexplained death counts before any report that came later.
+    count last, and an unexplained death counts before any report that came later.
     """
     if (known := attempt.ranks.lost or attempt.stuck) is not None:
         return known, None
     directory = attempt.run.directory
     reports, first_causes = _reports(directory), causes(directory)
     deaths = sorted(attempt.ranks.deaths.values(), key=lambda death: death.seen)
-    death = next(
-        (death for death in deaths if not first_causes or _precedes(death, first_causes[0])), None
-    )
+    if first_causes:
+        deaths = [death for death in deaths if _precedes(death, first_causes[0])]
     status = attempt.code
     if status is None or status >= 0:
         logged = re.search(r"exits with return code = (-?\d+)", _end_of_log(directory))
         status = None if logged is None else int(logged[1])
-    if death is not None:
+    if deaths:
+        death = deaths[0]
         if death.status is not None:
             status = death.status
         elif reports and status is not None and status > 0:

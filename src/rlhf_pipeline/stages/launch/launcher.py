@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted
@@ -20,11 +20,12 @@ from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageListener, StageRun
 from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.launch.failure import Attempt, causes, logged_cause, stage_error
-from rlhf_pipeline.stages.launch.node_program import ClusterProgram, kill_group, program_of
-from rlhf_pipeline.stages.launch.ranks import RESUME, Ranks
+from rlhf_pipeline.stages.launch.node_program import ClusterProgram, program_of
+from rlhf_pipeline.stages.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
+RESUME = "Run the same command again to resume; finished stages are kept"
 POLL_S = 0.2
 WARN_S = 1.0  # after SIGTERM, a warning says why the ranks have not ended
 SETTLE_S = 1.5  # the other ranks have this time to report after one has failed
@@ -34,13 +35,9 @@ STACKS_S = 1.0  # the ranks of a stuck stage have this time to print their stack
 def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     """Run a stage's program to its end, passing its metrics to the listener as they appear.
 
-    Success is exit code 0 *and* a manifest. At the end, all processes of the program are ended. If
-    every rank has finished, this function does not wait for DeepSpeed's launcher, which takes one
-    or two more seconds to notice.
-
-    Raises:
-        StageError: the program failed or hung.
-        Interrupted: INT, TERM or HUP reached this process.
+    Success is exit code 0 *and* a manifest. When every rank has finished, this function ends
+    DeepSpeed's launcher, which takes one or two more seconds to notice. Raises StageError if the
+    program failed or hung, and Interrupted if INT, TERM or HUP reached this process.
     """
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
@@ -50,7 +47,9 @@ def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     pulse = program.pulse if isinstance(program, ClusterProgram) else None
     ranks = Ranks(run.directory, program.ranks, hang_timeout_s, pulse)
     tail = _MetricsTail(run, context.listener)
-    with _signals_raise(), program.running() as process:
+    with _signals_raise(), ExitStack() as at_end:
+        at_end.callback(tail.forward)  # after the end of all processes
+        process = at_end.enter_context(program.running())
         try:
             stuck = _follow(process, ranks, tail, config)
             code = 0 if ranks.finished else process.poll()
@@ -59,9 +58,6 @@ def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
         except BaseException:  # a signal to this process, or an error of a listener
             _let_save(ranks, run.stage, config.grace_s)
             raise
-        finally:
-            kill_group(process)
-            tail.forward()
     if code != 0 or not (run.export / NAME).is_file():
         seconds = time.monotonic() - start
         attempt = Attempt(run, config, program.command, ranks, code, orphaned, stuck, seconds)
@@ -81,7 +77,11 @@ def _follow(
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
-        ranks.raise_if_interrupted()
+        for each in ranks.heartbeats.values():
+            if each.phase == "interrupted":
+                raise Interrupted(
+                    f"ended by SIGTERM to the ranks, after step {each.step}. {RESUME}"
+                )
         if 0 in ranks.heartbeats:
             tail.listener.stage_phase(tail.run, ranks.heartbeats[0])
         if ranks.stuck:
@@ -112,10 +112,7 @@ def _is_over(process: subprocess.Popen[bytes], ranks: Ranks, run: StageRun) -> b
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn INT, TERM and HUP into the exception `Interrupted`, so that every caller can clean up.
-
-    `nohup` ignores HUP; this function keeps it ignored.
-    """
+    """Turn INT, TERM and HUP, unless `nohup` ignores it, into the exception `Interrupted`."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(f"ended by {signal.Signals(number).name}. {RESUME}")

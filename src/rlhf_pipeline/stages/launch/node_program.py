@@ -5,12 +5,10 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +30,7 @@ from rlhf_pipeline.stages.launch.resources import (
     rank_devices,
     search_path,
 )
-from rlhf_pipeline.stages.processes import KILLED_S, guarded, process_identity, start
+from rlhf_pipeline.stages.processes import guarded, kill_launch, process_identity, start
 
 PLAIN = re.compile(r"[\w@+=:,./-]+")
 """A path that no shell and no launcher changes."""
@@ -42,7 +40,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 """Names of the variable that configures torch's allocator of GPU memory."""
 LOG = "program.log"
 """The file with the output of all processes, in the work directory."""
-POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -126,13 +123,7 @@ def launcher_of_machine(
     """DeepSpeed's launcher of the ranks on one node, without their program.
 
     The command `deepspeed` discards CUDA_VISIBLE_DEVICES and accepts numbers only. The launcher
-    that it starts on each machine takes any names of GPUs.
-
-    Args:
-        devices: the GPU of each rank, by node.
-        node: number of the node.
-        address: where the ranks of all nodes meet.
-        port: the port there.
+    that it starts on each machine takes any names of GPUs: `devices`, one for each rank, by node.
     """
     world = {f"node{number}": names for number, names in enumerate(devices)}
     options = {
@@ -151,9 +142,9 @@ def launcher_of_machine(
 def started(
     program: NodeProgram, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program's command, with further variables.
+    """Start a program's command, with further variables; at the end of the block, kill all of it.
 
-    At the end of the block, kill every process that it has started on this machine.
+    Ranks on this machine would outlive their launcher otherwise.
     """
     environment = {**program.environment, **(variables or {})}
     with (
@@ -170,22 +161,8 @@ def started(
         try:
             yield process
         finally:
-            kill_group(process)
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's process group, and wait a little until it is gone.
-
-    Ranks would outlive their launcher otherwise. After a failure they cannot finish their step.
-    """
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + KILLED_S
-        while time.monotonic() < deadline:
-            process.poll()  # reaps the leader, otherwise the empty group would still exist
-            os.killpg(process.pid, 0)
-            time.sleep(POLL_S)
-    process.wait()
+            kill_launch(environment[LAUNCH])
+            process.wait()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.heartbeat import ENDS, Heartbeat, machine, read_heartbeats
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.runtime.pulse import Pulse
 
 ALIVE = ("running", "stopped")
-RESUME = "Run the same command again to resume; finished stages are kept"
 STATES: dict[int | str, str] = {
     "stopped": ", its process is stopped",
     "gone": ", its process has ended",
@@ -44,11 +42,8 @@ class Death:
 class Ranks:
     """Follows the ranks through the files they write and the kernel's table of processes.
 
-    Args:
-        directory: the work directory.
-        processes: number of ranks.
-        hang_timeout_s: seconds without progress after which the ranks count as stuck, or None.
-        pulse: what ranks on other machines follow; None if there are none.
+    The ranks count as stuck after `hang_timeout_s` seconds without progress. They follow the
+    `pulse` if some are on other machines.
     """
 
     def __init__(
@@ -133,19 +128,22 @@ class Ranks:
                 )
         return None
 
-    def raise_if_interrupted(self) -> None:
-        """Raise Interrupted if ranks have obeyed a scheduler that sent them SIGTERM."""
-        for heartbeat in self.heartbeats.values():
-            if heartbeat.phase == "interrupted":
-                step = heartbeat.step
-                raise Interrupted(f"ended by SIGTERM to the ranks, after step {step}. {RESUME}")
-
     def status(self, rank: int) -> int | str:
         """The exit status of a rank, as far as known, else "running", "stopped" or "gone"."""
         heartbeat = self.heartbeats[rank]
-        if self._is_here(rank):
-            return _status(heartbeat.pid)
-        return "gone" if heartbeat.phase in ENDS or self._is_silent(rank) else "running"
+        if not self._is_here(rank):
+            return "gone" if heartbeat.phase in ENDS or self._is_silent(rank) else "running"
+        if heartbeat.pid is None:
+            return "running"
+        try:
+            state = psutil.Process(heartbeat.pid).status()
+            if state != psutil.STATUS_ZOMBIE:
+                return "stopped" if state == psutil.STATUS_STOPPED else "running"
+            # The parent, which gets the exit status, has not asked for it yet.
+            fields = Path(f"/proc/{heartbeat.pid}/stat").read_text().rpartition(")")[2].split()
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+        except (psutil.NoSuchProcess, OSError):
+            return "gone"
 
     def _is_here(self, rank: int) -> bool:
         return self.heartbeats[rank].machine in ("", machine())
@@ -176,23 +174,11 @@ class Ranks:
         return "\n".join([first, *lines])
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank of this machine, unless it has just ended.
+        """Send a signal to a rank unless it has just ended, or runs on another machine.
 
-        SIGTERM reaches the others by the agreement of all ranks at the end of a step.
+        SIGTERM reaches those by the agreement of all ranks at the end of a step.
         """
         pid = self.heartbeats[rank].pid
         with suppress(ProcessLookupError):
             if pid is not None and self._is_here(rank):
                 os.kill(pid, number)
-
-
-def _status(pid: int | None) -> int | str:
-    """The exit status of a process that its parent has not reaped yet, else its state in a word."""
-    try:
-        state = psutil.STATUS_RUNNING if pid is None else psutil.Process(pid).status()
-        if state != psutil.STATUS_ZOMBIE:
-            return "stopped" if state == psutil.STATUS_STOPPED else "running"
-        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
-        return os.waitstatus_to_exitcode(status)
-    except (psutil.NoSuchProcess, OSError):
-        return "gone"
