@@ -22,7 +22,7 @@ from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.cache import code, fingerprint
 from rlhf_pipeline.stages.cache.code import code_digests
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 ReadSource = Callable[..., Path]

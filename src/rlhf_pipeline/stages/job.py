@@ -1,17 +1,24 @@
-"""What a stage is, a stage to run, and the `job.json` that its program reads."""
+"""What a stage is, a job of it, its run, and what all stages of one `kedro run` share."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob, title
 from rlhf_pipeline.stages.cache.workspace import RECIPE
-from rlhf_pipeline.stages.events import StageRun
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.stages.stored import StoredStages
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 STAGES = "params:stages"
 """The catalog entry from which every node gets its `Stages`. `params:` keeps it out of `kedro viz`,
@@ -94,6 +101,94 @@ class Stages(Protocol):
 
     def run(self, job: Job) -> Path:
         """Return the stage's artifact, or the path where it will be."""
+
+
+@dataclass(frozen=True)
+class StageRun(LaunchedJob):
+    """One run of a stage, or the reuse of an earlier one: its job, and what only the driver has."""
+
+    cached: bool = False
+    """True: the result of an earlier run is reused, nothing is launched."""
+    headline_metrics: tuple[str, ...] = ()
+    """The metrics that the progress display shows."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Everything that decides the result; the fingerprint is its digest."""
+
+    @property
+    def title(self) -> str:
+        return title(self.stage, self.config)
+
+
+class StageListener:
+    """Follows the stages of a run. It handles its own errors and never makes a stage fail.
+
+    A subclass defines the methods for the events that it needs. An instance of this class passes
+    every event on to several listeners.
+    """
+
+    listeners: "tuple[StageListener, ...]" = ()
+
+    def __init__(self, *listeners: "StageListener") -> None:
+        self.listeners = listeners
+
+    def stage_started(self, run: StageRun) -> None:
+        """A program is about to be launched, or a result is reused."""
+        for listener in self.listeners:
+            listener.stage_started(run)
+
+    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
+        """The first rank has reported what it does; called several times a second."""
+        for listener in self.listeners:
+            listener.stage_phase(run, heartbeat)
+
+    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """The metrics file has new records."""
+        for listener in self.listeners:
+            listener.stage_metrics(run, records)
+
+    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
+        """The stage ended; `metrics` are those of its manifest."""
+        for listener in self.listeners:
+            listener.stage_ended(run, status, metrics)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One `kedro run`, or one `kedro rlhf status`."""
+
+    workspace: Path
+    """Folder of all work directories."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    forced: frozenset[str] = frozenset()
+    """Stages that run again even if they are finished: the parameter `force`."""
+    trust_remote_code: bool = False
+    """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
+    mixture: Mapping[str, list[str]] = field(default_factory=dict)
+    """Published inputs of the run that other parameters made, with the changes: the parameter
+    `inputs` accepts them."""
+    listener: StageListener = field(default_factory=StageListener)
+    """Follows every stage."""
+    stored: "StoredStages | None" = None
+    """The copies in a store; it is also a listener."""
+
+
+def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:
+    """The stages to force: true for all, a list of names, or names separated by blanks.
+
+    Raises ConfigError if a name is unknown, or the value is of another type.
+    """
+    if value is None or isinstance(value, bool):
+        return frozenset(known if value else ())
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, list):
+        raise ConfigError(f"force: found {value!r}, expected true, a stage, or a list of stages")
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"force: no stage {name!r}{suggestion(str(name), known)}; "
+                f"the stages are {', '.join(known)}"
+            )
+    return frozenset(names)
 
 
 def write_job(run: StageRun) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines of progress if the output is not a terminal."""

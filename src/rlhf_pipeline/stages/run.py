@@ -24,9 +24,7 @@ from rlhf_pipeline.stages.cache.workspace import (
     recipe_lock,
     set_aside,
 )
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.job import Job, write_job
+from rlhf_pipeline.stages.job import Job, RunContext, StageRun, write_job
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.launch.launcher import launch
 from rlhf_pipeline.stages.processes import kill_launch

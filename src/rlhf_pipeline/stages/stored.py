@@ -26,8 +26,7 @@ from rlhf_pipeline.runtime.job import (
 )
 from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import is_finished
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
-from rlhf_pipeline.stages.job import write_job
+from rlhf_pipeline.stages.job import StageListener, StageRun, Status, write_job
 from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,7 @@ from rlhf_pipeline.stages.cache.workspace import (
     next_directory,
     user,
 )
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, RunContext, StageRun
 
 EARLIER_FORM = (
     "its recipe was written by an earlier version of rlhf-pipeline and cannot be compared"

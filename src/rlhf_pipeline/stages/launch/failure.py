@@ -25,7 +25,7 @@ from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.runtime.files import mebibytes
 from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.program import ERRORS
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.launch.node_program import LOG
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
 from rlhf_pipeline.stages.launch.start_rank import FAULT

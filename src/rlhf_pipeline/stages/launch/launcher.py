@@ -16,9 +16,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.program import ERRORS
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener, StageRun
-from rlhf_pipeline.stages.job import StageSpec
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun, StageSpec
 from rlhf_pipeline.stages.launch.failure import Attempt, causes, logged_cause, stage_error
 from rlhf_pipeline.stages.launch.node_program import ClusterProgram, program_of
 from rlhf_pipeline.stages.launch.ranks import Ranks
