@@ -22,8 +22,7 @@ from rlhf_pipeline.storage.store import Store, link_or_copy
 
 logger = logging.getLogger(__name__)
 
-OUTLINES = ".outlines"
-"""Folder beside the versions, for outlines of those in the store that were never loaded here."""
+OUTLINES = ".outlines"  # folder beside the versions: those in the store, never loaded here
 
 
 class PathDataset(AbstractVersionedDataset[Any, Path]):
@@ -62,10 +61,10 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
     def clock_fault(self) -> str | None:
         """What is wrong if the newest version has a time later than now; else None."""
         newest = Path(next(iter(self._get_versions()), "")).parent.name
-        if not re.match(r"\d{4}-\d\d-\d\dT", newest) or newest < generate_timestamp():
-            return None
-        fix = "Fix: correct the clock, or rename it"
-        return f"{self.folder}: found version {newest}, expected none later than now. {fix}"
+        if re.match(r"\d{4}-\d\d-\d\dT", newest) and newest >= generate_timestamp():
+            fix = "Fix: correct the clock, or rename it"
+            return f"{self.folder}: found version {newest}, expected none later than now. {fix}"
+        return None
 
     def _read_back(self, target: Path) -> None:
         """Let later nodes read this version, although another run may publish a newer one."""
@@ -170,9 +169,8 @@ class ArtifactDataset(PathDataset):
         """The final metrics of the stage, which Kedro-Viz shows beside the graph."""
         metrics = Manifest.read(self.load()).metrics
         rows = [[name, f"{value:.4g}"] for name, value in sorted(metrics.items())]
-        return TablePreview(
-            {"index": [*range(len(rows))], "columns": ["metric", "value"], "data": rows}
-        )
+        columns = ["metric", "value"]
+        return TablePreview({"index": [*range(len(rows))], "columns": columns, "data": rows})
 
     def whole(self, path: Path) -> Path:
         """The path with its files, if it is an outline of `versions` or in one: downloads them."""

@@ -19,30 +19,21 @@ if TYPE_CHECKING:
     from rlhf_pipeline.stages.stored import StoredStages
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
 STAGES = "params:stages"
 """The catalog entry from which every node gets its `Stages`. `params:` keeps it out of `kedro viz`,
 like the parameters."""
-
 PROJECT = "params:project"
 """The catalog entry with the project folder, which contains the tracking database."""
-
 TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
 
 
 def node_of(stage: str, policy: str) -> str:
-    """The node that evaluates, registers or reports a policy, such as `evaluate_dpo`.
-
-    The nodes of PPO have no suffix.
-    """
+    """The node that evaluates, registers or reports a policy: `register_dpo`; PPO has no suffix."""
     return stage if policy == "ppo" else f"{stage}_{policy}"
 
 
 def data_set_of(result: str, policy: str) -> str:
-    """The data set that such a node writes, such as `dpo_evaluation`.
-
-    Those of PPO have no prefix.
-    """
+    """The data set that such a node writes: `dpo_evaluation`; PPO has no prefix."""
     return result if policy == "ppo" else f"{policy}_{result}"
 
 

@@ -36,8 +36,7 @@ KEPT = 2
 POLL_S, RETRY_S = 1.0, 20.0
 """Seconds between two looks for a new checkpoint, and between two attempts to reach the store."""
 STEPS = "step-*.json"
-OUTLINES = ".store"
-"""Folder of the workspace for outlines of stages that only the store contains."""
+OUTLINES = ".store"  # folder of the workspace: stages that only the store contains
 
 
 class StoredStages(StageListener):
@@ -115,7 +114,7 @@ class StoredStages(StageListener):
             self._unreachable = True
 
     def _pull(self, run: StageRun, folder: Path, **options: Any) -> Manifest | None:
-        """`Store.pull` of the artifact of a recipe; None if the store has none or a damaged one."""
+        """The artifact of a recipe by `Store.pull`; None if there is none or it is damaged."""
         try:
             return self._store.pull(_pointer(run), folder, recipe=_recipe(run), **options)
         except ArtifactError as error:

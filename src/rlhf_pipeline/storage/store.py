@@ -34,10 +34,8 @@ from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
 OBJECTS = "objects"
 RENAMING = {"file", "local", "sftp", "ssh"}
 """Protocols with a rename that replaces a file at once. Object stores write a whole object."""
-SMALL = 2**20
-"""Bytes of the largest JSON file in an outline."""
-_pushing = threading.Lock()
-"""One push at a time, so that two threads of a run upload a file once."""
+SMALL = 2**20  # bytes of the largest JSON file in an outline
+_pushing = threading.Lock()  # so that two threads of a run upload a file once
 
 
 class StoreError(StageError):
@@ -45,7 +43,6 @@ class StoreError(StageError):
 
 
 explained = partial(explain_store_errors, kind=StoreError)
-"""Turns any error of a store into a StoreError."""
 
 
 def open_store(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -90,8 +87,7 @@ class Store:
         self.url = url
         self.name = without_secrets(url)
         self._options = options
-        self._damaged: set[str] = set()
-        """Digests whose object has other bytes. The next push replaces it."""
+        self._damaged: set[str] = set()  # digests of objects that the next push replaces
 
     @contextmanager
     def _open(self) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:

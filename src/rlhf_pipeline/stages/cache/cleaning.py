@@ -50,11 +50,8 @@ def survey(
 
     Raises ArtifactError if the manifest of a published version is damaged: its inputs are unknown.
     """
-    directories = [
-        path
-        for path in sorted(workspace.glob("*/*"))
-        if path.parent.name in stages and is_attempt(path)
-    ]
+    paths = sorted(filter(is_attempt, workspace.glob("*/*")))
+    directories = [path for path in paths if path.parent.name in stages]
     held: dict[Path, str] = {}
     for path in directories:
         step = None if unfinished or is_finished(path) else newest_step(path / "checkpoints")
@@ -67,11 +64,8 @@ def survey(
     held |= {path: "an input of a kept stage" for path in unwanted if str(path.resolve()) in read}
     manifests = [Manifest.read(path) for path in published]
     inputs = [manifest.inputs for manifest in manifests] + [job["digests"] for job in jobs]
-    needed = _needed(
-        directories,
-        {manifest.fingerprint for manifest in manifests},
-        {digest for digests in inputs for digest in digests.values()},
-    )
+    digests = {digest for each in inputs for digest in each.values()}
+    needed = _needed(directories, {manifest.fingerprint for manifest in manifests}, digests)
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
     found |= {
         path: why

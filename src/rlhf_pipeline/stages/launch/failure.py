@@ -40,12 +40,9 @@ FOLLOW_UP = re.compile(
     r"|NCCL communicator was aborted|Broken pipe"
 )
 """What a rank reports when it lost a peer: never the first cause."""
-LONG = 10
-"""Lines of a report that the cause and the fix precede."""
-SSH_FAILED = "255"
-"""Exit code of ssh itself; any other is that of the command."""
-LOG_BYTES = 2**16
-"""Length of the end of the log in which the launchers say what failed."""
+LONG = 10  # lines of a report that the cause and the fix precede
+SSH_FAILED = "255"  # exit code of ssh itself; any other is that of the command
+LOG_BYTES = 2**16  # length of the end of the log in which the launchers say what failed
 POLLING_S = 1.0
 """The driver sees the death of a rank at most this many seconds after its peers first report it."""
 DISK_FULL = "disk full"

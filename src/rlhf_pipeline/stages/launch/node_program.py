@@ -32,14 +32,11 @@ from rlhf_pipeline.stages.launch.resources import (
 )
 from rlhf_pipeline.stages.processes import guarded, kill_launch, process_identity, start
 
-PLAIN = re.compile(r"[\w@+=:,./-]+")
-"""A path that no shell and no launcher changes."""
-NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
-"""Module that starts the ranks of one machine."""
+PLAIN = re.compile(r"[\w@+=:,./-]+")  # a path that no shell and no launcher changes
+NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"  # starts the ranks of one machine
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Names of the variable that configures torch's allocator of GPU memory."""
-LOG = "program.log"
-"""The file with the output of all processes, in the work directory."""
+LOG = "program.log"  # the output of all processes, in the work directory
 
 
 @dataclass(frozen=True)
@@ -188,12 +185,12 @@ class ClusterProgram(NodeProgram):
         if "{node}" not in template:
             each = shlex.join([sys.executable, "-P", "-u", *rank])
             return shlex.split(template.replace("{command}", each))
-        devices = [[str(number) for number in range(ranks)] for ranks in self.layout.ranks]
+        devices = [[*map(str, range(ranks))] for ranks in self.layout.ranks]
         script = ""
         for node in range(len(devices)):
             launcher = launcher_of_machine(devices, node, self.address, self.port)
             each = template.replace("{command}", shlex.join([*launcher, *rank]))
-            script += "(" + each.replace("{node}", str(node)) + ") & "
+            script += f"({each.replace('{node}', str(node))}) & "
         return ["bash", "-c", script + "wait -n || exit; " * len(devices)]
 
     @property

@@ -23,8 +23,7 @@ STATES: dict[int | str, str] = {
     "stopped": ", its process is stopped",
     "gone": ", its process has ended",
 }
-STARTUP_S = 300.0
-"""Seconds that the ranks have at least for their first report: imports come before it."""
+STARTUP_S = 300.0  # the ranks have at least this time for their first report, after imports
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,10 @@ class Ranks:
                 ranks_of.setdefault(heartbeat.machine, []).append(rank)
         for where, ranks in ranks_of.items():
             if self.pulse is not None and all(map(self._is_silent, ranks)):
-                listed = ", ".join(map(str, ranks))
+                lost = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
                 return (
-                    f"node {where.partition('/')[0]} (rank{'s'[: len(ranks) - 1]} {listed}) is "
-                    f"lost: it has been silent for {self.pulse.timeout_s:g} s "
-                    "(launch.node_timeout_s)"
+                    f"node {where.partition('/')[0]} ({lost}) is lost: it has been silent for "
+                    f"{self.pulse.timeout_s:g} s (launch.node_timeout_s)"
                 )
         return None
 
@@ -156,8 +154,8 @@ class Ranks:
     def stuck(self) -> bool:
         if self._hang_timeout_s is None:
             return False
-        allowed = self._hang_timeout_s if self.heartbeats else max(self._hang_timeout_s, STARTUP_S)
-        return time.monotonic() - self._progressed > allowed
+        allowed_s = max(self._hang_timeout_s, 0 if self.heartbeats else STARTUP_S)
+        return time.monotonic() - self._progressed > allowed_s
 
     def describe(self) -> str:
         """The rank that is behind, its phase and since when; then one line for each rank."""

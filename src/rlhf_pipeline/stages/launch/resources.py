@@ -28,8 +28,8 @@ def gpu_count() -> int:
 def visible_gpus() -> list[str]:
     """The GPUs that launched programs may use, as numbers or UUIDs for CUDA_VISIBLE_DEVICES.
 
-    They are found without importing torch. DS_ACCELERATOR=cpu hides all of them. Raises ConfigError
-    if they cannot be determined, or one process could not use all of them.
+    DS_ACCELERATOR=cpu hides all of them. Raises ConfigError if they cannot be determined, or one
+    process could not use all of them.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
