@@ -147,8 +147,7 @@ class StageListener:
 class RunContext:
     """One `kedro run`, or one `kedro rlhf status`."""
 
-    workspace: Path
-    """Folder of all work directories."""
+    workspace: Path  # folder of all work directories
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     forced: frozenset[str] = frozenset()
     """Stages that run again even if they are finished: the parameter `force`."""
@@ -157,10 +156,8 @@ class RunContext:
     mixture: Mapping[str, list[str]] = field(default_factory=dict)
     """Published inputs of the run that other parameters made, with the changes: the parameter
     `inputs` accepts them."""
-    listener: StageListener = field(default_factory=StageListener)
-    """Follows every stage."""
-    stored: "StoredStages | None" = None
-    """The copies in a store; it is also a listener."""
+    listener: StageListener = field(default_factory=StageListener)  # follows every stage
+    stored: "StoredStages | None" = None  # the copies in a store; it is also a listener
 
 
 def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:

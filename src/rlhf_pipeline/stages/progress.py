@@ -27,12 +27,9 @@ class StageProgress:
     title: str
     phase: str
     started: float = field(default_factory=time.monotonic)
-    """When the stage started, by the monotonic clock."""
     step: int | None = None
-    total: int | None = None
-    """Number of steps; None: unknown."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Newest values of the headline metrics."""
+    total: int | None = None  # number of steps, if it is known
+    metrics: dict[str, float] = field(default_factory=dict)  # newest headline metrics
     measured: tuple[tuple[int, float], ...] = ()
     """Step and time of the first and of the newest record of this attempt: neither start-up nor the
     steps of earlier attempts count as speed."""

@@ -118,9 +118,8 @@ def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
 def _finished(run: StageRun) -> Path | None:
     """The directory with the newest undamaged artifact of the recipe, or None.
 
-    Damaged ones are set aside. Published versions keep their files: they are hard links.
-    Raises ForeignFileError if the artifact is undamaged but contains an added file: running the
-    stage again would cost its whole time and lose that file.
+    Damaged ones are set aside; published versions keep their files, which are hard links. Raises
+    ForeignFileError if a file was added: to run the stage again would lose that file.
     """
     for directory in reversed(attempts(run.directory)):
         if (directory / "export").is_dir():

@@ -28,8 +28,7 @@ class Leftover:
     path: Path
     why: str
     freed: int
-    """Bytes that become free when all leftovers are removed. A file of a published version has
-    another hard link and frees nothing."""
+    """Bytes that become free when all leftovers are removed: none for files with other links."""
 
 
 def survey(

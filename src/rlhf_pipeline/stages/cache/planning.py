@@ -33,8 +33,7 @@ class PlannedStage:
     state: Literal["finished", "reuse", "resume", "run", "may run"]
     """`reuse`: the artifact is downloaded from the store; here is its outline. `may run`: the stage
     runs unless its pending inputs come out unchanged."""
-    reasons: tuple[str, ...] = ()
-    """Why it is not finished here."""
+    reasons: tuple[str, ...] = ()  # why it is not finished here
 
 
 class Planner:
@@ -46,10 +45,8 @@ class Planner:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._pending: dict[Path, str] = {}
-        """Results that do not exist yet: path to the title of their stage."""
-        self.stages: dict[str, PlannedStage] = {}
-        """By fingerprint."""
+        self._pending: dict[Path, str] = {}  # result that does not exist yet: title of its stage
+        self.stages: dict[str, PlannedStage] = {}  # by fingerprint
 
     def run(self, job: Job) -> Path:
         titles = {name: self.pending_stage(path) for name, path in job.inputs.items()}

@@ -92,7 +92,7 @@ def damage(export: Path) -> str | None:
 
 def is_finished(directory: Path) -> bool:
     """Whether a work directory contains a result without `damage`."""
-    return (directory / "export" / NAME).is_file() and damage(directory / "export") is None
+    return damage(directory / "export") is None
 
 
 def set_aside(path: Path) -> Path:

@@ -47,7 +47,7 @@ POLLING_S = 1.0
 """The driver sees the death of a rank at most this many seconds after its peers first report it."""
 DISK_FULL = "disk full"
 _LIMITS = {"micro_batch_tokens": 1, "batch_size_per_gpu": 1, "processes": 1, "zero_stage": 3}
-"""Field -> the value that cannot be lowered or raised further."""
+"""The value of a field that cannot be lowered or raised further."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,11 @@ class Hint:
 
     name: str
     cause: str
-    advice: str = ""
-    """What to do besides changing parameters, in complete sentences."""
+    advice: str = ""  # what to do besides changing parameters, in complete sentences
     remedies: Sequence[str] = ()
     """Imperative sentences about one parameter each. The last part of its name is in braces."""
-    patterns: Sequence[str] = ()
-    """Regular expressions for the failing rank's reason."""
-    signal: str = ""
-    """Name of the signal that ended a rank."""
+    patterns: Sequence[str] = ()  # regular expressions for the failing rank's reason
+    signal: str = ""  # the name of the one that ended a rank
 
 
 HINTS = [
@@ -110,10 +107,8 @@ class Attempt:
     code: int | None = None
     """The launcher's exit code, or the negative number of the signal that ended it. None: the
     driver ended it after a rank had failed."""
-    orphaned: bool = False
-    """The launcher ended while ranks were still running."""
-    stuck: str | None = None
-    """The watchdog's report of the rank that hangs."""
+    orphaned: bool = False  # the launcher ended while ranks were still running
+    stuck: str | None = None  # the watchdog's report of the rank that hangs
     seconds: float = 0.0
 
 

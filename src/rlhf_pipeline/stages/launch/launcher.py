@@ -65,10 +65,9 @@ def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
 def _follow(
     process: subprocess.Popen[bytes], ranks: Ranks, tail: "_MetricsTail", config: LaunchConfig
 ) -> str | None:
-    """Wait until a program ends, a rank fails, a node is lost, or no rank makes progress.
+    """Wait until a program ends, a rank fails or a node is lost; report a rank that hangs.
 
-    Returns the report of the rank that hangs, or None. Raises Interrupted if ranks obeyed a signal
-    of a scheduler.
+    Raises Interrupted if ranks obeyed a signal of a scheduler.
     """
     stuck = None
     while stuck is None and not _is_over(process, ranks, tail.run):
@@ -164,8 +163,7 @@ class _MetricsTail:
     def __init__(self, run: StageRun, listener: StageListener) -> None:
         self.run = run
         self.listener = listener
-        self._read = (0, 0)
-        """The file's number and the bytes of it that were read."""
+        self._read = (0, 0)  # the file's number, and its bytes that were read
 
     def forward(self) -> None:
         if not self.run.metrics_file.is_file():

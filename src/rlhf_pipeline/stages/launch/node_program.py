@@ -43,20 +43,14 @@ LOG = "program.log"  # the output of all processes, in the work directory
 class NodeProgram:
     """A stage's program on this machine; `ClusterProgram` is one on several machines."""
 
-    program: str
-    """Name of the module."""
-    directory: str
-    """The work directory, which contains job.json."""
+    program: str  # the module
+    directory: str  # the work directory, which contains job.json
     distributed: bool = True
     """Whether DeepSpeed's launcher starts ranks; otherwise one plain process."""
     ranks: int = 1
-    """Number of ranks."""
-    address: str = LOOPBACK
-    """Where the ranks meet."""
+    address: str = LOOPBACK  # where the ranks meet
     port: int = 0
-    """The port there."""
-    deterministic: bool = False
-    """`launch.deterministic`."""
+    deterministic: bool = False  # launch.deterministic
 
     @property
     def command(self) -> list[str]:
@@ -168,8 +162,7 @@ class ClusterProgram(NodeProgram):
 
     config: LaunchConfig
     layout: Layout
-    pulse: Pulse
-    """The pulse that the ranks follow."""
+    pulse: Pulse  # that the ranks follow
 
     @property
     def command(self) -> list[str]:
@@ -195,8 +188,8 @@ class ClusterProgram(NodeProgram):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of that command. DeepSpeed writes variables with PYTHON, NCCL or MLFLOW
-        in their names on command lines, so those of MLflow, which may be secret, are left out."""
+        """The environment of that command, without the variables of MLflow, which may be secret:
+        DeepSpeed writes those with PYTHON, NCCL or MLFLOW in their names on command lines."""
         own = {name: value for name, value in os.environ.items() if "MLFLOW" not in name}
         alive_s = max(1, int(self.config.node_timeout_s / 3))
         ssh = (

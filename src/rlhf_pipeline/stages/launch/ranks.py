@@ -30,10 +30,8 @@ STARTUP_S = 300.0  # the ranks have at least this time for their first report, a
 class Death:
     """A rank that ended before its work was done, and left no reason."""
 
-    heartbeat: Heartbeat
-    """The last heartbeat of the rank."""
-    seen: float
-    """When the driver saw the death, seconds since 1970."""
+    heartbeat: Heartbeat  # the last one of the rank
+    seen: float  # when the driver saw the death, seconds since 1970
     status: int | None
     """The exit code, or the negative number of the signal that ended the rank. None: unknown."""
 
@@ -59,7 +57,7 @@ class Ranks:
         self.heartbeats: dict[int, Heartbeat] = {}
         self.deaths: dict[int, Death] = {}
         self._beats: dict[int, tuple[int, float]] = {}
-        """The newest report of each rank, and when the driver has first seen it."""
+        """The number of each rank's newest report, and when the driver has first seen it."""
         self._progressed = time.monotonic()
         self._failed_at: float | None = None
 

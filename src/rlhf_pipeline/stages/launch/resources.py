@@ -114,12 +114,9 @@ def meeting_address(name: str) -> str:
 class Layout:
     """The nodes of a run. The first is the driver's."""
 
-    ranks: tuple[int, ...]
-    """Number of ranks on each node."""
-    address: str = LOOPBACK
-    """Name or address of the first node."""
-    hosts: tuple[str, ...] = ()
-    """Names of the nodes, if they are known."""
+    ranks: tuple[int, ...]  # on each node
+    address: str = LOOPBACK  # name or address of the first node
+    hosts: tuple[str, ...] = ()  # names of the nodes, if they are known
 
 
 def node_layout(config: LaunchConfig, gpus: int) -> Layout:
