@@ -95,7 +95,7 @@ def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
     if resume_from is None:  # training makes all of it again
         shutil.rmtree(run.checkpoints, ignore_errors=True)
         run.metrics_file.unlink(missing_ok=True)
-    (run.directory / "deepspeed.json").unlink(missing_ok=True)
+    run.deepspeed_file.unlink(missing_ok=True)
     run = replace(run, resume_from=resume_from)
     write_job(run)
     context.listener.stage_started(run)

@@ -57,9 +57,10 @@ def code_of_package() -> str:
 @cache  # the stages share most of their code
 def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
     """The digest of a module's code, and the names that it imports."""
-    tree = ast.parse(text)
+    nodes: list[ast.AST] = [ast.parse(text)]
     imports = []
-    for node in ast.walk(tree):
+    for node in nodes:  # the list grows; expressions contain no statements
+        nodes += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr)]
         if isinstance(node, ast.Import):
             imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -68,7 +69,7 @@ def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
             imports += [start, *(f"{start}{dot}{alias.name}" for alias in node.names)]
         if isinstance(body := getattr(node, "body", None), list):
             body[:] = [statement for statement in body if not _is_docstring(statement)]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports)
+    return hashlib.sha256(ast.dump(nodes[0]).encode()).hexdigest(), tuple(imports)
 
 
 def _is_docstring(statement: ast.AST) -> bool:
