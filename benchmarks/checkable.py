@@ -32,7 +32,7 @@ from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.grpo import grpo
 from rlhf_pipeline.pipelines.rejection import rejection
 from rlhf_pipeline.pipelines.split import split
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.statistics import cross_pairs, difference, share_with_interval
 

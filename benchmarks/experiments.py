@@ -32,7 +32,7 @@ from rlhf_pipeline.pipelines.reward_model import reward_model
 from rlhf_pipeline.pipelines.sft import sft
 from rlhf_pipeline.pipelines.split import split
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 PROJECT = Path(__file__).parents[1]

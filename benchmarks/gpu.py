@@ -51,8 +51,7 @@ from rlhf_pipeline.pipelines.sft import sft
 from rlhf_pipeline.pipelines.split import split
 from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun, Status
 from rlhf_pipeline.stages.launch.resources import visible_gpus
 from rlhf_pipeline.stages.run import StageRunner
 

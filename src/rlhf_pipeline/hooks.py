@@ -26,9 +26,15 @@ from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, st
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.context import RunContext, forced_stages
-from rlhf_pipeline.stages.events import StageListener, Status
-from rlhf_pipeline.stages.job import PROJECT, STAGES, Stages
+from rlhf_pipeline.stages.job import (
+    PROJECT,
+    STAGES,
+    RunContext,
+    StageListener,
+    Stages,
+    Status,
+    forced_stages,
+)
 from rlhf_pipeline.stages.launch.resources import gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner

@@ -24,9 +24,7 @@ from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache import code
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.job import StageSpec
+from rlhf_pipeline.stages.job import RunContext, StageRun, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
 PROJECT = Path(__file__).parents[2]

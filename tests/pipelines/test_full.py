@@ -18,8 +18,7 @@ from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.pipelines.ppo import SPEC as PPO
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow

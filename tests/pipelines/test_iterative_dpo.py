@@ -13,8 +13,7 @@ from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.pipelines.iterative_dpo import iterative_dpo
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener
+from rlhf_pipeline.stages.job import RunContext, StageListener
 from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow

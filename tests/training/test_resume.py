@@ -33,7 +33,7 @@ import json, sys
 from importlib import import_module
 from pathlib import Path
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.run import StageRunner
 

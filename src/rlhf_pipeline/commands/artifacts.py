@@ -22,8 +22,7 @@ from rlhf_pipeline.pipelines.base_model import base_model
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
-from rlhf_pipeline.stages.events import StageListener
-from rlhf_pipeline.stages.job import Stages
+from rlhf_pipeline.stages.job import StageListener, Stages
 from rlhf_pipeline.tracking.registry import registered_folder
 
 D = TypeVar("D", bound=AbstractDataset[Any, Any])

@@ -30,8 +30,7 @@ from rlhf_pipeline.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
-from rlhf_pipeline.stages.events import Status
-from rlhf_pipeline.stages.job import Stages
+from rlhf_pipeline.stages.job import Stages, Status
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.registry import TOKENS, find_champion
