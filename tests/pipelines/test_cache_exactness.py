@@ -246,7 +246,7 @@ RERUNS_NOTHING = {
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
     "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
-    "registry": ("pipelines/table.py", r'OWN = \("ppo", ', 'OWN = ("another", "ppo", '),
+    "registry": ("pipelines/table.py", r"OWN = \{", "OWN = {'another': None,"),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
 }
@@ -309,11 +309,11 @@ def test_code_reruns_the_stages_that_execute_it(world, edit, change):
 
 
 def test_a_registered_stage_reruns_nothing(world, monkeypatch, tmp_path):
-    text = (code.ROOT / "pipelines" / "dpo.py").read_text()
-    text = text.replace('blocks={"dpo": DPOConfig}', "blocks={}").replace(
-        "def dpo(", "def another("
+    (tmp_path / "another_policy.py").write_text(
+        "from dataclasses import replace\n"
+        "from rlhf_pipeline.pipelines.supervised import DPO, dpo as another\n"
+        "SPEC, READS = replace(DPO, name='another', blocks={}), 'split sft_model'\n"
     )
-    (tmp_path / "another_policy.py").write_text(text.replace('name="dpo"', 'name="another"'))
     monkeypatch.syspath_prepend(tmp_path)
     own = table.POLICY.own | {"another": "another_policy"}
     monkeypatch.setattr(table, "POLICY", replace(table.POLICY, own=own))
