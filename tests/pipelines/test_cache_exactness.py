@@ -18,7 +18,7 @@ from kedro.io import CatalogProtocol
 
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.data.record_files import RowCounts
-from rlhf_pipeline.hooks import provide_stages, run_context
+from rlhf_pipeline.hooks import provide, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
@@ -26,6 +26,7 @@ from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache import code
 from rlhf_pipeline.stages.context import RunContext
 from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import STAGES as ENTRY
 from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -73,7 +74,7 @@ class World:
     def run(self, catalog) -> list[str]:
         """Run the nodes; return the stages that were launched."""
         self.launched.clear()
-        provide_stages(catalog, StageRunner(run_context(catalog)))
+        provide(catalog, ENTRY, StageRunner(run_context(catalog)))
         made = {}
         for node in register_pipelines()["full"].nodes:
             if node.name not in EVERY_TIME:

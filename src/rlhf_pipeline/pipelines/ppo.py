@@ -12,7 +12,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, ReferenceReward
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import NAME, common_contract
-from rlhf_pipeline.pipelines import base_model
+from rlhf_pipeline.pipelines.preparation import BASE_MODEL, base_model_identity
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.cache.code import library_version
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
@@ -31,7 +31,7 @@ def _spec(block: type[PPOConfig]) -> StageSpec:
 
 PPO, GRPO = _spec(PPOConfig), _spec(GRPOConfig)
 DISTILL = replace(_spec(DistillConfig), headline_metrics=("objective/kl", "validation/kl"))
-TEACHER = replace(base_model.SPEC, name="teacher", blocks={})
+TEACHER = replace(BASE_MODEL, name="teacher", blocks={})
 """Fetches the teacher like a base model."""
 
 
@@ -71,7 +71,7 @@ def distill(
     Raises ArtifactError before the stage starts if both have different tokenizers.
     """
     assert config is not None, "checked before the run"
-    identity = base_model.base_model_identity(config.teacher, "distill.teacher")
+    identity = base_model_identity(config.teacher, "distill.teacher")
     teacher = stages.run(Job(TEACHER, {"base_model": config.teacher}, {}, 0, identity))
     models = {"sft_model": sft_model, "distill.teacher": teacher}
     if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet

@@ -13,7 +13,7 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.pipelines import base_model, evaluate, ppo, sample, split, supervised
+from rlhf_pipeline.pipelines import evaluate, ppo, preparation, sample, supervised
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
 
@@ -75,7 +75,7 @@ def stage_specs() -> dict[str, StageSpec]:
     """Every stage that launches a program, by name."""
     policies = [policy.spec for policy in policy_stages().values()]
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
-    prepared = [split.SOURCE, base_model.SPEC, split.SPEC, supervised.SFT]
+    prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = map(evaluate.SPEC.for_candidate, candidates)
     between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
@@ -134,8 +134,8 @@ def _nodes() -> dict[str, Node]:
     """Every node by name."""
     stage = f"params:seed {STAGES}"
     rows: list[tuple[Callable[..., Any], str, str]] = [  # function, what it reads and writes
-        (base_model.base_model, f"params:base_model params:split {stage}", "base_model"),
-        (split.split, f"base_model params:split {stage}", "split"),
+        (preparation.base_model, f"params:base_model params:split {stage}", "base_model"),
+        (preparation.split, f"base_model params:split {stage}", "split"),
         (supervised.sft, f"split base_model params:sft {stage}", "sft_model"),
         (supervised.reward_model, f"{ON_ROWS} params:reward_model {stage}", "reward_model"),
     ]
