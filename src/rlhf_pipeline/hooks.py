@@ -31,7 +31,6 @@ from rlhf_pipeline.stages.job import (
     STAGES,
     RunContext,
     StageListener,
-    Stages,
     Status,
     forced_stages,
 )
@@ -64,13 +63,8 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
     )
 
 
-def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
-    """Give the nodes the object that runs their stages."""
-    _fill(catalog, STAGES, stages)
-
-
-def _fill(catalog: CatalogProtocol, name: str, value: Any) -> None:
-    """Put a value into an entry, which Kedro would replace with a warning."""
+def provide(catalog: CatalogProtocol, name: str, value: Any) -> None:
+    """Put a value into an entry, such as `STAGES`, which Kedro would replace with a warning."""
     entry = catalog.get(name)
     if entry is None:
         catalog[name] = MemoryDataset(value, copy_mode="assign")
@@ -209,8 +203,8 @@ class StagesHook:
             refuse_mixture(changes, whole_run(run_params, pipeline))
         self._stored = context.stored
         context = replace(context, mixture=changes)
-        provide_stages(catalog, StageRunner(context))
-        _fill(catalog, PROJECT, self._project)
+        provide(catalog, STAGES, StageRunner(context))
+        provide(catalog, PROJECT, self._project)
         self._tracker = tracker
         tracker.describe(run_name(run_params), run_tags(run_params) | mixture_tag(changes), chosen)
 

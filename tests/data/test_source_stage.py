@@ -16,7 +16,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data import source as module
 from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
-from rlhf_pipeline.pipelines.split import source_job
+from rlhf_pipeline.pipelines.preparation import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages.cache import code, fingerprint

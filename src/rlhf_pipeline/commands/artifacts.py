@@ -18,7 +18,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import BASE_MODEL
-from rlhf_pipeline.pipelines.base_model import base_model
+from rlhf_pipeline.pipelines.preparation import base_model
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS

@@ -24,7 +24,7 @@ from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
-from rlhf_pipeline.pipelines.split import read_sources, split
+from rlhf_pipeline.pipelines.preparation import read_sources, split
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
