@@ -27,12 +27,11 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.grpo import GRPOConfig
 from rlhf_pipeline.config.sample import RejectionConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.pipelines.base_model import base_model
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
-from rlhf_pipeline.pipelines.grpo import grpo
-from rlhf_pipeline.pipelines.rejection import rejection
-from rlhf_pipeline.pipelines.split import split
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.pipelines.ppo import grpo
+from rlhf_pipeline.pipelines.preparation import base_model, split
+from rlhf_pipeline.pipelines.sample import rejection
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.statistics import cross_pairs, difference, share_with_interval
 

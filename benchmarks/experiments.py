@@ -24,15 +24,12 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.pipelines.base_model import base_model
 from rlhf_pipeline.pipelines.evaluate import evaluate
-from rlhf_pipeline.pipelines.ppo import SPEC as PPO
-from rlhf_pipeline.pipelines.ppo import ppo
-from rlhf_pipeline.pipelines.reward_model import reward_model
-from rlhf_pipeline.pipelines.sft import sft
-from rlhf_pipeline.pipelines.split import split
+from rlhf_pipeline.pipelines.ppo import PPO, ppo
+from rlhf_pipeline.pipelines.preparation import base_model, split
+from rlhf_pipeline.pipelines.supervised import reward_model, sft
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 PROJECT = Path(__file__).parents[1]

@@ -40,19 +40,13 @@ from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.pipelines.base_model import base_model
-from rlhf_pipeline.pipelines.dpo import SPEC as DPO
-from rlhf_pipeline.pipelines.dpo import dpo
 from rlhf_pipeline.pipelines.evaluate import evaluate
-from rlhf_pipeline.pipelines.ppo import SPEC as PPO
-from rlhf_pipeline.pipelines.ppo import ppo
-from rlhf_pipeline.pipelines.reward_model import reward_model
-from rlhf_pipeline.pipelines.sft import sft
-from rlhf_pipeline.pipelines.split import split
+from rlhf_pipeline.pipelines.ppo import PPO, ppo
+from rlhf_pipeline.pipelines.preparation import base_model, split
+from rlhf_pipeline.pipelines.supervised import DPO, dpo, reward_model, sft
 from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun, Status
 from rlhf_pipeline.stages.launch.resources import visible_gpus
 from rlhf_pipeline.stages.run import StageRunner
 

@@ -33,10 +33,8 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.record_files import example_rows, examples
 from rlhf_pipeline.models.base_model import build_model, train_tokenizer
-from rlhf_pipeline.pipelines.base_model import SPEC as BASE_MODEL
-from rlhf_pipeline.pipelines.split import source_job, split
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.pipelines.preparation import BASE_MODEL, source_job, split
+from rlhf_pipeline.stages.job import Job, RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 ARCHITECTURE = {

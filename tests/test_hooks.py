@@ -20,7 +20,7 @@ from rlhf_pipeline.preflight import check_stores
 from rlhf_pipeline.results import StageSummary
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import StageRun
 
 
 def export(folder: Path, content: str) -> Path:

@@ -12,8 +12,7 @@ from rlhf_pipeline.commands import doctor, serve
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
 NAMES = ("json.py", "signal.py", "torch.py", "transformers/__init__.py", "deepspeed/__init__.py")

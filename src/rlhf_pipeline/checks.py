@@ -33,7 +33,7 @@ from rlhf_pipeline.data.source import carried, column_faults, find_source
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stages.context import forced_stages
+from rlhf_pipeline.stages.job import forced_stages
 from rlhf_pipeline.stages.launch.resources import node_layout
 
 Origin = Callable[[str], str | None]

@@ -133,7 +133,10 @@ class LayeredConfigLoader(OmegaConfigLoader):
         ordered = {"base": layers.pop("base"), **embedded, **layers}
         files = {name: config for layer in ordered.values() for name, config in layer.items()}
         _let_built_models_give_way(list(files.values()))
-        suffix = self._suffix(has_embedded_model=EMBEDDED["base_model.path"] in embedded)
+        if self._environment not in (self.base_env, LOCAL):
+            suffix = f"-{self._environment}"
+        else:
+            suffix = "-embedded" if EMBEDDED["base_model.path"] in embedded else ""
         OmegaConf.register_new_resolver("suffix", lambda: suffix, replace=True)
         for name, config in files.items():
             places = leaves(cast(dict[str, Any], OmegaConf.to_container(config)))
@@ -142,11 +145,6 @@ class LayeredConfigLoader(OmegaConfigLoader):
         parameters = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
         self._values = dict(leaves(parameters))
         return parameters
-
-    def _suffix(self, *, has_embedded_model: bool) -> str:
-        if self._environment not in (self.base_env, LOCAL):
-            return f"-{self._environment}"
-        return "-embedded" if has_embedded_model else ""
 
     def _check_duplicates(self, key: str, config_per_file: dict[Path, Any]) -> None:
         for path, config in config_per_file.items():
@@ -164,10 +162,7 @@ class LayeredConfigLoader(OmegaConfigLoader):
 
 
 def check_environment(conf: Path, name: str | None) -> None:
-    """Check the name of the environment, the option `--env`.
-
-    Raises ConfigError if the configuration has no such folder.
-    """
+    """Raise ConfigError if the configuration has no folder for the option `--env`."""
     if name is None or own_layer(str(conf), name) is not None:
         return
     if conf.is_dir() and not (conf / name).is_dir():

@@ -48,7 +48,7 @@ class ForeignFileError(ArtifactError):
 class StageError(PipelineError):
     """A stage ended without a finished result.
 
-    `cause` is the name of a known failure, see `rlhf_pipeline.stages.launch.hints`; None: unknown.
+    `cause` is the name of a known failure, see `stages.launch.failure`; None: unknown.
     """
 
     def __init__(self, message: str, cause: str | None = None) -> None:

@@ -26,9 +26,14 @@ from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, st
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.context import RunContext, forced_stages
-from rlhf_pipeline.stages.events import StageListener, Status
-from rlhf_pipeline.stages.job import PROJECT, STAGES, Stages
+from rlhf_pipeline.stages.job import (
+    PROJECT,
+    STAGES,
+    RunContext,
+    StageListener,
+    Status,
+    forced_stages,
+)
 from rlhf_pipeline.stages.launch.resources import gpu_count
 from rlhf_pipeline.stages.progress import ProgressDisplay
 from rlhf_pipeline.stages.run import StageRunner
@@ -58,13 +63,8 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
     )
 
 
-def provide_stages(catalog: CatalogProtocol, stages: Stages) -> None:
-    """Give the nodes the object that runs their stages."""
-    _fill(catalog, STAGES, stages)
-
-
-def _fill(catalog: CatalogProtocol, name: str, value: Any) -> None:
-    """Put a value into an entry, which Kedro would replace with a warning."""
+def provide(catalog: CatalogProtocol, name: str, value: Any) -> None:
+    """Put a value into an entry, such as `STAGES`, which Kedro would replace with a warning."""
     entry = catalog.get(name)
     if entry is None:
         catalog[name] = MemoryDataset(value, copy_mode="assign")
@@ -203,8 +203,8 @@ class StagesHook:
             refuse_mixture(changes, whole_run(run_params, pipeline))
         self._stored = context.stored
         context = replace(context, mixture=changes)
-        provide_stages(catalog, StageRunner(context))
-        _fill(catalog, PROJECT, self._project)
+        provide(catalog, STAGES, StageRunner(context))
+        provide(catalog, PROJECT, self._project)
         self._tracker = tracker
         tracker.describe(run_name(run_params), run_tags(run_params) | mixture_tag(changes), chosen)
 

@@ -24,8 +24,7 @@ from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
 from rlhf_pipeline.stages.cache.fingerprint import recipe
 from rlhf_pipeline.stages.cache.planning import recipe_changes
 from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import STAGES, Job
+from rlhf_pipeline.stages.job import STAGES, Job, RunContext
 
 SHOWN = 200
 """Characters of the changes that a refusal shows."""

@@ -14,7 +14,7 @@ from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.evaluation.comparison import judge_title, read_evaluation
 from rlhf_pipeline.evaluation.gate import outcome
 from rlhf_pipeline.evaluation.report import print_summary
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 
 
 class StageSummary(StageListener):

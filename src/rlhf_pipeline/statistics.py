@@ -56,15 +56,13 @@ def win_rate(candidate: Values, baseline: Values, alpha: float = ALPHA) -> WinRa
     return WinRate(rate, lower, upper, wins, n - wins - losses, losses, n)
 
 
-def difference(
-    candidate: Values, baseline: Values, alpha: float = ALPHA
-) -> tuple[float, float, float]:
+def difference(candidate: Values, baseline: Values) -> tuple[float, float, float]:
     """Difference of two shares on the same prompts, in [-1, 1]: (difference, lower, upper).
 
     It is 2 p - 1, where p is the win rate of values 0 and 1 with its interval. So the interval has
     a width even if no prompt differs. Raises ValueError like `win_rate`.
     """
-    rate = win_rate(candidate, baseline, alpha)
+    rate = win_rate(candidate, baseline)
     return 2 * rate.rate - 1, 2 * rate.lower - 1, 2 * rate.upper - 1
 
 
@@ -119,7 +117,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def length_controlled(
-    candidate: Values, baseline: Values, extra_tokens: Values, alpha: float = ALPHA
+    candidate: Values, baseline: Values, extra_tokens: Values
 ) -> tuple[float, float, float] | None:
     """The win rate that answers of equal length would have: (rate, lower, upper).
 
@@ -155,14 +153,12 @@ def length_controlled(
     inverse = np.linalg.inv(hessian)
     residual = (design * (outcome - expected)[:, None]).reshape(n, -1, 2).sum(1)
     error = math.sqrt((inverse @ residual.T @ residual @ inverse)[0, 0] * n / (n - 2))
-    half_width = _normal_quantile(alpha) * error
+    half_width = _normal_quantile(ALPHA) * error
     rate, lower, upper = 1 / (1 + np.exp(-weights[0] - half_width * np.array([0, -1, 1])))
     return float(rate), float(lower), float(upper)
 
 
-def share_with_interval(
-    values: Values, k: int = 1, alpha: float = ALPHA
-) -> tuple[float, float, float]:
+def share_with_interval(values: Values, k: int = 1) -> tuple[float, float, float]:
     """Share of ones among values 0 and 1, and its interval within [0, 1]: (share, lower, upper).
 
     With k > 1 it is pass@k, the probability that one of k answers to a prompt is a one:
@@ -184,10 +180,10 @@ def share_with_interval(
     y = [1 - math.comb(d - int(c), k) / math.comb(d, k) for c in x.sum(1)]
     rate, ones = float(np.mean(y)), round(sum(y))
     if k == d and min(ones, n - ones) < 10:
-        return rate, *binomtest(ones, n).proportion_ci(1 - alpha)
+        return rate, *binomtest(ones, n).proportion_ci(1 - ALPHA)
     spread = float(np.var(y))
     size = n * min(rate * (1 - rate) / spread, d // k) if spread > 0 else n
-    return rate, *rate_interval(rate, size, alpha=alpha)
+    return rate, *rate_interval(rate, size)
 
 
 def mean_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, float, float]:
@@ -239,15 +235,15 @@ def standardized_gain(
     return gain * unit, lower, upper
 
 
-def smallest_visible_win_rate(n: int, power: float = 0.8, alpha: float = ALPHA) -> float:
-    """The true win rate that n prompts show to be above one half with probability `power`.
+def smallest_visible_win_rate(n: int) -> float:
+    """The true win rate that n prompts show to be above one half with probability 0.8.
 
         1/2 + (z + z_power) / (2 sqrt(n))       z = 1.96 for alpha = 0.05, z_power = 0.84 for 0.8
 
     without ties; at most 1. Ties, and several answers to each prompt, make smaller differences
     visible; but even endless answers leave the differences between prompts.
     """
-    return min(1.0, 0.5 + (_normal_quantile(alpha) + NormalDist().inv_cdf(power)) / (2 * n**0.5))
+    return min(1.0, 0.5 + (_normal_quantile(ALPHA) + NormalDist().inv_cdf(0.8)) / (2 * n**0.5))
 
 
 def agreement(units: Sequence[Sequence[Hashable]]) -> tuple[float | None, float | None]:

@@ -16,25 +16,24 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data import source as module
 from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
-from rlhf_pipeline.pipelines.split import source_job
+from rlhf_pipeline.pipelines.preparation import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
-from rlhf_pipeline.stages import events
 from rlhf_pipeline.stages.cache import code, fingerprint
 from rlhf_pipeline.stages.cache.code import code_digests
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun
 from rlhf_pipeline.stages.run import StageRunner
 
 ReadSource = Callable[..., Path]
 
 
-class Launches(events.StageListener):
+class Launches(StageListener):
     """Records each stage with whether its result was reused."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, bool]] = []
 
-    def stage_started(self, run: events.StageRun) -> None:
+    def stage_started(self, run: StageRun) -> None:
         self.heard.append((run.stage, run.cached))
 
 

@@ -14,10 +14,9 @@ from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.split_report import headline, render_markdown
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.pipelines.split import SPEC
+from rlhf_pipeline.pipelines.preparation import SPLIT as SPEC
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])}

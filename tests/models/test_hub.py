@@ -21,8 +21,8 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.pipelines.base_model import base_model
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.pipelines.preparation import base_model
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 split = SplitConfig(sources=[{"name": "synthetic"}], max_prompt_tokens=8, max_response_tokens=8)

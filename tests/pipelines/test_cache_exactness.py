@@ -18,15 +18,14 @@ from kedro.io import CatalogProtocol
 
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.data.record_files import RowCounts
-from rlhf_pipeline.hooks import provide_stages, run_context
+from rlhf_pipeline.hooks import provide, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache import code
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.job import StageSpec
+from rlhf_pipeline.stages.job import STAGES as ENTRY
+from rlhf_pipeline.stages.job import RunContext, StageRun, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
 PROJECT = Path(__file__).parents[2]
@@ -73,7 +72,7 @@ class World:
     def run(self, catalog) -> list[str]:
         """Run the nodes; return the stages that were launched."""
         self.launched.clear()
-        provide_stages(catalog, StageRunner(run_context(catalog)))
+        provide(catalog, ENTRY, StageRunner(run_context(catalog)))
         made = {}
         for node in register_pipelines()["full"].nodes:
             if node.name not in EVERY_TIME:
@@ -246,7 +245,7 @@ RERUNS_NOTHING = {
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
     "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
     "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
-    "registry": ("pipelines/table.py", r'OWN = \("ppo", ', 'OWN = ("another", "ppo", '),
+    "registry": ("pipelines/table.py", r"OWN = \{", "OWN = {'another': None,"),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
 }
@@ -309,11 +308,11 @@ def test_code_reruns_the_stages_that_execute_it(world, edit, change):
 
 
 def test_a_registered_stage_reruns_nothing(world, monkeypatch, tmp_path):
-    text = (code.ROOT / "pipelines" / "dpo.py").read_text()
-    text = text.replace('blocks={"dpo": DPOConfig}', "blocks={}").replace(
-        "def dpo(", "def another("
+    (tmp_path / "another_policy.py").write_text(
+        "from dataclasses import replace\n"
+        "from rlhf_pipeline.pipelines.supervised import DPO, dpo as another\n"
+        "SPEC, READS = replace(DPO, name='another', blocks={}), 'split sft_model'\n"
     )
-    (tmp_path / "another_policy.py").write_text(text.replace('name="dpo"', 'name="another"'))
     monkeypatch.syspath_prepend(tmp_path)
     own = table.POLICY.own | {"another": "another_policy"}
     monkeypatch.setattr(table, "POLICY", replace(table.POLICY, own=own))

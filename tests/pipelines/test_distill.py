@@ -8,7 +8,7 @@ from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.pipelines.distill import distill
+from rlhf_pipeline.pipelines.ppo import distill
 
 
 class Recorder:

@@ -9,10 +9,9 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.preferences import DPOConfig
-from rlhf_pipeline.pipelines.dpo import SPEC
+from rlhf_pipeline.pipelines.supervised import DPO as SPEC
 from rlhf_pipeline.runtime.manifest import verify
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The node of the evaluation: the job that it runs."""
+"""The nodes after the training of a policy: the job of the evaluation, and the page."""
 
 from pathlib import Path
 
@@ -7,10 +7,11 @@ import pytest
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.grpo import GRPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.pipelines.dpo import SPEC as DPO
-from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate
-from rlhf_pipeline.pipelines.ppo import SPEC as PPO
+from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.pipeline_registry import register_pipelines
+from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate, report
+from rlhf_pipeline.pipelines.ppo import PPO
+from rlhf_pipeline.pipelines.supervised import DPO
 
 TRAINED = RewardModelConfig(
     epochs=1, batch_size=2, micro_batch_tokens=32, optimizer={"learning_rate": 1e-3}
@@ -85,3 +86,23 @@ def test_without_a_reward_model_the_rewards_judge_unless_there_are_judges():
     job = job_of(PPO, trained=None, block=block, judges=[{"reference": "last_number"}])
     assert [judge.label for judge in job.config["evaluate"].judges] == ["last_number"]
     assert job_of(PPO, block=block).config["evaluate"].judges == ()
+
+
+def test_a_page_that_cannot_be_made_names_the_cause_and_the_command(tmp_path):
+    (tmp_path / "evaluation.json").write_text("{}")
+    models = [tmp_path / name for name in ("sft_model", "ppo_model", "reward_model")]
+    with pytest.raises(
+        PipelineError,
+        match=r"evaluation and registration are complete. Fix: `kedro rlhf report` makes",
+    ) as failure:
+        report(tmp_path, {}, *models)
+    cause = failure.value.__cause__
+    assert f"found {type(cause).__name__} ({cause}), expected a page" in str(failure.value)
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("full", ""), ("dpo", "_dpo")])
+def test_only_the_page_follows_the_registration(name, suffix):
+    pipeline = register_pipelines()[name]
+    after = pipeline.from_nodes(f"register{suffix}")
+    assert {node.name for node in after.nodes} == {f"register{suffix}", f"report{suffix}"}
+    assert [node.name for node in pipeline.nodes][-1] == f"report{suffix}"

@@ -4,8 +4,8 @@ import json
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
-from rlhf_pipeline.pipelines.base_model import base_model_identity
 from rlhf_pipeline.pipelines.ppo import reward_inputs
+from rlhf_pipeline.pipelines.preparation import base_model_identity
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 
 

@@ -16,7 +16,7 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.pipelines.ppo import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.long

@@ -13,10 +13,9 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.pipelines.split import split as split_node
+from rlhf_pipeline.pipelines.preparation import split as split_node
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener, StageRun
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun
 from rlhf_pipeline.stages.run import StageRunner
 
 ROWS = [

@@ -13,9 +13,7 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener
-from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.job import Job, RunContext, StageListener, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
 

@@ -24,7 +24,7 @@ from rlhf_pipeline.runtime.job import checkpoint_path, newest_valid_step, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import run as run_module
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.stored import StoredStages
 from rlhf_pipeline.storage.store import Store

@@ -5,7 +5,7 @@ import pytest
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.stages.cache.planning import Planner
-from rlhf_pipeline.stages.context import forced_stages
+from rlhf_pipeline.stages.job import forced_stages
 from rlhf_pipeline.stages.run import StageRunner
 
 ALL = [

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.progress import ProgressDisplay, StageProgress
 
 PROJECT = Path(__file__).parents[2]

@@ -15,9 +15,7 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener
-from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.job import Job, RunContext, StageListener, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
 SPEC = StageSpec("toy", "toy_program", distributed=False)

@@ -18,7 +18,7 @@ from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
-from rlhf_pipeline.stages.events import StageListener, StageRun
+from rlhf_pipeline.stages.job import StageListener, StageRun
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.stored import StoredStages
 from rlhf_pipeline.storage.store import Store

@@ -34,7 +34,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.stages.processes import process_identity
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.stages.cache import fingerprint
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.job import StageSpec

@@ -140,7 +140,7 @@ def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, mo
         assert {path.name for path in first.parent.iterdir()} == {files["a"].sha256}
         server = serve_s3(served, port)
         try:
-            assert store.read("it.json") is None
+            assert store.manifest("it.json") is None
             assert store.push(source, "it.json") == 60_001_000
             store.pull("it.json", tmp_path / "here")
         finally:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id
 

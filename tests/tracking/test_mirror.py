@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.events import StageListener, StageRun
+from rlhf_pipeline.stages.job import StageListener, StageRun
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.store import experiment_id

@@ -19,7 +19,7 @@ import pytest
 from ports import reserved_port
 
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.events import StageRun
+from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import mirror
 from rlhf_pipeline.tracking.mirror import MlflowTracker

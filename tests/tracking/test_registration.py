@@ -19,7 +19,7 @@ from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.evaluation.comparison import compare, write_answers
 from rlhf_pipeline.evaluation.gate import Check, Verdict
-from rlhf_pipeline.pipelines.register import register as register_node
+from rlhf_pipeline.pipelines.evaluate import register as register_node
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.statistics import win_rate
 from rlhf_pipeline.tracking.mirror import MlflowTracker

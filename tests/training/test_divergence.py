@@ -21,9 +21,8 @@ from rlhf_pipeline.distributed.optimizer_step import grad_norm
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
-from rlhf_pipeline.pipelines.ppo import SPEC as PPO
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.pipelines.ppo import PPO
+from rlhf_pipeline.stages.job import Job, RunContext
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.training.ppo_metrics import rollout_fault
 

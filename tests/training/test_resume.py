@@ -30,15 +30,15 @@ from rlhf_pipeline.runtime.metrics_file import truncate_after
 SOURCE = Path(rlhf_pipeline.__file__).parents[1]
 DRIVER = """
 import json, sys
-from importlib import import_module
 from pathlib import Path
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.stages.context import RunContext
+from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.job import Job
 from rlhf_pipeline.stages.run import StageRunner
 
 stage, config, inputs, workspace, launch = (json.loads(argument) for argument in sys.argv[1:])
-spec = import_module(f"rlhf_pipeline.pipelines.{stage}").SPEC
+spec = stage_specs()[stage]
 blocks = {stage: spec.blocks[stage].model_validate(config)}
 job = Job(spec, blocks, {name: Path(path) for name, path in inputs.items()}, 1)
 StageRunner(RunContext(Path(workspace), LaunchConfig(**launch))).run(job)

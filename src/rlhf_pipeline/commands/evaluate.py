@@ -24,14 +24,13 @@ from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
-from rlhf_pipeline.pipelines.split import read_sources, split
+from rlhf_pipeline.pipelines.preparation import read_sources, split
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
-from rlhf_pipeline.stages.events import Status
-from rlhf_pipeline.stages.job import Stages
+from rlhf_pipeline.stages.job import Stages, Status
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.registry import TOKENS, find_champion

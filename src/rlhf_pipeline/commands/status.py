@@ -13,12 +13,13 @@ from rich.console import Console
 from rlhf_pipeline.commands.command import Command, check_names, pipeline_option, plain_table
 from rlhf_pipeline.config.roads import shares_text
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.hooks import provide_stages, run_context
+from rlhf_pipeline.hooks import provide, run_context
 from rlhf_pipeline.pipelines.table import PASSES_ON, stage_specs
 from rlhf_pipeline.preflight import check_pipeline
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import has_run
+from rlhf_pipeline.stages.job import STAGES
 
 STYLES = {
     "finished": "green",
@@ -63,7 +64,7 @@ def planned_rows(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     """
     check_pipeline(pipeline, catalog)
     planner = Planner(run_context(catalog))
-    provide_stages(catalog, planner)
+    provide(catalog, STAGES, planner)
     rows: list[Row] = []
     results: dict[str, Path] = {}
     for node in pipeline.nodes:

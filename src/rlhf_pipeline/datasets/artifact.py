@@ -22,11 +22,7 @@ from rlhf_pipeline.storage.store import Store, link_or_copy
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest"
-"""Name of the link to the newest version."""
-
-OUTLINES = ".outlines"
-"""Folder beside the versions, for outlines of those in the store that were never loaded here."""
+OUTLINES = ".outlines"  # folder beside the versions: those in the store, never loaded here
 
 
 class PathDataset(AbstractVersionedDataset[Any, Path]):
@@ -65,13 +61,13 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
     def clock_fault(self) -> str | None:
         """What is wrong if the newest version has a time later than now; else None."""
         newest = Path(next(iter(self._get_versions()), "")).parent.name
-        if not re.match(r"\d{4}-\d\d-\d\dT", newest) or newest < generate_timestamp():
-            return None
-        fix = "Fix: correct the clock, or rename it"
-        return f"{self.folder}: found version {newest}, expected none later than now. {fix}"
+        if re.match(r"\d{4}-\d\d-\d\dT", newest) and newest >= generate_timestamp():
+            fix = "Fix: correct the clock, or rename it"
+            return f"{self.folder}: found version {newest}, expected none later than now. {fix}"
+        return None
 
     def _read_back(self, target: Path) -> None:
-        """Let later nodes read this version even if another run has published a newer one."""
+        """Let later nodes read this version, although another run may publish a newer one."""
         if self._version is not None and self._version.load is None:
             self._version = Version(target.parent.name, target.parent.name)
 
@@ -95,8 +91,8 @@ class PageDataset(PathDataset):
 class ArtifactDataset(PathDataset):
     """A directory with a manifest: a model, a split, an evaluation. Saved and loaded as a path.
 
-    Saving creates a new version of hard links, without copying. An interrupted run leaves none.
-    Published files share their bytes with the work directory: treat them as read-only.
+    Saving creates a version of hard links: its files share their bytes with the work directory, so
+    treat them as read-only. An interrupted run leaves no version.
 
     With `store`, the URL of a store, versions are saved there as well, and those of other machines
     are copied when they are loaded. `credentials` and `fs_args` are options of its file system.
@@ -120,18 +116,18 @@ class ArtifactDataset(PathDataset):
             )
 
     def load(self) -> Path:
-        """The path of this run's version, of the pinned version, or of the newest one.
+        """The path as above, copied from the store if necessary.
 
-        Raises ArtifactError if the version is damaged in its store.
+        Raises ArtifactError if the version is damaged there.
         """
         path = Path(str(self._get_load_path()))
         return path if self.store is None or path.exists() else self._fetch(path.parent.name)
 
     def versions(self, *, strict: bool = False) -> list[Path]:
-        """All published versions, oldest first.
+        """All published versions, oldest first; the outline of those that were never loaded here.
 
-        Of those in the store that were never loaded here, the outline: see `Store.pull`. One whose
-        manifest is damaged there is left out and reported; raises ArtifactError if `strict`.
+        One whose manifest is damaged in the store is left out and reported, or raises ArtifactError
+        if `strict`. See `Store.pull`.
         """
         found = {path.parent.name: path for path in super().versions()}
         for name in sorted({*self._stored()} - found.keys()):
@@ -159,19 +155,22 @@ class ArtifactDataset(PathDataset):
                 shutil.copytree(data, partial, copy_function=link_or_copy)
                 force_to_disk(partial)
                 partial.rename(target)
-                self._link_latest(target)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)  # free the space
                 raise
+            latest = self.folder / "latest"  # no version: Kedro looks for `*/NAME`
+            temporary = latest.with_name(f".{latest.name}.{os.getpid()}")
+            with suppress(OSError):  # the file system has no links
+                temporary.symlink_to(target.relative_to(self.folder))
+                temporary.replace(latest)
         self._read_back(target)
 
     def preview(self) -> TablePreview:
         """The final metrics of the stage, which Kedro-Viz shows beside the graph."""
         metrics = Manifest.read(self.load()).metrics
         rows = [[name, f"{value:.4g}"] for name, value in sorted(metrics.items())]
-        return TablePreview(
-            {"index": [*range(len(rows))], "columns": ["metric", "value"], "data": rows}
-        )
+        columns = ["metric", "value"]
+        return TablePreview({"index": [*range(len(rows))], "columns": columns, "data": rows})
 
     def whole(self, path: Path) -> Path:
         """The path with its files, if it is an outline of `versions` or in one: downloads them."""
@@ -184,11 +183,9 @@ class ArtifactDataset(PathDataset):
     def abandoned(self) -> list[Path]:
         """Directories of interrupted publications."""
         name = f"{self.folder.name}."
-        return [
-            path
-            for path in sorted(self.folder.glob(f"*/{name}*[0-9].partial"))
-            if not may_run(unquote(path.stem.removeprefix(name)), path.stat().st_mtime)
-        ]
+        found = sorted(self.folder.glob(f"*/{name}*[0-9].partial"))
+        owners = {path: unquote(path.stem.removeprefix(name)) for path in found}
+        return [path for path in found if not may_run(owners[path], path.stat().st_mtime)]
 
     def _get_versions(self) -> list[str]:
         """Kedro's list of the versions, newest first."""
@@ -215,17 +212,6 @@ class ArtifactDataset(PathDataset):
             raise DatasetError(f"{self.store.name}/{pointer}: found nothing, expected a manifest")
         return target
 
-    def _link_latest(self, target: Path) -> None:
-        """Let `latest`, beside the versions, refer to a version.
-
-        Kedro looks for `*/NAME`, which `latest` itself never is.
-        """
-        link = target.parent.parent / LATEST
-        temporary = link.with_name(f".{LATEST}.{os.getpid()}")
-        with suppress(OSError):  # the file system has no links
-            temporary.symlink_to(target.relative_to(link.parent))
-            temporary.replace(link)
-
 
 class StoreDataset(AbstractDataset[None, Store | None]):
     """Loaded as the store; None without a URL. Nodes do not use it, the runner of stages does."""
@@ -242,11 +228,9 @@ class StoreDataset(AbstractDataset[None, Store | None]):
         self._store = None if url is None else Store(url, **(fs_args or {}), **(credentials or {}))
 
     def load(self) -> Store | None:
-        """The store. Nothing is connected."""
         return self._store
 
     def save(self, data: None) -> None:
-        """Refuse: the runner of stages writes to the store."""
         raise DatasetError("the store is not an output")
 
     def _describe(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
+"""Nodes after the training of a policy: evaluation, registration and page."""
+
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,21 @@ from rlhf_pipeline.config.evaluate import (
     SFT_ROWS,
     CandidateConfig,
     EvaluateConfig,
+    RegisterConfig,
     task_inputs,
 )
 from rlhf_pipeline.config.rewards import Judge, ModelJudge, as_judges, local_source
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.hub import commit_of
 from rlhf_pipeline.pipelines.ppo import reward_inputs
+from rlhf_pipeline.reporting.page import evaluation_page
+from rlhf_pipeline.runtime.manifest import verify
+from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
+from rlhf_pipeline.tracking.registration import register_evaluated
+from rlhf_pipeline.tracking.registry import find_champion
 
 SPEC = StageSpec(
     name="evaluate",
@@ -54,7 +63,10 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             f"{policy.name}_model": candidate_model,
         }
         if trained is None:
-            config = judged_by_rewards(config, policy_config)
+            # Unless it has judges, those are the rewards that the training has maximized.
+            rewards = getattr(policy_config, "rewards", ())
+            judges = config.judges or as_judges(rewards)
+            config = config.model_copy(update={"judges": judges})
         else:
             inputs["reward_model"] = reward_model
         return _run(SPEC.for_candidate(policy.name), inputs, candidate, config, seed, stages)
@@ -95,13 +107,6 @@ def _run(
     return stages.run(Job(spec, blocks, {**inputs, **judges, **files}, seed, identities))
 
 
-def judged_by_rewards(config: EvaluateConfig, policy: Any) -> EvaluateConfig:
-    """The evaluation without a reward model: unless it has judges, they are the rewards that the
-    policy's training has maximized."""
-    rewards = getattr(policy, "rewards", ())
-    return config.model_copy(update={"judges": config.judges or as_judges(rewards)})
-
-
 def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, str]]:
     """Inputs of the judges, like `reward_inputs`; for a reward model on the hub, its commit.
 
@@ -116,3 +121,56 @@ def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, st
             except LookupError as error:
                 raise ArtifactError(f"evaluate.{place}: {error}") from error
     return paths, identities
+
+
+def register(
+    split: Path,
+    sft_model: Path,
+    candidate_model: Path,
+    reward_model: Path,
+    trained: RewardModelConfig | None,
+    policy_config: Any,
+    evaluation: Path,
+    config: RegisterConfig,
+    sources: SplitConfig,
+    judging: EvaluateConfig,
+    seed: int,
+    stages: Stages,
+    workspace: str,
+    project: Path,
+) -> dict[str, Any]:
+    """Register both policies in MLflow; promote the candidate if it passes the gate.
+
+    The present champion answers the prompts of the evaluation before. Raises ArtifactError if an
+    artifact is damaged.
+    """
+    for artifact in (sft_model, candidate_model, evaluation):
+        verify(artifact)
+    champion = find_champion(config.model, candidate_model, project, Path(workspace) / DOWNLOADS)
+    answered = None
+    if champion is not None and champion.folder is not None:
+        models = sft_model, champion.folder, reward_model
+        blocks = trained, policy_config, judging
+        answered = evaluate(CHAMPION)(split, *models, *blocks, seed, stages)
+    registration = register_evaluated(
+        sft_model, candidate_model, evaluation, champion, answered, config, sources.sources, project
+    )
+    return asdict(registration)
+
+
+def report(
+    evaluation: Path,
+    registration: dict[str, Any],
+    sft_model: Path,
+    candidate_model: Path,
+    reward_model: Path,
+) -> str:
+    """Make the page, after the registration: verdict, results, curves, every answer."""
+    try:
+        return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
+    except Exception as error:
+        raise PipelineError(
+            f"page of {evaluation}: found {type(error).__name__} ({error}), expected a page. "
+            "Models, evaluation and registration are complete. Fix: `kedro rlhf report` makes the "
+            "page again"
+        ) from error

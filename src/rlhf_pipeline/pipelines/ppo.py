@@ -1,18 +1,24 @@
+"""Stages that run the program of PPO: PPO, GRPO and distillation."""
+
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.config.distill import DistillConfig
+from rlhf_pipeline.config.grpo import GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, ReferenceReward
 from rlhf_pipeline.config.training import RewardModelConfig
+from rlhf_pipeline.data.token_contract import NAME, common_contract
+from rlhf_pipeline.pipelines.preparation import BASE_MODEL, base_model_identity
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.cache.code import library_version
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 
-def spec_of(block: type[PPOConfig]) -> StageSpec:
-    """The stage that runs the program of PPO with this block."""
+def _spec(block: type[PPOConfig]) -> StageSpec:
     sizes = ("rollout_batch_size", "minibatch_size", "ptx.batch_size")
     return StageSpec(
         name=block.stage,
@@ -23,12 +29,13 @@ def spec_of(block: type[PPOConfig]) -> StageSpec:
     )
 
 
-SPEC = spec_of(PPOConfig)
-READS = "split sft_model reward_model params:reward_model"
+PPO, GRPO = _spec(PPOConfig), _spec(GRPOConfig)
+DISTILL = replace(_spec(DistillConfig), headline_metrics=("objective/kl", "validation/kl"))
+TEACHER = replace(BASE_MODEL, name="teacher", blocks={})
+"""Fetches the teacher like a base model."""
 
 
-def by_rewards(policy: StageSpec) -> Callable[..., Path]:
-    """The node function of a stage that runs the program of PPO."""
+def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
 
     def node(
         split: Path,
@@ -42,7 +49,7 @@ def by_rewards(policy: StageSpec) -> Callable[..., Path]:
         """Train the SFT model on the scores of its rewards for the prompts of the phase `ppo`."""
         assert config is not None, "checked before the run"
         rewards, reward_identities = reward_inputs(config.rewards)
-        inputs = shared_inputs(split, sft_model, config)
+        inputs = _shared_inputs(split, sft_model, config)
         if trained is not None:
             inputs["reward_model"] = reward_model
         inputs |= rewards
@@ -53,11 +60,28 @@ def by_rewards(policy: StageSpec) -> Callable[..., Path]:
     return node
 
 
-ppo = by_rewards(SPEC)
+ppo, grpo = _by_rewards(PPO), _by_rewards(GRPO)
 
 
-def shared_inputs(split: Path, sft_model: Path, config: PPOConfig) -> dict[str, Path]:
-    """What every stage that runs the program of PPO reads: prompts, its start, the text of ptx."""
+def distill(
+    split: Path, sft_model: Path, config: DistillConfig | None, seed: int, stages: Stages
+) -> Path:
+    """Train the SFT model towards the teacher, on its own answers to the prompts of phase `ppo`.
+
+    Raises ArtifactError before the stage starts if both have different tokenizers.
+    """
+    assert config is not None, "checked before the run"
+    identity = base_model_identity(config.teacher, "distill.teacher")
+    teacher = stages.run(Job(TEACHER, {"base_model": config.teacher}, {}, 0, identity))
+    models = {"sft_model": sft_model, "distill.teacher": teacher}
+    if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
+        common_contract(models, "choose a teacher with the student's tokenizer and chat template")
+    inputs = _shared_inputs(split, sft_model, config) | {"teacher": teacher}
+    spec = DISTILL.answering_by(config.generator)
+    return stages.run(Job(spec, {spec.name: config}, inputs, seed))
+
+
+def _shared_inputs(split: Path, sft_model: Path, config: PPOConfig) -> dict[str, Path]:
     inputs = {"prompts": split / "ppo", "sft_model": sft_model}
     return inputs if config.ptx is None else inputs | {"pretraining": split / "pretraining"}
 

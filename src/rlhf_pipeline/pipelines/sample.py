@@ -1,10 +1,19 @@
+"""Stages that train on the best of a policy's own answers: rejection sampling, iterative DPO."""
+
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_pipeline.config.sample import SampledConfig, TableConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SupervisedConfig
+from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.sample import (
+    IterativeDPOConfig,
+    RejectionConfig,
+    SampledConfig,
+    TableConfig,
+)
+from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, SupervisedConfig
 from rlhf_pipeline.pipelines.evaluate import judge_inputs
 from rlhf_pipeline.pipelines.ppo import reward_inputs
+from rlhf_pipeline.pipelines.supervised import supervised
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 SAMPLE = StageSpec(
@@ -12,9 +21,16 @@ SAMPLE = StageSpec(
     program="rlhf_pipeline.evaluation.sample",
     headline_metrics=("sample/score", "sample/chosen_score", "sample/without_row"),
 )
+REJECTION = supervised(
+    "rejection", RejectionConfig, "sft", "rejection/loss", "validation/perplexity"
+)
+ITERATIVE_DPO = supervised(
+    "iterative_dpo", IterativeDPOConfig, "dpo",
+    "iterative_dpo/loss", "iterative_dpo/accuracy", "validation/accuracy",
+)  # fmt: skip
 
 
-def in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> Callable[..., Path]:
+def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> Callable[..., Path]:
     """The node function of a policy that answers and trains on its answers, in each round.
 
     Its program reads the parameters `block`, and starts from its input `start`.
@@ -49,3 +65,7 @@ def in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> C
 
     node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
     return node
+
+
+rejection = _in_rounds(REJECTION, SFTConfig, "base_model")
+iterative_dpo = _in_rounds(ITERATIVE_DPO, DPOConfig, "sft_model")

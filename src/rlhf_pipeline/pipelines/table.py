@@ -4,8 +4,7 @@ A new algorithm is a module and a name at the door `POLICY`.
 """
 
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kedro.pipeline import Node, Pipeline
 
@@ -14,15 +13,33 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.pipelines import base_model, evaluate, register, report, reward_model, sft, split
-from rlhf_pipeline.pipelines.distill import TEACHER
-from rlhf_pipeline.pipelines.sample import SAMPLE
+from rlhf_pipeline.pipelines import evaluate, ppo, preparation, sample, supervised
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
-OWN = ("ppo", "grpo", "distill", "dpo", "kto", "rejection", "iterative_dpo")
-POLICY = Door("policy", {name: f"rlhf_pipeline.pipelines.{name}" for name in OWN})
-"""Modules that train a policy, by the name of its stage, `SPEC`. The function of this name is the
-node: it reads the data sets `READS` before its block, and writes the data set `<name>_model`."""
+
+class Algorithm(NamedTuple):
+    """A stage that trains a policy; its node writes the data set `<name>_model`."""
+
+    spec: StageSpec
+    train: Callable[..., Any]
+    reads: str
+    """The data sets that the node reads before its parameter block."""
+
+
+ON_ROWS = "split sft_model"
+BY_REWARDS = "split sft_model reward_model params:reward_model"
+OWN = {
+    "ppo": Algorithm(ppo.PPO, ppo.ppo, BY_REWARDS),
+    "grpo": Algorithm(ppo.GRPO, ppo.grpo, BY_REWARDS),
+    "distill": Algorithm(ppo.DISTILL, ppo.distill, ON_ROWS),
+    "dpo": Algorithm(supervised.DPO, supervised.dpo, ON_ROWS),
+    "kto": Algorithm(supervised.KTO, supervised.kto, ON_ROWS),
+    "rejection": Algorithm(sample.REJECTION, sample.rejection, BY_REWARDS),
+    "iterative_dpo": Algorithm(sample.ITERATIVE_DPO, sample.iterative_dpo, BY_REWARDS),
+}
+POLICY = Door("policy", dict.fromkeys(OWN, __name__))
+"""Modules of other packages that train a policy, by the name of its stage, `SPEC`. The function of
+this name is the node, which reads `READS` before its block."""
 
 SHARED = ("base_model", "split", "sft", "reward_model")
 """Nodes that the pipelines of all policies share."""
@@ -34,30 +51,33 @@ LAST = ("evaluate", "register", "report")
 """Nodes after the training of a policy."""
 
 
-def policy_stages() -> dict[str, ModuleType]:
-    """The modules at the door `POLICY` by the name of their stage.
+def policy_stages() -> dict[str, Algorithm]:
+    """The algorithms by the name of their stage.
 
     Raises ConfigError if the module of another package cannot be imported, or lacks a part.
     """
-    modules = {name: POLICY.load(name) for name in POLICY.names()}
-    for name, module in modules.items():
-        spec, missing = getattr(module, "SPEC", None), {name, "READS"} - vars(module).keys()
-        if missing or not isinstance(spec, StageSpec) or spec.name != name:
-            raise ConfigError(
-                f"entry point {name} of rlhf_pipeline.policy: found {module.__name__}, expected a "
-                f"module with SPEC, a StageSpec of this name, READS, and the function {name}. Fix: "
-                "correct it, or uninstall its package"
-            )
-    return modules
+    return {name: OWN.get(name) or _of_package(name) for name in POLICY.names()}
+
+
+def _of_package(name: str) -> Algorithm:
+    module = POLICY.load(name)
+    spec, missing = getattr(module, "SPEC", None), {name, "READS"} - vars(module).keys()
+    if missing or not isinstance(spec, StageSpec) or spec.name != name:
+        raise ConfigError(
+            f"entry point {name} of rlhf_pipeline.policy: found {module.__name__}, expected a "
+            f"module with SPEC, a StageSpec of this name, READS, and the function {name}. Fix: "
+            "correct it, or uninstall its package"
+        )
+    return Algorithm(spec, getattr(module, name), module.READS)
 
 
 def stage_specs() -> dict[str, StageSpec]:
     """Every stage that launches a program, by name."""
-    policies = [module.SPEC for module in policy_stages().values()]
+    policies = [policy.spec for policy in policy_stages().values()]
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
-    prepared = [split.SOURCE, base_model.SPEC, split.SPEC, sft.SPEC, reward_model.SPEC]
+    prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = map(evaluate.SPEC.for_candidate, candidates)
-    between = SAMPLE, TEACHER
+    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 
@@ -114,13 +134,13 @@ def _nodes() -> dict[str, Node]:
     """Every node by name."""
     stage = f"params:seed {STAGES}"
     rows: list[tuple[Callable[..., Any], str, str]] = [  # function, what it reads and writes
-        (base_model.base_model, f"params:base_model params:split {stage}", "base_model"),
-        (split.split, f"base_model params:split {stage}", "split"),
-        (sft.sft, f"split base_model params:sft {stage}", "sft_model"),
-        (reward_model.reward_model, f"split sft_model params:reward_model {stage}", "reward_model"),
+        (preparation.base_model, f"params:base_model params:split {stage}", "base_model"),
+        (preparation.split, f"base_model params:split {stage}", "split"),
+        (supervised.sft, f"split base_model params:sft {stage}", "sft_model"),
+        (supervised.reward_model, f"{ON_ROWS} params:reward_model {stage}", "reward_model"),
     ]
     named = [(*row, name) for row, name in zip(rows, SHARED, strict=True)]
-    for name, module in policy_stages().items():
+    for name, policy in policy_stages().items():
         models = f"sft_model {name}_model reward_model"
         evaluation, registration, page = (
             data_set_of(each, name) for each in ("evaluation", "registration", "evaluation_page")
@@ -128,12 +148,11 @@ def _nodes() -> dict[str, Node]:
         blocks = f"params:register params:split params:evaluate {stage} workspace {PROJECT}"
         trained = f"split {models} params:reward_model params:{name}"
         after: list[tuple[Callable[..., Any], str, str]] = [
-            (evaluate.evaluate(module.SPEC), f"{trained} params:evaluate {stage}", evaluation),
-            (register.register, f"{trained} {evaluation} {blocks}", registration),
-            (report.report, f"{evaluation} {registration} {models}", page),
+            (evaluate.evaluate(policy.spec), f"{trained} params:evaluate {stage}", evaluation),
+            (evaluate.register, f"{trained} {evaluation} {blocks}", registration),
+            (evaluate.report, f"{evaluation} {registration} {models}", page),
         ]
-        train = getattr(module, name)
-        named += [(train, f"{module.READS} params:{name} {stage}", f"{name}_model", name)]
+        named += [(policy.train, f"{policy.reads} params:{name} {stage}", f"{name}_model", name)]
         named += [(*row, node_of(last, name)) for row, last in zip(after, LAST, strict=True)]
     return {
         name: Node(function, reads.split(), writes, name=name)

@@ -1,8 +1,8 @@
 """From rewards of tokens, or returns of responses, to the advantage of each token.
 
 Shapes: B sequences, R response tokens, G prompts with K responses each, S sources of rewards. A
-mask is (B, R) bool, True = the policy chose the token. Tokens that it did not choose, padding or a
-turn of a tool, may stand anywhere: they get 0, and a step leads from one chosen token to the next.
+mask is (B, R) bool, True = the policy chose the token. The other tokens, padding or a turn of a
+tool, may stand anywhere: they get 0, and a step leads from one chosen token to the next.
 
 All functions raise ValueError if a shape is wrong.
 """
@@ -34,18 +34,10 @@ def gae(
 
     Source: Schulman et al., https://arxiv.org/abs/1506.02438, equation 16; G_t is the TD(lambda)
     return. A lambda of its own for the critic: VAPO, Yue et al., https://arxiv.org/abs/2504.05118,
-    section 4.1.
-
-    Args:
-        rewards: (B, R), including the score.
-        values: (B, R), value of the state before each response token.
-        gamma: discount, 1.0 in RLHF.
-        lam: 0 = one-step TD, 1 = Monte Carlo.
-        value_lam: the same for the returns; None: `lam`.
+    section 4.1. Rewards include the score; values are those of the state before each token.
 
     Returns:
-        advantages, returns: (B, R) float32 each, not whitened, 0 outside the mask, without
-        gradient.
+        advantages, returns: (B, R) float32 each, not whitened, 0 outside the mask, no gradient.
     """
     check_shapes(mask, rewards=rewards, values=values)
     rewards = torch.where(mask, rewards, 0.0).float()
@@ -71,8 +63,7 @@ def leave_one_out(returns: Tensor) -> Tensor:
         A_i = R_i - sum_{j != i} R_j / (K - 1)
 
     Source: Ahmadian et al., https://arxiv.org/abs/2402.14740, equation 8; R includes the KL
-    penalty. Returns are (K, G), one prompt per column; so are the advantages, float32 without
-    gradient. Raises ValueError for K < 2.
+    penalty. Returns and advantages are (K, G), one prompt per column. K is at least 2.
     """
     _check_groups(returns)
     others = returns.shape[0] - 1
@@ -86,12 +77,9 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
         A_i = (R_i - mean(R)) / (std(R) + 1e-4)     with `scale`; std divides by K - 1
         A_i = R_i - mean(R)                         without `scale`
 
-    With `scale`, R must not contain a KL penalty: its noise would scale groups of equal scores.
-
     Source: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1.2; without scale: Liu et al.,
-    https://arxiv.org/abs/2503.20783. The divisor K - 1 and the constant are those of TRL; the paper
-    does not specify them. The constant and float64 keep rounding errors of equal returns small.
-    Shapes as in `leave_one_out`.
+    https://arxiv.org/abs/2503.20783. The divisor K - 1 and the constant are those of TRL. The
+    constant and float64 keep rounding errors of equal returns small. Shapes: `leave_one_out`.
     """
     _check_groups(returns)
     returns = returns.double()
@@ -102,8 +90,7 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
 def grpo(scores: Tensor, penalties: Tensor, *, scale_by_group_std: bool) -> Tensor:
     """GRPO with a KL penalty beside the score; all are (K, G), like `group_relative`.
 
-    Only scores are scaled; otherwise a group of equal scores would learn from the penalty in full,
-    however small its coefficient is.
+    Only scores are scaled: a group of equal scores would learn from the penalty's noise in full.
     """
     relative = group_relative(scores, scale=scale_by_group_std)
     return relative - group_relative(penalties, scale=False)
@@ -121,12 +108,8 @@ def gdpo(
         S_i = sum_s w_s * (R_si - mean(R_s)) / (std(R_s) + 1e-4)
         A_i = (S_i - mean(S)) / (std(S) + 1e-4) - (penalty_i - mean(penalty))
 
-    A reward of large numbers then does not hide a small one, and groups that differ in one reward
-    only still learn from it.
-
-    Source: Liu et al., https://arxiv.org/abs/2601.05242, equations 4 to 6.
-
-    Parts are (S, K, G), weights (S,), penalties (K, G); `moments` as in `reinforce`.
+    Source: Liu et al., https://arxiv.org/abs/2601.05242, equations 4 to 6. Parts are (S, K, G),
+    weights (S,), penalties (K, G); `moments` as in `reinforce`.
     """
     scaled = torch.stack([group_relative(part, scale=True) for part in parts])
     total = (weights.view(-1, 1, 1) * scaled).sum(0)
@@ -144,8 +127,8 @@ def reinforce_plus_plus(
         G_t = r_t + gamma * G_{t+1}     t + 1 as in `gae`
         A_t = whitened(G_t)
 
-    Source: Hu, https://arxiv.org/abs/2501.03262, equations 4 and 5. Rewards are (B, R), including
-    score and KL penalty; `whitened` gives them mean 0 and variance 1 over the tokens of all ranks.
+    Source: Hu, https://arxiv.org/abs/2501.03262, equations 4 and 5. Rewards include score and KL
+    penalty; `whitened` gives them mean 0 and variance 1 over the tokens of all ranks.
     """
     return whitened(gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)[1])
 
@@ -167,8 +150,8 @@ def immediate(rewards: Tensor) -> Tensor:
 
         A_t = r_t = -kl_coef * (log p(token) - log p_ref(token))     without scores
 
-    With a teacher as the reference this is on-policy distillation: the expectation over tokens of
-    the policy's gradient is that of -KL(policy || teacher) at each position.
+    With a teacher as the reference this is on-policy distillation: the expected gradient is that of
+    -KL(policy || teacher) at each position.
 
     Source: Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
     """

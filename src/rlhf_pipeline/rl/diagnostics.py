@@ -1,6 +1,7 @@
 """Diagnostics of PPO training, as sums that add up over micro batches and ranks.
 
-Shapes: B sequences, R response tokens. A mask is (B, R) bool, True = the policy chose the token.
+All tensors are (B, R): B sequences, R response tokens; a mask as in `rl.masking`. All functions
+raise ValueError if a shape is wrong.
 """
 
 import torch
@@ -26,18 +27,10 @@ def policy_diagnostics(
     All values are sums over the mask, 0-dim float64:
 
         approx_kl       k3 estimate of KL(old || new): ratio - 1 - log ratio
-        clip_fraction   1 where the ratio of `importance` is outside the clip range, for either sign
-                        of the advantage
+        clip_fraction   1 where the ratio of `importance` is outside the clip range
         ratio           exp(logprobs - old_logprobs); a mean near 1 means representative samples
 
     Source: Schulman, http://joschu.net/blog/kl-approx.html; names as in OpenAI Baselines' ppo2.
-
-    Args:
-        logprobs: (B, R), of the policy being updated.
-        old_logprobs: (B, R), of the policy that sampled.
-
-    Raises:
-        ValueError: a shape is wrong.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     logprobs, old_logprobs = logprobs.double(), old_logprobs.double()
@@ -53,12 +46,9 @@ def policy_diagnostics(
 
 
 def value_sums(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Compute the input of `explained_variance`; sums add up over micro batches and ranks.
+    """The input of `explained_variance`, (2, 3) float64, from the values that gave the returns.
 
-    Values and returns are (B, R); the returns were computed from these values.
-
-    The sums are (2, 3) float64: `masked_moments` of the returns G in row 0, of G - V in row 1.
-    Raises ValueError if a shape is wrong.
+    Row 0 are `masked_moments` of the returns G, row 1 those of G - V.
     """
     check_shapes(mask, values=values, returns=returns)
     return torch.stack(
@@ -71,8 +61,7 @@ def explained_variance(sums: Tensor) -> Tensor:
 
         1 - Var(G - V) / Var(G)     1 = perfect, 0 = like a constant, negative = worse
 
-    `sums` are `value_sums` over all micro batches and ranks. The result is 0-dim float64, NaN if
-    all returns are equal.
+    The result is 0-dim float64, NaN if all returns are equal.
     """
     mean, variance = mean_and_variance(sums[0])
     _, error_variance = mean_and_variance(sums[1])

@@ -1,10 +1,9 @@
 """Log-probabilities and entropies from logits in float32, without a float32 copy of all logits.
 
-Shapes: B sequences, P prompt tokens, R response tokens, T = P + R, V vocabulary.
+Shapes: B sequences, R response tokens, V vocabulary, d width.
 
-Several float32 tensors of B * R * V elements would be the largest tensors of RLHF. Therefore one
-chunk of positions is processed at a time, and the backward pass recomputes a chunk's probabilities
-instead of keeping them.
+Float32 tensors of B * R * V elements would be the largest ones of RLHF. Therefore one chunk of
+positions is processed at a time, and the backward pass recomputes its probabilities.
 """
 
 from collections.abc import Iterator
@@ -46,19 +45,17 @@ def logprobs_and_entropy(
         logits: (B, R, V) in any float dtype; position t predicts ids[:, t]. With `head`, they are
             hidden states, (B, R, d). They must be finite for the entropy.
         ids: (B, R) long, in [0, vocab_size) everywhere, padding included.
-        temperature: the sampling temperature, so that ratios and KL belong to the sampling policy.
         vocab_size: number of real tokens; columns beyond it have probability 0. None = V.
         chunk: elements processed at a time, at least one position; without effect on the result.
-        head: weight (V, d) and bias (V,) of the layer from hidden states to logits. Its logits
-            exist for one chunk at a time, in float32 whatever the dtype of the weight.
+        head: weight (V, d) and bias (V,) of the layer from hidden states to logits, which exist
+            for one chunk at a time, in float32 whatever the dtype of the weight.
         with_entropy: False: the second result is None.
 
     Returns:
         (B, R) float32 each, from one softmax, differentiable once.
 
     Raises:
-        ValueError: ids does not match logits, temperature is not positive, or vocab_size is not in
-            [1, V].
+        ValueError: the shape of ids, the temperature or vocab_size is wrong.
     """
     weight, bias = (None, None) if head is None else head
     columns = logits.shape[-1] if weight is None else weight.shape[0]
@@ -72,14 +69,8 @@ def sampled(
 ) -> tuple[Tensor, Tensor]:
     """Sample from softmax(logits / temperature) by inverting its CDF at given uniform numbers.
 
-    A temperature of 0 is greedy: the most likely token, with its log-probability at temperature 1.
-
-    Args:
-        logits: (B, V). Columns beyond `vocab_size` have probability 0.
-        draws: (B,) uniform numbers in [0, 1).
-
-    Returns:
-        Tokens (B,) long, and their log-probabilities (B,) float32.
+    Logits are (B, V), draws (B,) in [0, 1). Returns tokens (B,) long, and their log-probabilities
+    (B,) float32. A temperature of 0 is greedy, with the log-probability at temperature 1.
     """
     scaled = logits[:, :vocab_size].float()
     if temperature not in (0, 1):
@@ -215,7 +206,7 @@ class _Settings:
     def parts(self, ids: Tensor) -> Iterator[tuple[slice, slice]]:
         """Rows and positions of chunks: several whole rows, or else a part of one row.
 
-        Slices are views. To flatten the logits of a batch could copy them: they may be a view.
+        Slices are views; to flatten the logits of a batch could copy them.
         """
         rows, width = ids.shape
         positions = max(1, self.chunk // self.columns)
@@ -227,11 +218,7 @@ class _Settings:
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    """The product in float32. Rounded to bf16, the logits of a large vocabulary would be too coarse
-    for ratios of probabilities.
-
-    left is (..., K), right (K, V).
-    """
+    """The product in float32: bf16 is too coarse for the logits of a large vocabulary."""
     if left.is_cuda and left.dtype != torch.float32:
         product = torch.mm(left.flatten(0, -2), right, out_dtype=torch.float32)
         return product.view(*left.shape[:-1], -1)

@@ -1,11 +1,12 @@
 """The losses, each as a pair: a sum over its terms, and the number of terms, without gradient.
 
 The caller divides the sum by the number of terms in the whole optimizer step, over all micro
-batches and ranks. The quotients then add up to the mean over the batch; an engine that averages
-over ranks or micro batches must undo that.
+batches and ranks; an engine that averages over ranks or micro batches must undo that.
 
-Shapes: B sequences, R response tokens, N comparisons. A mask is (B, R) bool, True = the token is a
-term: the policy chose it. Sums are 0-dim float32. All functions raise ValueError for a wrong shape.
+Shapes: B sequences, R response tokens, N comparisons. Tensors of tokens are (B, R); only `logprobs`
+and `values` have a gradient, and old ones are of the policy or the critic that sampled. A mask is
+bool, True = the policy chose the token. Sums are 0-dim float32. All functions raise ValueError for
+a wrong shape.
 """
 
 from collections.abc import Callable
@@ -23,10 +24,7 @@ Reduce = Callable[[Tensor, Tensor], LossSum]  # terms and mask, (B, R) each; see
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor) -> LossSum:
-    """Negative log-likelihood of demonstrated tokens or of plain text; `logprobs` are (B, R).
-
-    L = -sum_t log p(token_t)
-    """
+    """Negative log-likelihood of demonstrated tokens or of plain text: -sum_t log p(token_t)."""
     return -masked_sum(logprobs.float(), mask), mask.sum()
 
 
@@ -35,8 +33,7 @@ def pairwise_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossSum:
 
         L = -sum_i log sigmoid(chosen_i - rejected_i)
 
-    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, with one comparison per
-    pair.
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 1, one comparison per pair.
     """
     check_same_shape(chosen_scores=chosen_scores, rejected_scores=rejected_scores)
     margin = chosen_scores.float() - rejected_scores.float()
@@ -56,13 +53,11 @@ def reduced(
         sequences   sum_t x_t / |row|   / number of rows                         (GRPO)
         constant    sum_t x_t           / (number of rows * max_response_tokens) (Dr. GRPO)
 
-    A row without a token counts nowhere. With `tokens`, a long response weighs more than a short
-    one; with `sequences`, each of its tokens weighs less; with `constant`, the lengths that the
-    policy has chosen divide nothing.
+    A row without a token counts nowhere.
 
     Source: Yu et al., https://arxiv.org/abs/2503.14476, equation 8; Shao et al.,
     https://arxiv.org/abs/2402.03300, equation 3; Liu et al., https://arxiv.org/abs/2503.20783,
-    section 3.1. `terms` are (B, R).
+    section 3.1.
     """
     if denominator == "tokens":
         return masked_sum(terms, mask), mask.sum()
@@ -86,8 +81,8 @@ def importance_ratios(
         sequence    exp(mean over the row of logprobs_t - old_logprobs_t), equal for its tokens
 
     The log ratio is clamped, so that one token cannot make a loss infinite; a clamped one has no
-    gradient. With `sequence`, each ratio has the gradient of its own token alone. The sum over a
-    row of equal advantages has the gradient of GSPO, and a token with the advantage 0 has none.
+    gradient. With `sequence`, each ratio has the gradient of its own token alone: the sum over a
+    row of equal advantages has the gradient of GSPO.
 
     Source of sequence: GSPO, Zheng et al., https://arxiv.org/abs/2507.18071, equation 7 and
     section 4.3 (GSPO-token).
@@ -124,18 +119,8 @@ def policy_loss(
     https://arxiv.org/abs/1912.09729, equation 5; a range of its own upwards: DAPO, Yu et al.,
     https://arxiv.org/abs/2503.14476, equation 10; ratios of sequences: GSPO.
 
-    Args:
-        logprobs: (B, R), the only argument with a gradient.
-        old_logprobs: (B, R), of the policy that sampled; may be `logprobs` itself.
-        advantages: (B, R).
-        clip_range: allowed deviation of the ratio from 1.
-        clip_range_high: allowed deviation upwards; None = `clip_range`.
-        dual_clip: largest ratio that counts for a negative advantage, > 1; None = no limit.
-        importance, log_ratio_clamp: see `importance_ratios`.
-        reduce: sums the terms of all tokens.
-
-    Raises:
-        ValueError: a shape is wrong, or dual_clip is not above 1.
+    Without `clip_range_high`, `clip_range` holds upwards, too. Raises ValueError if dual_clip, the
+    largest ratio that counts for a negative advantage, is not above 1.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     if dual_clip is not None and not dual_clip > 1:
@@ -171,7 +156,7 @@ def cispo_loss(
         L = -sum_t weight_t * A_t * logprobs_t           summed by `reduce`
 
     Source: MiniMax, https://arxiv.org/abs/2506.13585, equations 4 and 5, without a lower limit, as
-    in their runs. Arguments as in `policy_loss`.
+    in their runs.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     high = clip_range if clip_range_high is None else clip_range_high
@@ -195,11 +180,11 @@ def kl_loss(
         w_t = exp(logprobs_t - old_logprobs_t)     importance weight, a constant
         L = sum_t w_t * (logprobs_t - ref_logprobs_t)^2 / 2
 
-    Its gradient estimates that of KL(policy || reference) given the tokens before, without bias, as
-    the weight corrects for an earlier policy. Its value is not the KL.
+    Its gradient estimates that of KL(policy || reference) given the tokens before, without bias;
+    its value is not the KL.
 
     Source: Tang and Munos, https://arxiv.org/abs/2506.09477, for the square (k2); DeepSeek-V3.2,
-    https://arxiv.org/abs/2512.02556, for the weight. Arguments as in `policy_loss`.
+    https://arxiv.org/abs/2512.02556, for the weight.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
     weights = importance_ratios(
@@ -210,42 +195,24 @@ def kl_loss(
     return reduce(terms, mask)
 
 
-def entropy_loss(
-    entropy: Tensor,
-    mask: Tensor,
-    *,
-    reduce: Reduce = reduced,
-) -> LossSum:
-    """Negative entropy of the policy: an exploration bonus. `entropy` is (B, R), in nats.
+def entropy_loss(entropy: Tensor, mask: Tensor, *, reduce: Reduce = reduced) -> LossSum:
+    """Negative entropy of the policy in nats, -sum_t H_t: an exploration bonus.
 
-        L = -sum_t H_t
-
-    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9; the caller applies the
-    coefficient c_2.
+    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 9, without c_2.
     """
     return reduce(-entropy.float(), mask)
 
 
 def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    *,
-    clip_range: float | None,
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_range: float | None
 ) -> LossSum:
     """Clipped squared error of the critic.
 
         clipped_t = old_t + clip(V_t - old_t, -clip_range, clip_range)
         L = sum_t max((V_t - G_t)^2, (clipped_t - G_t)^2) / 2
 
-    Source: OpenAI Baselines' ppo2, https://github.com/openai/baselines; not in the PPO paper.
-
-    Args:
-        values: (B, R), the only argument with a gradient.
-        old_values: (B, R), the values that the returns were computed from.
-        returns: (B, R).
-        clip_range: allowed change of a value; None = plain squared error.
+    Source: OpenAI Baselines' ppo2, https://github.com/openai/baselines; not in the PPO paper. The
+    returns were computed from the old values. Without a range it is the plain squared error.
     """
     check_shapes(mask, values=values, old_values=old_values, returns=returns)
     values, old_values, returns = (

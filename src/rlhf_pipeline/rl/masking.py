@@ -8,10 +8,7 @@ from torch import Tensor
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Refuse tensors that would broadcast, such as (B,) and (B, 1).
-
-    Raises ValueError if a tensor's shape differs from the first one's.
-    """
+    """Raise ValueError for tensors that would broadcast, such as (B,) and (B, 1)."""
     (first_name, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != first.shape:
@@ -22,10 +19,7 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
-    """Refuse a mask that is not bool, and tensors that differ from the mask in shape.
-
-    Raises ValueError if the mask's dtype, or a tensor's shape, is wrong.
-    """
+    """Raise ValueError for a mask that is not bool, and for tensors of another shape."""
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: found {mask.dtype}, expected torch.bool, True = the token counts")
     check_same_shape(mask=mask, **tensors)
@@ -42,10 +36,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of x over the mask in each row, (B,); 0 for a row without a token in it.
-
-    Applied to log-probabilities, it gives those of whole responses. Gradients: see `masked_sum`.
-    """
+    """Sum of x over the mask in each row, (B,); 0 for an empty row. Gradients: see `masked_sum`."""
     check_shapes(mask, x=x)
     return torch.where(mask, x, 0.0).sum(-1)
 
@@ -54,8 +45,7 @@ def masked_row_sums(x: Tensor, mask: Tensor) -> Tensor:
 def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
     """Count, sum and sum of squares of x over the mask, (3,) float64.
 
-    Moments add up over micro batches and ranks. They are float64, because the variance is the
-    difference of two sums.
+    They add up over micro batches and ranks; the variance is the difference of two sums.
     """
     check_shapes(mask, x=x)
     real = torch.where(mask, x, 0.0).double()
@@ -70,18 +60,12 @@ def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Shift and scale x to mean 0 and variance 1 over the masks of the global batch.
+    """Shift and scale x to mean 0 and variance 1 over the global batch, (B, R) float32.
 
         (x - mean) / sqrt(variance + 1e-8)     population variance; + mean if `shift_mean` is false
 
-    All ranks must use the same moments, or their gradients would have different scales. A batch of
-    one token, or of equal ones, becomes 0.
-
-    Args:
-        moments: (3,) float64, `masked_moments` summed over all micro batches and ranks.
-
-    Returns:
-        (B, R) float32, 0 outside the mask.
+    `moments` are `masked_moments` summed over all micro batches and ranks: with others, the
+    gradients of ranks would have different scales. Equal numbers become 0.
     """
     check_shapes(mask, x=x)
     mean, variance = mean_and_variance(moments)

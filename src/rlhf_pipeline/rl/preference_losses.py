@@ -26,15 +26,9 @@ def dpo_loss(
         m_i  = r(chosen_i) - r(rejected_i)     r: `implicit_rewards`
         L    = -sum_i ((1 - e) * log sigmoid(m_i) + e * log sigmoid(-m_i))
 
-    Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7. With e > 0: conservative
-    DPO (Mitchell, https://ericmitchell.ai/cdpo.pdf), which assumes that a preference is wrong with
-    probability e. Its minimum is at the margin log((1 - e) / e) instead of infinity.
-
-    Args:
-        chosen_logprobs, rejected_logprobs: under the policy.
-        ref_chosen_logprobs, ref_rejected_logprobs: under the reference.
-        beta: scale of the implicit rewards, reward per nat of log ratio.
-        label_smoothing: e, in [0, 0.5).
+    Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7. e, in [0, 0.5), is
+    `label_smoothing`; above 0 it is the probability of a wrong preference in conservative DPO
+    (Mitchell, https://ericmitchell.ai/cdpo.pdf).
     """
     check_same_shape(
         chosen_logprobs=chosen_logprobs,
@@ -163,8 +157,7 @@ def kto_loss(
         L = sum_i desirable_weight * (1 - sigmoid(beta * (r_i - kl)))        of the good answers
           + sum_i undesirable_weight * (1 - sigmoid(beta * (kl - r_i)))      of the bad ones
 
-    r are the log ratios, `is_good` is bool. `kl`, 0-dim and without gradient, is the KL of the
-    policy from its reference: people judge an answer against what the policy says on average.
+    r are the log ratios, `is_good` is bool; `kl`, 0-dim, is the KL of policy and reference.
 
     Source: Ethayarajh et al., https://arxiv.org/abs/2402.01306, section 4.1.
     """

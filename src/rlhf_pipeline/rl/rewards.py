@@ -1,10 +1,7 @@
 """From scores of responses to rewards of tokens: KL, penalties, weights of another sampler.
 
-Shapes: B sequences, R response tokens, S sources of rewards. A mask is (B, R) bool, True = the
-policy chose the token. Tokens that it did not choose, padding or a turn of a tool, may stand
-anywhere: they get 0.
-
-All functions raise ValueError if a shape is wrong.
+Shapes: B sequences, R response tokens, S sources of rewards; tensors of tokens are (B, R). A mask
+as in `rl.advantages`. All functions raise ValueError if a shape is wrong.
 """
 
 import math
@@ -20,7 +17,7 @@ Aggregate = Literal["sum", "min", "mean_minus_std"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens sampled by the policy.
+    """Per-token estimate of KL(policy || reference) from tokens sampled by the policy; not masked.
 
         x = log p(token) - log p_ref(token)
         k1 = x                          unbiased, high variance, may be negative
@@ -29,8 +26,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     This is about values. The gradient of the KL is that of k1 as a reward, or of `losses.kl_loss`.
 
     Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
-
-    All are (B, R); the result is not masked.
     """
     check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_ratio = logprobs - ref_logprobs
@@ -46,13 +41,8 @@ def adapted_kl_coef(
         kl_coef = kl_coef * (1 + error * batch_size / horizon)
 
     Source: Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2; K_beta is
-    batch_size / horizon, as in their code.
-
-    Args:
-        observed_kl: mean KL of the last batch, in nats per sequence.
-        target: desired KL, in nats per sequence.
-        horizon: sequences over which an error of 0.2 changes the coefficient by about e^0.2.
-        batch_size: sequences in the last batch, over all ranks.
+    batch_size / horizon, as in their code. KLs are in nats per sequence, the mean of the last batch
+    and the desired one; horizon and batch_size count sequences, over all ranks.
 
     Raises:
         ValueError: observed_kl is not finite, target is not positive, or horizon is so short that
@@ -81,8 +71,6 @@ def aggregated(parts: Tensor, how: Aggregate) -> Tensor:
         min               min_s r_s                    the most careful one
         mean_minus_std    mean_s r_s - std_s r_s       std divides by S
 
-    The last two make it harder to win by the error of one reward model.
-
     Source: Coste et al., https://arxiv.org/abs/2310.02743, section 3: worst case, and uncertainty
     weighted with the standard deviation in place of the variance, which has the unit of a score.
     """
@@ -109,10 +97,8 @@ def shaped_scores(
         - overlong_penalty * clip((length - (max_response_tokens - buffer)) / buffer, 0, 1)
 
     Source: `missing_eos_penalty` of TRL, https://github.com/huggingface/trl; soft overlong
-    punishment of DAPO, Yu et al., https://arxiv.org/abs/2503.14476, equation 13. A fixed score
-    instead could be higher than that of the same text with an end.
-
-    Scores and lengths, in tokens, are (B,); `has_eos` is (B,) bool.
+    punishment of DAPO, Yu et al., https://arxiv.org/abs/2503.14476, equation 13. Scores, lengths in
+    tokens, and `has_eos`, bool, are (B,).
     """
     check_same_shape(scores=scores, has_eos=has_eos, lengths=lengths)
     shaped = torch.where(has_eos, scores, scores - missing_eos_penalty)
@@ -138,16 +124,12 @@ def sampler_weights(
         w   = product over the row of w_t           sequence, the same for all its tokens
         min(w, maximum), or 0 above it              truncate, mask
 
-    Advantages times these weights make the expected update that of responses of the policy itself,
-    apart from what truncation leaves out. By token, the weights ignore that a token's prefix came
-    from the sampler, too; by sequence, they do not, and vary more.
+    By token, the weights ignore that a token's prefix came from the sampler, too; by sequence, they
+    do not, and vary more. `logprobs` are of the policy; the result is 0 outside the mask.
 
     Source: truncated, Ionides 2008, https://doi.org/10.1198/106186008X320456; for RL of language
     models, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; masked, Zhao et al.,
     https://arxiv.org/abs/2510.18855, section 2.2, who mask weights below a minimum, too.
-
-    `logprobs` are those of the policy as the trainer computes them, (B, R); the result is 0 outside
-    the mask.
     """
     check_shapes(mask, logprobs=logprobs, sampler_logprobs=sampler_logprobs)
     log_ratio = torch.where(mask, logprobs.double() - sampler_logprobs.double(), 0.0)
@@ -160,31 +142,15 @@ def sampler_weights(
 
 @torch.no_grad()
 def per_token_rewards(
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    kl_coef: float,
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, kl_coef: float
 ) -> Tensor:
-    """Subtract a KL penalty at every token, and add the score at the last one.
+    """Subtract a KL penalty at every token, and add the score at the last one: (B, R) float32.
 
         r_t = -kl_coef * (logprobs_t - ref_logprobs_t) + [t is the last chosen token] * score
 
-    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 2. The estimator is k1, see
-    `kl_estimate`.
-
-    Args:
-        scores: (B,), from `shaped_scores`.
-        logprobs: (B, R), of the policy that sampled the response.
-        ref_logprobs: (B, R).
-        kl_coef: penalty per nat of KL.
-
-    Returns:
-        (B, R) float32, 0 outside the mask, without gradient.
-
-    Raises:
-        ValueError: a shape is wrong, or the policy chose no token of a row.
+    Source: Ouyang et al., https://arxiv.org/abs/2203.02155, equation 2; the estimator is k1.
+    Scores are (B,); `logprobs` are of the policy that sampled. Rewards are 0 outside the mask,
+    without gradient. Raises ValueError also if the policy chose no token of a row.
     """
     check_shapes(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     check_one_a_row("scores", scores, mask)

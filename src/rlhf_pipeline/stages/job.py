@@ -1,39 +1,39 @@
-"""What a stage is, a stage to run, and the `job.json` that its program reads."""
+"""What a stage is, a job of it, its run, and what all stages of one `kedro run` share."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
+from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob, title
+from rlhf_pipeline.stages.cache.workspace import RECIPE
 
+if TYPE_CHECKING:
+    from rlhf_pipeline.stages.stored import StoredStages
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
 STAGES = "params:stages"
 """The catalog entry from which every node gets its `Stages`. `params:` keeps it out of `kedro viz`,
 like the parameters."""
-
 PROJECT = "params:project"
 """The catalog entry with the project folder, which contains the tracking database."""
-
 TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
 
 
 def node_of(stage: str, policy: str) -> str:
-    """The node that evaluates, registers or reports a policy, such as `evaluate_dpo`.
-
-    The nodes of PPO have no suffix.
-    """
+    """The node that evaluates, registers or reports a policy: `register_dpo`; PPO has no suffix."""
     return stage if policy == "ppo" else f"{stage}_{policy}"
 
 
 def data_set_of(result: str, policy: str) -> str:
-    """The data set that such a node writes, such as `dpo_evaluation`.
-
-    Those of PPO have no prefix.
-    """
+    """The data set that such a node writes: `dpo_evaluation`; PPO has no prefix."""
     return result if policy == "ppo" else f"{policy}_{result}"
 
 
@@ -94,9 +94,95 @@ class Stages(Protocol):
         """Return the stage's artifact, or the path where it will be."""
 
 
-def write_job(job: LaunchedJob) -> None:
-    """Write `job.json` into the work directory."""
-    values = {field.name: getattr(job, field.name) for field in fields(LaunchedJob)}
-    values["inputs"] = {name: str(path.resolve()) for name, path in job.inputs.items()}
+@dataclass(frozen=True)
+class StageRun(LaunchedJob):
+    """One run of a stage, or the reuse of an earlier one: its job, and what only the driver has."""
+
+    cached: bool = False
+    """True: the result of an earlier run is reused, nothing is launched."""
+    headline_metrics: tuple[str, ...] = ()
+    """The metrics that the progress display shows."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Everything that decides the result; the fingerprint is its digest."""
+
+    @property
+    def title(self) -> str:
+        return title(self.stage, self.config)
+
+
+class StageListener:
+    """Follows the stages of a run. It handles its own errors and never makes a stage fail.
+
+    A subclass defines the methods for the events that it needs. An instance of this class passes
+    every event on to several listeners.
+    """
+
+    listeners: "tuple[StageListener, ...]" = ()
+
+    def __init__(self, *listeners: "StageListener") -> None:
+        self.listeners = listeners
+
+    def stage_started(self, run: StageRun) -> None:
+        """A program is about to be launched, or a result is reused."""
+        for listener in self.listeners:
+            listener.stage_started(run)
+
+    def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
+        """The first rank has reported what it does; called several times a second."""
+        for listener in self.listeners:
+            listener.stage_phase(run, heartbeat)
+
+    def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
+        """The metrics file has new records."""
+        for listener in self.listeners:
+            listener.stage_metrics(run, records)
+
+    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
+        """The stage ended; `metrics` are those of its manifest."""
+        for listener in self.listeners:
+            listener.stage_ended(run, status, metrics)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One `kedro run`, or one `kedro rlhf status`."""
+
+    workspace: Path  # folder of all work directories
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    forced: frozenset[str] = frozenset()
+    """Stages that run again even if they are finished: the parameter `force`."""
+    trust_remote_code: bool = False
+    """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
+    mixture: Mapping[str, list[str]] = field(default_factory=dict)
+    """Published inputs of the run that other parameters made, with the changes: the parameter
+    `inputs` accepts them."""
+    listener: StageListener = field(default_factory=StageListener)  # follows every stage
+    stored: "StoredStages | None" = None  # the copies in a store; it is also a listener
+
+
+def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:
+    """The stages to force: true for all, a list of names, or names separated by blanks.
+
+    Raises ConfigError if a name is unknown, or the value is of another type.
+    """
+    if value is None or isinstance(value, bool):
+        return frozenset(known if value else ())
+    names = value.split() if isinstance(value, str) else value
+    if not isinstance(names, list):
+        raise ConfigError(f"force: found {value!r}, expected true, a stage, or a list of stages")
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"force: no stage {name!r}{suggestion(str(name), known)}; "
+                f"the stages are {', '.join(known)}"
+            )
+    return frozenset(names)
+
+
+def write_job(run: StageRun) -> None:
+    """Write the recipe and `job.json` into the work directory."""
+    values = {field.name: getattr(run, field.name) for field in fields(LaunchedJob)}
+    values["inputs"] = {name: str(path.resolve()) for name, path in run.inputs.items()}
     del values["directory"]
-    write_atomically(job.directory / "job.json", json.dumps(values, indent=2))
+    write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
+    write_atomically(run.directory / "job.json", json.dumps(values, indent=2))

@@ -13,19 +13,16 @@ import psutil
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH, machine
 
-KILLED_S = 5.0
-"""Seconds that killed processes have to disappear."""
+KILLED_S = 5.0  # killed processes have this time to disappear
 
 
 def process_identity(pid: int) -> str | None:
     """An identity that is never reused on this machine: `pid@birth`. None: no such process."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return f"{pid}@{process.create_time()}"
-    except psutil.NoSuchProcess:
-        return None
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return f"{pid}@{process.create_time()}"
+    return None
 
 
 def this_process() -> str:
@@ -45,10 +42,10 @@ def may_run(process: str, since: float) -> bool:
 
 
 def kill_launch(launch: str) -> None:
-    """Kill the processes of a launch wherever they run, for example a worker in its own session.
+    """Kill the processes of a launch, for example a worker in its own session, and their groups.
 
-    Their groups are killed as well: a child may have another environment. `launch` is the value of
-    the variable `LAUNCH`, or its end: a blank and a work directory stand for every launch there.
+    `launch` is the value of the variable `LAUNCH`, or its end: a blank and a work directory stand
+    for every launch there. A child in a group may have another environment.
     """
     found = []
     for _ in range(2):  # a process may have started another one meanwhile
@@ -68,8 +65,7 @@ def start(
     """Start a process in a session of its own, with SIGTERM blocked until it unblocks the signal.
 
     A scheduler sends SIGTERM to every process of a job. It must not end a guard, nor DeepSpeed's
-    launcher, which would kill the ranks after 30 seconds. The programs unblock the signal.
-    `options` are those of `Popen`.
+    launcher, which would kill the ranks after 30 seconds. `options` are those of `Popen`.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -11,14 +11,12 @@ from rich.text import Text
 
 from rlhf_pipeline.errors import short_path
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines of progress if the output is not a terminal."""
-
 PHASES = {"loading": "loading models and data", "finished": "finishing"}
 """Phases of a heartbeat in words; the others are words already."""
-
 ENDS = {"FINISHED": "finished in", "FAILED": "failed after", "KILLED": "interrupted after"}
 
 
@@ -29,31 +27,27 @@ class StageProgress:
     title: str
     phase: str
     started: float = field(default_factory=time.monotonic)
-    """When the stage started, by the monotonic clock."""
     step: int | None = None
-    total: int | None = None
-    """Number of steps; None: unknown."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Newest values of the headline metrics."""
-    first: tuple[int, float] | None = None
-    """Step and time of this attempt's first record. Speed is measured from there: start-up and
-    the steps of earlier attempts do not count."""
-    last: tuple[int, float] | None = None
-    """Step and time of the newest record."""
+    total: int | None = None  # number of steps, if it is known
+    metrics: dict[str, float] = field(default_factory=dict)  # newest headline metrics
+    measured: tuple[tuple[int, float], ...] = ()
+    """Step and time of the first and of the newest record of this attempt: neither start-up nor the
+    steps of earlier attempts count as speed."""
 
     def after(self, records: list[dict[str, Any]], run: StageRun) -> "StageProgress":
+        """The progress after further records."""
         resumed = run.resume_from or 0
         new = [(each["step"], each["time"]) for each in records if each["step"] > resumed]
         metrics = dict(self.metrics)
         for record in records:
             metrics |= {k: v for k, v in record["metrics"].items() if k in run.headline_metrics}
+        measured = (*self.measured, *new)
         return replace(
             self,
             step=max(records[-1]["step"], self.step or 0),
             total=records[-1]["total_steps"],
             metrics=metrics,
-            first=self.first or (new[0] if new else None),
-            last=new[-1] if new else self.last,
+            measured=(measured[0], measured[-1]) if measured else (),
         )
 
     @property
@@ -63,10 +57,10 @@ class StageProgress:
     @property
     def left_s(self) -> float | None:
         """Seconds left at the speed of this attempt; None: unknown."""
-        if self.first is None or self.last is None or self.total is None:
+        if not self.measured or self.total is None:
             return None
-        steps, seconds = self.last[0] - self.first[0], self.last[1] - self.first[1]
-        return seconds / steps * (self.total - self.last[0]) if steps > 0 else None
+        (first, started), (last, now) = self.measured
+        return (now - started) / (last - first) * (self.total - last) if last > first else None
 
     @property
     def numbers(self) -> list[str]:
@@ -104,11 +98,17 @@ class ProgressDisplay(StageListener):
             self._print(f"[bold]{run.title}[/]: reused {run.fingerprint[:8]}, finished earlier")
             return
         resumed = f", resuming from step {run.resume_from}" if run.resume_from is not None else ""
-        self._print(
-            f"[bold]{run.title}[/]: running as {run.fingerprint[:8]} in "
-            f"{short_path(run.directory)}{resumed}"
-        )
-        self._begin(run, "importing libraries")
+        where = f"running as {run.fingerprint[:8]} in {short_path(run.directory)}"
+        self._print(f"[bold]{run.title}[/]: {where}{resumed}")
+        self._progress = StageProgress(run.title, "importing libraries", step=run.resume_from)
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=lambda: self._progress.live_line(),
+                console=self._console,
+                transient=True,
+                redirect_stderr=sys.stderr.isatty(),  # a warning has a line of its own
+            )
+            self._live.start()
 
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
         phase = PHASES.get(heartbeat.phase, heartbeat.phase)
@@ -118,7 +118,11 @@ class ProgressDisplay(StageListener):
         self._progress = replace(self._progress, phase=phase)
 
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        self._show(run, records)
+        if records:
+            self._progress = self._progress.after(records, run)
+        if self._live is None and time.monotonic() - self._last_line > LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            self._print(self._progress.log_line())
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         progress = self._progress
@@ -126,25 +130,6 @@ class ProgressDisplay(StageListener):
         if not run.cached:
             numbers = "  ".join([f"{ENDS[status]} {progress.elapsed_s:.0f} s", *progress.numbers])
             self._print(f"[bold]{run.title}[/]: {numbers}")
-
-    def _begin(self, run: StageRun, phase: str) -> None:
-        self._progress = StageProgress(run.title, phase, step=run.resume_from)
-        if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=lambda: self._progress.live_line(),
-                console=self._console,
-                transient=True,
-                refresh_per_second=4,
-                redirect_stderr=sys.stderr.isatty(),  # a warning has a line of its own
-            )
-            self._live.start()
-
-    def _show(self, run: StageRun, records: list[dict[str, Any]]) -> None:
-        if records:
-            self._progress = self._progress.after(records, run)
-        if self._live is None and time.monotonic() - self._last_line > LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            self._print(self._progress.log_line())
 
     def _close(self) -> None:
         if self._live is not None:

@@ -1,14 +1,11 @@
 """Run a stage: reuse its finished artifact, or launch its program to make one.
 
 1. `identify` computes the fingerprint of the recipe, which names the work directory.
-2. A finished artifact there, or in the store, is reused. Otherwise the program resumes from the
-   newest valid checkpoint.
-3. `launch` runs the program, follows it and ends it. It demands exit code 0 and a manifest.
-4. The program writes the manifest last. `verify` checks the inputs before every launch.
-5. The caller gets the artifact's folder, and its data set publishes it.
+2. A finished artifact there, or in the store, is reused. Otherwise `launch` runs the program, which
+   resumes from the newest valid checkpoint and writes the manifest last.
+3. The caller gets the artifact's folder, and its data set publishes it.
 """
 
-import json
 import logging
 import shutil
 from dataclasses import replace
@@ -16,7 +13,7 @@ from pathlib import Path
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError, Interrupted
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
+from rlhf_pipeline.runtime.files import force_to_disk
 from rlhf_pipeline.runtime.job import list_checkpoints, newest_valid_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.fingerprint import identify
@@ -27,9 +24,7 @@ from rlhf_pipeline.stages.cache.workspace import (
     recipe_lock,
     set_aside,
 )
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.job import Job, write_job
+from rlhf_pipeline.stages.job import Job, RunContext, StageRun, write_job
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.launch.launcher import launch
 from rlhf_pipeline.stages.processes import kill_launch
@@ -46,12 +41,10 @@ class StageRunner:
         """Fingerprints of launched stages: two nodes may need the same forced stage."""
 
     def run(self, job: Job) -> Path:
-        """Return the stage's finished artifact; launch its program if there is none.
+        """Return the stage's finished artifact, made here or stored; else launch its program.
 
-        The name of the work directory contains the fingerprint of the recipe, so an unchanged
-        recipe is always found, here or else in the store. Two runs of the same recipe wait for
-        each other. A damaged artifact is made again. A forced stage runs in a new directory, and
-        its artifact replaces the earlier one when it is finished.
+        Two runs of the same recipe wait for each other. A damaged artifact is made again. A forced
+        stage runs in a new directory; its artifact replaces the earlier one when it is finished.
 
         Raises:
             ArtifactError: an input is incomplete or was changed.
@@ -72,20 +65,18 @@ class StageRunner:
                 new = replace(run, directory=next_directory(run.directory, None))
                 finished = new.directory if context.stored.fetch(new) else None
             if finished is not None and not forced:
-                return _reuse(replace(run, directory=finished, cached=True), context)
+                run = replace(run, directory=finished, cached=True)
+                context.listener.stage_started(run)
+                metrics = Manifest.read(run.export).metrics
+                context.listener.stage_ended(run, "FINISHED", metrics)
+                (run.directory / RECIPE).touch()
+                return run.export
             for artifact in filter(None, map(artifact_of, job.inputs.values())):
                 verify(artifact)  # every byte that the program will read
             run = replace(run, directory=next_directory(run.directory, finished))
             export = _attempt(job, run, context)
             self._launched.add(run.fingerprint)
             return export
-
-
-def _reuse(finished: StageRun, context: RunContext) -> Path:
-    context.listener.stage_started(finished)
-    context.listener.stage_ended(finished, "FINISHED", Manifest.read(finished.export).metrics)
-    (finished.directory / RECIPE).touch()
-    return finished.export
 
 
 def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
@@ -104,8 +95,7 @@ def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
     if resume_from is None:  # training makes all of it again
         shutil.rmtree(run.checkpoints, ignore_errors=True)
         run.metrics_file.unlink(missing_ok=True)
-    (run.directory / "deepspeed.json").unlink(missing_ok=True)
-    write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
+    run.deepspeed_file.unlink(missing_ok=True)
     run = replace(run, resume_from=resume_from)
     write_job(run)
     context.listener.stage_started(run)
@@ -128,9 +118,8 @@ def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
 def _finished(run: StageRun) -> Path | None:
     """The directory with the newest undamaged artifact of the recipe, or None.
 
-    Damaged ones are set aside. Published versions keep their files: they are hard links.
-    Raises ForeignFileError if the artifact is undamaged but contains an added file: running the
-    stage again would cost its whole time and lose that file.
+    Damaged ones are set aside; published versions keep their files, which are hard links. Raises
+    ForeignFileError if a file was added: to run the stage again would lose that file.
     """
     for directory in reversed(attempts(run.directory)):
         if (directory / "export").is_dir():

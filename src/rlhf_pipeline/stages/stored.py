@@ -4,54 +4,45 @@
     checkpoints/<stage>/<fingerprint>/step-00000012.json  checkpoint of an unfinished one
 
 A thread of the driver uploads, so training never waits. A store that fails costs one warning for
-each outage, of uploads and of downloads. The upload is tried again, and a stage that finds no store
-runs here.
+each outage. The upload is tried again, and a stage that finds no store runs here.
 """
 
-import json
 import logging
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.runtime.files import put_in_place, write_atomically
+from rlhf_pipeline.runtime.files import put_in_place
 from rlhf_pipeline.runtime.job import (
     checkpoint_path,
     list_checkpoints,
     newest_step,
     newest_valid_step,
 )
-from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
-from rlhf_pipeline.stages.cache.workspace import RECIPE, is_finished
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
-from rlhf_pipeline.stages.job import write_job
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
+from rlhf_pipeline.stages.cache.workspace import is_finished
+from rlhf_pipeline.stages.job import StageListener, StageRun, Status, write_job
 from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
 
 logger = logging.getLogger(__name__)
 
 KEPT = 2
 """Checkpoints of an unfinished stage in the store; one of them is whole at any time."""
-POLL_S = 1.0
-"""Seconds between two looks for a new checkpoint."""
-RETRY_S = 20.0
-"""Seconds between two attempts to reach a failed store."""
-OUTLINES = ".store"
-"""Folder of the workspace for outlines of stages that only the store contains."""
-SNAPSHOT = "upload"
-DOWNLOAD = "download"
+POLL_S, RETRY_S = 1.0, 20.0
+"""Seconds between two looks for a new checkpoint, and between two attempts to reach the store."""
+STEPS = "step-*.json"
+OUTLINES = ".store"  # folder of the workspace: stages that only the store contains
 
 
 class StoredStages(StageListener):
     """Downloads what a stage needs, and uploads what it makes.
 
-    Several machines may share a store. They do not wait for each other: if two run the same recipe,
-    both train.
+    Machines that share a store do not wait for each other: if two run the same recipe, both train.
     """
 
     def __init__(self, store: Store, workspace: Path) -> None:
@@ -62,27 +53,24 @@ class StoredStages(StageListener):
         """Fingerprint and step of the newest checkpoint in the store."""
         self._waiting: list[tuple[str, Callable[[], None]]] = []
         """Uploads to do, each with a description. Only the thread removes entries."""
-        self._failed_at: float | None = None
-        self._reason = ""
-        self._unreachable = False
-        """Whether the last download failed because the store did."""
+        self._reason = ""  # of the last upload that failed
+        self._unreachable = False  # at the last download
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def outline(self, run: StageRun) -> Path | None:
-        """A folder with the outline of the artifact, for a plan; None if the store has none."""
+        """A folder with the outline of the artifact; None if the store has none."""
         folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
         return None if self._pull(run, folder / "export", outline=True) is None else folder
 
     def fetch(self, run: StageRun) -> bool:
         """Download the finished artifact of a recipe into its work directory, if there is one."""
         with self._without_the_store(run):
-            near = (path.parent for path in self._workspace.glob(f"*/*/export/{NAME}"))
-            near = (path for path in near if is_finished(path.parent))
+            exports = self._workspace.glob("*/*/export")
+            near = (path for path in exports if is_finished(path.parent))
             manifest = self._pull(run, run.export, near=near)
             if manifest is None:
                 return False
-            write_atomically(run.directory / RECIPE, json.dumps(run.recipe, indent=2))
             write_job(run)
             if CURVES in manifest.files:  # for the tracker
                 shutil.copy2(run.export / CURVES, run.metrics_file)
@@ -93,14 +81,11 @@ class StoredStages(StageListener):
         return False
 
     def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
-        """Download the newest checkpoint if it is newer than step `local`, the newest one here.
-
-        Returns the step to resume from.
-        """
+        """The step to resume from. Downloads the newest checkpoint if `local` is an older step."""
         with self._without_the_store(run):
-            shelf, folder = self._shelf(run), run.directory / DOWNLOAD
-            for name in reversed(shelf.names("step-*.json")):
-                if int(name[5:-5]) <= (local or 0):
+            shelf, folder = self._shelf(run), run.directory / "download"
+            for name in reversed(shelf.names(STEPS)):
+                if _step(name) <= (local or 0):
                     break
                 try:
                     shelf.pull(name, folder, recipe=_recipe(run))
@@ -129,7 +114,7 @@ class StoredStages(StageListener):
             self._unreachable = True
 
     def _pull(self, run: StageRun, folder: Path, **options: Any) -> Manifest | None:
-        """`Store.pull` of the artifact of a recipe; None if the store has none or a damaged one."""
+        """The artifact of a recipe by `Store.pull`; None if there is none or it is damaged."""
         try:
             return self._store.pull(_pointer(run), folder, recipe=_recipe(run), **options)
         except ArtifactError as error:
@@ -138,8 +123,7 @@ class StoredStages(StageListener):
 
     def newest_step(self, run: StageRun) -> int | None:
         """The step of the newest checkpoint in the store; None without one."""
-        names = self._shelf(run).names("step-*.json")
-        return int(names[-1][5:-5]) if names else None
+        return max(map(_step, self._shelf(run).names(STEPS)), default=None)
 
     def stage_started(self, run: StageRun) -> None:
         """Watch the checkpoints of a stage; upload a reused artifact that the store lacks."""
@@ -154,11 +138,9 @@ class StoredStages(StageListener):
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Upload the artifact of a finished stage, or the last checkpoint of another one."""
         self._running = None
-        if run.cached:
-            return
-        if status == "FINISHED":
+        if status == "FINISHED" and not run.cached:
             self._waiting.append((run.title, partial(self._push, run, replace=True)))
-        else:
+        elif not run.cached:
             what = f"the checkpoint of {run.title}"
             self._waiting.append((what, partial(self._push_checkpoint, run)))
 
@@ -181,37 +163,28 @@ class StoredStages(StageListener):
         return ", ".join(dict.fromkeys(what for what, _ in self._waiting))
 
     def _work(self) -> None:
-        while True:
-            closing = self._closing.wait(POLL_S)
-            if closing or self._failed_at is None or time.monotonic() - self._failed_at > RETRY_S:
-                self._upload()
-            if closing:
-                return
-
-    def _upload(self) -> None:
-        """Try all uploads; the first failure ends the attempt."""
-        try:
-            while self._waiting:
-                _, task = self._waiting[0]
-                task()
-                del self._waiting[0]
-            if (run := self._running) is not None:
-                self._push_checkpoint(run)
-        except Exception as error:  # the thread must survive
-            self._reason = str(error)
-            if self._failed_at is None:
-                logger.warning("training continues, the upload is tried again: %s", self._reason)
-            self._failed_at = time.monotonic()
-            return
-        if self._failed_at is not None:
-            logger.warning("%s: uploads work again", self._store.name)
-        self._failed_at = None
+        """Upload again and again, more rarely while the store fails, and a last time at the end."""
+        closing = failing = False
+        while not closing:
+            closing = self._closing.wait(RETRY_S if failing else POLL_S)
+            try:
+                while self._waiting:
+                    self._waiting[0][1]()
+                    del self._waiting[0]
+                if (run := self._running) is not None:
+                    self._push_checkpoint(run)
+            except Exception as error:  # the thread must survive
+                self._reason = str(error)
+                if not failing:
+                    logger.warning("training continues, the upload is tried again: %s", error)
+                failing = True
+            else:
+                if failing:
+                    logger.warning("%s: uploads work again", self._store.name)
+                failing = False
 
     def _push(self, run: StageRun, *, replace: bool) -> None:
-        """Upload an artifact and remove the checkpoints of its stage.
-
-        Without `replace`, an artifact that the store has already is not uploaded.
-        """
+        """Upload an artifact, to replace one or unless there is one; remove its checkpoints."""
         stored = None
         if not replace:
             with suppress(ArtifactError):
@@ -219,7 +192,7 @@ class StoredStages(StageListener):
         if stored is None:
             self._store.push(run.export, _pointer(run))
         shelf = self._shelf(run)
-        shelf.remove(shelf.names("step-*.json"))
+        shelf.remove(shelf.names(STEPS))
         shelf.remove(shelf.names(f"{OBJECTS}/*"))
 
     def _push_checkpoint(self, run: StageRun) -> None:
@@ -227,18 +200,17 @@ class StoredStages(StageListener):
         step = newest_step(run.checkpoints)
         if step is None or (run.fingerprint, step) == self._pushed:
             return
-        folder = run.directory / SNAPSHOT
+        shelf, folder = self._shelf(run), run.directory / "upload"
         try:
             if not _snapshot(run, step, folder):
                 return
-            shelf = self._shelf(run)
             files = file_entries(folder)
             Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, {}, files).write(folder)
             shelf.push(folder, f"step-{step:08d}.json")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
-        names = shelf.names("step-*.json")
+        names = shelf.names(STEPS)
         # Objects that no manifest names may be another machine's upload, whose manifest follows.
         old, kept = _objects(shelf, names[:-KEPT]), _objects(shelf, names[-KEPT:])
         shelf.remove(names[:-KEPT])
@@ -256,7 +228,11 @@ def _recipe(run: StageRun) -> tuple[str, str]:
     return run.stage, run.fingerprint
 
 
-def _objects(shelf: Store, pointers: Iterable[str]) -> set[str]:
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-").removesuffix(".json"))
+
+
+def _objects(shelf: Store, pointers: Sequence[str]) -> set[str]:
     """The objects that manifests name; a damaged manifest names none."""
     found = set()
     for pointer in pointers:
@@ -274,7 +250,10 @@ def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        for source in (checkpoint_path(run.checkpoints, step), *_best_models(run, step)):
+        best = [path for path in run.checkpoints.rglob("best-[0-9]*") if path.is_dir()]
+        # A later one may be incomplete.
+        best = [path for path in best if int(path.name.removeprefix("best-")) <= step]
+        for source in (checkpoint_path(run.checkpoints, step), *best):
             target = folder / "checkpoints" / source.relative_to(run.checkpoints)
             shutil.copytree(source, target, copy_function=link_or_copy)
         shutil.copy2(run.metrics_file, folder)
@@ -283,10 +262,3 @@ def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
             raise
         return False
     return newest_step(run.checkpoints) == step
-
-
-def _best_models(run: StageRun, step: int) -> Iterator[Path]:
-    """The best models of evaluations up to a step; a later one may be incomplete."""
-    for path in run.checkpoints.rglob("best-[0-9]*"):
-        if path.is_dir() and int(path.name.removeprefix("best-")) <= step:
-            yield path

@@ -3,9 +3,8 @@
     <url>/objects/<sha256>    a file, named by its content and stored once
     <url>/<pointer>           the manifest of an artifact: name, size and SHA-256 of each file
 
-A push uploads the objects that are missing, reads each one back, and writes the manifest last. So a
-push that was cut off leaves no artifact, and its repetition uploads only the rest. A pull compares
-the digest of every file before the folder gets its name.
+A push uploads the objects that are missing, reads each one back, and writes the manifest last: one
+that was cut off leaves no artifact. A pull compares every digest before the folder gets its name.
 """
 
 import hashlib
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,11 +34,8 @@ from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
 OBJECTS = "objects"
 RENAMING = {"file", "local", "sftp", "ssh"}
 """Protocols with a rename that replaces a file at once. Object stores write a whole object."""
-SMALL = 2**20
-"""Bytes of the largest JSON file in an outline."""
-
-_pushing = threading.Lock()
-"""One push at a time, so that two threads of a run upload a file once."""
+SMALL = 2**20  # bytes of the largest JSON file in an outline
+_pushing = threading.Lock()  # so that two threads of a run upload a file once
 
 
 class StoreError(StageError):
@@ -47,19 +43,16 @@ class StoreError(StageError):
 
 
 explained = partial(explain_store_errors, kind=StoreError)
-"""Turns any error of a store into a StoreError."""
 
 
 def open_store(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL, and the path in it.
-
-    No character of a local path is special.
-    """
+    """The file system of a path or URL, and the path in it. A local path is taken literally."""
     if "://" not in url:
         return LocalFileSystem(auto_mkdir=True), str(Path(url).expanduser().absolute())
     store, root = fsspec.url_to_fs(url, **options)
-    local = isinstance(store, LocalFileSystem)
-    return LocalFileSystem(auto_mkdir=True) if local else store, str(root).rstrip("/")
+    if isinstance(store, LocalFileSystem):
+        store = LocalFileSystem(auto_mkdir=True)
+    return store, str(root).rstrip("/")
 
 
 def upload(store: fsspec.AbstractFileSystem, source: Path, target: str, digest: str) -> None:
@@ -85,28 +78,22 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 class Store:
-    """Artifacts in a store, and single texts.
+    """Artifacts in a store. Each method raises StoreError if the store fails.
 
-    Each method raises StoreError, with URL, reason and fix, if the store fails.
+    `options` are those of the fsspec file system, such as keys; none is ever printed.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        """`options` are those of the fsspec file system, such as keys; none is ever printed."""
         self.url = url
         self.name = without_secrets(url)
         self._options = options
-        self._damaged: set[str] = set()
-        """Digests whose object has other bytes. The next push replaces it."""
-
-    @cached_property
-    def _place(self) -> tuple[fsspec.AbstractFileSystem, str]:
-        return open_store(self.url, **self._options)
+        self._damaged: set[str] = set()  # digests of objects that the next push replaces
 
     @contextmanager
     def _open(self) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
         """The file system and the path in it; inside the block its errors are explained."""
         with explained(self.url):
-            store, root = self._place
+            store, root = open_store(self.url, **self._options)
             store.invalidate_cache()  # other machines write to it
             yield store, root
 
@@ -130,14 +117,6 @@ class Store:
             probe = f"{root}/write-test-{secrets.token_hex(4)}"  # another run may do the same
             store.pipe_file(probe, b"may be removed")
             store.rm_file(probe)
-
-    def read(self, name: str) -> str | None:
-        """A text of the store, such as a pointer; None if there is none."""
-        with self._open() as (store, root):
-            try:
-                return str(store.cat_file(f"{root}/{name}").decode("utf-8", "replace"))
-            except FileNotFoundError:
-                return None
 
     def write(self, name: str, text: str) -> None:
         """Write a text, completely or not at all where the file system can rename a file."""
@@ -172,10 +151,7 @@ class Store:
                 store.rm_file(f"{root}/{name}")
 
     def push(self, artifact: Path, pointer: str) -> int:
-        """Upload the objects of an artifact that are missing, then its manifest.
-
-        Returns the number of bytes of these objects.
-        """
+        """Upload the missing objects of an artifact, then its manifest; return their bytes."""
         sent = 0
         with _pushing:
             for name, entry in Manifest.read(artifact).files.items():
@@ -189,13 +165,15 @@ class Store:
         return sent
 
     def manifest(self, pointer: str, recipe: tuple[str, str] | None = None) -> Manifest | None:
-        """The manifest of an artifact, or None.
+        """The manifest of an artifact; None if the store does not have it.
 
         Raises ArtifactError if it is damaged, or not of the `recipe`: stage and fingerprint.
         """
-        text = self.read(pointer)
-        if text is None:
-            return None
+        with self._open() as (store, root):
+            try:
+                text = store.cat_file(f"{root}/{pointer}").decode("utf-8", "replace")
+            except FileNotFoundError:
+                return None
         with TemporaryDirectory() as temporary:
             (Path(temporary) / NAME).write_text(text)
             try:
@@ -225,21 +203,21 @@ class Store:
     ) -> Manifest | None:
         """Download an artifact unless the folder contains it; None if the store does not have it.
 
-        The folder gets its name when all files are verified; a second process waits for that, by a
-        lock beside the folder. A file that one of the artifacts `near` contains is linked. An
-        `outline` is the manifest, the folders, the curves and the small JSON files: what an
-        artifact was made from and what it measured. Raises ArtifactError if the artifact is damaged
-        in the store, or not of the `recipe`, see `manifest`.
+        A second process waits, by a lock beside the folder. A file that one of the artifacts `near`
+        contains is linked. An `outline` is the manifest, the folders, the curves and the small JSON
+        files: what an artifact was made from and what it measured. Raises ArtifactError if the
+        artifact is damaged in the store, or not of the `recipe`, see `manifest`.
         """
         manifest = self.manifest(pointer, recipe)
         if manifest is None:
             return None
-        files = {
-            name: entry for name, entry in manifest.files.items()
-            if not outline
-            or name == CURVES
-            or (name.endswith(".json") and entry.size <= SMALL)
-        }  # fmt: skip
+        files = manifest.files
+        if outline:
+            files = {
+                name: entry
+                for name, entry in files.items()
+                if name == CURVES or (name.endswith(".json") and entry.size <= SMALL)
+            }
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             if not _is_current(folder, manifest, files):
@@ -264,11 +242,11 @@ class Store:
             for artifact in near
             for name, entry in Manifest.read(artifact).files.items()
         }
-        needed = sum(
-            entry.size for name, entry in files.items()
+        absent = [
+            entry for name, entry in files.items()
             if entry.sha256 not in local and not (folder / name).is_file()
-        )  # fmt: skip
-        require_space(folder, needed, f"{self.name}: the download")
+        ]  # fmt: skip
+        require_space(folder, sum(entry.size for entry in absent), f"{self.name}: the download")
         for name, entry in files.items():
             path, source = folder / name, local.get(entry.sha256)
             if path.is_file() and entry.matches(path):
@@ -284,7 +262,14 @@ class Store:
         with self._open() as (store, root):
             source = f"{root}/{OBJECTS}/{entry.sha256}"
             size = _size(store, source)
-        if size != entry.size or self._fetched(source, path) != entry:
+        fetched = None
+        try:
+            if size == entry.size:
+                fetched = write_pieces(path, self._read(source))
+        except StoreError as error:
+            if "Checksum" not in type(error.__context__).__name__:  # of the store's client
+                raise
+        if fetched != entry:
             self._damaged.add(entry.sha256)
             path.unlink(missing_ok=True)
             found = {None: "no object", entry.size: "other bytes"}.get(size, f"{size} bytes")
@@ -293,18 +278,9 @@ class Store:
                 f"{entry.size} bytes with the SHA-256 in its name. Fix: restore it in the store"
             )
 
-    def _fetched(self, source: str, path: Path) -> FileEntry | None:
-        """The entry of the downloaded file; None if the store's client found a wrong checksum."""
-        try:
-            return write_pieces(path, self._read(source))
-        except StoreError as error:
-            if "Checksum" in type(error.__context__).__name__:
-                return None
-            raise
-
     def _read(self, source: str) -> Iterator[bytes]:
-        """The bytes of a file. A full disk of this machine does not count as an error of the store,
-        so only reading is inside `_open`."""
+        """The bytes of a file. Only reading is inside `_open`: a full disk here is no fault of the
+        store."""
         with self._open() as (store, _):
             yield from _pieces(store, source)
 
@@ -318,8 +294,7 @@ def _size(store: fsspec.AbstractFileSystem, path: str) -> int | None:
 
 
 def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
-    """The bytes of a file. Some servers send a wrong checksum for a whole file of several parts, so
-    s3fs's `get_file` fails there."""
+    """The bytes of a file. `get_file` of s3fs fails if a server sends a checksum of the parts."""
     with store.open(path, "rb") as file:
         while piece := file.read(PIECE):
             yield piece

@@ -18,7 +18,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.stages.events import StageRun, Status
+from rlhf_pipeline.stages.job import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
 

@@ -17,7 +17,7 @@ from rlhf_pipeline.errors import Interrupted, causes, without_secrets
 from rlhf_pipeline.evaluation.comparison import score_name
 from rlhf_pipeline.evaluation.report import titles, verdict
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.events import StageListener, StageRun, Status
+from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.child_run import (

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from rlhf_pipeline.errors import ConfigError, suggestion, without_secrets
 from rlhf_pipeline.runtime.heartbeat import machine
-from rlhf_pipeline.stages.events import Status
+from rlhf_pipeline.stages.job import Status
 from rlhf_pipeline.stages.processes import may_run, this_process
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,14 @@ from rlhf_pipeline.runtime.manifest import copy_folder, folder_digest
 _BEST = "best-"
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvaluatedModel:
     """A model that was evaluated."""
 
     step: int
     selection_score: float  # higher is better
     metrics: dict[str, float]  # the metrics of its step
-    digest: str = ""
-    """Digest of the saved folder, known to the first rank. `finish` compares it, because training
-    may be interrupted between saving and exporting."""
+    digest: str = ""  # of the saved folder, known to the first rank
 
 
 @dataclass
@@ -40,18 +38,15 @@ class BestModels:
     """Keeps the best models so far in the work directory and exports the best one.
 
     The folder of a model is named after its step: `checkpoints/best-00000012`. With LoRA, the
-    folders contain adapters, and the export contains a whole model: the weights of `load` merged
-    with the best adapters in fp32.
+    folders contain adapters, and the export contains a whole model, merged in fp32.
     """
 
     job: LaunchedJob
     world: World
     tokenizer: PreTrainedTokenizerBase
     config: TrainedModelConfig
-    load: Callable[..., nn.Module]
-    """Reads the weights that training started from, see `train_engine`."""
-    variant: str = ""
-    """Names another model of the same stage: a subfolder of checkpoints and export."""
+    load: Callable[..., nn.Module]  # reads the weights that training started from
+    variant: str = ""  # another model of the same stage: a subfolder of checkpoints and export
     keep: int = 1
 
     def __post_init__(self) -> None:
@@ -61,44 +56,41 @@ class BestModels:
 
     @property
     def best(self) -> EvaluatedModel | None:
-        """The best model so far; None before the first offer."""
         return self._ranking[0] if self._ranking else None
 
     def offer(
         self, model: nn.Module, step: int, selection_score: float, metrics: dict[str, float]
     ) -> None:
-        """Save the model if it is among the best. Of two equal scores, the earlier one is better.
+        """Save the model if it is among the best; of two equal scores, the earlier one is better.
 
         All ranks call this together, with the same score.
         """
         offered = EvaluatedModel(step, selection_score, metrics)
-        ranking = sorted(
-            [*self._ranking, offered], key=lambda each: each.selection_score, reverse=True
-        )[: self.keep]
+        ranking = [*self._ranking, offered]
+        ranking = sorted(ranking, key=lambda each: -each.selection_score)[: self.keep]
         if offered in ranking:
             folder = self._folder(offered)
             self._save(model, folder.name)
-            saved = replace(offered, digest=folder_digest(folder) if self.world.rank == 0 else "")
-            self._ranking = [saved if each == offered else each for each in ranking]
+            if self.world.rank == 0:
+                offered.digest = folder_digest(folder)
+            self._ranking = ranking
 
     def forget_the_rest(self) -> None:
         """Remove the models that better ones have replaced.
 
         Call this only after a checkpoint that contains the new ranking, or after the end: training
-        that resumes from an earlier checkpoint still needs the earlier models. It repeats the later
-        evaluations and saves their models again.
+        that resumes from an earlier checkpoint still needs the earlier models.
         """
         if self.world.rank == 0:
-            kept = {self._folder(model) for model in self._ranking}
+            kept = set(map(self._folder, self._ranking))
             for folder in set(self._directory.glob(f"{_BEST}*")) - kept:
                 shutil.rmtree(folder)
 
     def state(self) -> list[dict[str, Any]]:
-        """The ranking as JSON, for `restored`. The models themselves stay in the work directory."""
+        """The ranking as JSON, for `restored`; the models themselves stay in the work directory."""
         return [asdict(model) for model in self._ranking]
 
     def restored(self, state: list[dict[str, Any]]) -> None:
-        """Restore the ranking that `state` returned."""
         self._ranking = [EvaluatedModel(**model) for model in state]
 
     @property
@@ -112,11 +104,8 @@ class BestModels:
     def finish(self, last: nn.Module) -> dict[str, float]:
         """Save the last model and export the best one; return the step and metrics of the best.
 
-        All ranks call this together.
-
-        Raises:
-            ArtifactError: the saved best model has changed.
-            ValueError: no model was offered.
+        All ranks call this together. Raises ArtifactError if the saved best model has changed, for
+        example after an interruption, and ValueError if no model was offered.
         """
         if self.best is None:
             raise ValueError("no model was offered")
@@ -135,7 +124,10 @@ class BestModels:
         if self.config.lora is None:
             save_model(model, self.tokenizer, self._directory / name)
         else:
-            save_adapter(model, self._base(model), self._directory / name)
+            # The input that the model was loaded from: unlike a path, its name holds anywhere.
+            path = Path(pretrained(unwrapped(model)).name_or_path)
+            base = next(key for key, source in self.job.inputs.items() if source == path)
+            save_adapter(model, base, self._directory / name)
 
     def _export(self, best: EvaluatedModel) -> None:
         folder, lora = self._folder(best), self.config.lora
@@ -147,15 +139,9 @@ class BestModels:
                 f"remove {folder.parent} and run the same command again; the stage starts anew"
             )
         if lora is not None:
-            # The base is loaded again instead of taken from the engine: merging in bf16 would round
-            # it, and this rank may hold only a shard of it.
+            # Loaded again: in the engine, the base may be in bf16, and here only a shard of it.
             model = merged(self.load("fp32"), lora, folder)
             model = model.to(DTYPES[self.config.deepspeed.precision])
             save_model(model, self.tokenizer, self.export)
             if not lora.train_rest:
                 shutil.copytree(folder, self.export / "adapter")
-
-    def _base(self, model: nn.Module) -> str:
-        """Name of the input that the model was loaded from: unlike a path, valid on any machine."""
-        path = Path(pretrained(unwrapped(model)).name_or_path)
-        return next(name for name, source in self.job.inputs.items() if source == path)

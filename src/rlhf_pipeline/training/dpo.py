@@ -2,9 +2,8 @@
 
     deepspeed --module rlhf_pipeline.training.dpo job.json
 
-Two models: the policy trains, the reference is its frozen start. With LoRA, the reference is the
-policy with its adapters off; some losses have none. Both process the same micro batch, so the
-log-probabilities of the reference are computed on the fly and never stored.
+The policy trains, the reference is its frozen start, or with LoRA the policy with its adapters off.
+Both process the same micro batch, so that no log-probabilities are stored.
 """
 
 from dataclasses import dataclass
@@ -70,10 +69,8 @@ class DPOTask(PairTask):
         }
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Loss; accuracy (a tie counts half), mean margin and means of the implicit rewards.
-
-        A mean chosen reward below 0 means that the chosen answers, too, have become less likely.
-        With `dpo.sft_coef` also their negative log-likelihood, nats per token.
+        """Loss; accuracy (a tie counts half), mean margin and means of the implicit rewards; with
+        `dpo.sft_coef` the negative log-likelihood of the chosen answers, nats per token.
         """
         pairs = sums["pairs"]
         likelihood = {"chosen_nll": sums["nll"] / pairs} if "nll" in sums else {}

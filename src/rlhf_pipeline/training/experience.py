@@ -43,12 +43,9 @@ def score_sequences(
 ) -> Scored:
     """Score sequences by a forward pass of each model.
 
-    Args:
-        with_critic: False leaves the values out.
-        logprobs: (B, R) those of the actor, if they are known.
-        trains: keep the graphs of actor and critic for the loss; one forward pass for all rows.
+    `logprobs` (B, R) are those of the actor, if they are known. `trains` keeps the graphs of actor
+    and critic for the loss, in one forward pass for all rows.
     """
-    critic = models.critic if with_critic else None
     logprobs_of = partial(
         response_logprobs,
         vocab_size=models.contract.vocab_size,
@@ -68,17 +65,13 @@ def score_sequences(
     values = None
     if kept is not None and kept.values is not None:
         values = kept.values.detach().cpu()
-    elif critic is not None:
-        values = run(response_values, critic)
+    elif with_critic and models.critic is not None:
+        values = run(response_values, models.critic)
+    is_ended = ended(sequences.response_ids, models.contract)
     return Scored(
-        sequences=sequences,
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        values=values,
-        scores=scores,
-        ended=ended(sequences.response_ids, models.contract),
-        training_pass=kept,
-    )
+        sequences=sequences, logprobs=logprobs, ref_logprobs=ref_logprobs, values=values,
+        scores=scores, ended=is_ended, training_pass=kept,
+    )  # fmt: skip
 
 
 @torch.enable_grad()
@@ -86,17 +79,19 @@ def _with_graphs(
     sequences: Sequences, models: PPOModels, config: PPOConfig, world: World
 ) -> TrainingPass:
     batch = sequences.to(world.device)
-    logprobs, entropy = response_logprobs_and_entropy(
-        models.actor,
-        batch,
-        vocab_size=models.contract.vocab_size,
-        temperature=config.sampling.temperature,
-        entropy_trains=config.entropy_coef > 0,
-    )
+    logprobs, entropy = actor_pass(models, batch, config)
     heartbeat.tick()
     values = None if models.critic is None else response_values(models.critic, batch)
     heartbeat.tick()
     return TrainingPass(logprobs, entropy, values)
+
+
+def actor_pass(models: PPOModels, batch: Sequences, config: PPOConfig) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies (B, R) of responses under the actor, for its loss."""
+    return response_logprobs_and_entropy(
+        models.actor, batch, vocab_size=models.contract.vocab_size,
+        temperature=config.sampling.temperature, entropy_trains=config.entropy_coef > 0,
+    )  # fmt: skip
 
 
 def make_experience(
@@ -104,9 +99,9 @@ def make_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of a scored rollout.
 
-    Moments and means are over the rows of all ranks. Advantages of a critic are whitened. Those
-    without one keep the unit of the score, or for GRPO that of its standard deviation, as in their
-    papers. What does not train is left out of the action mask of the result. Raises StageError if
+    Moments and means are over the rows of all ranks. Advantages of a critic are whitened; those
+    without one keep the unit of the score, or of its standard deviation, as in their papers. What
+    does not train is left out of the action mask of the result. Raises StageError if
     `ppo.advantage` returns something else.
     """
     mask = scored.sequences.action_mask
@@ -154,8 +149,7 @@ def make_experience(
 
 
 def trained_rows(scored: Scored, config: PPOConfig) -> Tensor:
-    """Which responses (B,) train: not those that were cut, or whose group teaches nothing, if
-    `truncated` and `equal_groups` say so."""
+    """Which responses (B,) train, as `truncated` and `equal_groups` say."""
     found = torch.ones(len(scored.sequences), dtype=torch.bool)
     if config.truncated == "mask":
         found &= scored.ended
@@ -185,7 +179,7 @@ def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
     weights, parts = [1.0], [scored.clipped_scores]
     if scored.parts:
         weights = [one.weight for one in config.rewards]
-        limits = [clip_of(one, config.score_clip) for one in config.rewards]
+        limits = (clip_of(one, config.score_clip) for one in config.rewards)
         found = zip(scored.parts.values(), limits, strict=True)
         parts = [part.clamp(-limit, limit) for part, limit in found]
     parts.append(training_scores(scored, config) - scored.clipped_scores)
@@ -197,19 +191,18 @@ def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
 
 def sampler_weights_of(scored: Scored, config: PPOConfig) -> Tensor | float:
     """The weights (B, R) of `ppo.sampler_correction`; 1 without it."""
-    correction = config.correction
-    if correction is None or scored.sampler_logprobs is None:
+    correction, sampled = config.correction, scored.sampler_logprobs
+    if correction is None or sampled is None:
         return 1.0
-    mask, sampled = scored.sequences.action_mask, scored.sampler_logprobs
+    mask = scored.sequences.action_mask
     return sampler_weights(scored.logprobs, sampled, mask, **correction.model_dump())
 
 
 def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> float:
     """The number which, added to every value, makes their mean that of the discounted returns.
 
-    The critic starts as the reward model, which was trained on whole responses only: its scalars
-    within a response may have another mean. Every end of a response would then look like a gain or
-    a loss, as large as the difference, until the critic has learned.
+    The critic starts as the reward model, which was trained on whole responses only. If its scalars
+    within a response had another mean, every end of a response would look like a gain or a loss.
     """
     assert scored.values is not None
     mask = scored.sequences.action_mask
@@ -222,13 +215,9 @@ def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: Wo
 
 def token_rewards(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> Tensor:
     """The reward of each token, (B, R): its KL penalty, and the score at the end."""
-    mask = scored.sequences.action_mask
+    mask, scores = scored.sequences.action_mask, training_scores(scored, config)
     rewards = per_token_rewards(
-        training_scores(scored, config),
-        scored.logprobs,
-        scored.ref_logprobs,
-        mask,
-        kl_coef=coef_in_reward(kl_coef, config),
+        scores, scored.logprobs, scored.ref_logprobs, mask, kl_coef=coef_in_reward(kl_coef, config)
     )
     if not config.whiten_rewards:
         return rewards
@@ -257,12 +246,10 @@ def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
 def groups(x: Tensor, config: PPOConfig) -> Tensor:
     """The responses to one prompt in each column: (B,) to (K, G).
 
-    Rows are in the order of `ppo.training_prompts`: a first response to every prompt, then a second
-    one to every prompt, and so on.
+    Rows are a first response to every prompt, then a second one to every prompt, and so on.
     """
     return x.view(config.responses_per_prompt, -1)
 
 
 def _moments(x: Tensor, mask: Tensor, world: World) -> Tensor:
-    """`masked_moments` over all ranks, on the CPU."""
     return world.sum(masked_moments(x, mask)).cpu()

@@ -3,7 +3,7 @@
     deepspeed --module rlhf_pipeline.training.kto job.json
 
 Policy and reference are those of DPO. The KL that answers are judged against is estimated once for
-a whole step, on all ranks, before its micro batches: neither ranks nor micro batches change it.
+a whole step, on all ranks: neither ranks nor micro batches change it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.reference import answer_logprobs, load_reference, reference_logprobs
-from rlhf_pipeline.training.supervised import BLOCK, Setup, train
+from rlhf_pipeline.training.supervised import BLOCK, Setup, Task, train
 
 
 @dataclass(frozen=True)
@@ -56,30 +56,25 @@ class LabelledAnswers:
 
 
 @dataclass(frozen=True)
-class KTOTask:
+class KTOTask(Task):
     """KTO's loss on the log ratios of answers to the reference, against the KL of the step."""
 
     contract: TokenContract
-    reference: nn.Module | None
-    """The frozen start of the policy. None: the policy itself with its adapters off."""
+    reference: nn.Module | None  # None: the policy with its adapters off
     config: KTOConfig
-    kl: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """0-dim, from `at_step`."""
+    kl: Tensor = field(default_factory=lambda: torch.zeros(()))  # 0-dim, from `at_step`
     name: str = "kto"
 
     def collate(self, rows: dict[str, list[Any]]) -> LabelledAnswers:
         sequences = collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id)
         return LabelledAnswers(sequences, torch.tensor(rows["label"]))
 
-    def weight(self, batch: LabelledAnswers) -> Tensor:
-        return torch.tensor(len(batch), dtype=torch.float64)
-
     @torch.no_grad()
     def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
         """The task with the KL of the rows: the mean log ratio of mismatched pairs, at least 0.
 
-        A mismatched pair is the prompt of one row with the answer of the row before it in a fixed
-        permutation: neighbours of a table may answer one prompt.
+        A pair is the prompt of one row with the answer of the row before it in a fixed permutation:
+        neighbours of a table may answer one prompt.
         """
         engine, world, tokens = setup.engine, setup.world, setup.config.micro_batch_tokens
         order = np.random.default_rng(0).permutation(len(rows))
@@ -124,7 +119,6 @@ class KTOTask:
         }
 
     def log_ratios(self, model: nn.Module, answers: Sequences) -> Tensor:
-        """log pi - log pi_ref of each whole answer, EOS included, (N,)."""
         ref_logprobs = reference_logprobs(self.reference, model, answers, self.contract)
         return log_ratios(answer_logprobs(model, answers, self.contract), ref_logprobs)
 
@@ -141,10 +135,6 @@ class KTOTask:
         means = {name: sums[name] / sums["answers"] for name in ("loss", "kl", "agreement")}
         return means | rewards
 
-    def selection_score(self, metrics: dict[str, float]) -> float:
-        """Lower held-out loss is better."""
-        return -metrics["loss"]
-
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out loss."""
@@ -160,7 +150,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 def read_answers(comparisons: Path, labelled: Path) -> Rows:
     """The chosen answers of a file of comparisons, which are good, then the rejected ones, then the
-    labelled answers of the file with the same name in a folder. Nothing is copied."""
+    labelled answers of the file of the same name. Nothing is copied.
+    """
     pairs, columns = mapped(comparisons), ["prompt_ids", "response_ids", "label"]
     sides = [
         pa.table([pairs["prompt_ids"], pairs[name], pa.repeat(label, len(pairs))], columns)

@@ -1,5 +1,6 @@
 from dataclasses import dataclass
-from typing import Any, Self
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -7,6 +8,7 @@ from torch import Tensor
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.training.supervised import Task
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,7 @@ class Pairs:
         """Make a batch of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`."""
         prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
         numbers = [pair for pair in range(len(rows["prompt_ids"])) for _ in range(2)]
-        answers = [
-            ids
-            for pair in zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)
-            for ids in pair
-        ]
+        answers = list(chain(*zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)))
         return cls(collate(prompts, answers, pad_id, prompt_numbers=numbers))
 
     def __len__(self) -> int:
@@ -43,23 +41,16 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class PairTask:
-    """What the supervised tasks on comparisons share, see `training.supervised.Task`."""
+class PairTask(Task):
+    """What the supervised tasks on comparisons share.
+
+    Lower held-out loss is better: unlike accuracy, it also punishes confident errors.
+    """
 
     contract: TokenContract
 
     def collate(self, rows: dict[str, list[Any]]) -> Pairs:
         return Pairs.collate(rows, self.contract.pad_id)
-
-    def weight(self, batch: Pairs) -> Tensor:
-        return torch.tensor(len(batch), dtype=torch.float64)
-
-    def at_step(self, setup: object, table: object, rows: object) -> Self:
-        return self
-
-    def selection_score(self, metrics: dict[str, float]) -> float:
-        """Lower held-out loss is better: unlike accuracy, it also punishes confident errors."""
-        return -metrics["loss"]
 
 
 def chosen_and_rejected(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,6 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rl.rewards import adapted_kl_coef
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.records import Experience, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
@@ -74,11 +73,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
 def train(setup: Setup) -> None:
     """Take all steps: roll out, score, make experience, update, evaluate.
 
-    Raises:
-        Interrupted: the program was asked to end; the checkpoint of the last step is saved.
-        StageError: a metric is not finite, or a rollout contains nothing to learn from.
+    Raises Interrupted after a signal, with the checkpoint of the last step, and StageError if a
+    metric is not finite, or a rollout contains nothing to learn from.
     """
-    config, kl_coef = setup.config, setup.kl_coef
+    config, kl_coef, critic = setup.config, setup.kl_coef, setup.models.critic
     evaluated = evaluation_steps(config.steps, config.evaluations)
     for step in range(setup.done + 1, config.steps + 1):
         log = StepLog(step, setup.guard)
@@ -90,8 +88,10 @@ def train(setup: Setup) -> None:
             # 2. Score the responses by all models; replace prompts that teach nothing.
             scored = score(setup, rollout, rows, trains=one_pass(setup, rollout, step))
             scored, chosen = resample(setup, scored, rows, step)
-        if step == 1:
-            scored = centre_critic(setup, scored)
+        if step == 1 and critic is not None:  # give its values the mean of the first returns
+            offset = value_offset(scored, config, kl_coef=kl_coef, world=setup.world)
+            critic.module.offset = offset
+            scored = scored.with_values_plus(offset)
         # In the first step that trains it, the actor is still the SFT model.
         trained = step > config.critic_warmup_steps + 1
         metrics = rollout_metrics(scored, config, setup.world) | chosen
@@ -99,7 +99,13 @@ def train(setup: Setup) -> None:
         # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         # 4. Update actor and critic.
-        metrics = update(setup, experience, step, kl_coef) | {"objective/kl_coef": kl_coef}
+        heartbeat.at("update")
+        metrics = update_models(
+            setup.models, experience, config, setup.world, key=(setup.seed, step), kl_coef=kl_coef,
+            train_actor=step > config.critic_warmup_steps,
+            texts=None if setup.text is None else setup.text.of_step(step),
+        )  # fmt: skip
+        metrics["objective/kl_coef"] = kl_coef
         log.add(metrics, sampler_fault(metrics, config, step))
         # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
@@ -112,32 +118,6 @@ def train(setup: Setup) -> None:
         kl_coef = next_kl_coef(kl_coef, log.metrics["objective/kl"], config)
         due = config.checkpoint_due(step, last=config.steps, evaluated=evaluates)
         setup.save(step, due=due, kl_coef=kl_coef)
-
-
-def centre_critic(setup: Setup, scored: Scored) -> Scored:
-    """Give the critic's values the mean of the first returns; return the rollout with them."""
-    if (critic := setup.models.critic) is None:
-        return scored
-    offset = value_offset(scored, setup.config, kl_coef=setup.kl_coef, world=setup.world)
-    critic.module.offset = offset
-    return scored.with_values_plus(offset)
-
-
-def update(setup: Setup, experience: Experience, step: int, kl_coef: float) -> dict[str, float]:
-    """Train actor and critic on the experience; return the metrics of the update."""
-    heartbeat.at("update")
-    texts = None if setup.text is None else setup.text.of_step(step)
-    train_actor = step > setup.config.critic_warmup_steps
-    return update_models(
-        setup.models,
-        experience,
-        setup.config,
-        setup.world,
-        key=(setup.seed, step),
-        kl_coef=kl_coef,
-        train_actor=train_actor,
-        texts=texts,
-    )
 
 
 def evaluate(setup: Setup, log: StepLog) -> None:
@@ -160,8 +140,7 @@ def evaluate(setup: Setup, log: StepLog) -> None:
 def held_out_metrics(setup: Setup) -> dict[str, float]:
     """Metrics of the actor on held-out prompts, with the same seeds at every evaluation.
 
-    They contain gold score and accuracy if known for every prompt. These are only shown: no choice
-    depends on them.
+    Gold score and accuracy, if known for every prompt, are only shown: no choice depends on them.
     """
     validation, world = setup.validation, setup.world
     # Equally many prompts on each rank: ZeRO-3 needs all ranks in every forward pass.
@@ -184,20 +163,16 @@ def next_kl_coef(kl_coef: float, kl: float, config: PPOConfig) -> float:
     """The KL coefficient of the next step: adapted to hold `ppo.kl.target`, or unchanged."""
     if config.kl.target is None:
         return kl_coef
+    size = config.responses_per_step
     return adapted_kl_coef(
-        kl_coef,
-        kl,
-        target=config.kl.target,
-        horizon=config.kl.horizon,
-        batch_size=config.responses_per_step,
+        kl_coef, kl, target=config.kl.target, horizon=config.kl.horizon, batch_size=size
     )
 
 
 def export(setup: Setup) -> dict[str, float]:
     """Export the best model of each policy; return the metrics of the actor's.
 
-    Raises:
-        StageError: no evaluated model was within the KL bound.
+    Raises StageError if no evaluated model was within the KL bound.
     """
     metrics, stage = {}, setup.config.stage
     for name, best in setup.best.items():

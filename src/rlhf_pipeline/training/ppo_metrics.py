@@ -77,10 +77,8 @@ def quality_metrics(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
 ) -> dict[str, float]:
-    """What is known about the answers besides the rewards, as means over all ranks.
-
-    The gold score, and strict and lenient accuracy (`rollout.true_answers.accuracy`), each of them
-    only if it is known for every prompt.
+    """Gold score, and strict and lenient accuracy (`rollout.true_answers.accuracy`), as means over
+    all ranks; each of them only if it is known for every prompt.
     """
     texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
     true = rows.get("reference", [None] * len(texts))  # an earlier split has no such column
@@ -99,10 +97,9 @@ def quality_metrics(
 def rollout_fault(
     metrics: dict[str, float], config: PPOConfig, where: str, *, trained: bool
 ) -> str | None:
-    """Why a rollout contains nothing to learn from, or None.
+    """Why a rollout, which `where` names, contains nothing to learn from, or None.
 
-    `metrics` come from `rollout_metrics`, and `where` names the rollout in the message. `trained`:
-    the actor has taken an optimizer step; otherwise it is the SFT model.
+    `trained`: the actor has taken an optimizer step; otherwise it is the SFT model.
     """
     kl, bound = metrics["objective/kl"], config.kl.explosion
     if bound is not None and not kl <= bound:  # `kl > bound` would miss NaN

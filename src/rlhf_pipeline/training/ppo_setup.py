@@ -48,10 +48,8 @@ class PPOModels:
     actor: DeepSpeedEngine  # the policy in training
     reference: nn.Module
     """Its frozen start, or a teacher. With LoRA the start is the actor with its adapters off."""
-    critic: DeepSpeedEngine | None
-    """The value model in training; None if `ppo.advantage` needs none."""
-    reward_model: nn.Module | None
-    """The trained reward model, frozen; None if `ppo.rewards` does not contain it."""
+    critic: DeepSpeedEngine | None  # the value model in training, if `ppo.advantage` needs one
+    reward_model: nn.Module | None  # the trained one, frozen, if `ppo.rewards` contains it
     rewards: RewardSum  # the sources of `ppo.rewards`
     generator: Generator  # samples responses from the actor
     contract: TokenContract  # the tokens that all models share
@@ -64,21 +62,14 @@ class PPOModels:
 
     def engines(self) -> dict[str, nn.Module]:
         """The models by name; those that train or are sharded are DeepSpeed engines."""
-        models = {
-            "actor": self.actor,
-            "reference": self.reference,
-            "critic": self.critic,
-            "reward_model": self.reward_model,
-        }
+        names = ("actor", "reference", "critic", "reward_model")
+        models = {name: getattr(self, name) for name in names}
         return {name: model for name, model in models.items() if model is not None}
 
 
 @dataclass(frozen=True)
 class TextBatches:
-    """Blocks of plain text, one batch for each update of the actor.
-
-    The n-th update of a run always takes the n-th batch, whether or not training was resumed.
-    """
+    """Blocks of plain text: the n-th update of a run takes the n-th batch, resumed or not."""
 
     blocks: Rows  # column `input_ids`: token lists of equal length, at least 2
     config: PPOConfig
@@ -93,14 +84,10 @@ class TextBatches:
         """
         updates = self.config.ppo_epochs * self.config.updates_per_epoch
         first = (step - 1 - self.config.critic_warmup_steps) * updates
-        for number in range(first, first + updates):
-            yield self.batch(number)
+        return map(self.batch, range(first, first + updates))
 
     def batch(self, number: int) -> Sequences:
-        """This rank's share of global batch `number` (from 0).
-
-        The first token of a block is the prompt, the others are the response.
-        """
+        """This rank's share of batch `number` (from 0). The prompt is the first token."""
         assert self.config.ptx is not None
         rows = step_rows(
             self.blocks.num_rows, self.config.ptx.batch_size, number, self.seed, stream=TEXT_STREAM
@@ -129,11 +116,7 @@ class Setup:
     stream: PromptStream  # the order of `prompts`
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
-        """Save a checkpoint if one is due or a signal came; then obey the signal.
-
-        Raises:
-            Interrupted: a signal came.
-        """
+        """Save a checkpoint if one is due or a signal came; then obey the signal."""
         best = {name: models.state() for name, models in self.best.items()}
         critic = self.models.critic
         loop = {"kl_coef": kl_coef, "best": best, "prompts": self.stream.state()} | (
@@ -147,7 +130,7 @@ class Setup:
 def policies(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager[object]]]:
     """The policies that are evaluated and may be exported, by the prefix of their metrics.
 
-    Each value makes a context in which the actor has the weights of that policy.
+    In the context of a value, the actor has the weights of that policy.
     """
     found: dict[str, Callable[[], AbstractContextManager[object]]] = {VALIDATION: nullcontext}
     if models.ema is not None:
@@ -180,9 +163,8 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     stream = PromptStream(prompts.num_rows, job.seed, config.curriculum)
     if loop:
         stream.restored(loop["prompts"])
-    writer = MetricsFile(
-        job.metrics_file, config.steps, rank=world.rank, resumed_from=job.resume_from
-    )
+    done = job.resume_from
+    writer = MetricsFile(job.metrics_file, config.steps, rank=world.rank, resumed_from=done)
     return Setup(
         config=config,
         models=models,
@@ -194,7 +176,7 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         best=best,
         guard=DivergenceGuard(world, writer, best[VALIDATION], partial(ppo_advice, config=config)),
         checkpoints=checkpoints,
-        done=job.resume_from or 0,
+        done=done or 0,
         kl_coef=loop.get("kl_coef", config.kl.coef),
         stream=stream,
     )
@@ -206,23 +188,20 @@ def load_ppo_models(
     """Load the models of `ppo`.
 
     Policies are the SFT model, but the reference may be a teacher. Models with a scalar head are
-    the reward model; without one, the critic is the SFT model with a new head. During the warm-up
-    of the critic the actor does not train, so it makes fewer updates.
+    the reward model; without one, the critic is the SFT model with a new head. The actor makes no
+    update during the critic's warm-up.
     """
     trust = job.trust_remote_code
     steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
     updates = config.ppo_epochs * config.updates_per_epoch
-
-    def start(model: TrainedModel | FrozenModel) -> tuple[Callable[..., Any], str]:
-        """How a model is loaded, and from which input."""
-        if model.scalar:
-            has_scores = "reward_model" in job.inputs
-            return (load_scores, "reward_model") if has_scores else (untrained, "sft_model")
-        is_teacher = model.name == "reference" and config.has_teacher
-        return load_policy, "teacher" if is_teacher else "sft_model"
+    scores: tuple[Callable[..., Any], str] = untrained, "sft_model"
+    if "reward_model" in job.inputs:
+        scores = load_scores, "reward_model"
 
     def load(model: TrainedModel | FrozenModel) -> Any:
-        source, name = start(model)
+        is_teacher = model.name == "reference" and config.has_teacher
+        policy = load_policy, "teacher" if is_teacher else "sft_model"
+        source, name = scores if model.scalar else policy
         from_disk = partial(source, job.inputs[name], trust_remote_code=trust)
         if isinstance(model, TrainedModel):
             return train_engine(from_disk, model.config, steps[model.name] * updates)
@@ -238,23 +217,19 @@ def load_ppo_models(
         critic.module.scale = trained_weight(config.rewards)
     tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
     mean = None if reward_model is None else reward_model.score_mean
+    rewards = load_rewards(job, config, contract, world, tokenizer, mean)
+    generator = load_generator(
+        config.generator, actor, contract, config.sampling, world,
+        gather=config.gather_for_generation, longest_prompt=longest_prompt,
+        place=f"{config.stage}.generator", hybrid=config.hybrid,
+    )  # fmt: skip
     return PPOModels(
         actor=actor,
         reference=models["reference"] if "reference" in models else WithoutAdapters(actor),
         critic=critic,
         reward_model=reward_model,
-        rewards=load_rewards(job, config, contract, world, tokenizer, mean),
-        generator=load_generator(
-            config.generator,
-            actor,
-            contract,
-            config.sampling,
-            world,
-            gather=config.gather_for_generation,
-            longest_prompt=longest_prompt,
-            place=f"{config.stage}.generator",
-            hybrid=config.hybrid,
-        ),
+        rewards=rewards,
+        generator=generator,
         contract=contract,
         tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
@@ -262,10 +237,7 @@ def load_ppo_models(
 
 
 def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches | None:
-    """The text for `ppo.ptx`, or None if it is off.
-
-    Raises ArtifactError if `ppo.ptx` is set, but the job has no text.
-    """
+    """The text for `ppo.ptx`, or None if it is off; ArtifactError if the split has none."""
     if config.ptx is None:
         return None
     if "pretraining" not in job.inputs:
@@ -273,9 +245,8 @@ def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches 
             f"{config.stage}.ptx: the split has no plain text. Fix: set split.pretraining and run "
             f"stage split, or set {config.stage}.ptx to null"
         )
-    return TextBatches(
-        load_rows(job.inputs["pretraining"] / "train.arrow", world), config, world, job.seed
-    )
+    blocks = load_rows(job.inputs["pretraining"] / "train.arrow", world)
+    return TextBatches(blocks, config, world, job.seed)
 
 
 def ppo_advice(metric: str, config: PPOConfig) -> str:

@@ -21,11 +21,7 @@ from rlhf_pipeline.distributed.optimizer_step import (
     step_together,
 )
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.forward import (
-    response_logprobs,
-    response_logprobs_and_entropy,
-    response_values,
-)
+from rlhf_pipeline.models.forward import response_logprobs, response_values
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import (
@@ -39,6 +35,7 @@ from rlhf_pipeline.rl.losses import (
 )
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rollout.records import Experience
+from rlhf_pipeline.training.experience import actor_pass
 from rlhf_pipeline.training.ppo_setup import PPOModels
 
 
@@ -53,7 +50,7 @@ def update_models(
     train_actor: bool,
     texts: Iterator[Sequences] | None = None,
 ) -> dict[str, float]:
-    """Take all optimizer steps of one rollout.
+    """Take all optimizer steps of one rollout; return means over the tokens of all epochs.
 
     Args:
         experience: the rows of this rank.
@@ -61,9 +58,6 @@ def update_models(
         kl_coef: weight of the KL penalty, if the loss contains it.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
-
-    Returns:
-        Means over the tokens of all epochs.
     """
     engines = {"actor": models.actor} if train_actor else {}
     engines |= {} if models.critic is None else {"critic": models.critic}
@@ -85,7 +79,11 @@ def update_models(
                     remaining = config.ppo_epochs - epoch
                     skip_optimizer_steps(engine, remaining * config.updates_per_epoch)
                 break
-    explained = _explained_variance(experience, world)
+    explained: dict[str, Tensor] = {}
+    if experience.old_values is not None and experience.returns is not None:
+        mask = experience.sequences.action_mask
+        moments = world.sum(value_sums(experience.old_values, experience.returns, mask))
+        explained["value/explained_variance"] = explained_variance(moments)
     norms = {f"optim/{name}_grad_norm": grad_norm(engine) for name, engine in engines.items()}
     known = {name: norm for name, norm in norms.items() if norm is not None}
     totals = world.sums(sums, equal=explained | known)
@@ -95,21 +93,21 @@ def update_models(
         # Equal returns, for example if all responses are cut, have no variance to explain.
         | {name: totals[name] for name in explained if not math.isnan(totals[name])}
         | {name: totals[name] for name in known}
-        | _fp16_metrics(engines)
+        | {
+            f"optim/{name}_{key}": value
+            for name, engine in engines.items()
+            for key, value in fp16_metrics(engine).items()
+        }
     )
 
 
 def in_micro_batches(
-    models: PPOModels,
-    experience: Experience,
-    config: PPOConfig,
-    world: World,
-    key: tuple[int, int],
+    models: PPOModels, experience: Experience, config: PPOConfig, world: World, key: tuple[int, int]
 ) -> Iterator[list[Experience]]:
     """The micro batches of each minibatch, epoch after epoch.
 
-    A minibatch has all responses to its prompts if its size allows it, because the responses to a
-    prompt share its tokens in a forward pass.
+    A minibatch has all responses to its prompts if its size allows it, because they share the
+    tokens of the prompt in a forward pass.
     """
     if experience.training_pass is not None:
         yield [experience]
@@ -135,7 +133,7 @@ def in_micro_batches(
 def _only_trained(drawn: list[Tensor], trains: Tensor, world: World) -> list[Tensor]:
     """The rows of each minibatch that train, and others for ranks that have fewer of them.
 
-    Every rank needs as many rows as the others, because ZeRO needs all ranks in each forward pass.
+    ZeRO needs all ranks in each forward pass.
     """
     first = [rows[trains[rows].argsort(descending=True, stable=True)] for rows in drawn]
     counts = world.most([max(1, int(trains[rows].sum())) for rows in drawn])
@@ -156,10 +154,9 @@ def update_minibatch(
 ) -> Sums:
     """Take one optimizer step of each model in training; return the sums with those of this step.
 
-    `pieces` are the micro batches of one minibatch.
-
-    With `text`, the actor's loss is the sum of PPO's and `ptx.coef` times that of the text, each a
-    mean over its own tokens. `is_sampler`: the actor is still the policy that sampled.
+    `pieces` are the micro batches of one minibatch. With `text`, `ptx.coef` times its loss is added
+    to the actor's, each a mean over its own tokens. `is_sampler`: the actor still is the policy
+    that sampled.
     """
     masks = [piece.sequences.action_mask for piece in pieces]
     counts = [
@@ -172,20 +169,11 @@ def update_minibatch(
     tokens, policy_terms, other_terms = totals
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
-        losses = [
-            partial(
-                actor_loss,
-                models,
-                piece,
-                config,
-                tokens,
-                kl_coef,
-                policy_terms=policy_terms,
-                other_terms=other_terms,
-                is_sampler=is_sampler,
-            )
-            for piece in pieces
-        ]
+        loss_of = partial(
+            actor_loss, config=config, tokens=tokens, kl_coef=kl_coef,
+            policy_terms=policy_terms, other_terms=other_terms, is_sampler=is_sampler,
+        )  # fmt: skip
+        losses: list[Loss] = [partial(loss_of, models, piece) for piece in pieces]
         if text is not None:
             length = text.response_ids.numel() * world.size  # every rank has equally many blocks
             limit = config.micro_batch_tokens
@@ -230,27 +218,14 @@ def actor_loss(
     if (done := piece.training_pass) is not None:
         logprobs, entropy = done.logprobs, done.entropy
     else:
-        logprobs, entropy = response_logprobs_and_entropy(
-            models.actor,
-            piece.sequences,
-            vocab_size=models.contract.vocab_size,
-            temperature=config.sampling.temperature,
-            entropy_trains=config.entropy_coef > 0,
-        )
+        logprobs, entropy = actor_pass(models, piece.sequences, config)
+    old, reduce = piece.old_logprobs, reduction(config)
     total, _ = policy_loss(
-        config,
-        logprobs=logprobs,
-        old_logprobs=piece.old_logprobs,
-        advantages=piece.advantages,
-        mask=mask,
+        config, logprobs=logprobs, old_logprobs=old, advantages=piece.advantages, mask=mask
     )
     loss, count = total / policy_terms, mask.sum()
     diagnostics = by_name(
-        policy_diagnostics,
-        config,
-        logprobs=logprobs.detach(),
-        old_logprobs=piece.old_logprobs,
-        mask=mask,
+        policy_diagnostics, config, logprobs=logprobs.detach(), old_logprobs=old, mask=mask
     )
     sums = {f"policy/{name}": value for name, value in diagnostics.items()}
     entropies = masked_sum(entropy, mask)
@@ -260,11 +235,10 @@ def actor_loss(
         sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "rollout/count": count}
     if config.kl.place == "loss":
         assert piece.ref_logprobs is not None
-        reduce = reduction(config)
-        total, _ = kl_loss(logprobs, piece.old_logprobs, piece.ref_logprobs, mask, reduce=reduce)
+        total, _ = kl_loss(logprobs, old, piece.ref_logprobs, mask, reduce=reduce)
         loss = loss + kl_coef * (total / other_terms)
     if config.entropy_coef > 0:
-        total, _ = entropy_loss(entropy, mask, reduce=reduction(config))
+        total, _ = entropy_loss(entropy, mask, reduce=reduce)
         loss = loss + config.entropy_coef * (total / other_terms)
     return loss, sums
 
@@ -300,13 +274,8 @@ def critic_loss(
         values = response_values(critic, piece.sequences)
     else:
         values = done.values
-    total, count = value_loss(
-        values,
-        piece.old_values,
-        piece.returns,
-        piece.sequences.action_mask,
-        clip_range=config.value_clip_range,
-    )
+    mask, clip_range = piece.sequences.action_mask, config.value_clip_range
+    total, count = value_loss(values, piece.old_values, piece.returns, mask, clip_range=clip_range)
     loss = total / tokens
     return loss, {"value/loss": loss * tokens, "value/count": count}
 
@@ -314,10 +283,7 @@ def critic_loss(
 def text_loss(
     models: PPOModels, blocks: Sequences, config: PPOConfig, tokens: int
 ) -> tuple[Tensor, Sums]:
-    """The language-model loss (ptx) of some blocks of plain text.
-
-    `tokens` is the number of their tokens in the whole optimizer step.
-    """
+    """The language-model loss (ptx) of plain text; `tokens` are those of the whole step."""
     assert config.ptx is not None
     blocks = blocks.to(models.actor.device)
     logprobs = response_logprobs(models.actor, blocks, vocab_size=models.contract.vocab_size)
@@ -327,11 +293,9 @@ def text_loss(
 
 
 def _approx_kl(sums: Sums, before: Sums, world: World) -> float:
-    """Mean `policy/approx_kl` of one epoch over all ranks, so that all ranks agree."""
-    added = {
-        name: sums[name] - before.get(name, 0) for name in ("policy/approx_kl", "policy/count")
-    }
-    total = world.sums(added)
+    """Mean `policy/approx_kl` of one epoch over all ranks."""
+    names = ("policy/approx_kl", "policy/count")
+    total = world.sums({name: sums[name] - before.get(name, 0) for name in names})
     return total["policy/approx_kl"] / max(1.0, total["policy/count"])
 
 
@@ -345,20 +309,3 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     if "ptx/loss" in metrics:
         metrics["ptx/perplexity"] = math.exp(min(metrics["ptx/loss"], 700.0))
     return metrics
-
-
-def _explained_variance(experience: Experience, world: World) -> dict[str, Tensor]:
-    """The metric over all ranks; NaN if all returns are equal, empty without a critic."""
-    values, returns = experience.old_values, experience.returns
-    if values is None or returns is None:
-        return {}
-    moments = value_sums(values, returns, experience.sequences.action_mask)
-    return {"value/explained_variance": explained_variance(world.sum(moments))}
-
-
-def _fp16_metrics(engines: dict[str, DeepSpeedEngine]) -> dict[str, float]:
-    return {
-        f"optim/{name}_{key}": value
-        for name, engine in engines.items()
-        for key, value in fp16_metrics(engine).items()
-    }

@@ -1,9 +1,7 @@
 """The prompts of training: in which order they come, and which are left out for a while.
 
-    stream      permutations of all prompts, one pass after the other
-    drawn       the position up to which prompts have been used or left out
-
-Every rank knows the same, so that all of them draw the same prompts.
+The stream has permutations of all prompts, one pass after the other. Every rank knows the same, so
+that all of them draw the same prompts.
 """
 
 from collections.abc import Mapping
@@ -28,10 +26,7 @@ class PromptStream:
         """For a prompt to leave out, the pass of the stream in which it returns."""
 
     def draw(self, size: int) -> np.ndarray:
-        """The numbers of the next prompts.
-
-        It ends, because a prompt returns after some passes.
-        """
+        """The numbers of the next prompts. It ends, because a prompt returns after some passes."""
         chosen: list[int] = []
         while len(chosen) < size:
             ahead = size - len(chosen) if not self._returns else CHUNK
@@ -57,11 +52,9 @@ class PromptStream:
                 self._returns[number] = present + 1 + self._curriculum.passes
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
         returns = sorted([number, when] for number, when in self._returns.items())
         return {"drawn": self.drawn, "left_out": self.left_out, "returns": returns}
 
     def restored(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
         self.drawn, self.left_out = state["drawn"], state["left_out"]
         self._returns = dict(state["returns"])

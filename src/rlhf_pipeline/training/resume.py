@@ -1,7 +1,4 @@
-"""Saving what training needs to resume, and resuming from it.
-
-`rlhf_pipeline.runtime.job` describes the files.
-"""
+"""Saving what training needs to resume (`rlhf_pipeline.runtime.job`), and resuming from it."""
 
 import json
 import shutil
@@ -40,10 +37,7 @@ class Checkpoints:
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def restore(self, step: int | None) -> dict[str, Any]:
-        """Load the checkpoint of a step; return the state of the training loop.
-
-        None: load nothing and return an empty state.
-        """
+        """Load the checkpoint of a step, if there is one; return the state of the training loop."""
         if step is None:
             return {}
         checkpoint = checkpoint_path(self.directory, step)
@@ -55,11 +49,8 @@ class Checkpoints:
         """Save a checkpoint if one is due or a rank received SIGTERM; obey SIGTERM after that.
 
         All ranks call this together, with the state of the training loop as JSON. Returns whether
-        there is a checkpoint of this step.
-
-        Raises:
-            Interrupted: a rank received SIGTERM.
-            StageError: the disk has too little space.
+        there is a checkpoint of this step. Raises Interrupted if a rank received SIGTERM, and
+        StageError if the disk has too little space.
         """
         interrupted = self.world.any(self._received_sigterm)
         if due or interrupted:
@@ -80,7 +71,13 @@ class Checkpoints:
         partial = final.with_name(final.name + ".partial")
         own: dict[str, FileEntry] = {}  # the files that this rank writes
         if self.world.rank == 0:
-            self._require_space(step)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            needed = sum(
+                bytes_needed(engine, self.averages.get(name))
+                * (self.world.size if engine.zero_optimization_stage() else 1)
+                for name, engine in self.engines.items()
+            )
+            require_space(self.directory, needed, f"the checkpoint of step {step}")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for name in self.engines:
@@ -99,15 +96,6 @@ class Checkpoints:
             saved = [path for path in list_checkpoints(self.directory) if path <= final]
             for old in saved[: -self.keep]:
                 shutil.rmtree(old)
-
-    def _require_space(self, step: int) -> None:
-        needed = sum(
-            bytes_needed(engine, self.averages.get(name))
-            * (self.world.size if engine.zero_optimization_stage() else 1)
-            for name, engine in self.engines.items()
-        )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        require_space(self.directory, needed, f"the checkpoint of step {step}")
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._received_sigterm = True

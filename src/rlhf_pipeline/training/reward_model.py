@@ -2,8 +2,7 @@
 
     deepspeed --module rlhf_pipeline.training.reward_model job.json
 
-The exported model then scores the held-out comparisons once more, for `reward_report.json`: what
-their accuracy does not show.
+The exported model then scores the held-out comparisons once more, for `reward_report.json`.
 """
 
 import json
@@ -69,10 +68,7 @@ class RewardModelTask(PairTask):
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
-    """Train; export the model with the lowest held-out loss, and store its mean chosen score.
-
-    The metrics have the 95% interval of the held-out accuracy; `reward_report.json` has more.
-    """
+    """Train; export the model with the lowest held-out loss, and store its mean chosen score."""
     config = job.block("reward_model", RewardModelConfig)
     task = RewardModelTask(common_contract(job.inputs), config)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
@@ -83,20 +79,14 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 
 def write_report(
-    job: LaunchedJob,
-    config: RewardModelConfig,
-    contract: TokenContract,
-    world: World,
+    job: LaunchedJob, config: RewardModelConfig, contract: TokenContract, world: World
 ) -> dict[str, float]:
-    """Write `reward_report.json` into the export, and return its main numbers as metrics.
-
-    The exported model scores the held-out comparisons.
-    """
+    """Write `reward_report.json` on the exported model; return its main numbers as metrics."""
     free_memory()  # of the model in training
     heartbeat.at("evaluation")
+    trained = config.deepspeed
     settings = FrozenDeepSpeedConfig(
-        zero_stage=3 if config.deepspeed.zero_stage == 3 else 0,
-        precision=config.deepspeed.precision,
+        zero_stage=3 if trained.zero_stage == 3 else 0, precision=trained.precision
     )
     world.barrier()  # the first rank has exported the model
     load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
@@ -120,7 +110,7 @@ def held_out(
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Source, scores and tokens of the chosen and the rejected answer, (N,), (N, 2), (N, 2).
 
-    The ranks divide the comparisons, and exchange their results as JSON.
+    The ranks divide the comparisons.
     """
     table = load_rows(folder / "validation.arrow", world)
     own, found = even_share(np.arange(table.num_rows), world), list[Any]()

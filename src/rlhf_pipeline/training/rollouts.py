@@ -66,22 +66,17 @@ def score(
 ) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.at("evaluation" if held_out else "scoring")
+    known = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
     scored = score_sequences(
-        rollout.sequences,
-        setup.models,
-        setup.config,
-        setup.world,
-        with_critic=not held_out,
-        logprobs=rollout.logprobs if setup.config.old_logprobs == "rollout" else None,
-        trains=trains,
-    )
+        rollout.sequences, setup.models, setup.config, setup.world,
+        with_critic=not held_out, logprobs=known, trains=trains,
+    )  # fmt: skip
     return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
 
 
 def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
-    """Whether scoring and the update can share the forward passes of actor and critic.
-
-    They can if neither the models nor the rows change in between, and if all rows fit a pass.
+    """Whether scoring and the update can share the forward passes of actor and critic: neither the
+    models nor the rows change in between, and all rows fit a pass.
     """
     config, models = setup.config, setup.models
     changes = config.ppo_epochs * config.updates_per_epoch > 1 or config.equal_groups == "resample"

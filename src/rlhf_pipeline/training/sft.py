@@ -19,11 +19,11 @@ from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.rl.losses import sft_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.supervised import train
+from rlhf_pipeline.training.supervised import Task, train
 
 
 @dataclass(frozen=True)
-class SFTTask:
+class SFTTask(Task):
     """Next-token loss on the tokens that `split.sft_loss` selects.
 
     A response begins with the first of them and may contain later user turns.
@@ -33,18 +33,11 @@ class SFTTask:
     name: str = "sft"
 
     def collate(self, rows: dict[str, list[Any]]) -> Sequences:
-        return collate(
-            rows["prompt_ids"],
-            rows["response_ids"],
-            self.contract.pad_id,
-            actions=rows["loss_mask"],
-        )
+        prompts, responses, pad_id = rows["prompt_ids"], rows["response_ids"], self.contract.pad_id
+        return collate(prompts, responses, pad_id, actions=rows["loss_mask"])
 
     def weight(self, batch: Sequences) -> Tensor:
         return batch.action_mask.sum().double()
-
-    def at_step(self, setup: object, table: object, rows: object) -> "SFTTask":
-        return self
 
     def loss(self, model: nn.Module, batch: Sequences, tokens: Tensor) -> tuple[Tensor, Sums]:
         logprobs = response_logprobs(model, batch, vocab_size=self.contract.vocab_size)
@@ -57,16 +50,14 @@ class SFTTask:
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": sums["tokens"]}
 
     def selection_score(self, metrics: dict[str, float]) -> float:
-        """Lower perplexity is better."""
         return -metrics["perplexity"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out perplexity."""
     config = job.block(job.stage, SFTConfig)
-    contract = common_contract(
-        {name: job.inputs[name] for name in ("base_model", "demonstrations")}
-    )
+    inputs = ("base_model", "demonstrations")
+    contract = common_contract({name: job.inputs[name] for name in inputs})
     task = SFTTask(contract, job.stage)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     return train(job, config, task, load_policy, world, start="base_model", rows="demonstrations")

@@ -1,7 +1,4 @@
-"""The metrics of one training step: collected, timed, checked and written.
-
-Training that diverges ends in the step where it shows, on all ranks, with a fix.
-"""
+"""The metrics of one training step: collected, timed, checked and written."""
 
 import math
 import time
@@ -19,7 +16,10 @@ from rlhf_pipeline.training.best_models import BestModels
 
 @dataclass(frozen=True)
 class DivergenceGuard:
-    """Checks the metrics of every step. They are sums over all ranks, so all ranks decide alike."""
+    """Ends diverging training in the step where it shows.
+
+    Metrics are sums over all ranks, so all ranks decide alike.
+    """
 
     world: World
     writer: MetricsFile
@@ -54,10 +54,7 @@ class StepLog:
         self._start = time.monotonic()
 
     def add(self, metrics: Mapping[str, float], fault: str | None = None) -> None:
-        """Add metrics; fail if one is not finite, or if there is a fault.
-
-        Raises StageError in that case; the metrics so far are on disk.
-        """
+        """Add metrics; raise StageError if one is not finite, or for a fault."""
         self.metrics |= metrics
         if fault is not None:
             self._guard.fail(self.step, self.metrics, fault)
@@ -71,7 +68,6 @@ class StepLog:
         self.metrics[name] = time.monotonic() - start
 
     def write(self, *, due: bool) -> None:
-        """Write the metrics with the time of the whole step, if it is due."""
         self.metrics["time/step_s"] = time.monotonic() - self._start
         if due:
             self._guard.writer.write(self.step, self.metrics)

@@ -1,7 +1,4 @@
-"""The training loop of SFT, reward model, DPO and KTO.
-
-Passes over a fixed data set, held-out evaluations, and the best evaluated model as the export.
-"""
+"""The training loop of SFT, reward model, DPO and KTO."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -50,15 +47,13 @@ class Batch(Protocol):
     def lengths(self) -> Tensor:
         """(N, S, 2) tokens of prompt and response in the S sequences of each row."""
 
-    def rows(self, index: Tensor) -> Self:
-        """The chosen rows."""
+    def rows(self, index: Tensor) -> Self: ...
 
-    def to(self, device: torch.device) -> Self:
-        """The same rows on another device."""
+    def to(self, device: torch.device) -> Self: ...
 
 
 class Task(Protocol):
-    """The differences between the supervised stages."""
+    """The differences between the supervised stages: each has a subclass."""
 
     @property
     def name(self) -> str:
@@ -68,13 +63,15 @@ class Task(Protocol):
         """Columns of a prepared table as a batch."""
 
     def weight(self, batch: Any) -> Tensor:
-        """The terms of the loss: tokens, pairs or answers."""
+        """The number of terms of the loss: by default, of pairs or answers."""
+        return torch.tensor(len(batch), dtype=torch.float64)
 
     def at_step(self, setup: "Setup", table: Rows, rows: np.ndarray, /) -> "Task":
         """The task with what its loss has to know of all rows of a step or of an evaluation.
 
         All ranks call it together, before the micro batches; `rows` are those of all ranks.
         """
+        return self
 
     def loss(self, model: nn.Module, batch: Any, terms: Tensor, /) -> tuple[Tensor, Sums]:
         """Loss of a micro batch, and its contribution to the metrics as additive sums.
@@ -86,7 +83,11 @@ class Task(Protocol):
         """Metrics from sums over all micro batches and ranks; names without prefix."""
 
     def selection_score(self, metrics: dict[str, float]) -> float:
-        """The score of a model with these held-out metrics; the highest one is exported."""
+        """The score of a model with these held-out metrics; the highest one is exported.
+
+        By default, the lower loss is better.
+        """
+        return -metrics["loss"]
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,19 @@ def train(
 ) -> dict[str, float]:
     """Train the model on prepared rows; export the evaluated model with the best selection score.
 
-    Returns the metrics of the exported model's step.
-
     Args:
         job: contains the seed, the inputs, and the places of metrics and checkpoints.
-        task: the loss and its metrics.
         load: loads the model from a folder, for example `load_policy`.
         start: the input that training starts from; its tokenizer is saved with each model.
         rows: the input with `train.arrow` and `validation.arrow`.
         read: reads one of these files.
+
+    Returns:
+        The metrics of the exported model's step.
     """
-    trust = job.trust_remote_code
-    load = partial(load, job.inputs[start], trust_remote_code=trust)
-    tokenizer = load_tokenizer(job.inputs[start], trust_remote_code=trust)
+    start_model, trust = job.inputs[start], job.trust_remote_code
+    load = partial(load, start_model, trust_remote_code=trust)
+    tokenizer = load_tokenizer(start_model, trust_remote_code=trust)
     training, validation = (
         load_rows(job.inputs[rows] / f"{part}.arrow", world, read)
         for part in ("train", "validation")
@@ -171,9 +172,8 @@ def optimizer_steps(config: SupervisedConfig, rows: int) -> int:
 def fit(setup: Setup) -> None:
     """Train for the configured passes; evaluate on the way and offer the models to `setup.best`.
 
-    Raises:
-        Interrupted: the program was asked to end; the checkpoint of the last step is saved.
-        StageError: a metric of a step, its gradient norm included, is not finite.
+    Raises Interrupted after a signal, with the checkpoint of the last step, and StageError if a
+    metric of a step, its gradient norm included, is not finite.
     """
     config, best = setup.config, setup.best
     total = optimizer_steps(config, setup.training.num_rows)
@@ -219,8 +219,7 @@ def micro_batch_losses(setup: Setup, batch: Batch, terms: Tensor) -> list[Loss]:
     """The losses of a batch, one for each micro batch."""
 
     def loss(index: Tensor) -> tuple[Tensor, Sums]:
-        rows = batch.rows(index).to(setup.world.device)
-        return setup.task.loss(setup.engine, rows, terms)
+        return setup.task.loss(setup.engine, batch.rows(index).to(setup.world.device), terms)
 
     tokens = setup.config.micro_batch_tokens
     (groups,) = micro_batches([batch.lengths], tokens, setup.engine, setup.world)
@@ -251,8 +250,8 @@ def as_validation(held_out: dict[str, float]) -> dict[str, float]:
 def held_out_losses(setup: Setup) -> Iterator[tuple[Loss, bool]]:
     """The losses of the held-out rows, one for each micro batch, and whether they count.
 
-    Rows that do not fill all ranks come last: a rank without such a row computes another one, which
-    does not count. ZeRO-3 needs all ranks in every forward pass.
+    ZeRO-3 needs all ranks in every forward pass. Therefore rows that do not fill all ranks come
+    last: a rank without such a row computes another one, which does not count.
     """
     validation, world = setup.validation, setup.world
     rest = validation.num_rows % world.size

@@ -13,7 +13,7 @@ from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.source import column_faults
 from rlhf_pipeline.data.sources.generated_tasks import generate
 from rlhf_pipeline.errors import ConfigError, DataError
-from rlhf_pipeline.pipelines.split import source_job
+from rlhf_pipeline.pipelines.preparation import source_job
 
 SPELL = "Spell this word backward (example: sun -> nus):"
 SHORT = {"min_word_len": 3, "max_word_len": 4}

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.training import SFTConfig
-from rlhf_pipeline.pipelines.sft import SPEC
+from rlhf_pipeline.pipelines.supervised import SFT as SPEC
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.stages.cache import code as module
 from rlhf_pipeline.stages.cache import fingerprint as fingerprint_module

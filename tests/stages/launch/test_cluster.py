@@ -15,8 +15,7 @@ from waiting import once, wait_until
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError, Interrupted, StageError
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.launch import node_program as module
 from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
 from rlhf_pipeline.stages.launch.resources import node_layout

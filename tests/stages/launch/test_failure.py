@@ -12,9 +12,8 @@ import pytest
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.pulse import Pulse
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.launch.failure import Attempt, stage_error
-from rlhf_pipeline.stages.launch.hints import HINTS, advice, find_hint
+from rlhf_pipeline.stages.job import StageRun
+from rlhf_pipeline.stages.launch.failure import HINTS, Attempt, advice, find_hint, stage_error
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
 
 PPO = {

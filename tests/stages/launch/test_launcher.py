@@ -12,8 +12,7 @@ from waiting import once, wait_until
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.launch import launcher
 from rlhf_pipeline.stages.launch.launcher import _let_save, _signals_raise
 from rlhf_pipeline.stages.run import StageRunner

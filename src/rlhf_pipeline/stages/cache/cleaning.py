@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,7 @@ class Leftover:
     path: Path
     why: str
     freed: int
-    """Bytes that become free when all leftovers are removed. A file of a published version has
-    another hard link and frees nothing."""
-
-
-def first_of(path: Path) -> Path:
-    """The directory of the first attempt at the same recipe."""
-    return (path.parent if DAMAGED in path.name else path).with_suffix("")
+    """Bytes that become free when all leftovers are removed: none for files with other links."""
 
 
 def survey(
@@ -45,7 +39,7 @@ def survey(
     *,
     unfinished: bool,
 ) -> tuple[list[Leftover], dict[Path, str]]:
-    """Look for leftovers.
+    """The directories to remove, and those kept although no published version needs them, and why.
 
     Args:
         stages: names of all stages; other folders of the workspace are ignored.
@@ -53,31 +47,24 @@ def survey(
         unwanted: published directories to remove, with the reason.
         unfinished: whether to remove unfinished stages that could resume from a checkpoint.
 
-    Returns:
-        The directories to remove, and those kept although no published version needs them, with the
-        reason.
-
-    Raises:
-        ArtifactError: the manifest of a published version is damaged, so its inputs are unknown.
+    Raises ArtifactError if the manifest of a published version is damaged: its inputs are unknown.
     """
-    directories = [
-        path
-        for path in sorted(workspace.glob("*/*"))
-        if path.parent.name in stages and is_attempt(path)
-    ]
+    paths = sorted(filter(is_attempt, workspace.glob("*/*")))
+    directories = [path for path in paths if path.parent.name in stages]
     held: dict[Path, str] = {}
     for path in directories:
         step = None if unfinished or is_finished(path) else newest_step(path / "checkpoints")
-        if holder := user(first_of(path)):
+        if holder := user(_first_of(path)):
             held[path] = f"in use by {holder}"
         elif step is not None:
             held[path] = f"can resume from step {step}; --unfinished removes it"
-    jobs = [path / "job.json" for path in held if (path / "job.json").is_file()]
-    read = {
-        place for job in jobs for place in json.loads(job.read_text()).get("inputs", {}).values()
-    }
+    jobs = [json.loads(job.read_text()) for path in held if (job := path / "job.json").is_file()]
+    read = {place for job in jobs for place in job.get("inputs", {}).values()}
     held |= {path: "an input of a kept stage" for path in unwanted if str(path.resolve()) in read}
-    needed = _needed(directories, published, held)
+    manifests = [Manifest.read(path) for path in published]
+    inputs = [manifest.inputs for manifest in manifests] + [job["digests"] for job in jobs]
+    digests = {digest for each in inputs for digest in each.values()}
+    needed = _needed(directories, {manifest.fingerprint for manifest in manifests}, digests)
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
     found |= {
         path: why
@@ -98,7 +85,7 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
         if not any(leftover.path.parent.iterdir()):
             leftover.path.parent.rmdir()
         return None
-    first = first_of(leftover.path)
+    first = _first_of(leftover.path)
     if holder := user(first):
         return holder
     try:
@@ -109,37 +96,32 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
     return None
 
 
-def _needed(
-    directories: list[Path], published: Collection[Path], held: Collection[Path]
-) -> set[Path]:
-    """Finished work directories that published versions or kept stages were made from."""
-    manifests = [Manifest.read(path) for path in published]
-    fingerprints = {manifest.fingerprint for manifest in manifests}
-    digests = {digest for manifest in manifests for digest in manifest.inputs.values()}
-    for job in (path / "job.json" for path in held):
-        digests |= set(json.loads(job.read_text())["digests"].values()) if job.is_file() else set()
+def _first_of(path: Path) -> Path:
+    """The directory of the first attempt at the same recipe."""
+    return (path.parent if DAMAGED in path.name else path).with_suffix("")
+
+
+def _needed(directories: list[Path], fingerprints: Set[str], digests: Set[str]) -> set[Path]:
+    """Finished directories with these recipes or this content, and their inputs, direct or not."""
     pending = {path: Manifest.read(path / "export") for path in directories if is_finished(path)}
     needed: set[Path] = set()
-    while True:
-        found = [
-            path for path, manifest in pending.items()
-            if manifest.fingerprint in fingerprints or content_digest(path / "export") in digests
-        ]  # fmt: skip
-        if not found:
-            return needed
+    while found := [
+        path for path, manifest in pending.items()
+        if manifest.fingerprint in fingerprints or content_digest(path / "export") in digests
+    ]:  # fmt: skip
         needed.update(found)
         digests |= {digest for path in found for digest in pending.pop(path).inputs.values()}
+    return needed
 
 
 def _reason(path: Path, needed: set[Path]) -> str | None:
     """Why a work directory can be removed unless it is held; None if it is needed."""
-    export = path / "export"
-    if not (export / NAME).is_file():
+    if not (path / "export" / NAME).is_file():
         return "unfinished"
-    if broken := damage(export):
+    if broken := damage(path / "export"):
         return f"damaged: {broken}"
-    siblings = attempts(first_of(path))
-    if any(is_finished(later) for later in siblings[siblings.index(path) + 1 :]):
+    siblings = attempts(_first_of(path))
+    if any(map(is_finished, siblings[siblings.index(path) + 1 :])):
         return "replaced by a later attempt"
     return None if path in needed else "nothing published was made from it"
 

@@ -1,8 +1,7 @@
-"""The code of this package and the libraries: their digests and versions, for fingerprints."""
+"""The digests of code and the versions of libraries, for fingerprints."""
 
 import ast
 import hashlib
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -58,19 +57,19 @@ def code_of_package() -> str:
 @cache  # the stages share most of their code
 def _parsed(text: str) -> tuple[str, tuple[str, ...]]:
     """The digest of a module's code, and the names that it imports."""
-    tree = ast.parse(text)
+    nodes: list[ast.AST] = [ast.parse(text)]
     imports = []
-    for node in [tree, *_statements(tree)]:
+    for node in nodes:  # the list grows; expressions contain no statements
+        nodes += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr)]
         if isinstance(node, ast.Import):
             imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = "." * node.level + (node.module or "")
             dot = "." if node.module else ""
             imports += [start, *(f"{start}{dot}{alias.name}" for alias in node.names)]
-        if body := getattr(node, "body", None):
-            code = [statement for statement in body if not _is_docstring(statement)]
-            node.body = code  # type: ignore[attr-defined]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports)
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [statement for statement in body if not _is_docstring(statement)]
+    return hashlib.sha256(ast.dump(nodes[0]).encode()).hexdigest(), tuple(imports)
 
 
 def _is_docstring(statement: ast.AST) -> bool:
@@ -86,14 +85,5 @@ def _source(name: str) -> Path | None:
             return source_file(f"{name}:")
         return None
     stem = ROOT.joinpath(*name.split(".")[1:])
-    return next(
-        (path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None
-    )
-
-
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements below a node. Expressions contain none, so they are skipped."""
-    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for statement in getattr(node, block, ()):
-            yield statement
-            yield from _statements(statement)
+    places = stem.with_suffix(".py"), stem / "__init__.py"
+    return next(filter(Path.is_file, places), None)

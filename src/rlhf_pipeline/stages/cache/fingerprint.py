@@ -2,8 +2,8 @@
 where bit for bit), so a finished one is reused.
 
 A recipe contains what can change a result: parameters except operational ones, inputs by content,
-library versions, seed, number of ranks, and the code that the program imports. It contains neither
-docstrings, comments and layout nor the code of the driver.
+library versions, seed, number of ranks, and the code that the program imports, without docstrings,
+comments and layout.
 """
 
 import hashlib
@@ -15,9 +15,7 @@ from rlhf_pipeline.config.doors import at_doors
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.cache.code import code_digests, library_version
 from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, RunContext, StageRun
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 FORM = 2

@@ -1,8 +1,4 @@
-"""What the stages of a pipeline would do and why, without launching anything.
-
-The nodes run with a `Planner` in place of a `StageRunner`. For a stage that is not finished, the
-planner returns the future path of its result, so stages that depend on it are known to be pending.
-"""
+"""What the stages of a pipeline would do and why, without launching anything."""
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,10 +18,7 @@ from rlhf_pipeline.stages.cache.workspace import (
     next_directory,
     user,
 )
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.job import Job
-from rlhf_pipeline.stages.stored import StoredStages
+from rlhf_pipeline.stages.job import Job, RunContext, StageRun
 
 EARLIER_FORM = (
     "its recipe was written by an earlier version of rlhf-pipeline and cannot be compared"
@@ -40,41 +33,33 @@ class PlannedStage:
     state: Literal["finished", "reuse", "resume", "run", "may run"]
     """`reuse`: the artifact is downloaded from the store; here is its outline. `may run`: the stage
     runs unless its pending inputs come out unchanged."""
-    reasons: tuple[str, ...] = ()
-    """Why it is not finished here."""
+    reasons: tuple[str, ...] = ()  # why it is not finished here
 
 
 class Planner:
-    """Plans the stages of a pipeline, in the order in which their nodes ask for them."""
+    """Plans the stages of a pipeline; the nodes run with it in place of a `StageRunner`.
+
+    For a stage that is not finished, `run` returns the future path of its result, so stages that
+    depend on it are known to be pending.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._pending: dict[Path, str] = {}
-        """Results that do not exist yet: path to the title of their stage."""
-        self.stages: dict[str, PlannedStage] = {}
-        """By fingerprint."""
+        self._pending: dict[Path, str] = {}  # result that does not exist yet: title of its stage
+        self.stages: dict[str, PlannedStage] = {}  # by fingerprint
 
     def run(self, job: Job) -> Path:
-        return self.plan(job).run.export
-
-    def plan(self, job: Job) -> PlannedStage:
-        """The plan of one stage."""
-        pending = {
-            name: stage
-            for name, path in job.inputs.items()
-            if (stage := self.pending_stage(path)) is not None
-        }
+        titles = {name: self.pending_stage(path) for name, path in job.inputs.items()}
+        pending = {name: title for name, title in titles.items() if title is not None}
         digests = {
             name: content_digest(path) for name, path in job.inputs.items() if name not in pending
         }
         run = identify(job, digests | pending | dict(job.identities), self._context)
         if run.fingerprint not in self.stages:
-            self.stages[run.fingerprint] = planned = _plan(
-                run, pending, self._context.stored, forced=run.stage in self._context.forced
-            )
+            self.stages[run.fingerprint] = planned = _plan(run, pending, self._context)
             if planned.state not in ("finished", "reuse"):
                 self._pending[planned.run.export] = run.title
-        return self.stages[run.fingerprint]
+        return self.stages[run.fingerprint].run.export
 
     def add_pending(self, title: str) -> Path:
         """A placeholder for the result of a stage that cannot be planned."""
@@ -93,9 +78,8 @@ def downstream(stages: Iterable[str]) -> str:
     return f"downstream of {', '.join(dict.fromkeys(stages))}"
 
 
-def _plan(
-    run: StageRun, pending: Mapping[str, str], stored: StoredStages | None, *, forced: bool
-) -> PlannedStage:
+def _plan(run: StageRun, pending: Mapping[str, str], context: RunContext) -> PlannedStage:
+    forced, stored = run.stage in context.forced, context.stored
     holder = user(run.directory)
     in_use = [f"in use by {holder}"] if holder else []
     existing = attempts(run.directory)
@@ -109,7 +93,13 @@ def _plan(
         if (step := stored.newest_step(run)) and step > (here or 0):
             return PlannedStage(replace(run, resume_from=step), "resume", ("from the store",))
     if not existing:
-        return _plan_new(run, pending)
+        awaited = [downstream(pending.values())] if pending else []
+        earlier = _earlier_recipes(run.directory.parent, run.recipe)
+        changes = [recipe_changes(recipe, run.recipe, pending=pending) for recipe in earlier]
+        # The nearest recipe explains why the stage has to run, one of another form the least.
+        changes.sort(key=lambda each: (EARLIER_FORM in each, len(each)))
+        nearest = changes[0] if changes else ["never run here"]
+        return PlannedStage(run, "run" if nearest else "may run", (*awaited, *nearest))
     run = replace(run, directory=next_directory(run.directory, finished))
     if run.directory not in existing:
         return PlannedStage(run, "run", ("forced", *in_use))
@@ -121,16 +111,6 @@ def _plan(
     return PlannedStage(run, "run", tuple(in_use or [why]))
 
 
-def _plan_new(run: StageRun, pending: Mapping[str, str]) -> PlannedStage:
-    """The plan of a recipe without a work directory; the reasons are its changes."""
-    awaited = [downstream(pending.values())] if pending else []
-    earlier = _earlier_recipes(run.directory.parent, run.recipe)
-    changes = [recipe_changes(recipe, run.recipe, pending=pending) for recipe in earlier]
-    # The nearest recipe, not the last one, explains why the stage has to run.
-    new = min(changes, key=distance) if changes else ["never run here"]
-    return PlannedStage(run, "run" if new else "may run", (*awaited, *new))
-
-
 def recipe_changes(
     old: Mapping[str, Any], new: Mapping[str, Any], *, pending: Collection[str]
 ) -> list[str]:
@@ -140,26 +120,33 @@ def recipe_changes(
     """
     if old.get("form") != new["form"]:
         return [EARLIER_FORM]
-    inputs = [name for name in _differing(old["inputs"], new["inputs"]) if name not in pending]
-    code = _differing(old["code"], new["code"])
+
+    def differing(part: str) -> list[str]:
+        names = sorted({*old[part], *new[part]})
+        return [name for name in names if old[part].get(name) != new[part].get(name)]
+
+    code = differing("code")
+    fates = {name: "changed" if name in new["inputs"] else "is gone" for name in old["inputs"]}
     return [
         *_changes(_settings(old), _settings(new)),
-        *(f"input {name} {_fate(name, old['inputs'], new['inputs'])}" for name in inputs),
+        *(
+            f"input {name} {fates.get(name, 'is new')}"
+            for name in differing("inputs")
+            if name not in pending
+        ),
         *_changes(old["versions"], new["versions"]),
         *([f"code changed: {', '.join(code)}"] if code else []),
     ]
 
 
-def distance(changes: Collection[str]) -> tuple[bool, int]:
-    """Sorts recipes by their number of changes; those that cannot be compared come last."""
-    return EARLIER_FORM in changes, len(changes)
-
-
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    flags = {"base_model": "trust_remote_code", "launch": "deterministic"}
-    found = {f"{block}.{name}": recipe.get(name, False) for block, name in flags.items()}
-    others = {name: recipe[name] for name in ("seed", "processes")}
-    return recipe["config"] | others | found
+    return {
+        **recipe["config"],
+        "seed": recipe["seed"],
+        "processes": recipe["processes"],
+        "base_model.trust_remote_code": recipe.get("trust_remote_code", False),
+        "launch.deterministic": recipe.get("deterministic", False),
+    }
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:
@@ -181,17 +168,7 @@ def _shown(value: Any, longest: int = 60) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-
-
-def _fate(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    if name in old and name in new:
-        return "changed"
-    return "is new" if name in new else "is gone"
-
-
-def _earlier_recipes(stage_directory: Path, like: dict[str, object]) -> list[dict[str, object]]:
+def _earlier_recipes(stage_directory: Path, like: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The recipes of a stage, last used first; for stage `source`, of the same source."""
     found = sorted(
         stage_directory.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True
@@ -203,7 +180,6 @@ def _earlier_recipes(stage_directory: Path, like: dict[str, object]) -> list[dic
     return [recipe for recipe in recipes if _source(recipe) == _source(like)]
 
 
-def _source(recipe: dict[str, object]) -> object:
-    config = recipe.get("config")
-    source = config.get("source") if isinstance(config, dict) else None
-    return source and (source["name"], source.get("path"))
+def _source(recipe: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    source = recipe.get("config", {}).get("source", {})
+    return source.get("name"), source.get("path")

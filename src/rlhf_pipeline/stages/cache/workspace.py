@@ -7,8 +7,7 @@
     <workspace>/champions/<digest>         a version of the model registry, from an MLflow server
 
 The newest finished attempt is the result, so a forced attempt that fails loses nothing. Directory
-names contain the first 16 digits of the fingerprint. One process at a time runs a recipe: a second
-one waits and reports the process that it waits for.
+names contain the first 16 digits of the fingerprint.
 """
 
 import json
@@ -32,10 +31,8 @@ logger = logging.getLogger(__name__)
 
 RECIPE = "recipe.json"
 """File with the recipe. Its modification time is the time of the last use."""
-
 DOWNLOADS = "champions"
 """Folder of the workspace with downloaded versions of the model registry."""
-
 DAMAGED = ".damaged-"
 _ATTEMPT = re.compile(r"[0-9a-z]{16}(\.[0-9]+)?")
 
@@ -65,10 +62,8 @@ def downloads(workspace: Path) -> list[Path]:
 
 def next_directory(first: Path, finished: Path | None) -> Path:
     """Where the next launch works: in the newest attempt, or in a new one if that is finished."""
-    existing = attempts(first)
-    if not existing or existing[-1] != finished:
-        return existing[-1] if existing else first
-    return first.with_name(f"{first.name}.{_number(finished) + 1}")
+    newest = (attempts(first) or [first])[-1]
+    return first.with_name(f"{first.name}.{_number(newest) + 1}") if newest == finished else newest
 
 
 def is_attempt(path: Path) -> bool:
@@ -83,10 +78,10 @@ def _number(path: Path) -> int:
 def damage(export: Path) -> str | None:
     """The first wrong name or size in a finished result, or None. `verify` also checks bytes."""
     try:
-        manifest = Manifest.read(export)
+        files = Manifest.read(export).files
     except ArtifactError as error:
         return str(error)
-    for name, entry in manifest.files.items():
+    for name, entry in files.items():
         path = export / name
         if not path.is_file():
             return f"{name} is missing"
@@ -97,7 +92,7 @@ def damage(export: Path) -> str | None:
 
 def is_finished(directory: Path) -> bool:
     """Whether a work directory contains a result without `damage`."""
-    return (directory / "export" / NAME).is_file() and damage(directory / "export") is None
+    return damage(directory / "export") is None
 
 
 def set_aside(path: Path) -> Path:
@@ -124,7 +119,14 @@ def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) 
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        _report_holder(first_attempt, wait=wait)
+        stage, recipe = first_attempt.parent.name, first_attempt.name[:8]
+        holder = user(first_attempt) or "another process"
+        held = f"stage {stage}: recipe {recipe} is being run by {holder}"
+        if not wait:
+            raise StageError(
+                f"{held}. Fix: set launch.wait to true to wait for it, or end that process"
+            ) from None
+        logger.warning("%s; waiting until it ends", held)
         lock.acquire()
     try:
         if record:
@@ -133,19 +135,6 @@ def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) 
         yield
     finally:
         lock.release()
-
-
-def _report_holder(first_attempt: Path, *, wait: bool) -> None:
-    holder = user(first_attempt) or "another process"
-    stage, recipe = first_attempt.parent.name, first_attempt.name[:8]
-    if not wait:
-        raise StageError(
-            f"stage {stage}: recipe {recipe} is being run by {holder}. Fix: set launch.wait to "
-            "true to wait for it, or end that process"
-        )
-    logger.warning(
-        "stage %s: recipe %s is being run by %s; waiting until it ends", stage, recipe, holder
-    )
 
 
 def user(first_attempt: Path) -> str | None:

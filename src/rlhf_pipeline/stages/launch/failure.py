@@ -1,46 +1,99 @@
-"""The message of a failed stage: the first cause, what to do, and where to look."""
+"""The message of a failed stage: the first cause, what to do, and where to look.
+
+`hints.toml` lists the known failures, also for the table in docs/troubleshooting.md.
+"""
 
 import errno
+import json
+import os
 import re
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.runtime.files import mebibytes
 from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.program import ERRORS
-from rlhf_pipeline.stages.events import StageRun
-from rlhf_pipeline.stages.launch.hints import DISK_FULL, FOLLOW_UP, advice, find_hint
+from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.launch.node_program import LOG
 from rlhf_pipeline.stages.launch.ranks import Death, Ranks
 from rlhf_pipeline.stages.launch.start_rank import FAULT
 
-AS_A_CONSEQUENCE = {signal.SIGTERM, signal.SIGABRT}
-"""Signals that end a rank because another rank failed: SIGTERM from the launcher, SIGABRT from a
-library that lost its peer."""
-
+AS_A_CONSEQUENCE = {-signal.SIGTERM, -signal.SIGABRT}
+"""Exit statuses of a rank that ends because another rank failed: by the launcher's SIGTERM, or by
+the SIGABRT of a library that lost its peer."""
 EXPLAINED_IN_LOG = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS}
 """Exit statuses that a library explains on standard error, or Python by a stack."""
-
-LONG = 10
-"""Lines of a report that the cause and the fix precede."""
-
-SSH_FAILED = "255"
-"""Exit code of ssh itself; any other is that of the command."""
-
-LOG_BYTES = 2**16
-"""Length of the end of the log in which the launchers say what failed."""
-
+FOLLOW_UP = re.compile(
+    r"Connection (closed|reset) by peer|ncclRemoteError|remote process exited"
+    r"|NCCL communicator was aborted|Broken pipe"
+)
+"""What a rank reports when it lost a peer: never the first cause."""
+LONG = 10  # lines of a report that the cause and the fix precede
+SSH_FAILED = "255"  # exit code of ssh itself; any other is that of the command
+LOG_BYTES = 2**16  # length of the end of the log in which the launchers say what failed
 POLLING_S = 1.0
 """The driver sees the death of a rank at most this many seconds after its peers first report it."""
+DISK_FULL = "disk full"
+_LIMITS = {"micro_batch_tokens": 1, "batch_size_per_gpu": 1, "processes": 1, "zero_stage": 3}
+"""The value of a field that cannot be lowered or raised further."""
+
+
+@dataclass(frozen=True)
+class Hint:
+    """One known failure, recognised either by patterns or by a signal."""
+
+    name: str
+    cause: str
+    advice: str = ""  # what to do besides changing parameters, in complete sentences
+    remedies: Sequence[str] = ()
+    """Imperative sentences about one parameter each. The last part of its name is in braces."""
+    patterns: Sequence[str] = ()  # regular expressions for the failing rank's reason
+    signal: str = ""  # the name of the one that ended a rank
+
+
+HINTS = [
+    Hint(**fields)
+    for fields in tomllib.loads(Path(__file__).with_name("hints.toml").read_text("utf-8"))["hint"]
+]
+"""The first that applies is shown."""
+
+
+def find_hint(reason: str, status: int | None = None) -> Hint | None:
+    """The known failure behind the reason that a rank left, or else its exit status."""
+    for hint in HINTS:
+        if hint.patterns and re.search("|".join(hint.patterns), reason):
+            return hint
+        if hint.signal and status == -signal.Signals[hint.signal]:
+            return hint
+    return None
+
+
+def advice(hint: Hint, parameters: Mapping[str, Any]) -> str:
+    """What to do, with the names and values of the parameters that can still change.
+
+    `parameters` are the stage's blocks and `launch`, by name, as JSON types.
+    """
+    sentences = []
+    for remedy in hint.remedies:
+        field = remedy[remedy.index("{") + 1 : remedy.index("}")]
+        for name, value in leaves(parameters):
+            shown = json.dumps(value)
+            is_exhausted = value in (None, _LIMITS.get(field)) or remedy.endswith(f" to {shown}.")
+            if name.rpartition(".")[2] == field and not is_exhausted:
+                sentences.append(remedy.format_map({field: f"{name} ({shown})"}))
+    return " ".join([*sentences, *filter(None, [hint.advice])])
 
 
 @dataclass(frozen=True)
@@ -54,10 +107,8 @@ class Attempt:
     code: int | None = None
     """The launcher's exit code, or the negative number of the signal that ended it. None: the
     driver ended it after a rank had failed."""
-    orphaned: bool = False
-    """The launcher ended while ranks were still running."""
-    stuck: str | None = None
-    """The watchdog's report of the rank that hangs."""
+    orphaned: bool = False  # the launcher ended while ranks were still running
+    stuck: str | None = None  # the watchdog's report of the rank that hangs
     seconds: float = 0.0
 
 
@@ -90,10 +141,7 @@ def stage_error(attempt: Attempt) -> StageError:
 
 @contextmanager
 def explain_full_disk(what: str, path: Path) -> Iterator[None]:
-    """Turn the system's error for a full disk inside the block into a `StageError`.
-
-    The system's error does not name the file system.
-    """
+    """Turn the system's error for a full disk into a `StageError` that names the file system."""
     try:
         yield
     except OSError as error:
@@ -131,21 +179,21 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
     """The first cause, and the exit status of a rank that left no reason.
 
     A rank that is killed cannot report it, but its peers report that they lost it. Such reports
-    therefore count last, and an unexplained death counts before any report that came later.
+    count last, and an unexplained death counts before any report that came later.
     """
-    if (lost := attempt.ranks.lost) is not None:
-        return lost, None
-    if attempt.stuck is not None:
-        return attempt.stuck, None
+    if (known := attempt.ranks.lost or attempt.stuck) is not None:
+        return known, None
     directory = attempt.run.directory
     reports, first_causes = _reports(directory), causes(directory)
     deaths = sorted(attempt.ranks.deaths.values(), key=lambda death: death.seen)
-    death = next(
-        (death for death in deaths if not first_causes or _precedes(death, first_causes[0])), None
-    )
-    killed = attempt.code is not None and attempt.code < 0
-    status = attempt.code if killed else _logged_status(directory)
-    if death is not None:
+    if first_causes:
+        deaths = [death for death in deaths if _precedes(death, first_causes[0])]
+    status = attempt.code
+    if status is None or status >= 0:
+        logged = re.search(r"exits with return code = (-?\d+)", _end_of_log(directory))
+        status = None if logged is None else int(logged[1])
+    if deaths:
+        death = deaths[0]
         if death.status is not None:
             status = death.status
         elif reports and status is not None and status > 0:
@@ -157,9 +205,8 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
         return reason + (_full_disk(directory) if exited else ""), status
     if first_causes:
         return _content(first_causes[0]), None
-    logged = None if attempt.ranks.pulse is None else logged_cause(directory)
-    if logged is not None:
-        return logged, status
+    if attempt.ranks.pulse is not None and (found := logged_cause(directory)) is not None:
+        return found, status
     if attempt.orphaned:
         return "the launcher was ended while its ranks were running", status
     if status is not None and status < 0:
@@ -179,9 +226,8 @@ def _reports(directory: Path) -> list[Path]:
 
 
 def _precedes(death: Death, report: Path) -> bool:
-    if death.status is not None and -death.status in AS_A_CONSEQUENCE:
-        return False
-    return death.status != 0 and death.seen < int(report.stem.partition("-")[0]) / 1e9 + POLLING_S
+    reported = int(report.stem.partition("-")[0]) / 1e9
+    return death.status not in {0, *AS_A_CONSEQUENCE} and death.seen < reported + POLLING_S
 
 
 def _full_disk(directory: Path) -> str:
@@ -194,8 +240,7 @@ def _content(report: Path) -> str:
 
 def log_tail(directory: Path) -> str:
     """The last lines of the log of a work directory, as the end of a sentence."""
-    lines = _end_of_log(directory).splitlines()
-    return "; the log ends with\n" + "\n".join(lines[-20:])
+    return "\n".join(["; the log ends with", *_end_of_log(directory).splitlines()[-20:]])
 
 
 def logged_cause(directory: Path) -> str | None:
@@ -203,10 +248,9 @@ def logged_cause(directory: Path) -> str | None:
     text = _end_of_log(directory)
     if (fault := re.search(f"{FAULT}(.*)", text)) is not None:
         return fault[1]
-    for host, status in re.findall(
-        r"^(?:([^\s:]+): )?.*exits with return code = (-\d+)", text, re.M
-    ):
-        return f"a rank {f'on {host} ' if host else ''}{_death(int(status))}"
+    killed = re.search(r"^(?:([^\s:]+): )?.*exits with return code = (-\d+)", text, re.M)
+    if killed is not None:
+        return f"a rank {f'on {killed[1]} ' if killed[1] else ''}{_death(int(killed[2]))}"
     ended = re.findall(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)", text, re.M)
     tail = "" if _reports(directory) else log_tail(directory)
     for host, code in ended:
@@ -218,15 +262,9 @@ def logged_cause(directory: Path) -> str | None:
 
 
 def _end_of_log(directory: Path) -> str:
-    log = directory / LOG
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+    with (directory / LOG).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
         return file.read().decode(errors="replace")
-
-
-def _logged_status(directory: Path) -> int | None:
-    found = re.search(r"exits with return code = (-?\d+)", _end_of_log(directory))
-    return None if found is None else int(found[1])
 
 
 def _death(status: int | None) -> str:
@@ -243,11 +281,9 @@ def _end(attempt: Attempt) -> str:
         return "ended by the watchdog"
     if code is None:
         return "a rank failed, the others were ended"
-    if code == 0:
-        return "exit code 0 but no manifest"
     if code < 0:
         return f"{_signal(-code)} to the launcher"
-    return f"exit code {code}"
+    return f"exit code {code}" if code else "exit code 0 but no manifest"
 
 
 def _signal(number: int) -> str:
@@ -255,9 +291,9 @@ def _signal(number: int) -> str:
 
 
 def _again(run: StageRun) -> str:
-    program = Path(sys.argv[0]).name
-    arguments = [program, *sys.argv[1:]]
-    command = without_secrets(shlex.join(arguments)) if program == "kedro" else "the same command"
+    command = without_secrets(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    if command.partition(" ")[0] != "kedro":
+        command = "the same command"
     step = newest_step(run.directory / "checkpoints")
     resume = "starts from its first step" if step is None else f"resumes after step {step}"
     return f"{command}  (this stage {resume})"

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted
@@ -18,50 +16,38 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.program import ERRORS
-from rlhf_pipeline.stages.context import RunContext
-from rlhf_pipeline.stages.events import StageListener, StageRun
-from rlhf_pipeline.stages.job import StageSpec
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun, StageSpec
 from rlhf_pipeline.stages.launch.failure import Attempt, causes, logged_cause, stage_error
-from rlhf_pipeline.stages.launch.node_program import (
-    ClusterProgram,
-    NodeProgram,
-    kill_group,
-    on_several_machines,
-)
-from rlhf_pipeline.stages.launch.ranks import RESUME, Ranks
-from rlhf_pipeline.stages.launch.resources import free_port, gpu_count, node_layout
+from rlhf_pipeline.stages.launch.node_program import ClusterProgram, program_of
+from rlhf_pipeline.stages.launch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
+RESUME = "Run the same command again to resume; finished stages are kept"
 POLL_S = 0.2
-WARN_S = 1.0
-"""Seconds after SIGTERM until a warning says why the ranks have not ended."""
-SETTLE_S = 1.5
-"""Seconds that the other ranks have to report after a rank has failed."""
-STACKS_S = 1.0
-"""Seconds that the ranks of a stuck stage have to print their stacks."""
+WARN_S = 1.0  # after SIGTERM, a warning says why the ranks have not ended
+SETTLE_S = 1.5  # the other ranks have this time to report after one has failed
+STACKS_S = 1.0  # the ranks of a stuck stage have this time to print their stacks
 
 
 def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
     """Run a stage's program to its end, passing its metrics to the listener as they appear.
 
-    Success is exit code 0 *and* a manifest. At the end, all processes of the program are ended. If
-    every rank has finished, this function does not wait for DeepSpeed's launcher, which takes one
-    or two more seconds to notice.
-
-    Raises:
-        StageError: the program failed or hung.
-        Interrupted: INT, TERM or HUP reached this process.
+    Success is exit code 0 *and* a manifest. When every rank has finished, this function ends
+    DeepSpeed's launcher, which takes one or two more seconds to notice. Raises StageError if the
+    program failed or hung, and Interrupted if INT, TERM or HUP reached this process.
     """
     for folder in (heartbeat.FOLDER, ERRORS):  # left by an earlier attempt
         shutil.rmtree(run.directory / folder, ignore_errors=True)
     config, start = context.launch, time.monotonic()
-    program = _program(spec, run, config)
-    pulse = program.pulse if isinstance(program, ClusterProgram) else None
+    program = program_of(spec, str(run.directory), config)
     hang_timeout_s = config.hang_timeout_s if spec.distributed else None
+    pulse = program.pulse if isinstance(program, ClusterProgram) else None
     ranks = Ranks(run.directory, program.ranks, hang_timeout_s, pulse)
-    with _signals_raise(), program.running() as process:
-        tail = _MetricsTail(run, context.listener)
+    tail = _MetricsTail(run, context.listener)
+    with _signals_raise(), ExitStack() as at_end:
+        at_end.callback(tail.forward)  # after the end of all processes
+        process = at_end.enter_context(program.running())
         try:
             stuck = _follow(process, ranks, tail, config)
             code = 0 if ranks.finished else process.poll()
@@ -70,50 +56,36 @@ def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
         except BaseException:  # a signal to this process, or an error of a listener
             _let_save(ranks, run.stage, config.grace_s)
             raise
-        finally:
-            kill_group(process)
-            tail.forward()
     if code != 0 or not (run.export / NAME).is_file():
         seconds = time.monotonic() - start
         attempt = Attempt(run, config, program.command, ranks, code, orphaned, stuck, seconds)
         raise stage_error(attempt)
 
 
-def _program(spec: StageSpec, run: StageRun, config: LaunchConfig) -> NodeProgram:
-    program = NodeProgram(spec.program, str(run.directory), spec.distributed)
-    if not spec.distributed:
-        return program
-    layout = node_layout(config, gpu_count())
-    program = replace(program, ranks=layout.ranks[0], deterministic=config.deterministic)
-    if len(layout.ranks) > 1:
-        return on_several_machines(program, config, layout)
-    return replace(program, port=free_port(config.master_port))
-
-
 def _follow(
     process: subprocess.Popen[bytes], ranks: Ranks, tail: "_MetricsTail", config: LaunchConfig
 ) -> str | None:
-    """Wait until a program ends, a rank fails, a node is lost, or no rank makes progress.
+    """Wait until a program ends, a rank fails or a node is lost; report a rank that hangs.
 
-    Returns:
-        The report of the rank that hangs, or None.
-
-    Raises:
-        Interrupted: ranks obeyed a signal of a scheduler.
+    Raises Interrupted if ranks obeyed a signal of a scheduler.
     """
     stuck = None
-    while not _is_over(process, ranks, tail.run):
+    while stuck is None and not _is_over(process, ranks, tail.run):
         time.sleep(POLL_S)
         tail.forward()
         ranks.update()
-        ranks.raise_if_interrupted()
+        for each in ranks.heartbeats.values():
+            if each.phase == "interrupted":
+                raise Interrupted(
+                    f"ended by SIGTERM to the ranks, after step {each.step}. {RESUME}"
+                )
         if 0 in ranks.heartbeats:
             tail.listener.stage_phase(tail.run, ranks.heartbeats[0])
         if ranks.stuck:
             stuck = f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.describe()}"
-            ranks.request_stacks()
+            for rank in ranks.alive:  # they print the stacks of their threads into the log
+                ranks.send(rank, signal.SIGUSR1)
             time.sleep(STACKS_S)
-            break
     ranks.update()
     return stuck
 
@@ -137,10 +109,7 @@ def _is_over(process: subprocess.Popen[bytes], ranks: Ranks, run: StageRun) -> b
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn INT, TERM and HUP into the exception `Interrupted`, so that every caller can clean up.
-
-    `nohup` ignores HUP; this function keeps it ignored.
-    """
+    """Turn INT, TERM and HUP, unless `nohup` ignores it, into the exception `Interrupted`."""
 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted(f"ended by {signal.Signals(number).name}. {RESUME}")
@@ -161,10 +130,8 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
     """Send SIGTERM to every rank and wait until all have ended, at most `grace_s` seconds.
 
     Training finishes its step and writes a checkpoint. The time starts anew whenever a rank makes
-    progress in writing it. A rank that has not reported yet has nothing to save.
-
-    Raises:
-        Interrupted: a further signal to this process, for example a second Ctrl-C.
+    progress in writing it. A rank that has not reported yet has nothing to save. Raises Interrupted
+    at a further signal to this process, for example a second Ctrl-C.
     """
     asked: set[int] = set()
     saving: list[Heartbeat] = []
@@ -180,13 +147,13 @@ def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
         if now > renewed + grace_s:
             return
         if now > start + WARN_S and not warned:
+            warned = True
             logger.warning(
                 "stage %s: the ranks finish their step and write a checkpoint, for at most %g s "
                 "(launch.grace_s); a second Ctrl-C kills them",
                 stage,
                 grace_s,
             )
-            warned = True
         time.sleep(POLL_S / 4)
 
 
@@ -196,20 +163,17 @@ class _MetricsTail:
     def __init__(self, run: StageRun, listener: StageListener) -> None:
         self.run = run
         self.listener = listener
-        self._position = 0
-        self._inode = 0
+        self._read = (0, 0)  # the file's number, and its bytes that were read
 
     def forward(self) -> None:
         if not self.run.metrics_file.is_file():
             return
         with self.run.metrics_file.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:  # a program that resumes replaces the file
-                self._inode, self._position = inode, 0
-            file.seek(self._position)
-            added = file.read()
-        complete = added[: added.rfind(b"\n") + 1]
-        self._position += len(complete)
-        records: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
-        if records:
-            self.listener.stage_metrics(self.run, records)
+            inode, position = self._read
+            if os.fstat(file.fileno()).st_ino != inode:  # a program that resumes replaces the file
+                inode, position = os.fstat(file.fileno()).st_ino, 0
+            file.seek(position)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._read = inode, position + sum(map(len, lines))
+        if lines:
+            self.listener.stage_metrics(self.run, [json.loads(line) for line in lines])

@@ -5,12 +5,10 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,55 +19,46 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.heartbeat import FOLDER, LAUNCH
 from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS
 from rlhf_pipeline.runtime.pulse import Pulse
+from rlhf_pipeline.stages.job import StageSpec
 from rlhf_pipeline.stages.launch import start_rank
 from rlhf_pipeline.stages.launch.resources import (
     Layout,
     free_port,
     gpu_count,
     meeting_address,
+    node_layout,
     rank_devices,
     search_path,
 )
-from rlhf_pipeline.stages.processes import KILLED_S, guarded, process_identity, start
+from rlhf_pipeline.stages.processes import guarded, kill_launch, process_identity, start
 
-PLAIN = re.compile(r"[\w@+=:,./-]+")
-"""A path that no shell and no launcher changes."""
-
-NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
-"""Module that starts the ranks of one machine."""
+PLAIN = re.compile(r"[\w@+=:,./-]+")  # a path that no shell and no launcher changes
+NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"  # starts the ranks of one machine
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Names of the variable that configures torch's allocator of GPU memory."""
-LOG = "program.log"
-"""The file with the output of all processes, in the work directory."""
-POLL_S = 0.05
+LOG = "program.log"  # the output of all processes, in the work directory
 
 
 @dataclass(frozen=True)
 class NodeProgram:
     """A stage's program on this machine; `ClusterProgram` is one on several machines."""
 
-    program: str
-    """Name of the module."""
-    directory: str
-    """The work directory, which contains job.json."""
+    program: str  # the module
+    directory: str  # the work directory, which contains job.json
     distributed: bool = True
     """Whether DeepSpeed's launcher starts ranks; otherwise one plain process."""
     ranks: int = 1
-    """Number of ranks."""
-    address: str = LOOPBACK
-    """Where the ranks meet."""
+    address: str = LOOPBACK  # where the ranks meet
     port: int = 0
-    """The port there."""
-    deterministic: bool = False
-    """`launch.deterministic`."""
+    deterministic: bool = False  # launch.deterministic
 
     @property
     def command(self) -> list[str]:
-        job_file = str(Path(self.directory) / "job.json")
-        if not self.distributed:
-            return [sys.executable, "-m", self.program, job_file]
-        launcher = launcher_of_machine([rank_devices(self.ranks)], 0, self.address, self.port)
-        return [*launcher, "--module", self.program, job_file]
+        launcher = [sys.executable, "-m"]
+        if self.distributed:
+            devices = rank_devices(self.ranks)
+            launcher = [*launcher_of_machine([devices], 0, self.address, self.port), "--module"]
+        return [*launcher, self.program, str(Path(self.directory) / "job.json")]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -125,13 +114,7 @@ def launcher_of_machine(
     """DeepSpeed's launcher of the ranks on one node, without their program.
 
     The command `deepspeed` discards CUDA_VISIBLE_DEVICES and accepts numbers only. The launcher
-    that it starts on each machine takes any names of GPUs, one for each rank.
-
-    Args:
-        devices: the GPU of each rank, by node.
-        node: number of the node.
-        address: where the ranks of all nodes meet.
-        port: the port there.
+    that it starts on each machine takes any names of GPUs: `devices`, one for each rank, by node.
     """
     world = {f"node{number}": names for number, names in enumerate(devices)}
     options = {
@@ -150,9 +133,9 @@ def launcher_of_machine(
 def started(
     program: NodeProgram, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program's command, with further variables; at the end of the block, kill it.
+    """Start a program's command, with further variables; at the end of the block, kill all of it.
 
-    Every process that it has started on this machine is killed, too.
+    Ranks on this machine would outlive their launcher otherwise.
     """
     environment = {**program.environment, **(variables or {})}
     with (
@@ -169,22 +152,8 @@ def started(
         try:
             yield process
         finally:
-            kill_group(process)
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's process group, and wait a little until it is gone.
-
-    Ranks would outlive their launcher otherwise. After a failure they cannot finish their step.
-    """
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + KILLED_S
-        while time.monotonic() < deadline:
-            process.poll()  # reaps the leader, otherwise the empty group would still exist
-            os.killpg(process.pid, 0)
-            time.sleep(POLL_S)
-    process.wait()
+            kill_launch(environment[LAUNCH])
+            process.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +162,7 @@ class ClusterProgram(NodeProgram):
 
     config: LaunchConfig
     layout: Layout
-    pulse: Pulse
-    """The pulse that the ranks follow."""
+    pulse: Pulse  # that the ranks follow
 
     @property
     def command(self) -> list[str]:
@@ -210,27 +178,27 @@ class ClusterProgram(NodeProgram):
         if "{node}" not in template:
             each = shlex.join([sys.executable, "-P", "-u", *rank])
             return shlex.split(template.replace("{command}", each))
-        devices = [[str(number) for number in range(ranks)] for ranks in self.layout.ranks]
+        devices = [[*map(str, range(ranks))] for ranks in self.layout.ranks]
         script = ""
         for node in range(len(devices)):
             launcher = launcher_of_machine(devices, node, self.address, self.port)
             each = template.replace("{command}", shlex.join([*launcher, *rank]))
-            script += "(" + each.replace("{node}", str(node)) + ") & "
+            script += f"({each.replace('{node}', str(node))}) & "
         return ["bash", "-c", script + "wait -n || exit; " * len(devices)]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of that command. DeepSpeed writes variables with PYTHON, NCCL or MLFLOW
-        in their names on command lines, so those of MLflow, which may be secret, are left out."""
+        """The environment of that command, without the variables of MLflow, which may be secret:
+        DeepSpeed writes those with PYTHON, NCCL or MLFLOW in their names on command lines."""
         own = {name: value for name, value in os.environ.items() if "MLFLOW" not in name}
         alive_s = max(1, int(self.config.node_timeout_s / 3))
         ssh = (
-            f"-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval={alive_s} "
-            "-o ServerAliveCountMax=2"
+            f"{own.get('PDSH_SSH_ARGS_APPEND', '')} -o BatchMode=yes -o ConnectTimeout=15 "
+            f"-o ServerAliveInterval={alive_s} -o ServerAliveCountMax=2"
         )
         settings = self.settings
         return own | {
-            "PDSH_SSH_ARGS_APPEND": f"{own.get('PDSH_SSH_ARGS_APPEND', '')} {ssh}".strip(),
+            "PDSH_SSH_ARGS_APPEND": ssh.strip(),
             **{name: settings[name] for name in ("PYTHONPATH", "PYTHONSAFEPATH", LAUNCH)},
         }
 
@@ -239,12 +207,9 @@ class ClusterProgram(NodeProgram):
         """Start the ranks on all machines; at the end of the block, end them everywhere."""
         with self.pulse.beating():
             if self.config.mode == "hostfile":
-                self._hostfile.write_text(
-                    "".join(
-                        f"{host} slots={ranks}\n"
-                        for host, ranks in zip(self.layout.hosts, self.layout.ranks, strict=True)
-                    )
-                )
+                hosts = zip(self.layout.hosts, self.layout.ranks, strict=True)
+                lines = [f"{host} slots={ranks}\n" for host, ranks in hosts]
+                self._hostfile.write_text("".join(lines))
             with started(self) as process:
                 yield process
 
@@ -268,6 +233,18 @@ class ClusterProgram(NodeProgram):
         ]
 
 
+def program_of(spec: StageSpec, directory: str, config: LaunchConfig) -> NodeProgram:
+    """The program of a stage with a work directory, where `launch` says that it runs."""
+    program = NodeProgram(spec.program, directory, spec.distributed)
+    if not spec.distributed:
+        return program
+    layout = node_layout(config, gpu_count())
+    program = replace(program, ranks=layout.ranks[0], deterministic=config.deterministic)
+    if len(layout.ranks) > 1:
+        return on_several_machines(program, config, layout)
+    return replace(program, port=free_port(config.master_port))
+
+
 def on_several_machines(
     program: NodeProgram, config: LaunchConfig, layout: Layout
 ) -> ClusterProgram:
@@ -276,26 +253,24 @@ def on_several_machines(
     Raises ConfigError if the ranks could not meet at this machine, or the path of the work
     directory would not reach the other machines unchanged.
     """
-    program = replace(program, directory=str(Path(program.directory).absolute()))
-    if PLAIN.fullmatch(program.directory) is None:
+    directory = Path(program.directory).absolute()
+    if PLAIN.fullmatch(str(directory)) is None:
         raise ConfigError(
-            f"root: found {program.directory}, expected letters, digits and @+=:,./_- in the path: "
+            f"root: found {directory}, expected letters, digits and @+=:,./_- in the path: "
             f"the launchers of several machines (launch.mode: {config.mode}) pass it to shells"
         )
     address = meeting_address(layout.address)
-    port = free_port(config.master_port, address)
-    program = replace(program, ranks=sum(layout.ranks), address=address, port=port)
-    settings = program.settings | {
-        "WORLD_SIZE": str(program.ranks),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
+    port, ranks = free_port(config.master_port, address), sum(layout.ranks)
+    program = replace(program, directory=str(directory), ranks=ranks, address=address, port=port)
     plan = {
         "program": program.program,
         "folder": str(Path.cwd()),
         "defaults": replace(program, ranks=max(layout.ranks)).defaults,
-        "settings": settings,
+        "settings": {
+            **program.settings,
+            **{"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(port)},
+        },
         "installation": start_rank.installation(),
     }
-    pulse = Pulse(Path(program.directory), config.node_timeout_s, plan)
+    pulse = Pulse(directory, config.node_timeout_s, plan)
     return ClusterProgram(**vars(program), config=config, layout=layout, pulse=pulse)

@@ -1,10 +1,8 @@
 """The ranks of a launch as the driver sees them: their progress, and which of them ended too early.
 
 All ranks write files. The driver sees the processes of this machine, and the silence of the others.
-
-DeepSpeed's launcher checks the ranks once a second and returns the exit code of the first failed
-rank that it meets, which may have failed only because a peer was lost. So the driver checks the
-ranks itself, more often.
+It checks the ranks itself: DeepSpeed's launcher does so once a second, and returns the exit code of
+the first failed rank that it meets, which may have failed only because a peer was lost.
 """
 
 import os
@@ -16,29 +14,24 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.heartbeat import ENDS, Heartbeat, machine, read_heartbeats
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.runtime.pulse import Pulse
 
 ALIVE = ("running", "stopped")
-RESUME = "Run the same command again to resume; finished stages are kept"
 STATES: dict[int | str, str] = {
     "stopped": ", its process is stopped",
     "gone": ", its process has ended",
 }
-STARTUP_S = 300.0
-"""Seconds that the ranks have at least for their first report: imports come before it."""
+STARTUP_S = 300.0  # the ranks have at least this time for their first report, after imports
 
 
 @dataclass(frozen=True)
 class Death:
     """A rank that ended before its work was done, and left no reason."""
 
-    heartbeat: Heartbeat
-    """The last heartbeat of the rank."""
-    seen: float
-    """When the driver saw the death, seconds since 1970."""
+    heartbeat: Heartbeat  # the last one of the rank
+    seen: float  # when the driver saw the death, seconds since 1970
     status: int | None
     """The exit code, or the negative number of the signal that ended the rank. None: unknown."""
 
@@ -46,11 +39,8 @@ class Death:
 class Ranks:
     """Follows the ranks through the files they write and the kernel's table of processes.
 
-    Args:
-        directory: the work directory.
-        processes: number of ranks.
-        hang_timeout_s: seconds without progress after which the ranks count as stuck, or None.
-        pulse: what ranks on other machines follow; None if there are none.
+    The ranks count as stuck after `hang_timeout_s` seconds without progress. They follow the
+    `pulse` if some are on other machines.
     """
 
     def __init__(
@@ -67,7 +57,7 @@ class Ranks:
         self.heartbeats: dict[int, Heartbeat] = {}
         self.deaths: dict[int, Death] = {}
         self._beats: dict[int, tuple[int, float]] = {}
-        """The newest report of each rank, and when the driver has first seen it."""
+        """The number of each rank's newest report, and when the driver has first seen it."""
         self._progressed = time.monotonic()
         self._failed_at: float | None = None
 
@@ -79,13 +69,13 @@ class Ranks:
             if rank not in self.deaths and (status := self.status(rank)) not in ALIVE
         }
         self.read()  # after the table of processes: a rank writes a last heartbeat before it ends
-        newest = self.heartbeats
         reports = (self._directory / ERRORS).glob("*.txt")
         reported = {int(report.stem.rpartition("-rank")[2]) for report in reports}
         for rank, status in ended.items():
-            if newest[rank].phase not in ENDS and rank not in reported:
+            heartbeat = self.heartbeats[rank]
+            if heartbeat.phase not in ENDS and rank not in reported:
                 known = None if isinstance(status, str) else status
-                self.deaths[rank] = Death(newest[rank], time.time(), known)
+                self.deaths[rank] = Death(heartbeat, time.time(), known)
         if reported or self.deaths:
             self.fail()
 
@@ -115,11 +105,8 @@ class Ranks:
     @property
     def alive(self) -> list[int]:
         """Ranks that are running. Those of a program started by hand are unknown."""
-        return [
-            rank
-            for rank, heartbeat in sorted(self.heartbeats.items())
-            if heartbeat.pid is not None and self.status(rank) in ALIVE
-        ]
+        known = [rank for rank, heartbeat in self.heartbeats.items() if heartbeat.pid is not None]
+        return [rank for rank in sorted(known) if self.status(rank) in ALIVE]
 
     @property
     def lost(self) -> str | None:
@@ -130,27 +117,29 @@ class Ranks:
                 ranks_of.setdefault(heartbeat.machine, []).append(rank)
         for where, ranks in ranks_of.items():
             if self.pulse is not None and all(map(self._is_silent, ranks)):
-                listed = ", ".join(map(str, ranks))
+                lost = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
                 return (
-                    f"node {where.partition('/')[0]} (rank{'s'[: len(ranks) - 1]} {listed}) is "
-                    f"lost: it has been silent for {self.pulse.timeout_s:g} s "
-                    "(launch.node_timeout_s)"
+                    f"node {where.partition('/')[0]} ({lost}) is lost: it has been silent for "
+                    f"{self.pulse.timeout_s:g} s (launch.node_timeout_s)"
                 )
         return None
-
-    def raise_if_interrupted(self) -> None:
-        """Raise Interrupted if ranks have obeyed a scheduler that sent them SIGTERM."""
-        for heartbeat in self.heartbeats.values():
-            if heartbeat.phase == "interrupted":
-                step = heartbeat.step
-                raise Interrupted(f"ended by SIGTERM to the ranks, after step {step}. {RESUME}")
 
     def status(self, rank: int) -> int | str:
         """The exit status of a rank, as far as known, else "running", "stopped" or "gone"."""
         heartbeat = self.heartbeats[rank]
-        if self._is_here(rank):
-            return _status(heartbeat.pid)
-        return "gone" if heartbeat.phase in ENDS or self._is_silent(rank) else "running"
+        if not self._is_here(rank):
+            return "gone" if heartbeat.phase in ENDS or self._is_silent(rank) else "running"
+        if heartbeat.pid is None:
+            return "running"
+        try:
+            state = psutil.Process(heartbeat.pid).status()
+            if state != psutil.STATUS_ZOMBIE:
+                return "stopped" if state == psutil.STATUS_STOPPED else "running"
+            # The parent, which gets the exit status, has not asked for it yet.
+            fields = Path(f"/proc/{heartbeat.pid}/stat").read_text().rpartition(")")[2].split()
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+        except (psutil.NoSuchProcess, OSError):
+            return "gone"
 
     def _is_here(self, rank: int) -> bool:
         return self.heartbeats[rank].machine in ("", machine())
@@ -163,47 +152,29 @@ class Ranks:
     def stuck(self) -> bool:
         if self._hang_timeout_s is None:
             return False
-        allowed = self._hang_timeout_s if self.heartbeats else max(self._hang_timeout_s, STARTUP_S)
-        return time.monotonic() - self._progressed > allowed
+        allowed_s = max(self._hang_timeout_s, 0 if self.heartbeats else STARTUP_S)
+        return time.monotonic() - self._progressed > allowed_s
 
     def describe(self) -> str:
         """The rank that is behind, its phase and since when; then one line for each rank."""
         silent = [f"rank {rank}" for rank in range(self.processes) if rank not in self.heartbeats]
-        order = sorted(self.heartbeats.values(), key=lambda h: (h.marks, h.ticks, h.progressed))
-        first = (
-            f"{', '.join(silent)} did not start"
-            if silent
-            else f"rank {order[0].rank} is behind, in {order[0]}"
-        )
+        if silent:
+            first = f"{', '.join(silent)} did not start"
+        else:
+            last = min(self.heartbeats.values(), key=lambda h: (h.marks, h.ticks, h.progressed))
+            first = f"rank {last.rank} is behind, in {last}"
         lines = [
             f"  rank {rank}: {heartbeat}{STATES.get(self.status(rank), '')}"
             for rank, heartbeat in sorted(self.heartbeats.items())
         ]
         return "\n".join([first, *lines])
 
-    def request_stacks(self) -> None:
-        """Make every rank of this machine print the stacks of its threads into the log."""
-        for rank in self.alive:
-            self.send(rank, signal.SIGUSR1)
-
     def send(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank of this machine, unless it has just ended.
+        """Send a signal to a rank unless it has just ended, or runs on another machine.
 
-        SIGTERM reaches the others by the agreement of all ranks at the end of a step.
+        SIGTERM reaches those by the agreement of all ranks at the end of a step.
         """
         pid = self.heartbeats[rank].pid
         with suppress(ProcessLookupError):
             if pid is not None and self._is_here(rank):
                 os.kill(pid, number)
-
-
-def _status(pid: int | None) -> int | str:
-    """The exit status of a process that its parent has not reaped yet, else its state in a word."""
-    try:
-        state = psutil.STATUS_RUNNING if pid is None else psutil.Process(pid).status()
-        if state != psutil.STATUS_ZOMBIE:
-            return "stopped" if state == psutil.STATUS_STOPPED else "running"
-        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
-        return os.waitstatus_to_exitcode(status)
-    except (psutil.NoSuchProcess, OSError):
-        return "gone"

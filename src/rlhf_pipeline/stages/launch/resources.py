@@ -16,7 +16,6 @@ from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.sizing.hardware import Hardware, at_hand
 
 HOST = re.compile(r"(\S+)\s+slots=(\d+)")
-
 GPU = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 """A GPU in CUDA_VISIBLE_DEVICES; the name of a MIG instance may contain slashes."""
 
@@ -29,26 +28,18 @@ def gpu_count() -> int:
 def visible_gpus() -> list[str]:
     """The GPUs that launched programs may use, as numbers or UUIDs for CUDA_VISIBLE_DEVICES.
 
-    They are found without importing torch. DS_ACCELERATOR=cpu hides all of them. Raises ConfigError
-    if they cannot be determined, or one process could not use all of them.
+    DS_ACCELERATOR=cpu hides all of them. Raises ConfigError if they cannot be determined, or one
+    process could not use all of them.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return _listed() if visible is None else _parsed(visible)
-
-
-def rank_devices(processes: int) -> list[str]:
-    """The GPU of each rank on this machine; without a GPU, "-1", which hides all from CUDA."""
-    return visible_gpus()[:processes] or ["-1"] * processes
-
-
-def _parsed(value: str) -> list[str]:
-    """The GPUs of CUDA_VISIBLE_DEVICES. As in CUDA, -1 or nothing ends the list."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return _listed()
     if value == "NoDevFiles":  # SLURM's word for no GPU
         return []
     found = [item.strip() for item in value.split(",")]
-    gpus = list(takewhile(lambda item: item not in ("", "-1"), found))
+    gpus = list(takewhile(lambda item: item not in ("", "-1"), found))  # as in CUDA
     if len(set(gpus)) < len(gpus) or not all(map(GPU.fullmatch, gpus)):
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES: found {value!r}, expected different numbers or "
@@ -74,6 +65,11 @@ def _listed() -> list[str]:
             "set CUDA_VISIBLE_DEVICES to the GPUs, or to nothing to train on the CPU"
         )
     return re.findall(r"^GPU (\d+):", listing.stdout, re.MULTILINE)
+
+
+def rank_devices(processes: int) -> list[str]:
+    """The GPU of each rank on this machine; without a GPU, "-1", which hides all from CUDA."""
+    return visible_gpus()[:processes] or ["-1"] * processes
 
 
 def search_path() -> str:
@@ -118,30 +114,21 @@ def meeting_address(name: str) -> str:
 class Layout:
     """The nodes of a run. The first is the driver's."""
 
-    ranks: tuple[int, ...]
-    """Number of ranks on each node."""
-    address: str = LOOPBACK
-    """Name or address of the first node."""
-    hosts: tuple[str, ...] = ()
-    """Names of the nodes, if they are known."""
+    ranks: tuple[int, ...]  # on each node
+    address: str = LOOPBACK  # name or address of the first node
+    hosts: tuple[str, ...] = ()  # names of the nodes, if they are known
 
 
 def node_layout(config: LaunchConfig, gpus: int) -> Layout:
-    """The nodes of a run, from its configuration.
+    """The nodes of the block `launch`, if this machine has that many GPUs.
 
-    Args:
-        config: the block `launch`.
-        gpus: GPUs of this machine; nodes without slots in a hostfile have as many.
-
-    Raises:
-        ConfigError: the hostfile is missing or incomplete.
+    Raises ConfigError if the hostfile is missing or incomplete.
     """
-    here = config.processes or gpus or 2
     if config.mode == "hostfile":
         return _of_hostfile(config)
+    here = config.processes or gpus or 2
     if config.mode == "command":
-        address = config.address or socket.gethostname()
-        return Layout((here,) * (config.nodes or 1), address)
+        return Layout((here,) * (config.nodes or 1), config.address or socket.gethostname())
     return Layout((here,))
 
 
@@ -153,8 +140,7 @@ def rank_count(config: LaunchConfig, gpus: int) -> int:
 def hardware_at_hand(config: LaunchConfig) -> Hardware:
     """The GPUs, or the main memory, that the ranks of a launch have."""
     gpus = visible_gpus()
-    layout = node_layout(config, len(gpus))
-    return at_hand(layout.ranks, gpus)
+    return at_hand(node_layout(config, len(gpus)).ranks, gpus)
 
 
 def _of_hostfile(config: LaunchConfig) -> Layout:
@@ -164,18 +150,19 @@ def _of_hostfile(config: LaunchConfig) -> Layout:
     hosts: dict[str, int] = {}
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         text = line.partition("#")[0].strip()
+        if not text:
+            continue
         match = HOST.fullmatch(text)
-        if match is None and text:
+        if match is None:
             raise ConfigError(
                 f"launch.hostfile: found {text!r} in line {number} of {file}, expected a host and "
                 "its ranks, such as worker-1 slots=8"
             )
-        if match is not None and match[1] in hosts:
+        if match[1] in hosts:
             raise ConfigError(
                 f"launch.hostfile: found {match[1]} twice in {file}, expected each host once"
             )
-        if match is not None:
-            hosts[match[1]] = config.processes or int(match[2])
+        hosts[match[1]] = config.processes or int(match[2])
     if len(hosts) < 2:
         raise ConfigError(
             f"launch.hostfile: found {len(hosts)} hosts in {file}, expected at least 2. Fix: add "

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,16 +50,15 @@ def main(directory: Path, launch: str, timeout_s: float) -> NoReturn:
             "folder on a file system that all machines share, under the same path"
         )
     rank, local_rank, count = _numbers(os.environ)
-    faults = list(_faults(plan, count, is_first=local_rank == 0))
-    if faults:
-        write_report(directory, rank, f"{host}: {faults[0]}")
-        sys.exit(f"{FAULT}{host}: {faults[0]}")
-    numbers = {"RANK": rank, "LOCAL_RANK": local_rank}
+    if (fault := _fault(plan, count, is_first=int(local_rank) == 0)) is not None:
+        write_report(directory, int(rank), f"{host}: {fault}")
+        sys.exit(f"{FAULT}{host}: {fault}")
     environment = {
         **plan["defaults"],
         **os.environ,
         **plan["settings"],
-        **{name: str(number) for name, number in numbers.items()},
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
         "PATH": search_path(),
         PULSE: f"{launch} {timeout_s:g}",
     }
@@ -70,7 +69,7 @@ def main(directory: Path, launch: str, timeout_s: float) -> NoReturn:
 
 
 def _await_plan(directory: Path, launch: str, timeout_s: float) -> dict[str, Any] | None:
-    """What the driver's pulse says. A file system may show it some seconds later."""
+    """What the driver's pulse says, which a file system may show some seconds later."""
     deadline = time.monotonic() + timeout_s
     while (beat := read_beat(directory)).get("launch") != launch:
         if time.monotonic() > deadline:
@@ -79,30 +78,29 @@ def _await_plan(directory: Path, launch: str, timeout_s: float) -> dict[str, Any
     return dict(beat["plan"])
 
 
-def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int | None]:
+def _numbers(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
     for rank, local_rank, count in NUMBERS:
         if rank in environment and local_rank in environment:
-            ranks = environment.get(count)
-            found = int(environment[rank]), int(environment[local_rank])
-            return *found, None if ranks is None else int(ranks)
+            return environment[rank], environment[local_rank], environment.get(count)
     names = " or ".join(f"{rank} and {local_rank}" for rank, local_rank, _ in NUMBERS)
     sys.exit(f"{FAULT}found no number of this rank, expected {names} in the environment")
 
 
-def _faults(plan: Mapping[str, Any], count: int | None, *, is_first: bool) -> Iterator[str]:
-    expected = int(plan["settings"]["WORLD_SIZE"])
-    if count is not None and count != expected:
-        yield (
+def _fault(plan: Mapping[str, Any], count: str | None, *, is_first: bool) -> str | None:
+    expected = plan["settings"]["WORLD_SIZE"]
+    if count not in (None, expected):
+        return (
             f"found {count} ranks, expected {expected}. Fix: let launch.command start {{command}} "
             "once for each rank, or set launch.nodes and launch.processes to what it starts"
         )
     found, driver = installation() if is_first else {}, plan["installation"]
     for name in found.keys() & driver.keys():
         if found[name] != driver[name]:
-            yield (
+            return (
                 f"{name}: found {found[name]}, expected {driver[name]} as on the driver's "
                 "machine. Fix: install the same environment on all machines"
             )
+    return None
 
 
 if __name__ == "__main__":

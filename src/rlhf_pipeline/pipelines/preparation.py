@@ -1,12 +1,17 @@
-"""Stage split: divides the data. Stage source runs once for each source."""
+"""Nodes that prepare the base model and the data: stages base_model, source and split."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.source import adapter_module, find_source, source_origin
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.hub import commit_of
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.manifest import folder_digest
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 SOURCE = StageSpec(
@@ -16,13 +21,48 @@ SOURCE = StageSpec(
     libraries=("datasets", "pyarrow"),
 )
 
-SPEC = StageSpec(
+SPLIT = StageSpec(
     name="split",
     program="rlhf_pipeline.data.split",
     distributed=False,
     libraries=("transformers", "tokenizers", "numpy", "pyarrow"),
     blocks={"split": SplitConfig},
 )
+
+BASE_MODEL = StageSpec(
+    name="base_model",
+    program="rlhf_pipeline.models.base_model",
+    blocks={"base_model": BaseModelConfig},
+    distributed=False,
+)
+
+
+def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: Stages) -> Path:
+    """Fetch the base model, or build a small one with a tokenizer trained on the sources."""
+    records = {} if config.path else read_sources("source", split.records(), split, seed, stages)
+    job = Job(BASE_MODEL, {"base_model": config}, records, seed, base_model_identity(config))
+    return stages.run(job)
+
+
+def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> dict[str, str]:
+    """The commit of `revision` on the hub, or the digest of a local folder or file.
+
+    Empty for a model that is built from `base_model.architecture`. Raises ArtifactError if the hub
+    cannot be reached, or has no such model.
+    """
+    if config.path is None:
+        return {}
+    if config.is_gguf:
+        return {BYTES: file_digest(Path(config.path))}
+    if Path(config.path).is_dir():
+        return {BYTES: folder_digest(Path(config.path))}
+    try:
+        return {COMMIT: commit_of("model", config.path, config.revision)}
+    except LookupError as error:
+        raise ArtifactError(
+            f"{block}.path: {error}; no local folder has this name either. Fix: check the spelling"
+            f" and the network, or set {block}.revision to a commit that was downloaded before"
+        ) from error
 
 
 def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> Path:
@@ -33,7 +73,7 @@ def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> P
     }
     if config.pretraining is not None:
         inputs |= read_sources("pretraining", config.pretraining.records(), config, seed, stages)
-    return stages.run(Job(SPEC, {"split": config}, inputs, seed))
+    return stages.run(Job(SPLIT, {"split": config}, inputs, seed))
 
 
 def read_sources(
