@@ -77,7 +77,8 @@ def _reduce_lean(engine: DeepSpeedEngine) -> None:
         return
     engine.allreduce_and_copy = lambda *_, **__: None
     offloads = engine.zero_use_cpu_optimizer()
-    if engine.zero_optimization_stage() in (1, 2) and not (on_gpu() or offloads):
+    on_cpu = engine.device.type == "cpu"
+    if engine.zero_optimization_stage() in (1, 2) and on_cpu and not offloads:
         LeanStep(engine)
 
 
