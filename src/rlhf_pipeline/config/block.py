@@ -28,10 +28,10 @@ OPERATIONAL: dict[str, Any] = {"operational": True}
 
 
 class Block(BaseModel):
-    """One block of parameters, validated by the same class in YAML, Kedro nodes and `job.json`.
+    """Parameters, validated by the same class in YAML, Kedro nodes and `job.json`.
 
-    Unknown keys are errors, and values cannot change after validation. The docstring under a field
-    (meaning, unit, default) becomes its description in the JSON schema.
+    Unknown keys are errors, and values cannot change. The docstring under a field (meaning, unit,
+    default) becomes its description in the JSON schema.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -59,18 +59,13 @@ class Block(BaseModel):
 
 
 def operational(default: Any, **kwargs: Any) -> Any:
-    """A field that does not change the result (log interval, port), and so no fingerprint.
-
-    The arguments are those of pydantic's `Field`, except `json_schema_extra`.
-    """
+    """A field that does not change the result (log interval, port), and so no fingerprint."""
     return Field(default, json_schema_extra=OPERATIONAL, **kwargs)
 
 
 def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of nested mappings with their dotted names, in order.
-
-    A list and an empty mapping are values.
-    """
+    """The values of nested mappings by dotted name, in order. Lists and empty mappings are
+    values."""
     found: list[tuple[str, Any]] = []
     for name, value in parameters.items():
         path = f"{prefix}{name}"

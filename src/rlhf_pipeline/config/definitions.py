@@ -17,7 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def source_file(place: str) -> Path:
-    """Return the source file of a place, without importing its module or packages.
+    """The source file of a place, found without importing its module or packages.
 
     Raises ConfigError if the file or the module does not exist.
     """
@@ -49,10 +49,9 @@ def source_file(place: str) -> Path:
 
 def defined(place: str, method: str = "__init__") -> Function | None:
     """The function of a place, the `method` of a class, or the `__call__` of an instance, both
-    without `self`.
+    without `self`; None if the source does not tell, as for `functools.partial`.
 
-    None if the source does not tell, as for the result of `functools.partial`. Raises ConfigError
-    if the source cannot be parsed, or does not define the name or the method.
+    Raises ConfigError if the source cannot be parsed, or does not define the name or the method.
     """
     location, _, name = place.rpartition(":")
     bound = _bound(place)
@@ -104,8 +103,7 @@ def signature(function: Function | None) -> inspect.Signature | None:
 
 
 def _bound(place: str) -> dict[str, ast.stmt]:
-    """The names of the module, each with the last statement of the module that binds it; raises
-    ConfigError if the source cannot be parsed."""
+    """The last statement of the module that binds each of its names."""
     path, bound = source_file(place), {}
     try:
         statements = ast.parse(decode_source(path.read_bytes())).body

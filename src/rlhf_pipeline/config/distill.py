@@ -23,14 +23,13 @@ UNUSED = (
 
 
 class TeacherConfig(BaseModelConfig):
-    """The model to learn from, by its `path` alone or by a block with the fields of `base_model`.
+    """The model to learn from: its `path` alone, or a block with the fields of `base_model`.
 
     It needs the tokenizer, the chat template and the end tokens of the student.
     """
 
     path: str
-    """A Hugging Face id, a local folder, or a local `.gguf` file. The recipe contains its commit,
-    or the digest of its bytes."""
+    """A Hugging Face id, a local folder, or a local `.gguf` file."""
     architecture: None = None
     """A teacher has weights."""
     vocab_size: None = None
@@ -41,11 +40,9 @@ class TeacherKLConfig(KLConfig):
     """The reverse KL to the teacher, which a distillation minimizes; see `ppo.kl`."""
 
     coef: PositiveFloat = 1.0
-    """Factor of the advantages. AdamW hardly depends on it; it weighs the KL against `ptx` and
-    `entropy_coef`."""
+    """Factor of the advantages; it weighs the KL against `ptx` and `entropy_coef`."""
     explosion: PositiveFloat | None = None
-    """KL above which training has diverged. None: no limit, since the student starts far from its
-    teacher."""
+    """KL above which training has diverged. None: no limit, since the student starts far away."""
 
     def _faults(self) -> Iterator[str]:
         for name, default in {"place": "reward", "target": None, "maximum": None}.items():
@@ -75,18 +72,15 @@ class DistillConfig(PPOConfig):
     teacher: Annotated[
         TeacherConfig, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
     ]
-    """The model to learn from: a Hugging Face id, a folder, a `.gguf` file, or a block. It may be
-    larger than the student."""
+    """The model to learn from, which may be larger than the student."""
     steps: PositiveInt = 100
-    """Number of steps. Each generates, scores and trains on `rollout_batches` *
-    `rollout_batch_size` responses."""
+    """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt = 64
     """Responses per generated batch, over all ranks."""
     minibatch_size: PositiveInt = 64
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
     micro_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
-    row is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
     advantage: Annotated[str, ADVANTAGE] = "immediate"
     """immediate: the advantage of a token is its own reverse KL. Another value is refused."""
     rewards: tuple[Reward, ...] = ()
@@ -100,8 +94,7 @@ class DistillConfig(PPOConfig):
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=5e-5))
     """The student. It starts from the SFT model, or without SFT from the base model."""
     reference: FrozenModelConfig = FrozenModelConfig()
-    """How the frozen teacher is loaded, also beside LoRA. A large one may have bf16 and ZeRO stage
-    3 while the student has others."""
+    """How the frozen teacher is loaded, also beside LoRA."""
 
     def _faults(self) -> Iterator[str]:
         for name in UNUSED:

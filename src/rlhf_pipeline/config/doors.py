@@ -1,13 +1,8 @@
 """The doors for code of others, and which of our own code comes in by them.
 
 The configuration names `package.module:object`, one of our own, or an entry point of an installed
-package:
-
-    [project.entry-points."rlhf_pipeline.policy_loss"]
-    gspo = "my_package.losses:gspo"
-
-A function or a class gets what its parameters name: the values that its door offers, and the fields
-of its parameter block.
+package. A function or a class gets what its parameters name: the values that its door offers, and
+the fields of its parameter block.
 """
 
 import ast
@@ -44,10 +39,8 @@ class Door:
     """The method that a class of the door must have."""
 
     def names(self) -> dict[str, str]:
-        """The place of all that is installed, by name.
-
-        Raises ConfigError if two packages use a name.
-        """
+        """The place of all that is installed, by name; raises ConfigError if two packages use one
+        name."""
         found = dict(self.own)
         for point in _entry_points(f"rlhf_pipeline.{self.name}"):
             if found.setdefault(point.name, point.value) != point.value:
@@ -83,8 +76,7 @@ class Door:
             ) from error
 
     def asked(self, name: str) -> set[str]:
-        """What a function of the door asks for, by its source; all that the door offers if the
-        source does not tell, or the function is missing, which `door_faults` reports."""
+        """What a function of the door asks for by its source, or all that the door offers."""
         try:
             function = defined(self.place(name))
         except ConfigError:

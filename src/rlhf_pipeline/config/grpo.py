@@ -13,28 +13,24 @@ from rlhf_pipeline.config.training import OptimizerConfig, SamplingConfig, Train
 class GRPOConfig(PPOConfig):
     """Group relative policy optimization (Shao et al. 2024): the program of PPO without a critic.
 
-    The learning rate, the KL coefficient, the place of the KL and the single update for each batch
-    are those of DeepSeekMath (Shao et al. 2024, section 4.2), the 8 responses to each prompt those
-    of TRL. DeepSeekMath samples 64 responses to a prompt and trains on 1024.
+    The learning rate, the KL and the single update of a batch are those of DeepSeekMath (section
+    4.2), the 8 responses to each prompt those of TRL.
     """
 
     stage = sampler = "grpo"
 
     steps: PositiveInt = 500
-    """Number of steps. Each generates, scores and trains on `rollout_batches` *
-    `rollout_batch_size` responses."""
+    """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt = 64
     """Responses per generated batch, over all ranks: those to 8 prompts."""
     responses_per_prompt: PositiveInt = 8
-    """Independent responses to each prompt, which are compared with each other; must divide
-    `rollout_batch_size`."""
+    """Independent responses to each prompt; must divide `rollout_batch_size`."""
     minibatch_size: PositiveInt = 64
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
     micro_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
-    row is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
     advantage: Annotated[str, ADVANTAGE] = "grpo"
-    """Advantage estimator, see `ppo.advantage`: any without a critic, or a function of yours."""
+    """Advantage estimator, as in `ppo.advantage`: any without a critic, or a function of yours."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How responses are sampled."""
     kl: KLConfig = KLConfig(coef=0.04, place="loss")

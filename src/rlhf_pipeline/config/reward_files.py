@@ -21,7 +21,7 @@ NONE: Carried = {}
 def reward_faults(
     rewards: Sequence[Block], place: str = "ppo.rewards", sources: Carried = NONE
 ) -> list[str]:
-    """Return the faults in the files of the reward sources, one line each."""
+    """The faults in the files of the reward sources, one line each."""
     faults = []
     for index, reward in enumerate(rewards):
         try:
@@ -39,9 +39,8 @@ def reward_faults(
 
 
 def reads_references(source: Block) -> bool:
-    """Whether a reward or a judge reads the true answers: one of the kinds `reference` and `code`,
-    a rubric with {reference}, or a function with a parameter `references`, as far as `defined`
-    finds it."""
+    """Whether a reward or a judge reads the true answers: of kind `reference` or `code`, a rubric
+    with {reference}, or a function with a parameter `references`."""
     if isinstance(source, RubricReward):
         return "{reference}" in source.rubric
     if not isinstance(source, CallableReward):
@@ -51,10 +50,7 @@ def reads_references(source: Block) -> bool:
 
 def check_signature(reward: str, signature: inspect.Signature, sources: Carried = NONE) -> None:
     """Raise ConfigError if a reward function cannot be called as scoring calls it, or asks for a
-    column that one of the sources does not carry.
-
-    A column with a default is for all prompts or for none: what a batch contains decides nothing.
-    """
+    column that a source does not carry. A column with a default is for all prompts or for none."""
     offered = {"references", "scored"}
     for name, parameter in list(signature.parameters.items())[2:]:
         without = [source for source, carried in sources.items() if name not in carried]
@@ -89,7 +85,6 @@ def check_isolated(reward: CallableReward, asked: Collection[str]) -> None:
 
 
 def _check_model(reward: ModelReward) -> None:
-    """Raise ConfigError if a file is missing, or the model does not have one label."""
     config = reward.folder / "config.json"
     if not config.is_file():
         raise ConfigError(

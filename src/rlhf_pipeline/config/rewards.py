@@ -43,8 +43,6 @@ def _short_form(value: Any) -> Any:
 
 
 def _kind(*kinds: str) -> Callable[[Any], str | None]:
-    """Tells alternatives apart by the field that only one of them has."""
-
     def kind(value: Any) -> str | None:
         given = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         return next((kind for kind in kinds if kind in given), None)
@@ -125,8 +123,7 @@ class ModelJudge(Block):
     name: str | None = None
     """Name of the judge. None: the last part of `model`."""
     retokenize: bool = False
-    """Whether the model reads text in its own chat template and tokens; required unless it has the
-    tokens of the policies."""
+    """Whether the model reads text in its own chat template and tokens, as in `ModelReward`."""
     template_date: date = TEMPLATE_DATE
     """With `retokenize`: as in `ModelReward`."""
     precision: Precision = "fp32"
@@ -134,7 +131,6 @@ class ModelJudge(Block):
 
     @property
     def label(self) -> str:
-        """Name in metrics, win rates and reports."""
         return self.name or Path(self.model).expanduser().resolve().name
 
     @property

@@ -1,7 +1,5 @@
-"""Which stages train, and on which rows. It depends on the parameters alone: null trains nothing.
-
-`blocks` are all parameter blocks by name.
-"""
+"""Which stages train, and on which rows, by all parameter blocks (`blocks`), of which some are
+null."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -40,8 +38,8 @@ def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
 def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
     """The phases on whose rows a stage may train.
 
-    Comparisons serve the reward model, DPO and KTO. Without a reward model, they serve DPO and KTO
-    unless a policy trains on prompts.
+    Comparisons serve the reward model, DPO and KTO; without a reward model, only if no policy
+    trains on prompts.
     """
     used = {name: blocks[name] is not None for name in OPTIONAL}
     prompts = any(used[name] for name in ON_PROMPTS)
@@ -50,10 +48,8 @@ def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
 
 
 def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
-    """The split, with weight 0 for each phase that is not in use.
-
-    Raises ConfigError if no phase of a positive weight is left.
-    """
+    """The split, with weight 0 for a phase that is not in use; raises ConfigError if none is
+    left."""
     split: SplitConfig = blocks["split"]
     phases = phases_in_use(blocks)
     pairs = zip(PHASES, split.weights, strict=True)

@@ -14,8 +14,7 @@ from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 
 Method = Literal["full", "lora", "qlora"]
 TOKENS = ((8192, 4096, 2048), (1024,))
-"""Sizes of a micro batch to try, in tokens. The last ones leave a GPU idle, so anything else is
-tried before."""
+"""Tokens of a micro batch to try; the last ones leave a GPU idle, so all else is tried before."""
 ROWS = (64, 32, 16, 8)
 """Responses at a time to try, on each rank."""
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
@@ -28,10 +27,8 @@ Settings = dict[str, Any]
 def place(
     stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware, method: Method
 ) -> tuple[Settings, StageMemory] | None:
-    """The first settings that fit, in the order of their costs, and the memory that they need.
-
-    Returns None if no setting fits.
-    """
+    """The first settings that fit, in the order of their costs, with their memory; None if there
+    are none."""
     block = {"micro_batch_tokens": TOKENS[0][0]} | parameters[stage]
     config = BLOCKS[stage].model_validate(block)
     for tokens, strategy in product(TOKENS, [*_strategies(config, shape, hardware, method)]):

@@ -144,10 +144,7 @@ def _block_of(parameter: str) -> str:
 
 
 def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str, Value]:
-    """Values by dotted name: data, and the recipe of each stage.
-
-    Raises ConfigError if the model is unknown.
-    """
+    """Data, and the recipe of each stage; raises ConfigError if the model is unknown."""
     size = find_model(model).shape.parameters
     family = next(name for name in RECIPES["families"] if model.startswith(name))
     published = RECIPES["common"] | RECIPES["families"][family]

@@ -17,8 +17,8 @@ from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 from rlhf_pipeline.sizing.work import Lengths
 
 USABLE = 0.92
-"""Share of the memory that tensors can fill. The allocator leaves gaps. And GPUs with ECC have
-up to 8% less than their data sheets say: a T4 has 14.8 of 16 GiB, an L4 22.5 of 24."""
+"""Share of the memory that tensors can fill: the allocator leaves gaps, and GPUs with ECC have up
+to 8% less than their data sheets say (a T4 14.8 of 16 GiB)."""
 
 Changes = dict[str, Any]
 """Values by dotted parameter name."""
@@ -112,8 +112,7 @@ def find_fit(
 ) -> Fit:
     """Whether a stage fits; otherwise the first change, or sum of changes, that makes it fit.
 
-    The changes are in the order of what they cost: smaller micro batches cost nothing but time;
-    LoRA comes last, since it changes the result.
+    The order is that of their cost: smaller micro batches cost time alone, LoRA changes the result.
     """
     memory = plan_stage(stage, parameters, shape, hardware, lengths)
     if fits(memory, hardware):

@@ -63,11 +63,10 @@ class Hardware:
 
 
 def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
-    """The hardware of this machine, which stands for all nodes.
+    """The hardware of this machine, which stands for all nodes with so many `ranks` each.
 
-    `ranks` are those of each node. `gpus` are the numbers or UUIDs of this machine's GPUs, as for
-    nvidia-smi; without any, the ranks are on the CPU. The memory of the smallest GPU counts. If
-    nvidia-smi does not list them, no memory is known.
+    `gpus` are the numbers or UUIDs of its GPUs, of which the smallest counts; without any, the
+    ranks are on the CPU. If nvidia-smi does not list them, no memory is known.
     """
     here = Hardware(max(ranks), len(ranks), main_memory=main_memory(), total=sum(ranks))
     if not gpus:
@@ -85,10 +84,9 @@ def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
 
 
 def main_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that this process may use; None if they are not known.
+    """Bytes of main memory that this process, in its control groups, may use; None if not known.
 
-    A container or a scheduler (SLURM's `--mem`) limits the process by its control group, or by one
-    above it. `root` contains `proc` and `sys`.
+    `root` contains `proc` and `sys`.
     """
     limits = []
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -110,10 +108,10 @@ def _text(path: Path) -> str:
 
 
 def named(gpu: str | None, gpus: str | None) -> Hardware:
-    """The hardware of the options `--gpu` and `--gpus`.
+    """The hardware of the options `--gpu` (a name in `GPUS`, or GiB) and `--gpus` (8x80 or 2x8x80).
 
-    `gpu` is a name in `GPUS` or gibibytes, and wins over the size in `gpus`, such as 8x80 or
-    2x8x80; without `gpus` there is one GPU. Raises ConfigError if an option has another form.
+    `gpu` wins over the size in `gpus`; without `gpus` there is one GPU. Raises ConfigError if an
+    option has another form.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", gpus or "1x80")
     if match is None:

@@ -1,8 +1,8 @@
 """Memory of a model in training or frozen, on one rank.
 
-The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`, and the
-tensors that autograd saves in transformers 5 with the packed attention of `models.packing`.
-docs/planning.md has the comparison with measured peaks.
+The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`, and what
+autograd saves in transformers 5 with packed attention. docs/planning.md compares them with measured
+peaks.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,12 @@ NF4 = 0.5 + 4 / 64
 CHUNK = 2**25
 """Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
 HEAP, CHURNED_HEAP = 1.6, 2.6
-"""On a CPU, what a training pass allocates and frees takes this many times its size. glibc's heap
-keeps the gaps that one tensor leaves, and the next ones have other sizes. The second factor is for
-activations with adapters, whose short-lived tensors lie between those that are kept, and for the
-weights that ZeRO-3 gathers layer by layer. Both are measured: see docs/planning.md."""
+"""On a CPU, what a training pass allocates takes this many times its size, for glibc's heap keeps
+the gaps. The second factor is for activations with adapters, and for weights that ZeRO-3 gathers
+layer by layer. Both are measured: see docs/planning.md."""
 FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
-"""Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
-two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
-for a gate."""
+"""Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU, two
+for GELU, five for its approximation by tanh. Others: four for a gate."""
 
 Parts = dict[str, int]
 """Bytes by component: weights, gradients, master copies, optimizer, ..."""
@@ -138,11 +136,8 @@ def passing(shape: Shape, numbers: Numbers) -> int:
 
 
 def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
-    """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32.
-
-    A pass that trains the output layer adds its gradient in float32; on a CPU, one in half
-    precision converts the weight.
-    """
+    """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32, with the
+    gradient of an output layer that trains, and with a copy of it in half precision on a CPU."""
     chunk = 4 * min(CHUNK, tokens * shape.vocab)
     converts = numbers.size < 4 and not numbers.on_gpu
     return chunk + 4 * shape.vocab * shape.embedding * (trains + converts)

@@ -51,17 +51,15 @@ def find_model(name: str) -> PublishedModel:
 
 
 def published(path: str) -> PublishedModel | None:
-    """The model of an id on the hub, or the base model that it was made from; None if neither is
-    known."""
+    """The model of an id on the hub, or the base model that it was made from; None if not known."""
     return next((m for name, m in MODELS.items() if path in (m.path, INSTRUCT.get(name))), None)
 
 
 def base_model_shape(config: BaseModelConfig) -> Shape | None:
-    """The sizes of the base model; None if nothing on this machine says them.
+    """The sizes of the base model, in its architecture, its .gguf file, the config.json of its
+    folder, or the table of published models; None if nothing on this machine says them.
 
-    They are in its architecture, in its .gguf file, in the config.json of its folder, or in the
-    table of published models. Raises ConfigError if the model is a mixture of experts, or a size is
-    missing.
+    Raises ConfigError if the model is a mixture of experts, or a size is missing.
     """
     if config.architecture is not None:
         return Shape.of(config.architecture, vocab_size=config.vocab_size)

@@ -1,7 +1,4 @@
-"""The shape of a model: what its memory and its work depend on, from config.json alone.
-
-No weights are read and neither torch nor transformers is imported, so a plan takes milliseconds.
-"""
+"""The shape of a model: what its memory and its work depend on, from config.json alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,8 +39,8 @@ class Shape:
     def of(cls, config: Mapping[str, Any], *, vocab_size: int | None = None) -> "Shape":
         """Read a config.json, or `base_model.architecture`; the defaults of the family fill gaps.
 
-        `vocab_size` replaces that of the configuration. Raises ConfigError if a size is missing,
-        for example because the model comes with its own code, or for a mixture of experts.
+        `vocab_size` replaces that of the configuration. Raises ConfigError if a size is missing, or
+        for a mixture of experts.
         """
         name = str(config.get("model_type"))
         try:
@@ -149,9 +146,7 @@ class Shape:
         return self.matrices + self.embeddings + self.vectors
 
     def adapters(self, rank: int, targets: int | None = None) -> int:
-        """Weights of LoRA adapters of a rank beside all linear layers.
-
-        `targets`: number of linear layers per transformer layer that have one; None: all.
-        """
+        """Weights of LoRA adapters beside the `targets` smallest linear layers of a layer, or
+        all."""
         sizes = sorted(rows + columns for rows, columns in self.linear_layers)
         return self.layers * rank * sum(sizes if targets is None else sizes[:targets])

@@ -89,7 +89,7 @@ def plan_stage(
     hardware: Hardware,
     lengths: Mapping[str, Lengths] | None = None,
 ) -> StageMemory:
-    """The memory of a stage: sft, reward_model, ppo, grpo, distill, dpo or evaluate.
+    """The memory of a stage of `BLOCKS`.
 
     `parameters` are the blocks as plain values, by name: that of the stage, and `split`; `shape` is
     the base model's. `lengths` are rows and tokens by phase; without them, they are as long as the

@@ -43,7 +43,7 @@ class Lengths:
     prompt: float
     """Mean tokens of a prompt."""
     response: float
-    """Mean tokens of a response: of both answers together for comparisons, 0 for prompts alone."""
+    """Mean tokens of a response: of both answers for comparisons, 0 for prompts alone."""
     longest_prompt: int
     longest_response: int
     copies: int = 1
@@ -118,8 +118,7 @@ class Work:
     updates: int | None
     """Optimizer steps."""
     tokens: float | None
-    """Tokens that are trained on, in all epochs; that are generated and scored, for an evaluation.
-    """
+    """Tokens that are trained on in all epochs, or that an evaluation generates and scores."""
     flops: float | None
     """Floating-point operations of all ranks, without recomputation by gradient checkpointing."""
     checkpoints: int = 0
@@ -127,9 +126,8 @@ class Work:
     saved_models: int = 0
     """Bytes of best models, last model and export."""
     rate_sum: float | None = None
-    """Sum of the actor's learning rates over all updates of PPO. AdamW changes a weight by about
-    the learning rate in an update, so this bounds how far training can move the policy. None for
-    adapters, whose product is the change."""
+    """Sum of the actor's learning rates over all updates of PPO, which bounds how far AdamW can
+    move the weights. None for adapters, whose product is the change."""
 
     @property
     def cannot_move(self) -> bool:
@@ -173,10 +171,7 @@ def expected_rows(split: SplitConfig, index: int) -> int | None:
 
 
 def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
-    """The lengths of the newest published split; None if its parameters were others.
-
-    `folder` contains its versions.
-    """
+    """The lengths of the newest split of those in `folder`; None if its parameters were others."""
     newest = max(folder.glob(f"*/{folder.name}/{NAME}"), default=None)
     if newest is None:
         return None
@@ -227,7 +222,6 @@ def _of_file(file: Mapping[str, Any]) -> Lengths:
 
 
 def _micro_batches(batch: int, lengths: Lengths, budget: int, ranks: int) -> Rows:
-    """Those of `batch` rows of all ranks, of at most `budget` tokens each."""
     whole = int(max(1, batch // ranks) * lengths.row)
     tokens = max(lengths.longest, min(budget, whole))
     return Rows(
@@ -264,10 +258,8 @@ def stage_work(
 
 
 def forward_flops(shape: Shape, tokens: float, context: float, *, head: bool = True) -> float:
-    """Operations of a forward pass: 2 for each weight and token, and those of causal attention.
-
-    `context` is the mean number of tokens of a row.
-    """
+    """Operations of a forward pass: 2 for each weight and token, and those of causal attention over
+    rows of `context` tokens on average."""
     weights = shape.matrices + (shape.vocab * shape.embedding if head else 0)
     return tokens * (2 * weights + 2 * shape.layers * shape.queries * context)
 
@@ -275,8 +267,8 @@ def forward_flops(shape: Shape, tokens: float, context: float, *, head: bool = T
 def training_flops(
     config: TrainedModelConfig, shape: Shape, tokens: float, context: float, *, head: bool = True
 ) -> float:
-    """Forward and backward pass: the backward pass costs twice the forward one, and once with LoRA,
-    whose frozen matrices have no gradient."""
+    """Operations of a forward and a backward pass, which costs twice as much (with LoRA as
+    much)."""
     factor = 3 if config.lora is None else 2
     return factor * forward_flops(shape, tokens, context, head=head)
 
