@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.reward_files import reads_references, reward_faults
 from rlhf_pipeline.config.rewards import (
     CallableReward,

@@ -20,11 +20,9 @@ from rlhf_pipeline.commands.command import (
     pipeline_option,
 )
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
-from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.roads import samplers, shares_text
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.config.stages import BLOCKS, POLICIES, samplers, shares_text
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.job import as_json as plain

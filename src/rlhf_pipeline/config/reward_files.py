@@ -3,7 +3,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.definitions import defined, parameters, signature
+from rlhf_pipeline.config.doors import defined, parameters, signature
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     CodeReward,

@@ -1,7 +1,7 @@
 """Policies that train on their own answers: what they sample, and how often."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -122,7 +122,3 @@ class IterativeDPOConfig(SampledConfig, DPOConfig):
     batch_size: PositiveInt = 64
     """Comparisons per optimizer step, over all ranks and micro batches."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
-
-
-SAMPLED: Mapping[str, type[Any]] = {c.stage: c for c in (RejectionConfig, IterativeDPOConfig)}
-"""The blocks of policies that train on their own answers."""

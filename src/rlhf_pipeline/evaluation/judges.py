@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_pipeline.config.block import validated
-from rlhf_pipeline.config.definitions import defined, parameters, source_file
+from rlhf_pipeline.config.doors import defined, parameters, source_file
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,

@@ -1,7 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_pipeline.config.distill import DistillConfig
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.data.token_contract import NAME, common_contract
 from rlhf_pipeline.pipelines import base_model
 from rlhf_pipeline.pipelines.ppo import shared_inputs, spec_of

@@ -1,4 +1,4 @@
-from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.pipelines.ppo import READS as READS
 from rlhf_pipeline.pipelines.ppo import by_rewards, spec_of
 

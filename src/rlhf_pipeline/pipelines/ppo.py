@@ -2,7 +2,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, ReferenceReward
 from rlhf_pipeline.config.training import RewardModelConfig

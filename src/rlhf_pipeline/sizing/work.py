@@ -7,14 +7,13 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.grpo import POLICIES
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import KTOConfig, ReferencedConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS, StageConfig, SupervisedStage
+from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig, SupervisedStage
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
     OptimizerConfig,
