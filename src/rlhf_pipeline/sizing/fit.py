@@ -14,7 +14,7 @@ from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
 from rlhf_pipeline.sizing.shape import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
-from rlhf_pipeline.sizing.work import Lengths
+from rlhf_pipeline.sizing.work import Known, Parameters
 
 USABLE = 0.92
 """Share of the memory that tensors can fill: the allocator leaves gaps, and GPUs with ECC have up
@@ -104,11 +104,7 @@ def fits(memory: StageMemory, hardware: Hardware) -> bool:
 
 
 def find_fit(
-    stage: str,
-    parameters: Mapping[str, Any],
-    shape: Shape,
-    hardware: Hardware,
-    lengths: Mapping[str, Lengths] | None = None,
+    stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known = None
 ) -> Fit:
     """Whether a stage fits; otherwise the first change, or sum of changes, that makes it fit.
 

@@ -86,6 +86,30 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """The training rows of a phase."""
+
+    rows: int | None
+    """None: not known before the split."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    response: float
+    """Mean tokens of a response: of both answers for comparisons, 0 for prompts alone."""
+    longest_prompt: int
+    longest_response: int
+    copies: int = 1
+    """Times that a row contains its prompt: 2 for comparisons."""
+
+    @property
+    def row(self) -> float:
+        return self.copies * self.prompt + self.response
+
+    @property
+    def longest(self) -> int:
+        return self.copies * self.longest_prompt + self.longest_response
+
+
+@dataclass(frozen=True)
 class Rows:
     """Rows of one pass on one rank."""
 
@@ -287,26 +311,24 @@ def generation(
     name: str,
     shape: Shape,
     numbers: Numbers,
-    *,
     rows: int,
-    prompt: int,
-    response: int,
+    lengths: Lengths,
     gathered: int,
     together: int = 1,
 ) -> Phase:
-    """Sampling of responses by the model of the parameter block `name`.
+    """Sampling of responses by the model of the parameter block `name`, `rows` at a time.
 
-    A rank samples so many `rows` at a time; `prompt` and `response` are the tokens of the longest
-    ones. `gathered` bytes of weights exist for it alone. `together` ranks share the key-value heads
-    and answer the prompts of all of them.
+    `gathered` bytes of weights exist for it alone. `together` ranks share the key-value heads and
+    answer the prompts of all of them.
     """
+    prompts = together * rows
     cache_size = numbers.size if numbers.on_gpu else 4
-    room = rows * (prompt + response)
+    room = rows * (lengths.longest_prompt + lengths.longest_response)
     parts = {
         "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
-        "activations": together * rows * prompt * passing(shape, numbers),
+        "activations": prompts * lengths.longest_prompt * passing(shape, numbers),
         # The distribution is in float64.
-        "logits": together * rows * shape.vocab * (numbers.size + 4 * 8),
+        "logits": prompts * shape.vocab * (numbers.size + 4 * 8),
     }
     if gathered:
         parts["gathered weights"] = gathered
