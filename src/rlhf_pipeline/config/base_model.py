@@ -131,8 +131,7 @@ def positions(architecture: Mapping[str, Any]) -> int | None:
 
 
 def positions_in(folder: Path) -> int | None:
-    """`positions` of the model in a folder; None without a config.json, an error if it is no
-    JSON."""
+    """`positions` of the model in a folder; None without a config.json, an error without JSON."""
     file = folder / "config.json"
     if not file.is_file():
         return None
@@ -167,8 +166,7 @@ class BaseModelConfig(Block):
     """Fields of a Hugging Face configuration with `model_type` (`llama`, `opt`, ...) for a model
     with random weights, on small data. Null unsets a field that another environment sets."""
     vocab_size: int | None = Field(default=None, ge=300)
-    """Size of the byte-level BPE vocabulary that is trained on the sources' texts for a built
-    model."""
+    """Size of the byte-level BPE vocabulary that a built model learns from the sources' texts."""
 
     @property
     def positions(self) -> int | None:

@@ -42,8 +42,7 @@ class Door:
     """The method that a class of the door must have."""
 
     def names(self) -> dict[str, str]:
-        """The place of all that is installed, by name; raises ConfigError if two packages use one
-        name."""
+        """The place of all that is installed, by name; raises ConfigError if two use one name."""
         found = dict(self.own)
         for point in _entry_points(f"rlhf_pipeline.{self.name}"):
             if found.setdefault(point.name, point.value) != point.value:

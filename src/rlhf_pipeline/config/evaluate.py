@@ -192,8 +192,7 @@ class RegisterConfig(Block):
     """Name of the registered model, whose versions are the SFT baseline and the candidates. MLflow
     allows neither slash nor colon, and its filters no apostrophe."""
     promote: Promote = "gate"
-    """When the candidate becomes the champion. gate: if it beats the champion and passes all
-    below."""
+    """When the candidate becomes the champion; gate: if it beats it and passes all checks below."""
     min_win_rate_lower: float = Field(default=0.5, ge=0, lt=1)
     """The lower end of the 95% interval on the paired win rate against SFT, and on the one against
     the champion, must be above this value; 0.5 is chance."""
@@ -210,8 +209,7 @@ class RegisterConfig(Block):
     max_repetition_rise: float = Field(default=0.1, ge=0, le=1)
     """Largest allowed rise of the share of word triples that repeat within an answer."""
     max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
-    """Largest allowed rise of the share of answers with a common four-word phrase, as a fraction of
-    (1 - SFT's share). 1: no check."""
+    """Largest rise of the share of answers with a common four-word phrase, of (1 - SFT's share)."""
     max_task_drop: float = Field(default=0.05, ge=0, le=1)
     """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`)."""
     min_score_spread: PositiveFloat = 0.1

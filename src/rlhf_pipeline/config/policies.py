@@ -80,11 +80,9 @@ class TeacherKLConfig(KLConfig):
 
     def _faults(self) -> Iterator[str]:
         for name, default in {"place": "reward", "target": None, "maximum": None}.items():
-            if (value := getattr(self, name)) != default:
-                yield (
-                    f"{name}: found {value}, expected none: a distillation minimizes the KL to the "
-                    f"teacher, and holds it nowhere. Fix: remove {name}"
-                )
+            if getattr(self, name) != default:
+                why = "a distillation minimizes the KL to the teacher, and holds it nowhere"
+                yield self._fault(name, f"none: {why}", f"remove {name}")
 
 
 class DistillConfig(PPOConfig):

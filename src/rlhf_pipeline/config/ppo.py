@@ -82,8 +82,7 @@ class PPOConfig(SavingConfig):
     curriculum: CurriculumConfig | None = None
     """Prompts to leave out because they were always or never solved. None: all come again."""
     scale_by_group_std: bool = True
-    """grpo only: divide by the standard deviation of the prompt's responses (Liu et al. 2025:
-    no)."""
+    """grpo only: divide by the standard deviation of the prompt's responses."""
     reinforce_baseline: Literal["batch_mean", "none"] = "batch_mean"
     """reinforce only: baseline subtracted from a response's return."""
     sampling: SamplingConfig = SamplingConfig()
@@ -95,8 +94,7 @@ class PPOConfig(SavingConfig):
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 0 relies on the critic, 1 on the observed rewards."""
     value_lam: float | None = Field(default=None, ge=0, le=1)
-    """Lambda of the critic's returns; 1, as in VAPO (Yue et al. 2025), suits long responses. None:
-    `lam`."""
+    """Lambda of the critic's returns; 1 suits long responses (Yue et al. 2025). None: `lam`."""
     policy_loss: Annotated[str, POLICY_LOSS] = "clip"
     """Loss of the actor: clip, PPO's clipped surrogate objective; cispo, which clips importance
     weights from above only (MiniMax 2025); or a function of yours (docs/extending.md)."""
@@ -106,8 +104,7 @@ class PPOConfig(SavingConfig):
     clip_range: PositiveFloat = 0.2
     """Clip range of policy ratios around 1."""
     clip_range_high: PositiveFloat | None = None
-    """Clip range upwards; 0.28 keeps rare tokens alive (DAPO, Yu et al. 2025). None:
-    `clip_range`."""
+    """Clip range upwards; 0.28 keeps rare tokens alive (Yu et al. 2025). None: `clip_range`."""
     denominator: Literal["tokens", "sequences", "constant"] = "tokens"
     """What divides the sum of the actor's losses. tokens: all tokens, as in DAPO; sequences: the
     tokens of each response, then the responses, as in GRPO's paper; constant: responses times
@@ -152,7 +149,7 @@ class PPOConfig(SavingConfig):
     ema: EMAConfig | None = None
     """Moving average of the actor's weights, evaluated and exported beside it. None: no average."""
     reference: FrozenModelConfig = FrozenModelConfig()
-    """The frozen SFT model that the KL refers to, or with LoRA (without `train_rest`) the actor
+    """The frozen SFT model that the KL refers to; with LoRA without `train_rest`, the actor
     itself."""
     reward_model: FrozenModelConfig = FrozenModelConfig()
     """The frozen reward model."""
@@ -224,88 +221,59 @@ class PPOConfig(SavingConfig):
     def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:
             batches = f"{self.rollout_batches} * " if self.rollout_batches > 1 else ""
-            yield (
-                f"minibatch_size: found {self.minibatch_size}, expected a divisor of "
-                f"{batches}rollout_batch_size {self.rollout_batch_size}"
-            )
+            whole = f"{batches}rollout_batch_size {self.rollout_batch_size}"
+            yield self._fault("minibatch_size", f"a divisor of {whole}")
         if self.rollout_batch_size % self.responses_per_prompt:
-            yield (
-                f"responses_per_prompt: found {self.responses_per_prompt}, expected a divisor of "
-                f"rollout_batch_size {self.rollout_batch_size}"
-            )
+            whole = f"rollout_batch_size {self.rollout_batch_size}"
+            yield self._fault("responses_per_prompt", f"a divisor of {whole}")
         if self.advantage == "gae" and self.critic is None:
             yield (
                 "critic: found none, expected a block for advantage gae. "
                 "Fix: add the block, or set advantage to rloo, grpo or reinforce"
             )
         if self.advantage in _WITHOUT_CRITIC and self.critic is not None:
-            yield (
-                f"critic: found a block, expected none for advantage {self.advantage}. "
-                "Fix: set critic to null"
-            )
+            expected = f"none for advantage {self.advantage}"
+            yield self._fault("critic", expected, "set critic to null")
         if self.advantage in _OF_GROUPS and self.responses_per_prompt < 2:
-            yield (
-                f"responses_per_prompt: found {self.responses_per_prompt}, expected 2 or more for "
-                f"advantage {self.advantage}, which compares the responses to one prompt"
-            )
-        for name, advantages in ADVANTAGE_OF.items():
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            is_own = self.advantage in ADVANTAGE.own
-            if is_own and self.advantage not in advantages and value != default:
-                yield (
-                    f"{name}: found {value}, expected the default {default}: only advantage "
-                    f"{' or '.join(advantages)} reads it. Fix: remove {name}"
-                )
+            compares = f"advantage {self.advantage}, which compares the responses to one prompt"
+            yield self._fault("responses_per_prompt", f"2 or more for {compares}")
+        for name, advantages in ADVANTAGE_OF.items() if self.advantage in ADVANTAGE.own else ():
+            default = type(self).model_fields[name].default
+            if self.advantage not in advantages and getattr(self, name) != default:
+                why = f"only advantage {' or '.join(advantages)} reads it"
+                yield self._fault(name, f"the default {default}: {why}", f"remove {name}")
         for name, off in {"equal_groups": "keep", "curriculum": None}.items():
             if getattr(self, name) != off and self.responses_per_prompt < 2:
-                yield (
-                    f"responses_per_prompt: found 1, expected 2 or more for {name}, which compares "
-                    f"the responses to one prompt. Fix: raise it, or remove {name}"
-                )
+                expected = f"2 or more for {name}, which compares the responses to one prompt"
+                yield self._fault("responses_per_prompt", expected, f"raise it, or remove {name}")
         yield from self._score_and_loss_faults()
         yield from self._model_faults()
         if self.critic_warmup_steps >= self.steps:
-            yield (
-                f"critic_warmup_steps: found {self.critic_warmup_steps}, expected less than steps "
-                f"{self.steps}, so that the actor trains"
-            )
+            expected = f"less than steps {self.steps}, so that the actor trains"
+            yield self._fault("critic_warmup_steps", expected)
         if self.kl.target is not None and self.kl.horizon <= 0.2 * self.responses_per_step:
-            yield (
-                f"kl.horizon: found {self.kl.horizon}, expected more than a fifth of the "
-                f"{self.responses_per_step} responses of a step"
-            )
+            expected = f"more than a fifth of the {self.responses_per_step} responses of a step"
+            yield self._fault("kl.horizon", expected)
 
     def _score_and_loss_faults(self) -> Iterator[str]:
         if self.policy_loss == "cispo" and self.dual_clip is not None:
-            yield (
-                f"dual_clip: found {self.dual_clip}, expected null for policy_loss cispo. "
-                "Fix: remove dual_clip"
-            )
+            yield self._fault("dual_clip", "null for policy_loss cispo", "remove dual_clip")
         if self.importance == "sequence" and self.advantage in _OF_TOKENS:
-            yield (
-                f"importance: found sequence, expected token for advantage {self.advantage}, whose "
-                "advantages differ within a response. Fix: remove importance"
-            )
+            differ = "whose advantages differ within a response"
+            expected = f"token for advantage {self.advantage}, {differ}"
+            yield self._fault("importance", expected, "remove importance")
         if self.overlong_buffer > self.sampling.max_response_tokens and self.overlong_penalty:
-            yield (
-                f"overlong_buffer: found {self.overlong_buffer}, expected at most "
-                f"sampling.max_response_tokens {self.sampling.max_response_tokens}. Fix: lower it"
-            )
+            most = f"at most sampling.max_response_tokens {self.sampling.max_response_tokens}"
+            yield self._fault("overlong_buffer", most, "lower it")
         if self.aggregate != "sum" and sum(reward.weight != 0 for reward in self.rewards) < 2:
-            yield (
-                f"aggregate: found {self.aggregate}, expected sum for a single source of rewards. "
-                "Fix: add a source, or remove aggregate"
-            )
+            single = "sum for a single source of rewards"
+            yield self._fault("aggregate", single, "add a source, or remove aggregate")
         if self.aggregate != "sum" and self.advantage == "gdpo":
-            yield (
-                f"aggregate: found {self.aggregate}, expected sum for advantage gdpo, which scales "
-                "each source alone. Fix: remove aggregate"
-            )
+            expected = "sum for advantage gdpo, which scales each source alone"
+            yield self._fault("aggregate", expected, "remove aggregate")
         if isinstance(self.sampler_correction, Block) and self.old_logprobs == "rollout":
-            yield (
-                "sampler_correction: found a block, expected null for old_logprobs rollout, whose "
-                "ratios contain the correction. Fix: remove sampler_correction"
-            )
+            expected = "null for old_logprobs rollout, whose ratios contain the correction"
+            yield self._fault("sampler_correction", expected, "remove sampler_correction")
 
     def _model_faults(self) -> Iterator[str]:
         if self.generator == "vllm" and not self.gather_for_generation:
@@ -315,10 +283,8 @@ class PPOConfig(SavingConfig):
             )
         lora = self.actor.lora
         if self.generator == "vllm" and lora is not None and lora.quantize is not None:
-            yield (
-                f"actor.lora.quantize: found {lora.quantize}, expected null for generator vllm, "
-                "which adds the adapters to the matrices"
-            )
+            expected = "null for generator vllm, which adds the adapters to the matrices"
+            yield self._fault("actor.lora.quantize", expected)
         if self.has_teacher:
             yield from self.reference.faults_beside("reference", self.actor)
         else:
@@ -338,13 +304,10 @@ class PPOConfig(SavingConfig):
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
 _OF_TOKENS = ("gae", "reinforce++", "immediate")
 _WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
+_GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),
-    "lam": ("gae",),
-    "value_lam": ("gae",),
-    "value_clip_range": ("gae",),
-    "whiten_rewards": ("gae",),
-    "critic_warmup_steps": ("gae",),
+    **dict.fromkeys(_GAE_ONLY, ("gae",)),
     "scale_by_group_std": ("grpo",),
     "reinforce_baseline": ("reinforce",),
     "equal_groups": _OF_GROUPS,

@@ -100,7 +100,5 @@ class KTOConfig(ReferencedConfig):
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         if self.batch_size == 1:
-            yield (
-                "batch_size: found 1, expected at least 2: the KL of a step needs answers to other "
-                "prompts. Fix: raise it"
-            )
+            expected = "at least 2: the KL of a step needs answers to other prompts"
+            yield self._fault("batch_size", expected, "raise it")

@@ -84,8 +84,8 @@ class ModelReward(RewardSource):
     path: str
     """Local folder. The recipe contains the digest of its bytes."""
     retokenize: bool = False
-    """Whether the model reads text in its own chat template and tokens, as one with another
-    tokenizer than the policy's must."""
+    """Whether the model reads text in its own template and tokens, which need not be the
+    policy's."""
     template_date: date = TEMPLATE_DATE
     """With `retokenize`: as in `base_model.template_date`, for its own chat template."""
     mean: float | None = Field(default=None, allow_inf_nan=False)

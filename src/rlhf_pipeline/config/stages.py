@@ -74,8 +74,7 @@ def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
 
 
 def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
-    """The split, with weight 0 for a phase that is not in use; raises ConfigError if none is
-    left."""
+    """The split, with weight 0 for phases out of use; raises ConfigError if no weight is left."""
     split: SplitConfig = blocks["split"]
     phases = phases_in_use(blocks)
     pairs = zip(PHASES, split.weights, strict=True)

@@ -77,7 +77,7 @@ class DeepSpeedConfig(Block):
 
     def _faults(self) -> Iterator[str]:
         if self.accumulate == "bf16" and self.precision != "bf16":
-            yield f"accumulate: found bf16, expected fp32 with {self.precision}. Fix: leave it out"
+            yield self._fault("accumulate", f"fp32 with {self.precision}", "leave it out")
         if self.zero_stage == 0 and self.precision != "fp32":
             yield (
                 f"precision: found {self.precision} at zero_stage 0, expected fp32: DeepSpeed "
@@ -247,8 +247,7 @@ class SavingConfig(Block):
     """Number of best evaluated models kept. The best one is exported."""
 
     def checkpoint_due(self, step: int, *, last: int, evaluated: bool) -> bool:
-        """Whether a checkpoint is due after this step; always after the last, since an export may
-        fail."""
+        """Whether a checkpoint is due after this step, as after the last: an export may fail."""
         regular = self.checkpoint_every is not None and step % self.checkpoint_every == 0
         return step == last or regular or (evaluated and self.checkpoint_at_evaluations)
 

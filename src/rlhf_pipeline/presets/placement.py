@@ -26,8 +26,7 @@ Settings = dict[str, Any]
 def place(
     stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware, method: Method
 ) -> tuple[Settings, StageMemory] | None:
-    """The first settings that fit, in the order of their costs, with their memory; None if there
-    are none."""
+    """The first settings that fit, in the order of their costs, with their memory; or None."""
     block = {"micro_batch_tokens": TOKENS[0][0]} | parameters[stage]
     config = BLOCKS[stage].model_validate(block)
     for tokens, strategy in product(TOKENS, [*_strategies(config, shape, hardware, method)]):

@@ -146,7 +146,6 @@ class Shape:
         return self.matrices + self.embeddings + self.vectors
 
     def adapters(self, rank: int, targets: int | None = None) -> int:
-        """Weights of LoRA adapters beside the `targets` smallest linear layers of a layer, or
-        all."""
+        """Weights of LoRA adapters beside the `targets` smallest linear layers of each, or all."""
         sizes = sorted(rows + columns for rows, columns in self.linear_layers)
         return self.layers * rank * sum(sizes if targets is None else sizes[:targets])
