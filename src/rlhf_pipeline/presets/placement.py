@@ -8,7 +8,7 @@ from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.sizing.fit import changed, fits
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 
 Method = Literal["full", "lora", "qlora"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 from rlhf_pipeline.sizing.work import Known, Parameters
 
@@ -114,30 +115,25 @@ def find_fit(
     if fits(memory, hardware):
         return Fit(memory, hardware, {}, memory)
 
-    def after(steps: Sequence[Changes]) -> StageMemory | None:
-        try:
+    def after(steps: Sequence[Changes]) -> StageMemory:
+        with suppress(ValidationError):
             return plan_stage(stage, changed(parameters, *steps), shape, hardware, lengths)
-        except ValidationError:  # the change does not fit the other parameters
-            return None
-
-    def suffices(steps: Sequence[Changes]) -> bool:
-        found = after(steps)
-        return found is not None and fits(found, hardware)
+        return memory  # the change does not fit the other parameters
 
     def excess(memory: StageMemory) -> float:
         return max(need.found / (need.available or need.found) for need in needs(memory, hardware))
 
     steps = list(_steps(stage, parameters, hardware))
     trials = [[step] for step in steps] + [steps[: end + 1] for end in range(len(steps))]
-    chosen = next((trial for trial in trials if suffices(trial)), None)
+    chosen = next((trial for trial in trials if fits(after(trial), hardware)), None)
     if chosen is None:
-        tried = [memory, *filter(None, map(after, trials))]
+        tried = [memory, *map(after, trials)]
         return Fit(memory, hardware, None, min(tried, key=excess))
     for step in reversed(chosen):
         rest = [each for each in chosen if each is not step]
-        chosen = rest if suffices(rest) else chosen
+        chosen = rest if fits(after(rest), hardware) else chosen
     changes = {name: value for step in chosen for name, value in step.items()}
-    return Fit(memory, hardware, changes, after(chosen) or memory)
+    return Fit(memory, hardware, changes, after(chosen))
 
 
 def changed(parameters: Mapping[str, Any], *changes: Changes) -> dict[str, Any]:

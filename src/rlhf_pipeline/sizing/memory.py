@@ -18,7 +18,7 @@ from rlhf_pipeline.config.training import (
     TrainedModel,
 )
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape
 
 BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 NF4 = 0.5 + 4 / 64
@@ -199,7 +199,11 @@ def trained_model(
     weights = weight_bytes(model, shape)
     share = -(-trained // ranks) if stage else trained
     held: Parts = {"weights": weights // ranks if stage == 3 else weights}
-    states = _optimizer_states(model, share)
+    states: Parts = {"optimizer": 8 * share}
+    if stage:  # also of weights in float32
+        states["master copies"] = 4 * share
+    if model.averaged:
+        states["average"] = 4 * share
     main: Parts = {}
     if deepspeed.offload_parameters and on_gpu:
         main["weights"] = held.pop("weights")
@@ -240,15 +244,6 @@ def trained_model(
     own = gradients if compact else total * share if backward["gradients"] else 0
     step: Parts = {"gradients": own + flat}
     return memory, [Phase("backward", name, backward), Phase("step", name, step)]
-
-
-def _optimizer_states(model: TrainedModel, share: int) -> Parts:
-    states: Parts = {"optimizer": 8 * share}
-    if model.config.deepspeed.zero_stage:  # also of weights in float32
-        states["master copies"] = 4 * share
-    if model.averaged:
-        states["average"] = 4 * share
-    return states
 
 
 def weight_bytes(model: TrainedModel, shape: Shape) -> int:

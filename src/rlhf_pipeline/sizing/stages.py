@@ -21,7 +21,7 @@ from rlhf_pipeline.sizing.memory import (
     trained_model,
     weight_bytes,
 )
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape
 from rlhf_pipeline.sizing.work import Known, Load, Parameters, reference_shape
 
 LIBRARIES = 300 * 2**20

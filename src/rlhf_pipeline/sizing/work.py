@@ -25,8 +25,7 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import BYTES, Lengths, Rows, trained_parameters
-from rlhf_pipeline.sizing.models import base_model_shape
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape, base_model_shape
 
 LEAST_RATE_SUM = 2e-4
 """In docs/smollm2.md, a sum of 5e-5 left a KL of 0.08 nats, and one of 6e-4 a KL of about 2."""
