@@ -39,11 +39,8 @@ class Family:
     """The family's names by standard names: `max_position_embeddings` is GPT-2's `n_positions`."""
 
     def resolve(self, architecture: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields under the family's own names, without unknown ones that are null.
-
-        Raises ValueError for a field that is unknown, that the tokenizer determines, or that is set
-        under two names.
-        """
+        """The fields under the family's own names. Unknown ones that are null are left out;
+        ValueError for others, those that the tokenizer determines, and those under two names."""
         fields: dict[str, Any] = {}
         unknown = []
         for name, value in architecture.items():

@@ -29,10 +29,10 @@ OPERATIONAL: dict[str, Any] = {"operational": True}
 
 
 class Block(BaseModel):
-    """Parameters, validated by the same class in YAML, Kedro nodes and `job.json`.
+    """Parameters, validated by one class in YAML, Kedro nodes and `job.json`: no unknown keys, no
+    changes.
 
-    Unknown keys are errors, and values cannot change. The docstring under a field (meaning, unit,
-    default) becomes its description in the JSON schema.
+    The docstring under a field (meaning, unit, default) becomes its description in the JSON schema.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -199,10 +199,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def source_file(place: str) -> Path:
-    """The source file of a place, found without importing its module or packages.
-
-    Raises ConfigError if the file or the module does not exist.
-    """
+    """The source file of a place, found without importing it; ConfigError if there is none."""
     location = place.rpartition(":")[0]
     if location.endswith(".py"):
         path = Path(location).expanduser()
@@ -231,10 +228,8 @@ def source_file(place: str) -> Path:
 
 def defined(place: str, method: str = "__init__") -> Function | None:
     """The function of a place, the `method` of a class, or the `__call__` of an instance, both
-    without `self`; None if the source does not tell, as for `functools.partial`.
-
-    Raises ConfigError if the source cannot be parsed, or does not define the name or the method.
-    """
+    without `self`; None if the source does not tell, ConfigError if it is wrong or lacks the
+    name."""
     location, _, name = place.rpartition(":")
     bound = _bound(place)
     if name not in bound:

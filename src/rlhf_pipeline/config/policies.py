@@ -19,11 +19,9 @@ from rlhf_pipeline.config.training import (
 
 
 class GRPOConfig(PPOConfig):
-    """Group relative policy optimization (Shao et al. 2024): the program of PPO without a critic.
-
-    The learning rate, the KL and the single update of a batch are those of DeepSeekMath (section
-    4.2), the 8 responses to each prompt those of TRL.
-    """
+    """Group relative policy optimization (Shao et al. 2024): the program of PPO without a critic,
+    with the learning rate, KL and single update of DeepSeekMath (section 4.2), and TRL's 8
+    responses."""
 
     stage = sampler = "grpo"
 
@@ -57,10 +55,8 @@ UNUSED = (
 
 
 class TeacherConfig(BaseModelConfig):
-    """The model to learn from: its `path` alone, or a block with the fields of `base_model`.
-
-    It needs the tokenizer, the chat template and the end tokens of the student.
-    """
+    """The model to learn from, its `path` alone or fields of `base_model`. It needs the tokenizer,
+    the chat template and the end tokens of the student."""
 
     path: str
     """A Hugging Face id, a local folder, or a local `.gguf` file."""

@@ -50,11 +50,8 @@ class EMAConfig(Block):
 
 
 class PtxConfig(Block):
-    """Language-model loss on `split.pretraining` in every optimizer step of the actor.
-
-    It prevents forgetting of abilities that the reward ignores (PPO-ptx, Ouyang et al. 2022,
-    equation 2).
-    """
+    """Language-model loss on `split.pretraining` in every optimizer step of the actor, which
+    prevents forgetting (PPO-ptx, Ouyang et al. 2022, equation 2)."""
 
     coef: PositiveFloat = 27.8
     """Weight of the text's mean loss per token relative to PPO's; 27.8 as in InstructGPT."""
@@ -80,11 +77,8 @@ class CurriculumConfig(Block):
 
 
 class SamplerCorrectionConfig(Block):
-    """Importance weights for responses whose sampler differs from the policy that trains.
-
-    Another program (vLLM), another kernel or bf16 give a token another probability. The metrics are
-    `rollout/logprob_gap` and `rollout/effective_sample_size`, what the weights leave of a rollout.
-    """
+    """Importance weights for responses whose sampler (vLLM, another kernel, bf16) differs from the
+    policy that trains; see `rollout/logprob_gap` and `rollout/effective_sample_size`."""
 
     level: Literal["token", "sequence"] = "token"
     """token: a weight for each token, biased for long responses, with little variance; sequence:

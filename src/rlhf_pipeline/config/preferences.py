@@ -45,10 +45,7 @@ class ReferencedConfig(SupervisedConfig):
 
 
 class DPOConfig(ReferencedConfig):
-    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons.
-
-    The best model has the lowest held-out loss.
-    """
+    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons."""
 
     stage = "dpo"
 
@@ -85,10 +82,7 @@ class DPOConfig(ReferencedConfig):
 
 
 class KTOConfig(ReferencedConfig):
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024) on good and bad answers.
-
-    The best model has the lowest held-out loss.
-    """
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024) on good and bad answers."""
 
     stage = "kto"
 

@@ -93,10 +93,7 @@ class SampledConfig(Block):
 
 
 class RejectionConfig(SampledConfig, SFTConfig):
-    """Rejection sampling: SFT on the best of n own answers (Llama 2; RAFT, Dong et al. 2023).
-
-    The learning values are those of `sft`. The best model has the lowest held-out perplexity.
-    """
+    """Rejection sampling: SFT on the best of n own answers (Llama 2; RAFT, Dong et al. 2023)."""
 
     stage, sampler = "rejection", "rejection.sample"
     kind = "demonstrations"
@@ -108,11 +105,8 @@ class RejectionConfig(SampledConfig, SFTConfig):
 
 class IterativeDPOConfig(SampledConfig, DPOConfig):
     """Iterative DPO: in each round, DPO on the best and the worst of n own answers (Xu et al.
-    2023), with rounds, answers, beta and learning rate of RLHF Workflow (Dong et al. 2024).
-
-    The reference is the policy at the start of the round, as in Yuan et al. 2024. The best model of
-    a round has the lowest held-out loss.
-    """
+    2023), with the values of RLHF Workflow (Dong et al. 2024). The reference is the policy at the
+    start of the round (Yuan et al. 2024)."""
 
     stage, sampler = "iterative_dpo", "iterative_dpo.sample"
     kind = "comparisons"

@@ -62,11 +62,8 @@ def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
 
 
 def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
-    """The phases on whose rows a stage may train.
-
-    Comparisons serve the reward model, DPO and KTO; without a reward model, only if no policy
-    trains on prompts.
-    """
+    """The phases on whose rows a stage may train. Without a reward model, comparisons serve DPO and
+    KTO only if no policy trains on prompts."""
     used = {name: blocks[name] is not None for name in OPTIONAL}
     prompts = any(used[name] for name in ON_PROMPTS)
     serves = used["sft"], used["reward_model"] or not prompts, prompts

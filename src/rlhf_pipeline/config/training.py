@@ -27,10 +27,8 @@ class SamplingConfig(Block):
 
 
 class HybridConfig(Block):
-    """A copy of the actor for generation, sharded by tensor parallelism within the same processes.
-
-    The names are those of DeepSpeed's Hybrid Engine.
-    """
+    """A copy of the actor for generation, sharded within its processes, as in DeepSpeed's Hybrid
+    Engine."""
 
     inference_tp_size: PositiveInt = 1
     """Number of ranks that share a copy and answer together; must divide that of all ranks."""
@@ -110,9 +108,7 @@ class FrozenDeepSpeedConfig(Block):
 
 class LoRAConfig(Block):
     """Low-rank adapters (Hu et al. 2021) beside frozen linear layers: W x + (alpha / rank) B A x.
-
-    They need about ten times the learning rate of whole models.
-    """
+    They need about ten times the learning rate of whole models."""
 
     rank: PositiveInt = 16
     """Width of the adapters: an (out, in) matrix gets rank * (in + out) trainable weights."""
@@ -269,10 +265,8 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
 
 
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning: next-token loss on the demonstrations' responses.
-
-    The best model has the lowest held-out perplexity.
-    """
+    """Supervised fine-tuning: next-token loss on responses. The best model has the lowest
+    perplexity."""
 
     stage: ClassVar[str] = "sft"
 
@@ -281,10 +275,7 @@ class SFTConfig(SupervisedConfig):
 
 
 class RewardModelConfig(SupervisedConfig):
-    """Reward modelling on pairs of answers.
-
-    The best model has the lowest held-out loss.
-    """
+    """Reward modelling on pairs of answers. The best model has the lowest held-out loss."""
 
     loss: Annotated[str, REWARD_LOSS] = "bradley_terry"
     """Loss of a comparison: bradley_terry, or a function of yours (docs/extending.md)."""

@@ -59,11 +59,8 @@ def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
 def _strategies(
     config: StageConfig, shape: Shape, hardware: Hardware, method: Method
 ) -> Iterator[Settings]:
-    """What is sharded, recomputed and offloaded, cheaper ones first.
-
-    With one row of a minibatch on each rank, no gradients of micro batches add up, so at stage 3,
-    which reduces them in bf16 anyway, sums in bf16 are as exact as in fp32.
-    """
+    """What is sharded, recomputed and offloaded, cheaper ones first. At stage 3, which reduces
+    gradients in bf16 anyway, sums in bf16 are exact where each rank has one row of a minibatch."""
     sharded = hardware.world > 1
     if isinstance(config, EvaluateConfig):
         yield {"precision": "bf16", "zero_stage": 0}

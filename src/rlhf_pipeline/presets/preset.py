@@ -84,10 +84,8 @@ def _parameters(settings: Mapping[str, Value]) -> dict[str, Any]:
 def make_preset(
     model: str, gpus: str, method: Method, road: Road = "full", *, instruct: bool = False
 ) -> Preset:
-    """The preset of a model, by its short name, on hardware such as 8x80 or 2x8x80.
-
-    Raises ConfigError if the model is unknown or does not fit; the message says what fits.
-    """
+    """The preset of a model by its short name on hardware such as 2x8x80; raises ConfigError if the
+    model is unknown or does not fit, with what fits."""
 
     def found(size: str, how: Method) -> Preset | None:
         return find_preset(model, size, how, road, instruct=instruct)

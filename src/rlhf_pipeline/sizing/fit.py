@@ -107,10 +107,8 @@ def fits(memory: StageMemory, hardware: Hardware) -> bool:
 def find_fit(
     stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known = None
 ) -> Fit:
-    """Whether a stage fits; otherwise the first change, or sum of changes, that makes it fit.
-
-    The order is that of their cost: smaller micro batches cost time alone, LoRA changes the result.
-    """
+    """Whether a stage fits, or the first change or sum of changes that makes it fit: smaller micro
+    batches cost time alone, so they come first; LoRA, which changes the result, comes last."""
     memory = plan_stage(stage, parameters, shape, hardware, lengths)
     if fits(memory, hardware):
         return Fit(memory, hardware, {}, memory)

@@ -63,10 +63,11 @@ class Hardware:
 
 
 def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
-    """The hardware of this machine, which stands for all nodes with so many `ranks` each.
+    """This machine, which stands for all nodes with so many `ranks` each, on the CPU without
+    `gpus`.
 
-    `gpus` are the numbers or UUIDs of its GPUs, of which the smallest counts; without any, the
-    ranks are on the CPU. If nvidia-smi does not list them, no memory is known.
+    `gpus` are numbers or UUIDs, of which the smallest GPU counts. If nvidia-smi does not list them,
+    no memory is known.
     """
     here = Hardware(max(ranks), len(ranks), main_memory=main_memory(), total=sum(ranks))
     if not gpus:
@@ -84,10 +85,7 @@ def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
 
 
 def main_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that this process, in its control groups, may use; None if not known.
-
-    `root` contains `proc` and `sys`.
-    """
+    """Bytes of main memory that this process may use, by `proc` and `sys` in `root`, or None."""
     limits = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -108,11 +106,8 @@ def _text(path: Path) -> str:
 
 
 def named(gpu: str | None, gpus: str | None) -> Hardware:
-    """The hardware of the options `--gpu` (a name in `GPUS`, or GiB) and `--gpus` (8x80 or 2x8x80).
-
-    `gpu` wins over the size in `gpus`; without `gpus` there is one GPU. Raises ConfigError if an
-    option has another form.
-    """
+    """The hardware of the options `--gpu` (a name in `GPUS`, or GiB), which wins over the size in
+    `--gpus` (8x80, 2x8x80; None: one GPU). Raises ConfigError if an option has another form."""
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", gpus or "1x80")
     if match is None:
         raise ConfigError(

@@ -144,9 +144,7 @@ def of_norm(shape: Shape, numbers: Numbers) -> int:
 
 def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
     """Bytes that a forward pass of so many tokens keeps, and those of one layer's backward pass.
-
-    With checkpointing, it keeps the input of each layer, and one whole layer at a time.
-    """
+    With checkpointing, it keeps the input of each layer, and one whole layer at a time."""
     layer = of_layer(shape, numbers)
     inputs = numbers.size * shape.hidden
     layers = layer + shape.layers * inputs if checkpointing else shape.layers * layer
@@ -311,11 +309,9 @@ def generation(
     gathered: int,
     together: int = 1,
 ) -> Phase:
-    """Sampling of responses by the model of the parameter block `name`, `rows` at a time.
-
-    `gathered` bytes of weights exist for it alone. `together` ranks share the key-value heads and
-    answer the prompts of all of them.
-    """
+    """Sampling by the model of the parameter block `name`, `rows` at a time. `gathered` bytes of
+    weights exist for it alone; `together` ranks share the key-value heads and answer all their
+    prompts."""
     prompts = together * rows
     cache_size = numbers.size if numbers.on_gpu else 4
     room = rows * (lengths.longest_prompt + lengths.longest_response)

@@ -40,11 +40,8 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, vocab_size: int | None = None) -> "Shape":
-        """Read a config.json, or `base_model.architecture`; the defaults of the family fill gaps.
-
-        `vocab_size` replaces that of the configuration. Raises ConfigError if a size is missing, or
-        for a mixture of experts.
-        """
+        """Read a config.json or `base_model.architecture`, with the family's defaults and
+        `vocab_size`; ConfigError if a size is missing, or for a mixture of experts."""
         name = str(config.get("model_type"))
         try:
             family = find_family(name)
@@ -198,11 +195,8 @@ def published(path: str) -> PublishedModel | None:
 
 
 def base_model_shape(config: BaseModelConfig) -> Shape | None:
-    """The sizes of the base model, in its architecture, its .gguf file, the config.json of its
-    folder, or the table of published models; None if nothing on this machine says them.
-
-    Raises ConfigError if the model is a mixture of experts, or a size is missing.
-    """
+    """The sizes of the base model by its architecture, .gguf file, config.json or place in the
+    table; None if nothing on this machine says them. Raises ConfigError as `Shape.of`."""
     if config.architecture is not None:
         return Shape.of(config.architecture, vocab_size=config.vocab_size)
     path = str(config.path)

@@ -83,10 +83,7 @@ class StageMemory:
 def plan_stage(
     stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known = None
 ) -> StageMemory:
-    """The memory of a stage of `BLOCKS`; `shape` is the base model's.
-
-    Raises pydantic.ValidationError if a block is invalid.
-    """
+    """The memory of a stage; raises pydantic.ValidationError if a block is invalid."""
     load = Load.of(stage, parameters, hardware, lengths)
     if isinstance(load.config, EvaluateConfig):
         found = _evaluate(load.config, load, shape, hardware)

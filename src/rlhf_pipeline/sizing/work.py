@@ -263,10 +263,8 @@ def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
 
 
 def reference_shape(config: StageConfig, shape: Shape) -> Shape:
-    """The sizes of the reference: those of the base model, or of a teacher.
-
-    Raises ConfigError if nothing on this machine says those of the teacher.
-    """
+    """The sizes of the reference: those of the base model, or of a teacher (ConfigError if not
+    known)."""
     if not isinstance(config, DistillConfig):
         return shape
     if (found := base_model_shape(config.teacher)) is None:
@@ -278,11 +276,8 @@ def reference_shape(config: StageConfig, shape: Shape) -> Shape:
 
 
 def disk(config: SavingConfig, models: Sequence[StageModel], shape: Shape) -> dict[str, int]:
-    """Bytes of checkpoints and of saved models, of which `config` says how many are kept.
-
-    A checkpoint has 12 bytes for each trained parameter: its float32 weight and AdamW's moments, or
-    16 with an average of the weights. The first model is saved.
-    """
+    """Bytes of checkpoints, and of the first model. A checkpoint has 12 bytes for each trained
+    parameter (float32 weight, AdamW's moments), or 16 with an average of the weights."""
     trained = [model for model in models if isinstance(model, TrainedModel)]
     counts = [trained_parameters(model, shape) for model in trained]
     each = [12 + 4 * model.averaged for model in trained]
