@@ -33,25 +33,18 @@ from rlhf_pipeline.errors import suggestion
 
 REWARD_MODEL = "score"
 """The judge that is the reward model, and its scores."""
-
 GOLD = "gold"
 """The judge that knows the true quality."""
-
 CHAMPION = "champion"
 """The registry's champion where it answers beside a candidate, and its alias."""
-
 JUDGE_PREFIX = "judges."
 """Inputs of the evaluation: the source file of `evaluate.judges.0` is `judges.0`."""
-
 TASK_PREFIX = "tasks."
 """Inputs of the evaluation: the files of own tasks."""
-
 SFT_MODEL = "sft_model"
 """Input of the evaluation: the baseline, which is the base model if `sft` is null."""
-
 SFT_ROWS = "sft_rows"
 """Input of the evaluation: the rows of SFT, whose validation rows are held-out answers."""
-
 _NAME = re.compile(r"[\w.-]+(?<!_lower)(?<!_upper)")
 
 

@@ -259,7 +259,7 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
     evaluations: PositiveInt = 4
     """Number of evenly spaced evaluations on the held-out rows, the last one after the last step.
-    The best evaluated model is exported."""
+    The model with the lowest held-out loss is exported."""
     evaluate_at_start: bool = operational(False)
     """Also evaluate the model before its first step, for comparison; it is never exported."""
 
