@@ -15,7 +15,6 @@ from rlhf_pipeline.config.doors import ADVANTAGE, defined, door_faults, paramete
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import (
     Judge,
     ModelJudge,
@@ -24,6 +23,7 @@ from rlhf_pipeline.config.rewards import (
     RubricReward,
     as_judges,
     local_source,
+    reward_faults,
 )
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig

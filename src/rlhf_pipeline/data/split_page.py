@@ -13,8 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.config.reward_files import reads_references
-from rlhf_pipeline.config.rewards import Judge, SampleReward
+from rlhf_pipeline.config.rewards import Judge, SampleReward, reads_references
 from rlhf_pipeline.errors import DataError
 
 SHOWN_CHARACTERS = 2_000

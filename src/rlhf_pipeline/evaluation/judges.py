@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
     CallableReward,
@@ -27,6 +26,7 @@ from rlhf_pipeline.config.rewards import (
     SampleReward,
     SampleRewards,
     TrainedReward,
+    reads_references,
 )
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine

@@ -22,8 +22,7 @@ import regex
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.reward_files import check_isolated, check_signature
-from rlhf_pipeline.config.rewards import CallableReward
+from rlhf_pipeline.config.rewards import CallableReward, check_isolated, check_signature
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.function_workers import (
     Call,
