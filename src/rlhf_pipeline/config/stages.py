@@ -61,21 +61,18 @@ def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
     return [blocks[name] for name in ON_PROMPTS if blocks[name] is not None]
 
 
-def phases_in_use(blocks: Mapping[str, Any]) -> list[Phase]:
-    """The phases on whose rows a stage may train. Without a reward model, comparisons serve DPO and
-    KTO only if no policy trains on prompts."""
-    used = {name: blocks[name] is not None for name in OPTIONAL}
-    prompts = any(used[name] for name in ON_PROMPTS)
-    serves = used["sft"], used["reward_model"] or not prompts, prompts
-    return [phase for phase, serve in zip(PHASES, serves, strict=True) if serve]
-
-
 def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
-    """The split, with weight 0 for phases out of use; raises ConfigError if no weight is left."""
+    """The split, with weight 0 for phases out of use; raises ConfigError if no weight is left.
+
+    Without a reward model, comparisons serve DPO and KTO only if no policy trains on prompts.
+    """
     split: SplitConfig = blocks["split"]
-    phases = phases_in_use(blocks)
+    prompts = bool(samplers(blocks))
+    comparisons = blocks["reward_model"] is not None or not prompts
+    in_use = {"sft": blocks["sft"] is not None, "reward_model": comparisons, "ppo": prompts}
+    phases = [phase for phase in PHASES if in_use[phase]]
     pairs = zip(PHASES, split.weights, strict=True)
-    weights = tuple(weight if phase in phases else 0.0 for phase, weight in pairs)
+    weights = tuple(weight if in_use[phase] else 0.0 for phase, weight in pairs)
     if not any(weights):
         raise ConfigError(
             f"split.weights: found {list(split.weights)}, expected more than 0 for one of the "

@@ -1,5 +1,6 @@
 """Memory of a stage on one rank: what its models hold, and the phases in which they compute."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
@@ -73,11 +74,7 @@ class StageMemory:
     def parts_of(self, model: ModelMemory) -> Parts:
         """The components of a model at the peak."""
         extra = self.largest.parts if self.largest.model == model.name else {}
-        return {
-            name: total
-            for name in dict.fromkeys([*model.held, *extra])
-            if (total := model.held.get(name, 0) + extra.get(name, 0))
-        }
+        return dict(Counter(model.held) + Counter(extra))
 
 
 def plan_stage(
@@ -97,8 +94,8 @@ def plan_stage(
         ]
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
-    models = tuple(model for model, _ in found)
-    memory = StageMemory(models, tuple(p for _, own in found for p in own), hardware.on_gpu)
+    phases = tuple(phase for _, own in found for phase in own)
+    memory = StageMemory(tuple(model for model, _ in found), phases, hardware.on_gpu)
     if isinstance(load.config, SampledConfig):  # it answers before it trains
         answering = load.config.sample.judging().model_dump(mode="json")
         own = {**parameters, "evaluate": answering, "sft": parameters[stage]}
