@@ -128,7 +128,8 @@ def positions(architecture: Mapping[str, Any]) -> int | None:
 
 
 def positions_in(folder: Path) -> int | None:
-    """`positions` of the model in a folder; None without a config.json, an error without JSON."""
+    """`positions` of the model in a folder; None without config.json, ConfigError if it is no
+    JSON."""
     file = folder / "config.json"
     if not file.is_file():
         return None

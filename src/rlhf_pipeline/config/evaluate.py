@@ -101,9 +101,9 @@ class EvaluateConfig(AnsweringConfig):
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Decoding of both policies."""
     judges: tuple[Judge, ...] = ()
-    """Judges besides the gold score, and the reward model or without it the rewards of training:
-    functions, reward models, true answers and chat models, in the forms of `config.rewards`. The
-    first that training has not optimized decides about a promotion."""
+    """Judges beside the reward model and the gold score, in the forms of `config.rewards`; without
+    any and with `reward_model: null`, the rewards of training judge. The first that training has
+    not optimized decides about a promotion, unless the gold score does."""
     best_of_n: int = Field(default=0, ge=0)
     """A power of two: also report the best of 1, 2, 4, ... up to so many answers of SFT by the
     reward model, or without it by the first judge, as a bound for PPO. 0: no such report."""
@@ -202,7 +202,8 @@ class RegisterConfig(Block):
     max_repetition_rise: float = Field(default=0.1, ge=0, le=1)
     """Largest allowed rise of the share of word triples that repeat within an answer."""
     max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
-    """Largest rise of the share of answers with a common four-word phrase, of (1 - SFT's share)."""
+    """Largest allowed rise of the share of answers with a common four-word phrase, as a fraction of
+    (1 - SFT's share). 1: no check."""
     max_task_drop: float = Field(default=0.05, ge=0, le=1)
     """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`)."""
     min_score_spread: PositiveFloat = 0.1

@@ -53,7 +53,7 @@ class LaunchConfig(Block):
     scheduler must wait longer (docs/troubleshooting.md)."""
     memory_check: Literal["refuse", "warn", "off"] = operational("refuse")
     """What `kedro run` does before it starts if the weights, gradients and optimizer states of a
-    stage exceed the memory (docs/planning.md). Other memory is worth a warning."""
+    stage exceed the memory (docs/planning.md). If only activations or a cache may, it warns."""
 
     def _faults(self) -> Iterator[str]:
         needed = {"hostfile": ["hostfile"], "command": ["command", "nodes"]}.get(self.mode, [])

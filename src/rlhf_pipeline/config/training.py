@@ -61,7 +61,8 @@ class DeepSpeedConfig(Block):
     """DeepSpeed settings for one trainable model."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 1 shards optimizer states over the ranks, 2 also gradients, 3 also weights."""
+    """ZeRO stage: 0 shards nothing over the ranks, 1 optimizer states, 2 also gradients, 3 also
+    weights."""
     precision: Precision = "fp32"
     """Precision of weights and activations beside fp32 master weights; fp16 requires a GPU."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
@@ -98,7 +99,7 @@ class FrozenDeepSpeedConfig(Block):
 
     zero_stage: Literal[0, 3] | None = None
     """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 if the companion in
-    training is at stage 3: the actor, or for the reward model the critic."""
+    training (the actor, or for the reward model the critic) is at stage 3, else 0."""
     precision: Precision | None = None
     """Precision of weights and activations; fp16 requires a GPU. None: that of the companion, so
     that the first KL to the reference is 0."""
