@@ -61,8 +61,7 @@ class DeepSpeedConfig(Block):
     """DeepSpeed settings for one trainable model."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 0 shards nothing over the ranks, 1 optimizer states, 2 also gradients, 3 also
-    weights."""
+    """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     precision: Precision = "fp32"
     """Precision of weights and activations beside fp32 master weights; fp16 requires a GPU."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
