@@ -24,7 +24,7 @@ from experiments import LAUNCH, RESULTS, Tree, commit, history, side_by_side
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.sample import RejectionConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.pipelines.evaluate import evaluate_models

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves, validated
-from rlhf_pipeline.config.definitions import defined, parameters
-from rlhf_pipeline.config.distill import DistillConfig
-from rlhf_pipeline.config.doors import ADVANTAGE, door_faults
+from rlhf_pipeline.config.doors import ADVANTAGE, defined, door_faults, parameters
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.reward_files import reward_faults
 from rlhf_pipeline.config.rewards import (
     Judge,
     ModelJudge,
@@ -25,10 +23,11 @@ from rlhf_pipeline.config.rewards import (
     RubricReward,
     as_judges,
     local_source,
+    reward_faults,
 )
-from rlhf_pipeline.config.roads import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.data.source import carried, column_faults, find_source
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs

@@ -14,16 +14,16 @@ from rlhf_pipeline.checks import length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward, as_judges
-from rlhf_pipeline.config.roads import (
+from rlhf_pipeline.config.sample import SampledConfig
+from rlhf_pipeline.config.split import PHASES
+from rlhf_pipeline.config.stages import (
+    BLOCKS,
     ON_PROMPTS,
     READERS,
     faults_without_reward_model,
     samplers,
     unused_phases,
 )
-from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import PHASES
-from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset

@@ -1,17 +1,21 @@
-"""Reward sources: the forms in one line and as a block."""
+"""Reward sources: the forms in one line and as a block, and their files, which nothing imports."""
 
 import pytest
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     ChatConfig,
     CodeReward,
     ModelReward,
+    ReferenceReward,
     RegexReward,
     RubricReward,
     TrainedReward,
+    reads_references,
+    reward_faults,
     uses_trained,
 )
 
@@ -117,3 +121,214 @@ def test_the_processes_of_a_function_are_no_part_of_the_recipe():
     limits = CodeReward(code="python", processes=9)
     assert limits.recipe() == CodeReward(code="python").recipe()
     assert limits.recipe() != CodeReward(code="python", timeout_s=9).recipe()
+
+
+SCORES = """
+raise SystemExit  # nothing is executed
+def exact(prompts, responses, references): ...
+def brief(prompts, responses): ...
+again = exact
+class Call:
+    def __call__(self, prompts, /, responses, references): ...
+call = Call()
+"""
+ONE_LABEL = '{"id2label": {"0": "a"}}'
+
+
+def faults(tmp_path, source: str, function: str = "reward") -> list[str]:
+    (tmp_path / "my.py").write_text(source)
+    return reward_faults([CallableReward(callable=f"{tmp_path}/my.py:{function}")])
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("def reward(prompts, responses, references): ...", True),
+        ("def reward(prompts, responses, *, references=()): ...", True),
+        ("def reward(prompts, responses): ...", False),
+        ("def reward(prompts, responses, reference=None): ...", False),
+        ("def other(references): ...\ndef reward(prompts, responses): ...", False),
+        # The last definition counts.
+        ("def reward(references): ...\ndef reward(prompts, responses): ...", False),
+        ("def reward(prompts, responses):\n    def inner(references): ...", False),
+        ("@cache\ndef reward(prompts, responses, references): ...", True),
+        ("def exact(prompts, responses, references): ...\nreward: object = exact", True),
+        ("from scores import exact as reward, brief", True),
+        ("from scores import exact, brief as reward", False),
+        ("from scores import again as reward", True),
+        ("from scores import call as reward", True),
+        ("from scores import no_such as reward", False),
+        ("from no_such import reward", False),
+        ("reward = reward", False),
+        ("async def reward(prompts, responses, references): ...", True),
+        (
+            "class Exact:\n    def __call__(self, prompts, responses, references): ...\n"
+            "reward = Exact()",
+            True,
+        ),
+        ("class Brief:\n    def __call__(self, prompts, responses): ...\nreward = Brief()", False),
+    ],
+)
+def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, source, reads):
+    (tmp_path / "scores.py").write_text(SCORES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my.py").write_text(source)
+    assert reads_references(CallableReward(callable=f"{tmp_path}/my.py:reward")) is reads
+
+
+def test_judges_that_read_true_answers():
+    chat = {"base_url": "http://here/v1", "model": "m"}
+    assert reads_references(ReferenceReward(reference="exact"))
+    assert reads_references(CodeReward(code="python"))
+    assert reads_references(RubricReward(rubric="As good as {reference}.", openai=chat))
+    assert not reads_references(RubricReward(rubric="Good.", openai=chat))
+    assert not reads_references(TrainedReward())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise SystemExit  # preflight runs nothing\ndef reward(prompts, responses): ...",
+        "from elsewhere import score as reward",
+        "reward = make(1)",
+        "if True:\n    def reward(prompts, responses): ...",
+    ],
+)
+def test_the_function_is_found(tmp_path, source):
+    assert faults(tmp_path, source) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def other(): ...\ndef reword():\n    reward = 1", "/my.py, expected reward"),
+        ("def other(): ...\ndef reword():\n    reward = 1", "found functions other, reword in "),
+        ("class A:\n    def reward(self): ...", "found functions none in "),
+        ("def reward(:", "is not Python source: invalid syntax"),
+    ],
+)  # fmt: skip
+def test_a_missing_function_is_reported(tmp_path, source, message):
+    (fault,) = faults(tmp_path, source)
+    assert fault.startswith(f"ppo.rewards.0: {tmp_path}/my.py:reward: ") and message in fault
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "prompts, responses",
+        "prompts, responses, references",
+        "*texts, **others",
+        "prompts, /, responses, weight=1.0, *, references=None",
+    ],
+)
+def test_a_function_that_scoring_can_call_passes(tmp_path, signature):
+    assert faults(tmp_path, f"def reward({signature}): ...") == []
+
+
+@pytest.mark.parametrize(
+    ("signature", "message"),
+    [
+        ("*, prompts, responses", "too many positional arguments"),
+        ("responses", "too many positional arguments"),
+        ("prompts, responses, answers", "missing a required argument: 'answers'"),
+        ("prompts, responses, *, answers", "missing a required argument: 'answers'"),
+        ("references, responses", "multiple values for argument 'references'"),
+    ],
+)
+def test_a_function_that_scoring_cannot_call_is_refused(tmp_path, signature, message):
+    """Scoring comes after SFT and the reward model."""
+    assert faults(tmp_path, f"def reward({signature}): ...") == [
+        f"ppo.rewards.0: {tmp_path}/my.py:reward cannot be called with (prompts, responses): "
+        f"{message}. Fix: define it as `def reward(prompts, responses)`; a further parameter "
+        "`references` gets the reference answers, `scored` the tokens"
+    ]
+
+
+@pytest.mark.parametrize("change", ["@partial(f, 1)\n{}", "{}\nreward = partial(reward, 1)"])
+def test_a_signature_that_the_source_does_not_tell_is_left_to_the_program(tmp_path, change):
+    assert faults(tmp_path, change.format("def reward(weight, prompts, responses): ...")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def score(responses): ...\nreward = score",
+        "class Score:\n    def __call__(self, responses): ...\nreward = Score()",
+        "from narrow import score as reward",
+    ],
+)
+def test_the_parameters_of_what_the_name_means_are_checked(tmp_path, monkeypatch, source):
+    (tmp_path / "narrow.py").write_text("def score(responses): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (fault,) = faults(tmp_path, source)
+    assert "my.py:reward cannot be called with (prompts, responses): too many" in fault
+
+
+def test_a_relative_import_is_followed(tmp_path, monkeypatch):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "scores.py").write_text(SCORES)
+    (tmp_path / "pack" / "mine.py").write_text("from .scores import exact")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert reads_references(CallableReward(callable="pack.mine:exact"))
+
+
+def test_modules_that_import_a_name_from_each_other_tell_nothing(tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text("from other import exact")
+    (tmp_path / "other.py").write_text("from one import exact")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not reads_references(CallableReward(callable="one:exact"))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere/my.py:f", "found no file"),
+        ("no_such_package.module:f", "found no module no_such_package.module. Fix: install it"),
+        ("statistics.module:f", "found no module statistics.module"),
+        ("itertools:chain", "found no Python source of module itertools, expected a .py file"),
+        ("statistics:no_such", "expected no_such"),
+    ],
+)
+def test_a_missing_source_is_reported(place, message):
+    (fault,) = reward_faults([TrainedReward(), CallableReward(callable=place)][1:])
+    assert message in fault
+
+
+def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    (tmp_path / "pack" / "sub").mkdir(parents=True)
+    for folder in ("pack", "pack/sub"):
+        (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "pack" / "sub" / "mine.py").write_text("def f(prompts, responses): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = CallableReward(callable="pack.sub.mine:f")
+    assert source_file(reward.callable) == tmp_path / "pack" / "sub" / "mine.py"
+    assert reward_faults([reward]) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "message"),
+    [
+        ({}, {}, "found no config.json, expected a folder with a model"),
+        ({"config.json": "{}"}, {}, "is not a reward model: found 2 labels, expected 1"),
+        ({"config.json": ONE_LABEL}, {}, "found no token_contract.json, expected the policy's"),
+        ({"config.json": ONE_LABEL}, {"retokenize": True}, "found no tokenizer_config.json"),
+        ({"config.json": ONE_LABEL, "tokenizer_config.json": ""}, {"retokenize": True}, None),
+        ({"config.json": ONE_LABEL, "token_contract.json": ""}, {}, None),
+    ],
+)  # fmt: skip
+def test_a_reward_model_s_folder(tmp_path, files, fields, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    found = reward_faults([ModelReward(path=str(tmp_path), **fields)])
+    assert found == [] if message is None else message in found[0]
+
+
+def test_processes_and_tokens_exclude_each_other(tmp_path):
+    (tmp_path / "my.py").write_text("def f(prompts, responses, scored): ...")
+    place = f"{tmp_path}/my.py:f"
+    assert reward_faults([CallableReward(callable=place)]) == []
+    (fault,) = reward_faults([CallableReward(callable=place, processes=2)])
+    assert fault == (
+        f"ppo.rewards.0: {place}: found processes: 2 and the parameter scored, which no process "
+        "gets. Fix: set processes to 0"
+    )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.config.distill import DistillConfig
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_tokenizer

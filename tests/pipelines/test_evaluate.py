@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.pipeline_registry import register_pipelines

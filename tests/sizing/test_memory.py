@@ -21,8 +21,7 @@ from rlhf_pipeline.rl import logprobs
 from rlhf_pipeline.sizing import memory
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import Numbers, Rows, frozen_model, trained_model
-from rlhf_pipeline.sizing.models import find_model
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape, find_model
 from rlhf_pipeline.sizing.stages import plan_stage
 
 SHAPE = Shape.of(

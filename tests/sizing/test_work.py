@@ -7,8 +7,9 @@ import pytest
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.work import Lengths, forward_flops, limits, measured, stage_work
+from rlhf_pipeline.sizing.memory import Lengths
+from rlhf_pipeline.sizing.models import Shape
+from rlhf_pipeline.sizing.work import forward_flops, limits, measured, stage_work
 
 SPLIT = SplitConfig.model_validate(
     {"sources": [{"name": "synthetic", "samples": 1000}], "weights": [2, 4, 4],

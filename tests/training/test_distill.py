@@ -7,7 +7,7 @@ import torch
 from ppo_runs import run_ppo
 from transformers import AutoModelForCausalLM
 
-from rlhf_pipeline.config.distill import DistillConfig
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis.strategies import floats, lists
 
-from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.config.doors import Door
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError

@@ -20,18 +20,15 @@ from rlhf_pipeline.commands.command import (
     pipeline_option,
 )
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
-from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.roads import samplers, shares_text
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.config.stages import BLOCKS, POLICIES, samplers, shares_text
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
-from rlhf_pipeline.sizing.models import base_model_shape, find_model, published
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model, published
 from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, limits, measured, stage_work
 from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
 

@@ -11,7 +11,7 @@ from kedro.pipeline.node import Node
 from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, check_names, pipeline_option, plain_table
-from rlhf_pipeline.config.roads import shares_text
+from rlhf_pipeline.config.stages import shares_text
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.hooks import provide, run_context
 from rlhf_pipeline.pipelines.table import PASSES_ON, stage_specs

@@ -1,8 +1,6 @@
-"""The model that all stages start from, and the fields of model families.
+"""The base model, and the fields of its family, read from the source of transformers.
 
-transformers silently accepts unknown fields, so a typo would build another model. Importing
-transformers would take two seconds on every command; parsing the source of a family's configuration
-class takes milliseconds.
+transformers silently accepts unknown fields, and importing it would slow down every command.
 """
 
 import ast
@@ -21,10 +19,10 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.errors import ConfigError, suggestion
 
 TEMPLATE_DATE = date(2024, 7, 26)
-"""The default of `template_date`. Llama 3.1's template has this date where no clock is at hand."""
+"""The date in the template of Llama 3.1 where no clock is at hand."""
 
 COMMIT, BYTES = "commit", "bytes"
-"""Names of the digest that identifies a base model: a commit on the hub, or local bytes."""
+"""Names of the digest of a base model: its commit on the hub, or its local bytes."""
 
 FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 """Fields of every family that the tokenizer determines."""
@@ -41,12 +39,8 @@ class Family:
     """The family's names by standard names: `max_position_embeddings` is GPT-2's `n_positions`."""
 
     def resolve(self, architecture: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields under the family's own names.
-
-        Unknown fields that are null are left out: null unsets a field that another environment sets
-        for another family. Raises ValueError for a field that is unknown, that the tokenizer
-        determines, or that is set under two names.
-        """
+        """The fields under the family's own names. Unknown ones that are null are left out;
+        ValueError for others, those that the tokenizer determines, and those under two names."""
         fields: dict[str, Any] = {}
         unknown = []
         for name, value in architecture.items():
@@ -77,14 +71,14 @@ class Family:
         return fields
 
     def value(self, architecture: Mapping[str, Any], name: str) -> Any:
-        """Return the value of a field by its standard name; None if the family lacks the field."""
+        """The value of a field by its standard name; None if the family lacks the field."""
         own = self.aliases.get(name, name)
         return architecture.get(own, self.defaults.get(own))
 
 
 @cache
 def find_family(model_type: str) -> Family:
-    """Return the family of a `model_type`; raise `ValueError` if transformers has none."""
+    """The family of a `model_type`; raises `ValueError` if transformers has none."""
     package = find_spec("transformers")
     assert package is not None and package.origin is not None, "transformers is a dependency"
     models, folder = Path(package.origin).parent / "models", model_type.replace("-", "_")
@@ -104,7 +98,6 @@ def find_family(model_type: str) -> Family:
 
 
 def _assignments(node: ast.ClassDef) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the constants of a configuration class, and its annotated fields."""
     constants: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     for statement in node.body:
@@ -135,10 +128,8 @@ def positions(architecture: Mapping[str, Any]) -> int | None:
 
 
 def positions_in(folder: Path) -> int | None:
-    """`positions` of the model saved in a folder; None without a config.json.
-
-    Raises ConfigError if config.json is not JSON.
-    """
+    """`positions` of the model in a folder; None without config.json, ConfigError if it is no
+    JSON."""
     file = folder / "config.json"
     if not file.is_file():
         return None
@@ -157,35 +148,27 @@ class BaseModelConfig(Block):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     path: str | None = None
-    """Causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`), a local
+    """A causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`), a local
     folder, or a local `.gguf` file. None: build a model from `architecture`."""
     revision: str | None = None
-    """Hub revision of `path`: branch, tag or commit. Each run resolves it to a commit, which is
-    part of the recipe. Set a commit to make a run repeatable. None: the newest commit of the
-    default branch."""
+    """Branch, tag or commit of `path` on the hub; only a commit makes a run repeatable. None: the
+    newest commit of the default branch."""
     trust_remote_code: bool = False
-    """Execute the Python code in `path` (`auto_map` in its configuration), here and in every later
-    stage that loads the model. The code runs with all your rights: read it and pin `revision`
-    first. False: refuse such a model, unless transformers knows its type without that code."""
+    """Execute the Python code in `path` (`auto_map`) with all your rights in every stage: read it
+    and pin `revision` first. False: refuse a model whose type transformers does not know."""
     unpickle_weights: bool = False
-    """Read `pytorch_model.bin` if `path` has no safetensors. torch reads only tensors
-    (`weights_only`) and executes nothing; later stages read safetensors. False: refuse such a
-    model."""
+    """Read the tensors of `pytorch_model.bin` (`weights_only`) if `path` has no safetensors."""
     template_date: date = TEMPLATE_DATE
-    """The date (year-month-day) that a chat template renders in place of today's, such as Llama
-    3.1's "Today Date". Exported tokenizers contain it."""
+    """The date (year-month-day) that chat templates render in place of today's."""
     architecture: dict[str, Any] | None = None
-    """Fields of a Hugging Face model configuration, including `model_type` (`llama`, `opt`, ...),
-    to build a model with random weights. Such a model has seen no text, so it suits only small data
-    sets like the synthetic one. Null unsets a field that another environment sets."""
+    """Fields of a Hugging Face configuration with `model_type` (`llama`, `opt`, ...) for a model
+    with random weights, on small data. Null unsets a field that another environment sets."""
     vocab_size: int | None = Field(default=None, ge=300)
-    """Vocabulary size of the byte-level BPE tokenizer that is trained for a built model on the
-    sources' texts. 256 tokens are bytes."""
+    """Size of the byte-level BPE vocabulary that a built model learns from the sources' texts."""
 
     @property
     def positions(self) -> int | None:
-        """Maximum number of tokens of a built model or of one in a local folder; None if unlimited,
-        or not known yet."""
+        """Maximum number of tokens of a built or local model; None: unlimited or not known."""
         if self.architecture is not None:
             return positions(self.architecture)
         return None if self.path is None else positions_in(Path(self.path))
@@ -197,7 +180,6 @@ class BaseModelConfig(Block):
     @field_validator("architecture")
     @classmethod
     def _known_fields(cls, architecture: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Translate all fields to the family's own names."""
         if architecture is None:
             return None
         if not isinstance(model_type := architecture.get("model_type"), str):
@@ -220,7 +202,6 @@ class BaseModelConfig(Block):
     @field_validator("path")
     @classmethod
     def _no_url(cls, path: str | None) -> str | None:
-        """Refuse a URL; expand `~`."""
         if path is not None and "://" in path:
             raise ValueError(
                 "found a URL, expected a Hugging Face id, a folder or a .gguf file. "

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, Self, get_args
 
 from pydantic import (
@@ -28,10 +29,10 @@ OPERATIONAL: dict[str, Any] = {"operational": True}
 
 
 class Block(BaseModel):
-    """One block of parameters, validated by the same class in YAML, Kedro nodes and `job.json`.
+    """Parameters, validated by one class in YAML, Kedro nodes and `job.json`: no unknown keys, no
+    changes.
 
-    Unknown keys are errors, and values cannot change after validation. The docstring under a field
-    (meaning, unit, default) becomes its description in the JSON schema.
+    The docstring under a field (meaning, unit, default) becomes its description in the JSON schema.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -43,6 +44,12 @@ class Block(BaseModel):
     def _faults(self) -> Iterator[str]:
         """Why values that are valid alone do not fit each other. The user sees the first reason."""
         yield from ()
+
+    def _fault(self, place: str, expected: str, fix: str = "") -> str:
+        """What the parameter at a place of this block is, and what is expected instead."""
+        value = attrgetter(place)(self)
+        found = "a block" if isinstance(value, Block) else value
+        return f"{place}: found {found}, expected {expected}" + (f". Fix: {fix}" if fix else "")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -59,18 +66,12 @@ class Block(BaseModel):
 
 
 def operational(default: Any, **kwargs: Any) -> Any:
-    """A field that does not change the result (log interval, port), and so no fingerprint.
-
-    The arguments are those of pydantic's `Field`, except `json_schema_extra`.
-    """
+    """A field that does not change the result (log interval, port), and so no fingerprint."""
     return Field(default, json_schema_extra=OPERATIONAL, **kwargs)
 
 
 def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return the values of nested mappings with their dotted names, in order.
-
-    A list and an empty mapping are values.
-    """
+    """The values of nested mappings by dotted name, in order, lists and empty mappings included."""
     found: list[tuple[str, Any]] = []
     for name, value in parameters.items():
         path = f"{prefix}{name}"
@@ -111,7 +112,7 @@ def validated(name: str, block: type[Block], value: Any) -> tuple[Block | None, 
         places = [detail["loc"] for detail in error.errors()]
         # A list whose item is invalid also counts as too short.
         found = [
-            _fault(name, block, detail)
+            _line(name, block, detail)
             for index, detail in enumerate(error.errors())
             if detail["type"] != "too_short"
             or not any(place[: len(detail["loc"])] == detail["loc"] for place in places[:index])
@@ -119,7 +120,7 @@ def validated(name: str, block: type[Block], value: Any) -> tuple[Block | None, 
         return None, list(dict.fromkeys(found))
 
 
-def _fault(name: str, block: type[Block], detail: ErrorDetails) -> str:
+def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
     # The names of alternatives in a union look like "literal[...]" or "list[str]".
     parts = [part for part in detail["loc"] if not re.search(r"\W", str(part))]
     place = ".".join([name, *map(str, parts)])

@@ -32,26 +32,19 @@ from rlhf_pipeline.config.training import (
 from rlhf_pipeline.errors import suggestion
 
 REWARD_MODEL = "score"
-"""Name of the judge that is the reward model; its scores are called `score`."""
-
+"""The judge that is the reward model, and its scores."""
 GOLD = "gold"
-"""Name of the judge that knows the true quality; its scores are called `gold_score`."""
-
+"""The judge that knows the true quality."""
 CHAMPION = "champion"
-"""Name of the registry's champion where it answers beside a candidate, and of its alias."""
-
+"""The registry's champion where it answers beside a candidate, and its alias."""
 JUDGE_PREFIX = "judges."
-"""Inputs of the evaluation job: the source file of `evaluate.judges.0` is the input `judges.0`."""
-
+"""Inputs of the evaluation: the source file of `evaluate.judges.0` is `judges.0`."""
 TASK_PREFIX = "tasks."
-"""Inputs of the evaluation job: the files of own tasks (`evaluate.tasks`)."""
-
+"""Inputs of the evaluation: the files of own tasks."""
 SFT_MODEL = "sft_model"
-"""Input of the evaluation job: the baseline, which is the base model if `sft` is null."""
-
+"""Input of the evaluation: the baseline, which is the base model if `sft` is null."""
 SFT_ROWS = "sft_rows"
-"""Input of the evaluation job: the rows of SFT, whose validation rows are held-out answers."""
-
+"""Input of the evaluation: the rows of SFT, whose validation rows are held-out answers."""
 _NAME = re.compile(r"[\w.-]+(?<!_lower)(?<!_upper)")
 
 
@@ -61,16 +54,14 @@ class TasksConfig(Block):
     names: tuple[str, ...] = Field(min_length=1)
     """Tasks, groups and tags of the harness, or files of your own tasks (FILE.yaml)."""
     limit: PositiveInt | None = None
-    """Number of documents of each task to evaluate, from the first one on. None: all documents."""
+    """Number of first documents of each task to evaluate. None: all documents."""
     few_shot: NonNegativeInt | None = None
-    """Solved examples before each question. None: as many as the task says. A task that has no
-    examples gets none."""
+    """Solved examples before each question. None: as many as the task says."""
     batch_size_per_gpu: PositiveInt = 8
     """Documents per forward pass on each rank."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files among the names."""
         return tuple(name for name in self.names if name.endswith((".yaml", ".yml")))
 
 
@@ -78,50 +69,44 @@ class EvaluationSamplingConfig(SamplingConfig):
     """How responses are sampled to compare policies."""
 
     temperature: NonNegativeFloat = 1.0
-    """Softmax temperature in sampling and in every log-probability. 0: greedy, always the most
-    likely token; log-probabilities are then those at temperature 1."""
+    """Softmax temperature in sampling and in every log-probability. 0: the most likely token, with
+    the log-probabilities of temperature 1."""
 
 
 class AnsweringConfig(Block):
     """How policies answer and are scored, one model at a time."""
 
     micro_batch_tokens: PositiveInt = 16384
-    """Largest number of tokens in a forward pass on each rank when scoring."""
+    """Largest number of tokens in a forward pass that scores, on each rank."""
     precision: Precision | None = None
-    """Precision of all models. None: each model has the precision that it was saved in."""
+    """Precision of all models. None: that in which each model was saved."""
     zero_stage: Literal[0, 3] | None = None
-    """0: a whole copy of the model on every rank; 3: sharded over the ranks. None: 3 for a model
-    that was trained at stage 3, else 0. One model at a time is in memory."""
+    """0: a whole copy of the model, one at a time, on every rank; 3: sharded over the ranks. None:
+    3 for a model that was trained at stage 3, else 0."""
     generator: Annotated[str, GENERATOR] = "transformers"
-    """Program that samples the answers of all policies, also the champion's; see
-    `ppo.generator`."""
+    """Program that samples the answers of all policies, as in `ppo.generator`."""
     gather_for_generation: bool = operational(True)
-    """For a policy at ZeRO stage 3: gather all its weights to answer, which needs memory for the
-    whole model on every GPU. False: gather each layer at every token, which is much slower."""
+    """At ZeRO stage 3: gather all weights to answer, which every GPU needs memory for. False:
+    gather each layer at every token, which is much slower."""
 
 
 class EvaluateConfig(AnsweringConfig):
     """Both policies answer the same held-out prompts with equal decoding."""
 
     prompts: PositiveInt = 512
-    """Largest number of held-out prompts. The half width of the win rate's interval falls with the
-    square root of this number: 512 prompts give 0.04."""
+    """Largest number of held-out prompts; the win rate's interval narrows with its square root, to
+    a half width of 0.04 with 512 prompts."""
     answers_per_prompt: PositiveInt = 1
-    """Answers of each policy to each prompt. Several narrow the intervals less than as many further
-    prompts, because answers to one prompt resemble each other; intervals take this into account."""
+    """Answers of each policy to each prompt, which narrow intervals less than further prompts."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Decoding of both policies."""
     judges: tuple[Judge, ...] = ()
-    """Further judges, see `config.rewards`: Python functions (FILE.py:FUNCTION, or a block with
-    `callable` and `name`; see `rlhf_pipeline.rollout.function_reward`), reward models, true answers
-    and chat models. The first one that training has not optimized decides about a promotion. The
-    reward model always judges; without it (`reward_model: null`) and without judges here, the
-    rewards that the policy was trained on do. The gold score judges, and decides, if the source of
-    every prompt has one."""
+    """Judges beside the reward model and the gold score, in the forms of `config.rewards`; without
+    any and with `reward_model: null`, the rewards of training judge. The first that training has
+    not optimized decides about a promotion, unless the gold score does."""
     best_of_n: int = Field(default=0, ge=0)
-    """A power of two: for n = 1, 2, 4, ... up to this number, also report the best of n answers of
-    SFT by the reward model, or without it by the first judge: a bound for PPO. SFT then gives so
-    many answers to every prompt, which include those of `answers_per_prompt`. 0: no such report."""
+    """A power of two: also report the best of 1, 2, 4, ... up to so many answers of SFT by the
+    reward model, or without it by the first judge, as a bound for PPO. 0: no such report."""
     tasks: TasksConfig | None = None
     """Benchmark tasks that each policy also solves. None: no tasks."""
 
@@ -140,7 +125,7 @@ class EvaluateConfig(AnsweringConfig):
 
     @property
     def baseline_draws(self) -> int:
-        """Answers of the baseline to each prompt: the second is independent of the candidate's."""
+        """Answers of the baseline to each prompt; the second is independent of the candidate's."""
         return 1 if self.sampling.temperature == 0 else max(2, self.answers_per_prompt)
 
     def _faults(self) -> Iterator[str]:
@@ -184,10 +169,10 @@ class CandidateConfig(Block):
     """The policy compared with the baseline. The pipeline sets this block, not the user."""
 
     name: str
-    """Stage that trained the policy, such as "ppo" or "dpo"; of several `models`, the second."""
+    """Stage that trained the policy, such as "ppo"; of several `models`, the second."""
     models: tuple[str, ...] = ()
-    """Names of the models of `kedro rlhf evaluate`, each with tokens of its own, the baseline
-    first. The inputs are `<name>_model` and `<name>_prompts`. Empty: those of a pipeline."""
+    """Names of the models of `kedro rlhf evaluate`, the baseline first, with the inputs
+    `<name>_model` and `<name>_prompts`. Empty: those of a pipeline."""
 
 
 Promote = Literal["never", "gate", "always"]
@@ -197,24 +182,19 @@ class RegisterConfig(Block):
     """Name of the registered model, and the promotion gate, see `rlhf_pipeline.evaluation.gate`."""
 
     model: str = Field(default="rlhf-policy", min_length=1, pattern=r"^[^/:']+$")
-    """Name of the registered model. The SFT baseline and the candidates (PPO, DPO) are versions of
-    this one model, so MLflow can compare them. MLflow allows neither slash nor colon,
-    and its filters no apostrophe."""
+    """Name of the registered model, whose versions are the SFT baseline and the candidates. MLflow
+    allows neither slash nor colon, and its filters no apostrophe."""
     promote: Promote = "gate"
-    """When the candidate becomes the champion. gate: if it passes every condition below and beats
-    the present champion. The conditions are checked and reported in any case."""
+    """When the candidate becomes the champion; gate: if it beats it and passes all checks below."""
     min_win_rate_lower: float = Field(default=0.5, ge=0, lt=1)
-    """The lower end of the 95% interval on the paired win rate (equal draws) against SFT, and on
-    the one against the champion, must be above this value. 0.5 requires a policy that is better
-    beyond chance; a mean above 0.5 is not enough."""
+    """The lower end of the 95% interval on the paired win rate against SFT, and on the one against
+    the champion, must be above this value; 0.5 is chance."""
     min_gain: float = Field(default=0.1, ge=0)
-    """Smallest allowed gain over SFT with equal draws: the lower end of its 95% interval, in units
-    of the scores' spread. Many wins by very small differences are not enough."""
+    """Smallest lower end of the gain over SFT (95% interval), in units of the scores' spread."""
     require_independent_judge: bool = False
     """Whether training must not have optimized the judge that decides."""
     max_kl: float = Field(default=10.0, gt=0)
-    """Largest KL from SFT, nats per response. Far from SFT the reward model's score still rises
-    while the true quality falls: the policy exploits the reward model."""
+    """Largest KL from SFT in nats per response, beyond which policies exploit the reward model."""
     max_length_ratio: float = Field(default=3.0, ge=1)
     """Answers may be this many times longer or shorter than SFT's, on average."""
     max_eos_drop: float = Field(default=0.1, ge=0, le=1)
@@ -223,7 +203,7 @@ class RegisterConfig(Block):
     """Largest allowed rise of the share of word triples that repeat within an answer."""
     max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
     """Largest allowed rise of the share of answers with a common four-word phrase, as a fraction of
-    (1 - SFT's share). 1 switches the check off."""
+    (1 - SFT's share). 1: no check."""
     max_task_drop: float = Field(default=0.05, ge=0, le=1)
     """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`)."""
     min_score_spread: PositiveFloat = 0.1
@@ -231,7 +211,7 @@ class RegisterConfig(Block):
 
 
 _NAMES = re.compile(r"""^[ \t]*(?:-|["']?(?:task|group|tag)["']?:)[ \t]*(.+)""", re.MULTILINE)
-"""Lines with names of tasks, groups or tags; items of a list may be tags."""
+"""Lines with names of tasks, groups or tags."""
 
 
 def task_faults(config: TasksConfig) -> Iterator[str]:
@@ -259,10 +239,6 @@ def task_inputs(config: TasksConfig | None) -> dict[str, Path]:
 
 
 def _named_files(path: Path) -> list[Path]:
-    """A task file, its data, the files that it includes, and the modules of its functions.
-
-    A name is relative to the file or to the current folder, as in the harness, or a pattern.
-    """
     found = [path]
     for file in found:
         if file.name.endswith(("yaml", "yml")):

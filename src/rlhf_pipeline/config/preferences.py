@@ -22,11 +22,10 @@ class ReferencedConfig(SupervisedConfig):
     """The stage of the block."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the KL constraint to the reference. A smaller value lets the policy move further
-    for the same preferences."""
+    """Strength of the KL constraint to the reference; a smaller one allows the policy more."""
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL constraint refers to. With LoRA (without `train_rest`), the
-    reference is the policy with its adapters disabled."""
+    policy with its adapters disabled takes its place."""
 
     @property
     def has_reference(self) -> bool:
@@ -46,26 +45,19 @@ class ReferencedConfig(SupervisedConfig):
 
 
 class DPOConfig(ReferencedConfig):
-    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons.
-
-    The best model has the lowest held-out loss.
-    """
+    """Direct preference optimization (Rafailov et al. 2023) on the reward model's comparisons."""
 
     stage = "dpo"
 
     loss: Annotated[str, DPO_LOSS] = "sigmoid"
-    """Loss of a comparison: sigmoid, that of the paper; ipo, hinge, robust, sigmoid_norm
-    (length-normalized), simpo (without a reference); or a function of yours (docs/extending.md).
-    docs/dpo.md compares them."""
+    """Loss of a comparison: sigmoid, that of the paper; ipo, hinge, robust, sigmoid_norm, simpo
+    (without a reference); or a function of yours. docs/dpo.md compares them."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed share of wrong preferences: conservative DPO (Mitchell 2023), or loss robust. 0: all
-    preferences are right."""
+    """Assumed share of wrong preferences: conservative DPO (Mitchell 2023), or loss robust."""
     target_margin: NonNegativeFloat = 1.0
-    """Loss simpo: the margin by which the chosen answer should win. 1.0 with beta 2.0 is published
-    (Meng et al. 2024)."""
+    """Loss simpo: the margin by which the chosen answer should win (1.0 in Meng et al. 2024)."""
     sft_coef: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of the chosen answers, of each the mean over its tokens
-    (Pang et al. 2024). It keeps them likely."""
+    """Weight of the mean negative log-likelihood of a chosen answer's tokens (Pang et al. 2024)."""
 
     @property
     def has_reference(self) -> bool:
@@ -73,7 +65,6 @@ class DPOConfig(ReferencedConfig):
 
     @property
     def asked(self) -> set[str]:
-        """What the loss asks for."""
         return DPO_LOSS.asked(self.loss)
 
     def _faults(self) -> Iterator[str]:
@@ -91,23 +82,17 @@ class DPOConfig(ReferencedConfig):
 
 
 class KTOConfig(ReferencedConfig):
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024) on good and bad answers.
-
-    The best model has the lowest held-out loss.
-    """
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024) on good and bad answers."""
 
     stage = "kto"
 
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of good answers. All good answers together should weigh as much as all bad ones, or a
-    little more."""
+    """Weight of good answers; in all they should weigh as much as bad ones, or a little more."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of bad answers."""
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         if self.batch_size == 1:
-            yield (
-                "batch_size: found 1, expected at least 2: the KL of a step needs answers to other "
-                "prompts. Fix: raise it"
-            )
+            expected = "at least 2: the KL of a step needs answers to other prompts"
+            yield self._fault("batch_size", expected, "raise it")

@@ -25,7 +25,7 @@ class RewardSource(Block):
     """Factor of the centred score in the sum. 0: the source is reported without effect."""
     name: str | None = None
     """Name in the metric `reward/<name>`. None: "trained", the name of the function, folder or chat
-    model, the kind of agreement with the true answer, "regex" or "code"."""
+    model, the kind of agreement, "regex" or "code"."""
 
 
 class TrainedReward(RewardSource):
@@ -35,7 +35,6 @@ class TrainedReward(RewardSource):
 
     @property
     def label(self) -> str:
-        """Name in metrics and errors."""
         return self.name or "trained"
 
 
@@ -46,10 +45,10 @@ class CallableReward(RewardSource):
     """`path/to/file.py:function`, `package.module:function`, or the name of an installed one. The
     recipe contains the digest of this file, but not of its imports."""
     processes: NonNegativeInt = operational(0)
-    """Processes of each rank that call the function, each time with one response. 0: the rank calls
-    it with all of its responses; then a crash or an endless call is one of the rank."""
+    """Processes of each rank that call the function with one response each. 0: the rank itself
+    calls it with all of its responses."""
     timeout_s: PositiveFloat | None = operational(None)
-    """Longest call for one response, in seconds. A longer one ends the stage. Needs `processes`."""
+    """Longest call for one response, in seconds, before the stage ends. It needs `processes`."""
 
     def _faults(self) -> Iterator[str]:
         if self.timeout_s is not None and not self.processes:
@@ -85,11 +84,10 @@ class ModelReward(RewardSource):
     path: str
     """Local folder. The recipe contains the digest of its bytes."""
     retokenize: bool = False
-    """Whether to pass prompt and response as text, in the model's own chat template and tokens.
-    Required if its tokenizer differs from the policy's."""
+    """Whether the model reads text in its own template and tokens, which need not be the
+    policy's."""
     template_date: date = TEMPLATE_DATE
-    """With `retokenize`: the date that its chat template renders in place of today's, like
-    `base_model.template_date`."""
+    """With `retokenize`: as in `base_model.template_date`, for its own chat template."""
     mean: float | None = Field(default=None, allow_inf_nan=False)
     """Mean that is subtracted from its scores. None: the `score_mean` in its config.json, or 0."""
     precision: Precision = "fp32"
@@ -108,17 +106,13 @@ Agreement = Literal["exact", "final_answer", "contains", "last_number", "math"]
 
 
 class ReferenceReward(RewardSource):
-    """1 for a response that agrees with the true answer of its prompt, else 0.
-
-    The true answers are the column `columns.reference` of a source.
-    """
+    """1 for a response that agrees with the true answer of its prompt (`columns.reference`)."""
 
     reference: Agreement
-    """What counts as right, without regard to case, white space and a final full stop. exact: the
-    answer is the true answer; final_answer: the result that it names after its last "answer is",
-    "answer:", `####` or boxed in TeX is that of the true answer; contains: it contains it;
-    last_number: its last number is that of the true answer; math: both are equal as mathematics, by
-    the library math-verify."""
+    """What must agree, but for case, white space and a final full stop. exact: the answer;
+    final_answer: the result after its last "answer is", "answer:", `####` or boxed in TeX;
+    contains: the true answer in it; last_number: its last number; math: its value, by
+    math-verify."""
 
     @property
     def label(self) -> str:
@@ -172,12 +166,12 @@ class RubricReward(RewardSource):
     """A chat model that scores each answer alone, from 0 to 1."""
 
     rubric: str = Field(min_length=1)
-    """What a good answer is. {prompt}, {response} and {reference}, the true answer, stand for these
-    texts; a text with {response} is the whole question, and must ask for a score like [[7]]."""
+    """What a good answer is, with {prompt}, {response} and {reference} (the true answer) for these
+    texts. A text with {response} is the whole question, and must ask for a score like [[7]]."""
     openai: ChatConfig
     """The chat model."""
     scale: PositiveFloat = 10.0
-    """The best score. A reply counts by its last [[number]], divided by this value."""
+    """The best score, which divides the last [[number]] of a reply."""
 
     def _faults(self) -> Iterator[str]:
         if self.openai.template is not None:
@@ -193,7 +187,7 @@ class CodeReward(RewardSource):
 
     code: Literal["python"]
     """Language of the program: the last fenced block of the response, or all of it. The true answer
-    is Python that raises an error if the program is wrong, such as lines of `assert`."""
+    raises an error if the program is wrong, such as lines of `assert`."""
     timeout_s: PositiveFloat = 10.0
     """Longest run of a program with its tests, in seconds."""
     memory_mib: PositiveInt = Field(default=512, ge=64)

@@ -1,7 +1,7 @@
 """Policies that train on their own answers: what they sample, and how often."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -35,20 +35,17 @@ class SampleConfig(AnsweringConfig):
     n: int = Field(default=8, ge=2)
     """Answers to each prompt."""
     prompts: PositiveInt | None = None
-    """Prompts of a round: the next ones in a random order, so that rounds have other prompts until
-    all are used. None: all prompts in every round, with other random numbers."""
+    """Prompts of a round, the next ones in a random order. None: all prompts in every round."""
     validation_prompts: PositiveInt = 256
     """Largest number of held-out prompts, whose answers become the held-out rows."""
     rewards: SampleRewards = (TrainedReward(),)
-    """Sources of the score, the sum of weight * (score - mean): those of `ppo.rewards`, and chat
-    models (`openai`), which compare each answer with the next one to its prompt and give 1 for each
-    comparison that an answer wins, -1 for each that it loses."""
+    """Sources of the score, the sum of weight * (score - mean), as in `ppo.rewards`. A chat model
+    alone (`openai`) compares each answer with the next one: 1 for each win, -1 for each loss."""
     min_score: float | None = Field(default=None, allow_inf_nan=False)
-    """A prompt whose best answer has a lower score leaves no row. With a true answer as the reward,
-    1 keeps right answers alone. None: any best answer will do."""
+    """A prompt whose best answer has a lower score leaves no row. None: any best answer will do."""
     cut_answers: Literal["drop", "keep"] = "drop"
-    """drop: an answer that was cut at `sampling.max_response_tokens` is neither the best nor the
-    worst, because the policy would learn not to end; keep: it is an answer like the others."""
+    """drop: an answer that was cut at `sampling.max_response_tokens` is neither best nor worst,
+    because the policy would learn not to end; keep: it is an answer like the others."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How answers are sampled."""
 
@@ -78,8 +75,7 @@ class SampledConfig(Block):
     kind: ClassVar[Kind]
 
     rounds: PositiveInt = 1
-    """Times that the policy answers and trains. A later round continues an earlier one, which is
-    reused if this is raised."""
+    """Times that the policy answers and trains. A later round continues an earlier one."""
     sample: SampleConfig = SampleConfig()
     """Prompts, answers and scores of a round."""
 
@@ -97,10 +93,7 @@ class SampledConfig(Block):
 
 
 class RejectionConfig(SampledConfig, SFTConfig):
-    """Rejection sampling: SFT on the best of n own answers (Llama 2; RAFT, Dong et al. 2023).
-
-    The learning values are those of `sft`. The best model has the lowest held-out perplexity.
-    """
+    """Rejection sampling: SFT on the best of n own answers (Llama 2; RAFT, Dong et al. 2023)."""
 
     stage, sampler = "rejection", "rejection.sample"
     kind = "demonstrations"
@@ -111,12 +104,9 @@ class RejectionConfig(SampledConfig, SFTConfig):
 
 
 class IterativeDPOConfig(SampledConfig, DPOConfig):
-    """Iterative DPO: in each round, DPO on the best and the worst of n own answers (Xu et al. 2023;
-    RLHF Workflow, Dong et al. 2024, which has these rounds, answers, beta and learning rate).
-
-    The reference is the policy at the start of the round, as in Yuan et al. 2024. The best model of
-    a round has the lowest held-out loss.
-    """
+    """Iterative DPO: in each round, DPO on the best and the worst of n own answers (Xu et al.
+    2023), with the values of RLHF Workflow (Dong et al. 2024). The reference is the policy at the
+    start of the round (Yuan et al. 2024)."""
 
     stage, sampler = "iterative_dpo", "iterative_dpo.sample"
     kind = "comparisons"
@@ -126,7 +116,3 @@ class IterativeDPOConfig(SampledConfig, DPOConfig):
     batch_size: PositiveInt = 64
     """Comparisons per optimizer step, over all ranks and micro batches."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
-
-
-SAMPLED: Mapping[str, type[Any]] = {c.stage: c for c in (RejectionConfig, IterativeDPOConfig)}
-"""The blocks of policies that train on their own answers."""

@@ -21,8 +21,8 @@ _LITERAL_QUERY = re.compile(r"https?://[^?]*\?(?!\$\w+$)")
 class ColumnMap(Block):
     """The columns of your own files. A dot selects a nested column: `question.full_text`.
 
-    Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`; the last two also
-    with `label`; `messages`; `text`; or `prompt` alone.
+    Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`; the last two also with
+    `label`; `messages`; `text`; or `prompt` alone.
     """
 
     prompt: str | None = None
@@ -39,20 +39,18 @@ class ColumnMap(Block):
     response: str | None = None
     """A demonstration's answer, in the form of `chosen`."""
     label: str | None = None
-    """Whether the `response` is good (true, 1) or bad (false, 0): feedback for KTO. No other phase
-    trains on it. With `scores`: whether both `answers` are; null leaves it to the scores."""
+    """Whether the `response`, or with `scores` both `answers`, are good (true, 1) or bad (false,
+    0): feedback for KTO alone. Null leaves it to the scores."""
     messages: str | None = None
     """A list of messages. The last one, by the assistant, is the demonstration."""
     reference: str | None = None
-    """The true answer, for rewards and judges that check responses (`ppo.rewards`,
-    `evaluate.judges`). Allowed with all columns except `text`. No phase trains on it. Null: the row
-    has none."""
+    """The true answer, for rewards and judges that check responses, beside all columns except
+    `text`. No phase trains on it. Null: the row has none."""
     extra: tuple[str, ...] | None = None
-    """Further columns of values that JSON knows, for rewards and judges with a parameter of this
-    name. Allowed with all columns except `text`. No phase trains on them."""
+    """Further columns for rewards and judges with a parameter of this name, beside all columns
+    except `text`. No phase trains on them."""
     tools: str | None = None
-    """Schemas of functions that the assistant may call: a list of objects, or its JSON, which the
-    chat template shows. Allowed with all columns except `text`."""
+    """Schemas of functions for the assistant: a list of objects, or its JSON. Not beside `text`."""
     text: str | None = None
     """A document, for `split.pretraining`."""
 
@@ -81,31 +79,26 @@ class SourceConfig(Block):
     """One source of rows."""
 
     name: str = "synthetic"
-    """Name of the source: a data set on the Hugging Face hub, "files" for your own data, or
-    "synthetic" (default; needs neither network nor files). docs/data.md lists all sources."""
+    """Name of the source (docs/data.md): a data set on the Hugging Face hub, "files" for your own
+    data, or "synthetic", which needs neither network nor files."""
     path: str | None = operational(None)
     """Files to read instead of the hub: a .jsonl, .json, .csv, .parquet or .txt file (also .gz), a
-    glob of such files, or a folder written by `save_to_disk`. Local path (`~` is expanded) or
-    fsspec URL (s3://...). Pass the query of a signed HTTP URL in an environment variable:
-    `https://host/pairs.jsonl?$NAME`. The cache depends on names and bytes of the files, not on
-    their folder."""
+    glob, or a folder of `save_to_disk`; a local path or an fsspec URL (s3://...). The query of a
+    signed HTTP URL is an environment variable: `https://host/pairs.jsonl?$NAME`."""
     revision: str | None = None
-    """Branch, tag or commit on the hub. None: the newest commit. A commit makes runs repeatable."""
+    """Branch, tag or commit on the hub; only a commit is repeatable. None: the newest commit."""
     subset: str | None = None
     """Configuration ("subset") of the data set on the hub. None: the default of the source."""
     split: str | None = None
-    """Split of the data set on the hub, or of a saved DatasetDict. None: the default of the source,
-    in most cases "train"."""
+    """Split of the data set on the hub, or of a saved DatasetDict. None: "train" in most cases."""
     columns: ColumnMap | None = None
-    """For "files": the columns to read. None: the columns of TRL's formats (`prompt`, `chosen` and
-    `rejected`; `chosen` and `rejected`; `prompt` and `completion`, also with `label`; `messages`;
-    `prompt` alone), whichever the file has."""
+    """For "files": the columns to read. None: those of TRL's formats, whichever the file has."""
     samples: PositiveInt | None = None
     """Number of rows that the synthetic source (None: 30,000) or reasoning_gym generates, or
     maximum number of rows to read of any other source (None: all)."""
     tasks: dict[str, dict[str, Any]] | None = Field(default=None, min_length=1)
-    """For "reasoning_gym": its tasks, each with parameters in the place of its defaults, such as
-    {chain_sum: {max_terms: 3}, spell_backward: {}}. Each task has an equal share of the rows."""
+    """For "reasoning_gym": its tasks with equal shares of the rows, each with parameters in the
+    place of its defaults, such as {chain_sum: {max_terms: 3}, spell_backward: {}}."""
 
     @field_validator("path")
     @classmethod
@@ -140,8 +133,7 @@ class SourceConfig(Block):
             yield f"source {self.name!r} has no tasks. Fix: remove tasks, or set name to '{TASKS}'"
 
     def label(self) -> str:
-        """The source in reports: name, and in brackets subset, split and file. No query of a
-        URL."""
+        """The source in reports: name, and in brackets subset, split and file without query."""
         path = self.path or ""
         # In other paths, a question mark belongs to a glob.
         file = path.partition("?")[0] if path.startswith("http") else path
@@ -157,19 +149,14 @@ class BlendedSourceConfig(SourceConfig):
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of the source's distinct prompts to use. A smaller share is part of a larger one."""
     phases: tuple[Phase | Literal["test"], ...] | None = Field(default=None, min_length=1)
-    """Phases that may use the source. None: all that its rows can serve (demonstrations: SFT, with
-    a true answer also PPO; comparisons: all three; bare prompts: PPO; labelled answers: the reward
-    model's part, for KTO).
-    ["test"]: all its prompts belong to the final evaluation, such as those of a benchmark, and
-    their conversations leave all other sources."""
+    """Phases that may use the source. None: all that its rows can serve; ["test"]: all its prompts
+    belong to the final evaluation, and their conversations leave all other sources."""
 
     @property
     def is_test(self) -> bool:
-        """Whether all rows belong to the final evaluation."""
         return self.phases == ("test",)
 
     def may_serve(self, phase: Phase) -> bool:
-        """Whether a training phase may use the source."""
         return self.phases is None or phase in self.phases
 
     def _faults(self) -> Iterator[str]:
@@ -181,7 +168,6 @@ class BlendedSourceConfig(SourceConfig):
             )
 
     def records(self) -> SourceConfig:
-        """The fields that decide the records."""
         return SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})
 
 
@@ -189,14 +175,11 @@ class PretrainingConfig(Block):
     """Plain text for PPO's language-model loss (ptx), packed into blocks of equal length."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
-    """Sources of text. "files" reads the column `text` unless `columns` sets another one; a .txt
-    file is one text."""
+    """Sources of text. "files" reads the column `text` unless `columns` sets another one."""
     block_tokens: int = Field(ge=2)
-    """Tokens of a block. Documents are joined by EOS and cut into blocks; an incomplete last block
-    is left out."""
+    """Tokens of a block, cut from documents that are joined by EOS. The last rest is left out."""
 
     def records(self) -> list[SourceConfig]:
-        """The sources, each with its column map."""
         return [
             source.model_copy(update={"columns": ColumnMap(text="text")})
             if source.name == "files" and source.columns is None
@@ -214,42 +197,37 @@ class SplitConfig(Block):
     """Sources, read in this order. All rows of a conversation (system message and first user turn),
     from any source, are in one part."""
     weights: tuple[float, float, float] = (2, 4, 4)
-    """Weights of SFT, reward model and PPO in the distinct conversations that are not held out;
-    only their ratio matters. The default 2, 4, 4 is DeepSpeed-Chat's, for comparable results. What
-    some phases cannot use is divided among the other phases. A phase that no stage uses, because
-    `sft`, `reward_model`, or `ppo` and `grpo` are null, has weight 0 whatever this says."""
+    """Weights of SFT, reward model and PPO in the distinct conversations that are not held out; 2,
+    4, 4 as in DeepSpeed-Chat. A phase that no stage uses has weight 0 whatever this says."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Fraction of the distinct conversations for the validation of all three phases. No phase
-    trains on them."""
+    """Fraction of the distinct conversations for the validation of all three phases."""
     test_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the distinct conversations for the final evaluation alone."""
     near_duplicates: Literal["drop", "keep"] = "drop"
-    """What to do with a conversation for training whose first user turn nearly repeats a held-out
-    one: the Jaccard similarity of their 5-grams of words is at least 0.8. "drop" leaves it out;
-    "keep" is for few prompts that all repeat one long instruction. The report counts them.
-    Validation is compared with test in the same way."""
+    """What to do with a conversation whose first user turn nearly repeats a held-out one (Jaccard
+    similarity of 5-grams of words at least 0.8); keep is for prompts that repeat one long
+    instruction."""
     without_reference: Literal["error", "drop"] = "error"
-    """What to do with prompts without a true answer if a reward or a judge reads true answers.
-    "error" refuses the run; "drop" keeps all of them out of PPO and the final evaluation."""
+    """What to do with prompts without a true answer if a reward or a judge reads true answers:
+    refuse the run, or keep them out of PPO and the final evaluation."""
     max_prompt_tokens: PositiveInt
     """Maximum length of a prompt in tokens, including the chat template."""
     max_response_tokens: PositiveInt
     """Maximum length of a response in tokens, including EOS."""
     over_long_prompts: Literal["error", "drop", "truncate"] = "error"
-    """What to do with longer prompts. "error" stops at the first one; "drop" leaves the row out;
-    "truncate" keeps the newest tokens and a leading BOS. The report counts dropped and cut rows."""
+    """What to do with longer prompts: stop at the first one, leave the row out, or keep the newest
+    tokens and a leading BOS."""
     over_long_responses: Literal["error", "drop", "truncate"] = "error"
-    """What to do with longer answers. "truncate" keeps the beginning without EOS, so the model does
-    not learn to end there. The report counts these rows."""
+    """What to do with longer answers: as for prompts, but truncate keeps the beginning without EOS,
+    so the model does not learn to end there."""
     sft_loss: Literal["response", "assistant", "all"] = "response"
     """Tokens that SFT learns: the final response; every turn of the assistant; or all tokens,
     including the prompt (as DeepSpeed-Chat does)."""
     pretraining: PretrainingConfig | None = None
     """Text for PPO's language-model loss. None: no text."""
     max_bad_fraction: float = operational(0.0, ge=0, le=1)
-    """Fraction of a source's rows that may be bad (no answer, malformed dialogue, ...). More bad
-    rows stop the run. The default 0 accepts no bad rows; Anthropic/hh-rlhf needs about
-    0.01."""
+    """Fraction of a source's rows that may be bad (no answer, malformed dialogue, ...). More stop
+    the run; Anthropic/hh-rlhf needs about 0.01."""
 
     @field_validator("weights")
     @classmethod
@@ -273,7 +251,6 @@ class SplitConfig(Block):
 
     @property
     def is_test(self) -> bool:
-        """Whether all rows belong to the final evaluation, and none to a training."""
         return all(source.is_test for source in self.sources)
 
     def records(self) -> list[SourceConfig]:

@@ -16,10 +16,7 @@ LIVE = 1_000_000_000
 
 
 class SamplingConfig(Block):
-    """How responses are sampled.
-
-    Top-k and top-p are not offered: log-probabilities must belong to the sampled distribution.
-    """
+    """How responses are sampled: without top-k and top-p, which log-probabilities do not know."""
 
     temperature: PositiveFloat = 1.0
     """Softmax temperature in sampling and in every log-probability."""
@@ -33,18 +30,15 @@ class SamplingConfig(Block):
 
 
 class HybridConfig(Block):
-    """A copy of the actor for generation, sharded by tensor parallelism within the same processes.
-
-    The names are those of DeepSpeed's Hybrid Engine.
-    """
+    """A copy of the actor for generation, sharded within its processes, as in DeepSpeed's Hybrid
+    Engine."""
 
     inference_tp_size: PositiveInt = 1
-    """Number of ranks that share a copy and answer their prompts together. It must divide the
-    number of all ranks."""
+    """Number of ranks that share a copy and answer together; must divide that of all ranks."""
     tp_gather_partition_size: PositiveInt = operational(8)
     """Number of layers whose weights are gathered at once."""
     pin_parameters: bool = operational(True)
-    """Keep the memory of the copy between rollouts. False: free it while the actor trains."""
+    """Keep the memory of the copy between rollouts, else free it while the actor trains."""
 
 
 class OptimizerConfig(Block):
@@ -57,8 +51,7 @@ class OptimizerConfig(Block):
     warmup_fraction: float = Field(default=0.03, ge=0, lt=1)
     """Fraction of all optimizer steps in which the learning rate rises linearly from zero."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices and embeddings; norms and biases have none. 0 in the
-    published settings of InstructGPT and DeepSpeed-Chat."""
+    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's moments; (0.9, 0.95) as in InstructGPT."""
     eps: PositiveFloat = 1e-8
@@ -71,23 +64,21 @@ class DeepSpeedConfig(Block):
     """DeepSpeed settings for one trainable model."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 0 replicates everything; 1 shards optimizer states over the ranks, 2 also
-    gradients, 3 also weights."""
+    """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     precision: Precision = "fp32"
-    """Precision of weights and activations; the optimizer always keeps fp32 master weights. fp16
-    requires a GPU."""
+    """Precision of weights and activations beside fp32 master weights; fp16 requires a GPU."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Precision in which bf16 gradients of micro batches add up: fp32 takes 2 more bytes for each,
-    bf16 loses what is below 2^-9 of the sum. Gradients in fp32 and fp16 add up as they are."""
+    bf16 loses what is below 2^-9 of the sum."""
     offload_optimizer: bool = False
-    """Keep optimizer states in main memory and step on the CPU; requires stage 1 or higher. On a
-    GPU this uses DeepSpeed's CPU Adam, which needs a C++ compiler at first use."""
+    """Keep optimizer states in main memory and step on the CPU, for which DeepSpeed needs a C++
+    compiler; requires stage 1 or higher."""
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
 
     def _faults(self) -> Iterator[str]:
         if self.accumulate == "bf16" and self.precision != "bf16":
-            yield f"accumulate: found bf16, expected fp32 with {self.precision}. Fix: leave it out"
+            yield self._fault("accumulate", f"fp32 with {self.precision}", "leave it out")
         if self.zero_stage == 0 and self.precision != "fp32":
             yield (
                 f"precision: found {self.precision} at zero_stage 0, expected fp32: DeepSpeed "
@@ -109,21 +100,18 @@ class FrozenDeepSpeedConfig(Block):
     """DeepSpeed settings for one frozen model."""
 
     zero_stage: Literal[0, 3] | None = None
-    """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 if the companion model in
-    training is at stage 3, else 0. The reference's companion is the actor; the reward model's is
-    the critic, or without one the actor."""
+    """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 if the companion in
+    training (the actor, or for the reward model the critic) is at stage 3, else 0."""
     precision: Precision | None = None
-    """Precision of weights and activations. None: that of the companion, so that the reference
-    equals the actor at the start and the first KL is 0. fp16 requires a GPU."""
+    """Precision of weights and activations; fp16 requires a GPU. None: that of the companion, so
+    that the first KL to the reference is 0."""
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
 
 
 class LoRAConfig(Block):
     """Low-rank adapters (Hu et al. 2021) beside frozen linear layers: W x + (alpha / rank) B A x.
-
-    Adapters have no dropout. They need about ten times the learning rate of whole models.
-    """
+    They need about ten times the learning rate of whole models."""
 
     rank: PositiveInt = 16
     """Width of the adapters: an (out, in) matrix gets rank * (in + out) trainable weights."""
@@ -136,9 +124,8 @@ class LoRAConfig(Block):
     """Also train all parameters without an adapter (embeddings, norms, biases), like DeepSpeed-Chat
     without `only_optimize_lora`. The scalar head of a reward model or critic always trains."""
     quantize: Quantization | None = None
-    """nf4: keep the frozen matrices in 4 bits (Dettmers et al. 2023); requires a GPU and the extra
-    `quantization`. The export merges the adapters into the original weights. None: keep them in
-    `deepspeed.precision`."""
+    """nf4: keep the frozen matrices in 4 bits (Dettmers et al. 2023), which requires a GPU and the
+    extra `quantization`. The export merges the adapters into the original weights."""
 
     def _faults(self) -> Iterator[str]:
         if self.quantize is not None and self.train_rest:
@@ -157,8 +144,7 @@ class TrainedModelConfig(Block):
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the weights. None: train the weights."""
     gradient_checkpointing: bool = False
-    """Keep one activation per layer and recompute the others in the backward pass: less memory,
-    about a third more time."""
+    """Keep one activation per layer and recompute the others: less memory, a third more time."""
 
     @property
     def is_own_reference(self) -> bool:
@@ -180,7 +166,7 @@ class FrozenModelConfig(Block):
     deepspeed: FrozenDeepSpeedConfig = FrozenDeepSpeedConfig()
 
     def beside(self, companion: DeepSpeedConfig) -> FrozenDeepSpeedConfig:
-        """Return the DeepSpeed settings; what is None follows those of the companion model."""
+        """The DeepSpeed settings; what is None follows those of the companion model."""
         stage, precision = self.deepspeed.zero_stage, self.deepspeed.precision
         if stage is None:
             stage = 3 if companion.zero_stage == 3 else 0
@@ -241,7 +227,7 @@ class FrozenModel(_Model):
 
 
 StageModel = TrainedModel | FrozenModel
-"""A model that a stage loads. The stage's program, plan, dry run and presets read the same list."""
+"""A model that a stage loads; program, plan, dry run and presets read the same list."""
 
 
 class SavingConfig(Block):
@@ -253,19 +239,14 @@ class SavingConfig(Block):
     """Steps between two checkpoints. None: only the checkpoints of `checkpoint_at_evaluations`."""
     checkpoint_at_evaluations: bool = operational(True)
     """Write a checkpoint after each evaluation. False, for large models: only every
-    `checkpoint_every` steps and after the last step. A stage that resumes repeats the steps and
-    evaluations since its newest checkpoint, with the same result."""
+    `checkpoint_every` steps and after the last step."""
     keep_last: PositiveInt = operational(2)
-    """Number of newest checkpoints kept until the stage finishes: one to resume from, and
-    fallbacks."""
+    """Number of newest checkpoints kept until the stage finishes: one to resume, and fallbacks."""
     keep_best: PositiveInt = operational(1)
     """Number of best evaluated models kept. The best one is exported."""
 
     def checkpoint_due(self, step: int, *, last: int, evaluated: bool) -> bool:
-        """Whether a checkpoint is due after this step, of `last` steps.
-
-        After the last step it is always due: without it, an export that fails would repeat steps.
-        """
+        """Whether a checkpoint is due after this step, as after the last: an export may fail."""
         regular = self.checkpoint_every is not None and step % self.checkpoint_every == 0
         return step == last or regular or (evaluated and self.checkpoint_at_evaluations)
 
@@ -276,23 +257,19 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     epochs: PositiveFloat = 1
     """Passes over the training rows; fractions are allowed."""
     batch_size: PositiveInt
-    """Rows (SFT), comparisons (reward model, DPO) or answers (KTO) per optimizer step, over all
-    ranks and micro batches."""
+    """Rows (SFT), comparisons (reward model, DPO) or answers (KTO) per step, over all ranks."""
     micro_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens in a forward pass on each rank; it determines gradient accumulation.
-    A longer row is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
     evaluations: PositiveInt = 4
-    """Number of evenly spaced evaluations on the held-out rows; the last one follows the last step.
-    The best evaluated model is exported."""
+    """Number of evenly spaced evaluations on the held-out rows, the last one after the last step.
+    The model with the lowest held-out loss is exported."""
     evaluate_at_start: bool = operational(False)
-    """Also evaluate the model before its first step, for comparison. It is never exported."""
+    """Also evaluate the model before its first step, for comparison; it is never exported."""
 
 
 class SFTConfig(SupervisedConfig):
-    """Supervised fine-tuning: next-token loss on the demonstrations' responses.
-
-    The best model has the lowest held-out perplexity.
-    """
+    """Supervised fine-tuning: next-token loss on responses. The best model has the lowest
+    perplexity."""
 
     stage: ClassVar[str] = "sft"
 
@@ -301,14 +278,10 @@ class SFTConfig(SupervisedConfig):
 
 
 class RewardModelConfig(SupervisedConfig):
-    """Reward modelling on pairs of answers.
-
-    The best model has the lowest held-out loss.
-    """
+    """Reward modelling on pairs of answers. The best model has the lowest held-out loss."""
 
     loss: Annotated[str, REWARD_LOSS] = "bradley_terry"
-    """Loss of a comparison, from the scores of its two answers: bradley_terry, or a function of
-    yours (docs/extending.md)."""
+    """Loss of a comparison: bradley_terry, or a function of yours (docs/extending.md)."""
     gate: float | None = operational(0.5)
     """PPO starts only if the lower end of the 95% interval on the held-out accuracy is above this
     value; 0.5 is chance. None: PPO starts with any reward model."""

@@ -17,8 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.config.reward_files import reads_references
-from rlhf_pipeline.config.rewards import Judge, SampleReward
+from rlhf_pipeline.config.rewards import Judge, SampleReward, reads_references
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend
 from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, summary

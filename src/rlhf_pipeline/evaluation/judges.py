@@ -19,9 +19,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from rlhf_pipeline.config.block import Block, validated
-from rlhf_pipeline.config.definitions import defined, parameters, source_file
+from rlhf_pipeline.config.doors import defined, parameters, source_file
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.reward_files import reads_references
 from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
 from rlhf_pipeline.config.rewards import (
     CallableReward,
@@ -35,6 +34,7 @@ from rlhf_pipeline.config.rewards import (
     SampleReward,
     SampleRewards,
     TrainedReward,
+    reads_references,
 )
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.sources.synthetic import gold_score

@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.definitions import source_file
-from rlhf_pipeline.config.distill import DistillConfig
-from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.doors import source_file
+from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, ReferenceReward
 from rlhf_pipeline.config.training import RewardModelConfig

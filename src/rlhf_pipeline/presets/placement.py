@@ -3,19 +3,17 @@ from itertools import product
 from typing import Any, Literal
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.stages import BLOCKS, StageConfig
+from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.sizing.fit import changed, fits
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
 
 Method = Literal["full", "lora", "qlora"]
 TOKENS = ((8192, 4096, 2048), (1024,))
-"""Sizes of a micro batch to try, in tokens. The last ones leave a GPU idle, so anything else is
-tried before."""
+"""Tokens of a micro batch to try; the last ones leave a GPU idle, so all else is tried before."""
 ROWS = (64, 32, 16, 8)
 """Responses at a time to try, on each rank."""
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
@@ -28,10 +26,7 @@ Settings = dict[str, Any]
 def place(
     stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware, method: Method
 ) -> tuple[Settings, StageMemory] | None:
-    """The first settings that fit, in the order of their costs, and the memory that they need.
-
-    Returns None if no setting fits.
-    """
+    """The first settings that fit, in the order of their costs, with their memory; or None."""
     block = {"micro_batch_tokens": TOKENS[0][0]} | parameters[stage]
     config = BLOCKS[stage].model_validate(block)
     for tokens, strategy in product(TOKENS, [*_strategies(config, shape, hardware, method)]):
@@ -64,11 +59,8 @@ def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
 def _strategies(
     config: StageConfig, shape: Shape, hardware: Hardware, method: Method
 ) -> Iterator[Settings]:
-    """What is sharded, recomputed and offloaded, cheaper ones first.
-
-    With one row of a minibatch on each rank, no gradients of micro batches add up, so at stage 3,
-    which reduces them in bf16 anyway, sums in bf16 are as exact as in fp32.
-    """
+    """What is sharded, recomputed and offloaded, cheaper ones first. At stage 3, which reduces
+    gradients in bf16 anyway, sums in bf16 are exact where each rank has one row of a minibatch."""
     sharded = hardware.world > 1
     if isinstance(config, EvaluateConfig):
         yield {"precision": "bf16", "zero_stage": 0}

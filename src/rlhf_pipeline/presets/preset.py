@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
+from jinja2 import StrictUndefined, Template
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.presets.placement import Method, place
@@ -18,8 +19,6 @@ from rlhf_pipeline.sizing.stages import StageMemory
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yml").read_text(encoding="utf-8"))
 SOURCES: Mapping[str, str] = RECIPES["sources"]
 """The publications."""
-ADAPTERS: Mapping[str, tuple[dict[str, Any], str]] = RECIPES["adapters"]
-"""The block `lora` of each method, and its source."""
 LORA_FACTOR = 10
 """Learning rate of adapters, relative to that of whole models."""
 RATE, DECAY = "optimizer.learning_rate", "optimizer.weight_decay"
@@ -45,7 +44,7 @@ class Value(NamedTuple):
     """A value of a parameter, and its source."""
 
     value: Any
-    source: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,22 +74,23 @@ class Preset:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        return changed({}, {name: value for name, (value, _) in self.settings.items()})
+        return _parameters(self.settings)
+
+
+def _parameters(settings: Mapping[str, Value]) -> dict[str, Any]:
+    return changed({}, {name: value for name, (value, _) in settings.items()})
 
 
 def make_preset(
     model: str, gpus: str, method: Method, road: Road = "full", *, instruct: bool = False
 ) -> Preset:
-    """The preset of a model, by its short name, on hardware such as 8x80 or 2x8x80.
-
-    Raises ConfigError if the model is unknown or does not fit; the message says what fits.
-    """
+    """The preset of a model by its short name on hardware such as 2x8x80; raises ConfigError if the
+    model is unknown or does not fit, with what fits."""
 
     def found(size: str, how: Method) -> Preset | None:
         return find_preset(model, size, how, road, instruct=instruct)
 
-    preset = found(gpus, method)
-    if preset is not None:
+    if (preset := found(gpus, method)) is not None:
         return preset
     fixes = [f"--gpus {size}" for size in HARDWARE if found(size, method) is not None][:1]
     fixes += [f"--method {each}" for each in METHODS if found(gpus, each) is not None]
@@ -111,30 +111,24 @@ def find_preset(
         )
     stages = [stage for stage in ROADS[road] if not (instruct and stage == "sft")]
     left_out = [stage for stage in ("sft", "reward_model", "ppo") if stage not in stages]
+    settings = {"base_model.path": Value(INSTRUCT[model] if instruct else published.path)}
+    settings |= _launch(hardware)
+    settings |= dict.fromkeys(left_out, Value(None, "does not train"))
     recipe = hyperparameters(model, method, road)
-    # Beside those of the road, batches of other stages that the ranks could not share.
-    values = {
-        name: value
-        for name, value in _shared_evenly(recipe, hardware.world)
-        if _block_of(name) in (*stages, "split")
-        or (_block_of(name) not in left_out and value != recipe[name])
-    }
-    settings = {
-        "base_model.path": Value(INSTRUCT[model] if instruct else published.path, ""),
-        **dict(_launch(hardware)),
-        **{stage: Value(None, "does not train") for stage in left_out},
-        **values,
-    }
-    if method in ADAPTERS:
+    for name, value in _shared_evenly(recipe, hardware.world):
+        # Beside those of the road, batches of other stages that the ranks could not share.
+        block, is_changed = _block_of(name), value != recipe[name]
+        if block in (*stages, "split") or (is_changed and block not in left_out):
+            settings[name] = value
+    if method != "full":
         adapters = [f"{name}.lora" for name in TRAINED if _block_of(name) in stages]
-        settings |= dict.fromkeys(adapters, Value(*ADAPTERS[method]))
-    parameters = changed({}, {name: value for name, (value, _) in settings.items()})
-    memory = {}
+        settings |= dict.fromkeys(adapters, Value(*RECIPES["adapters"][method]))
+    parameters, memory = _parameters(settings), {}
     for stage in stages:
         placed = place(stage, parameters, published.shape, hardware, method)
         if placed is None:
             return None
-        settings |= {f"{stage}.{name}": Value(value, "") for name, value in placed[0].items()}
+        settings |= {f"{stage}.{name}": Value(value) for name, value in placed[0].items()}
         memory[stage] = placed[1]
     return Preset(model, gpus, method, road, instruct, settings, memory)
 
@@ -144,10 +138,7 @@ def _block_of(parameter: str) -> str:
 
 
 def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str, Value]:
-    """Values by dotted name: data, and the recipe of each stage.
-
-    Raises ConfigError if the model is unknown.
-    """
+    """Data, and the recipe of each stage; raises ConfigError if the model is unknown."""
     size = find_model(model).shape.parameters
     family = next(name for name in RECIPES["families"] if model.startswith(name))
     published = RECIPES["common"] | RECIPES["families"][family]
@@ -168,18 +159,21 @@ def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str
     return values
 
 
-def _launch(hardware: Hardware) -> Iterator[tuple[str, Value]]:
-    yield "launch.processes", Value(hardware.ranks, "ranks of each node, one for each GPU")
-    if hardware.nodes > 1:
-        command = f"srun --nodes={hardware.nodes} --ntasks-per-node={hardware.ranks} {{command}}"
-        yield "launch.mode", Value("command", "or hostfile: docs/cluster.md")
-        yield "launch.nodes", Value(hardware.nodes, "")
-        yield "launch.command", Value(command, "SLURM starts the ranks of a stage")
+def _launch(hardware: Hardware) -> dict[str, Value]:
+    ranks = {"launch.processes": Value(hardware.ranks, "ranks of each node, one for each GPU")}
+    if hardware.nodes == 1:
+        return ranks
+    command = f"srun --nodes={hardware.nodes} --ntasks-per-node={hardware.ranks} {{command}}"
+    return ranks | {
+        "launch.mode": Value("command", "or hostfile: docs/cluster.md"),
+        "launch.nodes": Value(hardware.nodes),
+        "launch.command": Value(command, "SLURM starts the ranks of a stage"),
+    }
 
 
 def _shared_evenly(values: Mapping[str, Value], ranks: int) -> Iterator[tuple[str, Value]]:
     """Batch sizes that the ranks can share, at least as large as the published ones."""
-    groups = values.get("grpo.responses_per_prompt", Value(1, "")).value
+    groups = values.get("grpo.responses_per_prompt", Value(1)).value
     unit = ranks
     for name, (value, source) in sorted(values.items(), key=lambda each: "rollout" in each[0]):
         if name.endswith("batch_size"):
@@ -194,8 +188,20 @@ def _shared_evenly(values: Mapping[str, Value], ranks: int) -> Iterator[tuple[st
 
 def as_yaml(preset: Preset, name: str) -> str:
     """The file parameters.yml of the environment `name`."""
-    lines = [f"# {line}".rstrip() for line in _header(preset, name)]
-    for block, values in preset.parameters.items():
+    hardware, parameters = preset.hardware, preset.parameters
+    header = Path(__file__).with_name("header.yml.j2").read_text(encoding="utf-8")
+    policy = parameters.get("ppo") or parameters.get("grpo")
+    main = max(memory.main_of_node(hardware.ranks) for memory in preset.memory.values())
+    lines = Template(header, trim_blocks=True, undefined=StrictUndefined).render(
+        preset=preset,
+        name=name,
+        hardware=hardware,
+        gibibytes=(hardware.gpu_memory or 0) // GIB,
+        has_one_row=policy and "accumulate" in policy["actor"]["deepspeed"],
+        peaks=", ".join(f"{s} {ceil(m.peak / GIB)}" for s, m in preset.memory.items()),
+        main=ceil(main / GIB),
+    ).splitlines()  # fmt: skip
+    for block, values in parameters.items():
         if values is None:
             lines += ["", f"{f'{block}: null':<42}  # {preset.settings[block].source}"]
         else:
@@ -219,45 +225,6 @@ def _block(values: Mapping[str, Any], place: str, settings: Mapping[str, Value])
         else:
             line = f"{indent}{name}: {_text(found.value)}"
             yield f"{line:<42}  # {found.source}" if found.source else line
-
-
-def _header(preset: Preset, name: str) -> Iterator[str]:
-    hardware = preset.hardware
-    size = (hardware.gpu_memory or 0) // GIB
-    machines = f"{hardware.ranks} GPU{'s' * (hardware.ranks > 1)} of {size} GB"
-    machines += f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
-    trained = {"full": "all weights train", "lora": "LoRA", "qlora": "QLoRA"}[preset.method]
-    options = "" if preset.method == "full" else f" --method {preset.method}"
-    options += "" if preset.road == "full" else f" --pipeline {preset.road}"
-    options += " --instruct" if preset.instruct else ""
-    run = f"kedro run --env={name}" + (
-        "" if preset.road == "full" else f" --pipeline={preset.road}"
-    )
-    peaks = ", ".join(f"{s} {ceil(m.peak / GIB)}" for s, m in preset.memory.items())
-    main = max(memory.main_of_node(hardware.ranks) for memory in preset.memory.values())
-    yield f"{preset.model} on {machines}; {trained}."
-    yield f"Written by `kedro rlhf preset {preset.model} --gpus {preset.gpus}{options}`."
-    yield ""
-    yield f"  kedro rlhf plan --env={name} --gpus={preset.gpus} --check"
-    yield f"  {run}" + ("        # on the first node" if hardware.nodes > 1 else "")
-    yield ""
-    yield f"Expected peak of a GPU in GiB: {peaks}."
-    yield f"Expected main memory of a node: {ceil(main / GIB)} GiB."
-    yield "Planned and checked, not run on a GPU. docs/presets.md has the sources of the values."
-    policy = preset.parameters.get("ppo") or preset.parameters.get("grpo")
-    if policy and "accumulate" in policy["actor"]["deepspeed"]:
-        yield "A rank has one row of a minibatch: no gradients add up, so `accumulate: bf16` loses"
-        yield "nothing. Set it to fp32 with a larger minibatch_size."
-    if preset.road == "grpo":
-        yield "problems.jsonl is yours: questions, and their true answers."
-    if preset.method == "qlora":
-        yield "4-bit weights need the extra `quantization`."
-    if preset.model == "opt-175b":
-        yield "The weights are not on the hub: set base_model.path to your folder."
-    if "llama" in preset.model:
-        yield "The model is gated: accept its licence on the hub, and export HF_TOKEN."
-    if hardware.gpu_memory == 16 * GIB:
-        yield "T4 and V100 have no bf16: set `precision: fp16` in every block `deepspeed` there."
 
 
 def _text(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.config.grpo import POLICIES
+from rlhf_pipeline.config.stages import POLICIES
 from rlhf_pipeline.evaluation.comparison import baseline_of, reward_title
 from rlhf_pipeline.evaluation.report import titles
 

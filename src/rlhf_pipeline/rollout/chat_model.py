@@ -15,8 +15,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.reward_files import reads_references
-from rlhf_pipeline.config.rewards import ChatConfig, RubricReward
+from rlhf_pipeline.config.rewards import ChatConfig, RubricReward, reads_references
 from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.rollout.function_reward import require_references
 from rlhf_pipeline.rollout.records import Answered, Scored

@@ -19,8 +19,7 @@ import regex
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.reward_files import check_isolated, check_signature
-from rlhf_pipeline.config.rewards import CallableReward
+from rlhf_pipeline.config.rewards import CallableReward, check_isolated, check_signature
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.function_workers import Call, Workers, described, imported, results
 from rlhf_pipeline.rollout.records import Answered, Scored

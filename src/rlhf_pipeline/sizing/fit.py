@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,13 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
-from rlhf_pipeline.sizing.work import Lengths
+from rlhf_pipeline.sizing.work import Known, Parameters
 
 USABLE = 0.92
-"""Share of the memory that tensors can fill. The allocator leaves gaps. And GPUs with ECC have
-up to 8% less than their data sheets say: a T4 has 14.8 of 16 GiB, an L4 22.5 of 24."""
+"""Share of the memory that tensors can fill: the allocator leaves gaps, and GPUs with ECC have up
+to 8% less than their data sheets say (a T4 14.8 of 16 GiB)."""
 
 Changes = dict[str, Any]
 """Values by dotted parameter name."""
@@ -104,45 +105,33 @@ def fits(memory: StageMemory, hardware: Hardware) -> bool:
 
 
 def find_fit(
-    stage: str,
-    parameters: Mapping[str, Any],
-    shape: Shape,
-    hardware: Hardware,
-    lengths: Mapping[str, Lengths] | None = None,
+    stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known = None
 ) -> Fit:
-    """Whether a stage fits; otherwise the first change, or sum of changes, that makes it fit.
-
-    The changes are in the order of what they cost: smaller micro batches cost nothing but time;
-    LoRA comes last, since it changes the result.
-    """
+    """Whether a stage fits, or the first change or sum of changes that makes it fit: smaller micro
+    batches cost time alone, so they come first; LoRA, which changes the result, comes last."""
     memory = plan_stage(stage, parameters, shape, hardware, lengths)
     if fits(memory, hardware):
         return Fit(memory, hardware, {}, memory)
 
-    def after(steps: Sequence[Changes]) -> StageMemory | None:
-        try:
+    def after(steps: Sequence[Changes]) -> StageMemory:
+        with suppress(ValidationError):
             return plan_stage(stage, changed(parameters, *steps), shape, hardware, lengths)
-        except ValidationError:  # the change does not fit the other parameters
-            return None
-
-    def suffices(steps: Sequence[Changes]) -> bool:
-        found = after(steps)
-        return found is not None and fits(found, hardware)
+        return memory  # the change does not fit the other parameters
 
     def excess(memory: StageMemory) -> float:
         return max(need.found / (need.available or need.found) for need in needs(memory, hardware))
 
     steps = list(_steps(stage, parameters, hardware))
     trials = [[step] for step in steps] + [steps[: end + 1] for end in range(len(steps))]
-    chosen = next((trial for trial in trials if suffices(trial)), None)
+    chosen = next((trial for trial in trials if fits(after(trial), hardware)), None)
     if chosen is None:
-        tried = [memory, *filter(None, map(after, trials))]
+        tried = [memory, *map(after, trials)]
         return Fit(memory, hardware, None, min(tried, key=excess))
     for step in reversed(chosen):
         rest = [each for each in chosen if each is not step]
-        chosen = rest if suffices(rest) else chosen
+        chosen = rest if fits(after(rest), hardware) else chosen
     changes = {name: value for step in chosen for name, value in step.items()}
-    return Fit(memory, hardware, changes, after(chosen) or memory)
+    return Fit(memory, hardware, changes, after(chosen))
 
 
 def changed(parameters: Mapping[str, Any], *changes: Changes) -> dict[str, Any]:

@@ -63,11 +63,11 @@ class Hardware:
 
 
 def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
-    """The hardware of this machine, which stands for all nodes.
+    """This machine, which stands for all nodes with so many `ranks` each, on the CPU without
+    `gpus`.
 
-    `ranks` are those of each node. `gpus` are the numbers or UUIDs of this machine's GPUs, as for
-    nvidia-smi; without any, the ranks are on the CPU. The memory of the smallest GPU counts. If
-    nvidia-smi does not list them, no memory is known.
+    `gpus` are numbers or UUIDs, of which the smallest GPU counts. If nvidia-smi does not list them,
+    no memory is known.
     """
     here = Hardware(max(ranks), len(ranks), main_memory=main_memory(), total=sum(ranks))
     if not gpus:
@@ -85,11 +85,7 @@ def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
 
 
 def main_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of main memory that this process may use; None if they are not known.
-
-    A container or a scheduler (SLURM's `--mem`) limits the process by its control group, or by one
-    above it. `root` contains `proc` and `sys`.
-    """
+    """Bytes of main memory that this process may use, by `proc` and `sys` in `root`, or None."""
     limits = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -110,11 +106,8 @@ def _text(path: Path) -> str:
 
 
 def named(gpu: str | None, gpus: str | None) -> Hardware:
-    """The hardware of the options `--gpu` and `--gpus`.
-
-    `gpu` is a name in `GPUS` or gibibytes, and wins over the size in `gpus`, such as 8x80 or
-    2x8x80; without `gpus` there is one GPU. Raises ConfigError if an option has another form.
-    """
+    """The hardware of the options `--gpu` (a name in `GPUS`, or GiB), which wins over the size in
+    `--gpus` (8x80, 2x8x80; None: one GPU). Raises ConfigError if an option has another form."""
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", gpus or "1x80")
     if match is None:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Memory of a model in training or frozen, on one rank.
 
-The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`, and the
-tensors that autograd saves in transformers 5 with the packed attention of `models.packing`.
-docs/planning.md has the comparison with measured peaks.
+The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`, and what
+autograd saves in transformers 5 with packed attention. docs/planning.md compares them with measured
+peaks.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from rlhf_pipeline.config.training import (
     TrainedModel,
 )
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.models import Shape
 
 BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 NF4 = 0.5 + 4 / 64
@@ -27,14 +27,12 @@ NF4 = 0.5 + 4 / 64
 CHUNK = 2**25
 """Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
 HEAP, CHURNED_HEAP = 1.6, 2.6
-"""On a CPU, what a training pass allocates and frees takes this many times its size. glibc's heap
-keeps the gaps that one tensor leaves, and the next ones have other sizes. The second factor is for
-activations with adapters, whose short-lived tensors lie between those that are kept, and for the
-weights that ZeRO-3 gathers layer by layer. Both are measured: see docs/planning.md."""
+"""On a CPU, what a training pass allocates takes this many times its size, for glibc's heap keeps
+the gaps. The second factor is for activations with adapters, and for weights that ZeRO-3 gathers
+layer by layer. Both are measured: see docs/planning.md."""
 FEED_FORWARD = {"opt": 1, "bloom": 2, "gpt_neox": 2, "gpt2": 5, "gpt_neo": 5, "gptj": 5, "phi": 5}
-"""Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU,
-two for GELU, five for its approximation by tanh, which transformers computes in steps. Others: four
-for a gate."""
+"""Tensors of the width of the feed-forward network that a layer keeps, by family: one for ReLU, two
+for GELU, five for its approximation by tanh. Others: four for a gate."""
 
 Parts = dict[str, int]
 """Bytes by component: weights, gradients, master copies, optimizer, ..."""
@@ -88,6 +86,30 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """The training rows of a phase."""
+
+    rows: int | None
+    """None: not known before the split."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    response: float
+    """Mean tokens of a response: of both answers for comparisons, 0 for prompts alone."""
+    longest_prompt: int
+    longest_response: int
+    copies: int = 1
+    """Times that a row contains its prompt: 2 for comparisons."""
+
+    @property
+    def row(self) -> float:
+        return self.copies * self.prompt + self.response
+
+    @property
+    def longest(self) -> int:
+        return self.copies * self.longest_prompt + self.longest_response
+
+
+@dataclass(frozen=True)
 class Rows:
     """Rows of one pass on one rank."""
 
@@ -122,9 +144,7 @@ def of_norm(shape: Shape, numbers: Numbers) -> int:
 
 def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
     """Bytes that a forward pass of so many tokens keeps, and those of one layer's backward pass.
-
-    With checkpointing, it keeps the input of each layer, and one whole layer at a time.
-    """
+    With checkpointing, it keeps the input of each layer, and one whole layer at a time."""
     layer = of_layer(shape, numbers)
     inputs = numbers.size * shape.hidden
     layers = layer + shape.layers * inputs if checkpointing else shape.layers * layer
@@ -138,11 +158,8 @@ def passing(shape: Shape, numbers: Numbers) -> int:
 
 
 def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
-    """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32.
-
-    A pass that trains the output layer adds its gradient in float32; on a CPU, one in half
-    precision converts the weight.
-    """
+    """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32, with the
+    gradient of an output layer that trains, and with a copy of it in half precision on a CPU."""
     chunk = 4 * min(CHUNK, tokens * shape.vocab)
     converts = numbers.size < 4 and not numbers.on_gpu
     return chunk + 4 * shape.vocab * shape.embedding * (trains + converts)
@@ -180,7 +197,11 @@ def trained_model(
     weights = weight_bytes(model, shape)
     share = -(-trained // ranks) if stage else trained
     held: Parts = {"weights": weights // ranks if stage == 3 else weights}
-    states = _optimizer_states(model, share)
+    states: Parts = {"optimizer": 8 * share}
+    if stage:  # also of weights in float32
+        states["master copies"] = 4 * share
+    if model.averaged:
+        states["average"] = 4 * share
     main: Parts = {}
     if deepspeed.offload_parameters and on_gpu:
         main["weights"] = held.pop("weights")
@@ -221,15 +242,6 @@ def trained_model(
     own = gradients if compact else total * share if backward["gradients"] else 0
     step: Parts = {"gradients": own + flat}
     return memory, [Phase("backward", name, backward), Phase("step", name, step)]
-
-
-def _optimizer_states(model: TrainedModel, share: int) -> Parts:
-    states: Parts = {"optimizer": 8 * share}
-    if model.config.deepspeed.zero_stage:  # also of weights in float32
-        states["master copies"] = 4 * share
-    if model.averaged:
-        states["average"] = 4 * share
-    return states
 
 
 def weight_bytes(model: TrainedModel, shape: Shape) -> int:
@@ -292,26 +304,22 @@ def generation(
     name: str,
     shape: Shape,
     numbers: Numbers,
-    *,
     rows: int,
-    prompt: int,
-    response: int,
+    lengths: Lengths,
     gathered: int,
     together: int = 1,
 ) -> Phase:
-    """Sampling of responses by the model of the parameter block `name`.
-
-    A rank samples so many `rows` at a time; `prompt` and `response` are the tokens of the longest
-    ones. `gathered` bytes of weights exist for it alone. `together` ranks share the key-value heads
-    and answer the prompts of all of them.
-    """
+    """Sampling by the model of the parameter block `name`, `rows` at a time. `gathered` bytes of
+    weights exist for it alone; `together` ranks share the key-value heads and answer all their
+    prompts."""
+    prompts = together * rows
     cache_size = numbers.size if numbers.on_gpu else 4
-    room = rows * (prompt + response)
+    room = rows * (lengths.longest_prompt + lengths.longest_response)
     parts = {
         "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
-        "activations": together * rows * prompt * passing(shape, numbers),
+        "activations": prompts * lengths.longest_prompt * passing(shape, numbers),
         # The distribution is in float64.
-        "logits": together * rows * shape.vocab * (numbers.size + 4 * 8),
+        "logits": prompts * shape.vocab * (numbers.size + 4 * 8),
     }
     if gathered:
         parts["gathered weights"] = gathered

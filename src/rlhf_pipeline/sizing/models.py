@@ -1,4 +1,4 @@
-"""Published base models by short name (`models.toml`), and the sizes of the configured one."""
+"""The sizes of models, from config.json alone, and published ones by short name (`models.toml`)."""
 
 import json
 import tomllib
@@ -7,9 +7,148 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.base_model import BaseModelConfig, find_family
 from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.sizing.shape import Shape
+
+PLAIN = ("opt", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "phi")
+"""Families with two matrices in the feed-forward network. Others have a third, its gate."""
+LEARNED_POSITIONS = ("opt", "gpt2", "gpt_neo")
+QUERY_BIAS = ("qwen2",)
+"""Families with biases in the projections of queries, keys and values only."""
+HEAD_NORMS = ("qwen3",)
+"""Families with norms of queries and keys."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder-only transformer."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    positions: int
+    """Positions with a learned embedding; 0 without such embeddings."""
+    is_tied: bool
+    """Whether the output layer shares the weights of the input embeddings."""
+    embedding: int
+    """Width of the embeddings; OPT-350M's are narrower than its layers."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, vocab_size: int | None = None) -> "Shape":
+        """Read a config.json or `base_model.architecture`, with the family's defaults and
+        `vocab_size`; ConfigError if a size is missing, or for a mixture of experts."""
+        name = str(config.get("model_type"))
+        try:
+            family = find_family(name)
+        except ValueError:
+            family = None
+
+        def value(*names: str) -> Any:
+            for each in names:
+                found = config.get(each)
+                if found is None and family is not None:
+                    found = family.value(config, each)
+                if found is not None:
+                    return found
+            return None
+
+        hidden = value("hidden_size", "n_embd", "d_model")
+        layers = value("num_hidden_layers", "n_layer")
+        heads = value("num_attention_heads", "n_head")
+        vocab = vocab_size or value("vocab_size")
+        if not hidden or not layers or not heads or not vocab:
+            raise ConfigError(
+                f"base_model: found a configuration of model_type {name} without hidden_size, "
+                "num_hidden_layers, num_attention_heads or vocab_size, expected all of them. Fix: "
+                "use a model of a family that transformers knows"
+            )
+        if value("num_experts_per_tok", "num_local_experts", "num_experts"):
+            raise ConfigError(
+                f"base_model: found a mixture of experts ({name}), expected a model whose layers "
+                "are all dense: the plan knows the sizes of no other"
+            )
+        positions = value("max_position_embeddings", "n_positions") or 0
+        tied = value("tie_word_embeddings")
+        return cls(
+            model_type=name,
+            hidden=hidden,
+            intermediate=value("intermediate_size", "ffn_dim", "n_inner") or 4 * hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=value("num_key_value_heads") or heads,
+            head_size=value("head_dim") or hidden // heads,
+            vocab=vocab,
+            positions=positions if name in LEARNED_POSITIONS else 0,
+            is_tied=True if tied is None else bool(tied),
+            embedding=value("word_embed_proj_dim") or hidden,
+        )
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward network has a gate, and norms without biases."""
+        return self.model_type not in PLAIN
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries of a token."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_size
+
+    @property
+    def linear_layers(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of the linear layers in one transformer layer."""
+        query, key = (self.hidden, self.queries), (self.hidden, self.keys)
+        up, down = (self.hidden, self.intermediate), (self.intermediate, self.hidden)
+        ups = (up, up) if self.is_gated else (up,)
+        return (query, key, key, (self.queries, self.hidden), *ups, down)
+
+    @property
+    def matrices(self) -> int:
+        """Weights of all linear layers, without embeddings and output layer."""
+        projections = 2 * self.hidden * self.embedding if self.embedding != self.hidden else 0
+        return self.layers * sum(a * b for a, b in self.linear_layers) + projections
+
+    @property
+    def embeddings(self) -> int:
+        return self.vocab * self.embedding + self.positions * self.hidden
+
+    @property
+    def head(self) -> int:
+        return 0 if self.is_tied else self.vocab * self.embedding
+
+    @property
+    def vectors(self) -> int:
+        own_biases = sum(columns for _, columns in self.linear_layers)
+        biases = 0 if self.is_gated else own_biases
+        if self.model_type in QUERY_BIAS:
+            biases = self.queries + 2 * self.keys
+        if self.model_type in HEAD_NORMS:
+            biases += 2 * self.head_size
+        norm = self.hidden if self.is_gated else 2 * self.hidden
+        norms = 1 if self.model_type in ("gptj", "phi") else 2
+        return self.layers * (biases + norms * norm) + norm
+
+    @property
+    def parameters(self) -> int:
+        return self.matrices + self.embeddings + self.head + self.vectors
+
+    @property
+    def body(self) -> int:
+        """All weights without an output layer: a reward model or critic, whose head is a vector."""
+        return self.matrices + self.embeddings + self.vectors
+
+    def adapters(self, rank: int, targets: int | None = None) -> int:
+        """Weights of LoRA adapters beside the `targets` smallest linear layers of each, or all."""
+        sizes = sorted(rows + columns for rows, columns in self.linear_layers)
+        return self.layers * rank * sum(sizes if targets is None else sizes[:targets])
 
 
 @dataclass(frozen=True)
@@ -51,18 +190,13 @@ def find_model(name: str) -> PublishedModel:
 
 
 def published(path: str) -> PublishedModel | None:
-    """The model of an id on the hub, or the base model that it was made from; None if neither is
-    known."""
+    """The model of an id on the hub, or the base model that it was made from; None if not known."""
     return next((m for name, m in MODELS.items() if path in (m.path, INSTRUCT.get(name))), None)
 
 
 def base_model_shape(config: BaseModelConfig) -> Shape | None:
-    """The sizes of the base model; None if nothing on this machine says them.
-
-    They are in its architecture, in its .gguf file, in the config.json of its folder, or in the
-    table of published models. Raises ConfigError if the model is a mixture of experts, or a size is
-    missing.
-    """
+    """The sizes of the base model by its architecture, .gguf file, config.json or place in the
+    table; None if nothing on this machine says them. Raises ConfigError as `Shape.of`."""
     if config.architecture is not None:
         return Shape.of(config.architecture, vocab_size=config.vocab_size)
     path = str(config.path)

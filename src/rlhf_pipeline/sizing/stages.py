@@ -1,8 +1,7 @@
 """Memory of a stage on one rank: what its models hold, and the phases in which they compute."""
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -23,8 +22,8 @@ from rlhf_pipeline.sizing.memory import (
     trained_model,
     weight_bytes,
 )
-from rlhf_pipeline.sizing.shape import Shape
-from rlhf_pipeline.sizing.work import Lengths, Load, reference_shape
+from rlhf_pipeline.sizing.models import Shape
+from rlhf_pipeline.sizing.work import Known, Load, Parameters, reference_shape
 
 LIBRARIES = 300 * 2**20
 """Bytes of a rank without a model: interpreter and libraries."""
@@ -75,26 +74,13 @@ class StageMemory:
     def parts_of(self, model: ModelMemory) -> Parts:
         """The components of a model at the peak."""
         extra = self.largest.parts if self.largest.model == model.name else {}
-        return {
-            name: total
-            for name in dict.fromkeys([*model.held, *extra])
-            if (total := model.held.get(name, 0) + extra.get(name, 0))
-        }
+        return dict(Counter(model.held) + Counter(extra))
 
 
 def plan_stage(
-    stage: str,
-    parameters: Mapping[str, Any],
-    shape: Shape,
-    hardware: Hardware,
-    lengths: Mapping[str, Lengths] | None = None,
+    stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known = None
 ) -> StageMemory:
-    """The memory of a stage: sft, reward_model, ppo, grpo, distill, dpo or evaluate.
-
-    `parameters` are the blocks as plain values, by name: that of the stage, and `split`; `shape` is
-    the base model's. `lengths` are rows and tokens by phase; without them, they are as long as the
-    split allows. Raises pydantic.ValidationError if a block is invalid.
-    """
+    """The memory of a stage; raises pydantic.ValidationError if a block is invalid."""
     load = Load.of(stage, parameters, hardware, lengths)
     if isinstance(load.config, EvaluateConfig):
         found = _evaluate(load.config, load, shape, hardware)
@@ -108,8 +94,8 @@ def plan_stage(
         ]
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
-    models = tuple(model for model, _ in found)
-    memory = StageMemory(models, tuple(p for _, own in found for p in own), hardware.on_gpu)
+    phases = tuple(phase for _, own in found for phase in own)
+    memory = StageMemory(tuple(model for model, _ in found), phases, hardware.on_gpu)
     if isinstance(load.config, SampledConfig):  # it answers before it trains
         answering = load.config.sample.judging().model_dump(mode="json")
         own = {**parameters, "evaluate": answering, "sft": parameters[stage]}
@@ -124,18 +110,10 @@ def _add_rollouts(
     ranks = hardware.world
     actor, phases = found[0]
     numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
-    phases.append(
-        generation(
-            f"{config.stage}.actor",
-            shape,
-            numbers,
-            rows=min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks)),
-            prompt=load.lengths.longest_prompt,
-            response=load.lengths.longest_response,
-            gathered=_for_generation(config, actor, shape, numbers, ranks),
-            together=config.hybrid.inference_tp_size if config.generator == "hybrid" else 1,
-        )
-    )
+    rows = min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks))
+    gathered = _for_generation(config, actor, shape, numbers, ranks)
+    together = config.hybrid.inference_tp_size if config.generator == "hybrid" else 1
+    phases.append(generation(actor.name, shape, numbers, rows, load.lengths, gathered, together))
     critic = next((own for model, own in found if model.name == f"{config.stage}.critic"), None)
     if critic and load.rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
         # Scoring and update share the forward passes, so both models keep theirs at once.
@@ -175,15 +153,8 @@ def _evaluate(config: EvaluateConfig, load: Load, shape: Shape, hardware: Hardwa
         gathered = weights  # the copy of its engine
     elif is_sharded and hardware.world > 1:
         gathered = weights if config.gather_for_generation else one_layer(shape, numbers)
-    sampling = generation(
-        "evaluate",
-        shape,
-        numbers,
-        rows=min(config.sampling.batch_size_per_gpu, config.prompts),
-        prompt=load.lengths.longest_prompt,
-        response=load.lengths.longest_response,
-        gathered=gathered,
-    )
+    rows = min(config.sampling.batch_size_per_gpu, config.prompts)
+    sampling = generation("evaluate", shape, numbers, rows, load.lengths, gathered)
     scoring = forward("evaluate", shape, numbers, load.rows, scalar=True, sharded=is_sharded)
     held = {"weights": weights // hardware.world if is_sharded else weights}
     return [(ModelMemory("evaluate", held), [sampling, scoring])]

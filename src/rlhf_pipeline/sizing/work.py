@@ -7,17 +7,15 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.distill import DistillConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.grpo import POLICIES
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import KTOConfig, ReferencedConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS, StageConfig, SupervisedStage
+from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig, SupervisedStage
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
-    OptimizerConfig,
     SavingConfig,
     StageModel,
     TrainedModel,
@@ -26,36 +24,18 @@ from rlhf_pipeline.config.training import (
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.memory import BYTES, Rows, trained_parameters
-from rlhf_pipeline.sizing.models import base_model_shape
-from rlhf_pipeline.sizing.shape import Shape
+from rlhf_pipeline.sizing.memory import BYTES, Lengths, Rows, trained_parameters
+from rlhf_pipeline.sizing.models import Shape, base_model_shape
 
 LEAST_RATE_SUM = 2e-4
 """In docs/smollm2.md, a sum of 5e-5 left a KL of 0.08 nats, and one of 6e-4 a KL of about 2."""
 
+Parameters = Mapping[str, Any]
+"""Parameter blocks as plain values, by name: that of the stage, and `split`."""
 
-@dataclass(frozen=True)
-class Lengths:
-    """The training rows of a phase."""
 
-    rows: int | None
-    """None: not known before the split."""
-    prompt: float
-    """Mean tokens of a prompt."""
-    response: float
-    """Mean tokens of a response: of both answers together for comparisons, 0 for prompts alone."""
-    longest_prompt: int
-    longest_response: int
-    copies: int = 1
-    """Times that a row contains its prompt: 2 for comparisons."""
-
-    @property
-    def row(self) -> float:
-        return self.copies * self.prompt + self.response
-
-    @property
-    def longest(self) -> int:
-        return self.copies * self.longest_prompt + self.longest_response
+Known = Mapping[str, Lengths] | None
+"""The lengths of each phase; None: rows are as long as the split allows."""
 
 
 @dataclass(frozen=True)
@@ -72,36 +52,111 @@ class Load:
     """The micro batches of an optimizer step."""
 
     @classmethod
-    def of(
-        cls,
-        stage: str,
-        parameters: Mapping[str, Any],
-        hardware: Hardware,
-        lengths: Mapping[str, Lengths] | None,
-    ) -> "Load":
-        """What a stage computes; the arguments are those of `plan_stage`."""
+    def of(cls, stage: str, parameters: Parameters, hardware: Hardware, lengths: Known) -> "Load":
         config = BLOCKS[stage].model_validate(parameters[stage])
         if lengths is None:
             lengths = limits(SplitConfig.model_validate(parameters["split"]))
-        if isinstance(config, EvaluateConfig):
-            actors = [(parameters.get(name) or {}).get("actor", {}) for name in POLICIES]
-            trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
-            settings = [DeepSpeedConfig.model_validate(t.get("deepspeed", {})) for t in trained]
-            models: Sequence[StageModel] = config.models(settings)
-        else:
-            models = config.models()
         if isinstance(config, PPOConfig | EvaluateConfig):
             tokens = config.sampling.max_response_tokens
             own = replace(lengths["ppo"], response=tokens, longest_response=tokens)
             batch = config.minibatch_size if isinstance(config, PPOConfig) else config.prompts
         else:
-            phase = stage if stage in lengths else "reward_model"  # DPO has its comparisons
-            own = lengths[phase]
-            if isinstance(config, SampledConfig):
-                own = sampled(config, lengths["ppo"])
             batch = config.batch_size
-        rows = _micro_batches(batch, own, config.micro_batch_tokens, hardware.world)
-        return cls(config, models, own, batch, rows)
+            if isinstance(config, SampledConfig):
+                own = _sampled(config, lengths["ppo"])
+            else:
+                own = lengths[stage if stage in lengths else "reward_model"]  # DPO's comparisons
+        # Micro batches have at most `micro_batch_tokens` tokens, or one longer row.
+        whole = int(max(1, batch // hardware.world) * own.row)
+        tokens = max(own.longest, min(config.micro_batch_tokens, whole))
+        rows = Rows(
+            tokens,
+            passes=max(1, -(-whole // tokens)),
+            computed=int(tokens * (own.prompt + own.response) / own.row),
+            answers=int(tokens * own.response / own.row),
+        )
+        return cls(config, _models(config, parameters), own, batch, rows)
+
+
+def _models(config: StageConfig, parameters: Parameters) -> Sequence[StageModel]:
+    if not isinstance(config, EvaluateConfig):
+        return config.models()
+    actors = [(parameters.get(name) or {}).get("actor", {}) for name in POLICIES]
+    trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
+    settings = [DeepSpeedConfig.model_validate(one.get("deepspeed", {})) for one in trained]
+    return config.models(settings)
+
+
+def _sampled(config: SampledConfig, prompts: Lengths) -> Lengths:
+    """The rows of a round, if each prompt leaves one with answers of the greatest length."""
+    copies = 1 if config.kind == "demonstrations" else 2
+    tokens = copies * config.sampling.max_response_tokens
+    rows = min(filter(None, (config.sample.prompts, prompts.rows)), default=None)
+    return replace(prompts, rows=rows, response=tokens, longest_response=tokens, copies=copies)
+
+
+def limits(split: SplitConfig) -> dict[str, Lengths]:
+    """What the limits of the split allow: every row is as long as they say."""
+    samples = [source.samples for source in split.sources if not source.is_test]
+    train = 1 - split.validation_fraction - split.test_fraction
+
+    def rows(phase: int) -> int | None:
+        if None in samples:
+            return None
+        return int(sum(filter(None, samples)) * train * (split.weights[phase] / sum(split.weights)))
+
+    prompt, response = split.max_prompt_tokens, split.max_response_tokens
+    one = Lengths(rows(0), prompt, response, prompt, response)
+    pairs = rows(1)
+    return {
+        "sft": one,
+        "reward_model": Lengths(pairs, prompt, 2 * response, prompt, 2 * response, copies=2),
+        "ppo": Lengths(rows(2), prompt, 0, prompt, 0),
+        "kto": replace(one, rows=None if pairs is None else 2 * pairs),
+    }
+
+
+def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
+    """The lengths of the newest split of those in `folder`; None if its parameters were others."""
+    newest = max(folder.glob(f"*/{folder.name}/{NAME}"), default=None)
+    if newest is None:
+        return None
+    made = SplitConfig.model_validate(Manifest.read(newest.parent).config["split"])
+    if made.recipe() != split.recipe():
+        return None
+    files = json.loads((newest.parent / "report.json").read_text())["files"]
+    sft, comparisons, prompts = (files[f"{phase}/train.arrow"] for phase in PHASES)
+    labelled = files.get("kto/train.arrow")  # A split of an earlier version has none.
+    pairs = [(comparisons, "chosen_ids"), (comparisons, "rejected_ids")]
+    found = {
+        "sft": _lengths([(sft, "response_ids")]),
+        "reward_model": _lengths(pairs, copies=2),
+        "ppo": _lengths([(prompts, None)]),
+        "kto": _lengths([*pairs, (labelled, "response_ids")]),
+    }
+    # A phase of weight 0 has no rows, and so no lengths.
+    return limits(split) | {phase: lengths for phase, lengths in found.items() if lengths}
+
+
+def _lengths(
+    answers: Sequence[tuple[Mapping[str, Any] | None, str | None]], copies: int = 1
+) -> Lengths | None:
+    """The lengths of the rows in files, with the column of their answers: `copies` in a row."""
+    own = [(file, column) for file, column in answers if file and file["rows"]]
+    if not own:
+        return None
+    rows = sum(file["rows"] for file, _ in own) // copies
+    prompts = [file["tokens"]["prompt_ids"] for file, _ in own]
+    responses = [file["tokens"][column] for file, column in own if column]
+    longest = [response["max"] for response in responses]
+    return Lengths(
+        rows,
+        prompt=sum(prompt["total"] for prompt in prompts) / (copies * rows),
+        response=sum(response["total"] for response in responses) / rows,
+        longest_prompt=max(prompt["max"] for prompt in prompts),
+        longest_response=sum(longest) if copies > 1 else max(longest, default=0),
+        copies=copies,
+    )
 
 
 @dataclass(frozen=True)
@@ -113,23 +168,21 @@ class Work:
     rows_per_rank: int
     micro_batches: int
     """Forward passes of a rank in an optimizer step (gradient accumulation)."""
-    steps: int | None
+    steps: int | None = None
     """Lines of metrics: optimizer steps, or PPO's rollouts."""
-    updates: int | None
+    updates: int | None = None
     """Optimizer steps."""
-    tokens: float | None
-    """Tokens that are trained on, in all epochs; that are generated and scored, for an evaluation.
-    """
-    flops: float | None
+    tokens: float | None = None
+    """Tokens that are trained on in all epochs, or that an evaluation generates and scores."""
+    flops: float | None = None
     """Floating-point operations of all ranks, without recomputation by gradient checkpointing."""
     checkpoints: int = 0
     """Bytes of the checkpoints that exist at a time, the one being written included."""
     saved_models: int = 0
     """Bytes of best models, last model and export."""
     rate_sum: float | None = None
-    """Sum of the actor's learning rates over all updates of PPO. AdamW changes a weight by about
-    the learning rate in an update, so this bounds how far training can move the policy. None for
-    adapters, whose product is the change."""
+    """Sum of the actor's learning rates over all updates of PPO, which bounds how far AdamW can
+    move the weights. None for adapters, whose product is the change."""
 
     @property
     def cannot_move(self) -> bool:
@@ -137,137 +190,28 @@ class Work:
         return self.rate_sum is not None and self.rate_sum < LEAST_RATE_SUM
 
 
-def sampled(config: SampledConfig, prompts: Lengths) -> Lengths:
-    """The rows of a round, if each prompt leaves one with answers of the greatest length."""
-    copies = 1 if config.kind == "demonstrations" else 2
-    tokens = copies * config.sampling.max_response_tokens
-    rows = min(filter(None, (config.sample.prompts, prompts.rows)), default=None)
-    return replace(prompts, rows=rows, response=tokens, longest_response=tokens, copies=copies)
-
-
-def limits(split: SplitConfig) -> dict[str, Lengths]:
-    """What the limits of the split allow: every row is as long as they say."""
-    prompt, response = split.max_prompt_tokens, split.max_response_tokens
-    rows = {phase: expected_rows(split, index) for index, phase in enumerate(PHASES)}
-    return {
-        "sft": Lengths(rows["sft"], prompt, response, prompt, response),
-        "reward_model": Lengths(
-            rows["reward_model"], prompt, 2 * response, prompt, 2 * response, copies=2
-        ),
-        "ppo": Lengths(rows["ppo"], prompt, 0, prompt, 0),
-        "kto": Lengths(
-            None if rows["reward_model"] is None else 2 * rows["reward_model"],
-            prompt, response, prompt, response,
-        ),
-    }  # fmt: skip
-
-
-def expected_rows(split: SplitConfig, index: int) -> int | None:
-    """Training rows of a phase, if every source has a number of samples."""
-    samples = [source.samples for source in split.sources if not source.is_test]
-    if None in samples:
-        return None
-    train = 1 - split.validation_fraction - split.test_fraction
-    share = split.weights[index] / sum(split.weights)
-    return int(sum(filter(None, samples)) * train * share)
-
-
-def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
-    """The lengths of the newest published split; None if its parameters were others.
-
-    `folder` contains its versions.
-    """
-    newest = max(folder.glob(f"*/{folder.name}/{NAME}"), default=None)
-    if newest is None:
-        return None
-    made = SplitConfig.model_validate(Manifest.read(newest.parent).config["split"])
-    if made.recipe() != split.recipe():
-        return None
-    files = json.loads((newest.parent / "report.json").read_text())["files"]
-    rows: dict[str, Any] = {phase: files[f"{phase}/train.arrow"] for phase in PHASES}
-    rows["kto"] = _answers(rows["reward_model"], files.get("kto/train.arrow"))
-    # A phase of weight 0 has no rows, and so no lengths.
-    return limits(split) | {name: _of_file(file) for name, file in rows.items() if file["rows"]}
-
-
-def _answers(comparisons: Mapping[str, Any], labelled: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Both answers of each comparison, and labelled ones, described as one file.
-
-    A split of an earlier version has no labelled ones.
-    """
-    rows = {"chosen_ids": comparisons, "rejected_ids": comparisons, "response_ids": labelled}
-    own = [(file, name) for name, file in rows.items() if file and file["rows"]]
-
-    def together(counts: list[Mapping[str, int]]) -> dict[str, int]:
-        return {
-            "total": sum(one["total"] for one in counts),
-            "max": max((one["max"] for one in counts), default=0),
-        }
-
-    return {
-        "rows": sum(file["rows"] for file, _ in own),
-        "tokens": {
-            "prompt_ids": together([file["tokens"]["prompt_ids"] for file, _ in own]),
-            "response_ids": together([file["tokens"][name] for file, name in own]),
-        },
-    }
-
-
-def _of_file(file: Mapping[str, Any]) -> Lengths:
-    tokens, rows = file["tokens"], file["rows"]
-    answers = [counts for column, counts in tokens.items() if column != "prompt_ids"]
-    return Lengths(
-        rows=rows,
-        prompt=tokens["prompt_ids"]["total"] / rows,
-        response=sum(answer["total"] for answer in answers) / rows,
-        longest_prompt=tokens["prompt_ids"]["max"],
-        longest_response=sum(answer["max"] for answer in answers),
-        copies=max(1, len(answers)),
-    )
-
-
-def _micro_batches(batch: int, lengths: Lengths, budget: int, ranks: int) -> Rows:
-    """Those of `batch` rows of all ranks, of at most `budget` tokens each."""
-    whole = int(max(1, batch // ranks) * lengths.row)
-    tokens = max(lengths.longest, min(budget, whole))
-    return Rows(
-        tokens,
-        passes=max(1, -(-whole // tokens)),
-        computed=int(tokens * (lengths.prompt + lengths.response) / lengths.row),
-        answers=int(tokens * lengths.response / lengths.row),
-    )
-
-
 def stage_work(
-    stage: str,
-    parameters: Mapping[str, Any],
-    shape: Shape,
-    hardware: Hardware,
-    lengths: Mapping[str, Lengths],
+    stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known
 ) -> Work:
     """The work of a stage; the arguments are those of `plan_stage`."""
     load = Load.of(stage, parameters, hardware, lengths)
-    config = load.config
+    config, batch = load.config, load.batch
     if isinstance(config, EvaluateConfig):
-        return _evaluate(config, load, shape, hardware.world)
+        draws = max(config.baseline_draws, config.best_of_n)
+        tokens = batch * (config.answers_per_prompt + draws) * load.lengths.row
+        flops = 2 * forward_flops(shape, tokens, load.lengths.row)  # generation and reward model
+        return Work(batch, -(-batch // hardware.world), 1, tokens=tokens, flops=flops)
     if isinstance(config, PPOConfig):
         own = _ppo(config, load, shape)
     else:
         own = _supervised(config, load, shape)
-    return Work(
-        batch=load.batch,
-        rows_per_rank=load.batch // hardware.world,
-        micro_batches=load.rows.passes,
-        **own,
-        **disk(config, load.models, shape),
-    )
+    own |= disk(config, load.models, shape)
+    return Work(batch, batch // hardware.world, load.rows.passes, **own)
 
 
 def forward_flops(shape: Shape, tokens: float, context: float, *, head: bool = True) -> float:
-    """Operations of a forward pass: 2 for each weight and token, and those of causal attention.
-
-    `context` is the mean number of tokens of a row.
-    """
+    """Operations of a forward pass: 2 for each weight and token, and those of causal attention over
+    rows of `context` tokens on average."""
     weights = shape.matrices + (shape.vocab * shape.embedding if head else 0)
     return tokens * (2 * weights + 2 * shape.layers * shape.queries * context)
 
@@ -275,16 +219,15 @@ def forward_flops(shape: Shape, tokens: float, context: float, *, head: bool = T
 def training_flops(
     config: TrainedModelConfig, shape: Shape, tokens: float, context: float, *, head: bool = True
 ) -> float:
-    """Forward and backward pass: the backward pass costs twice the forward one, and once with LoRA,
-    whose frozen matrices have no gradient."""
+    """Operations of both passes: the backward one costs twice as much, with LoRA as much."""
     factor = 3 if config.lora is None else 2
     return factor * forward_flops(shape, tokens, context, head=head)
 
 
 def _supervised(config: SupervisedStage, load: Load, shape: Shape) -> dict[str, Any]:
-    row = load.lengths.row
     if load.lengths.rows is None:
-        return dict.fromkeys(("steps", "updates", "tokens", "flops"))
+        return {}
+    row = load.lengths.row
     steps = max(1, int(config.epochs * load.lengths.rows) // config.batch_size)
     tokens = steps * config.batch_size * row
     context, head = row / load.lengths.copies, not load.models[0].scalar
@@ -312,16 +255,16 @@ def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
         if isinstance(model, TrainedModel):
             flops += training_flops(model.config, shape, tokens, row, head=not model.scalar)
     updates = config.steps * config.ppo_epochs * config.updates_per_epoch
-    rates = None if config.actor.lora else rate_sum(config.actor.optimizer, updates)
+    optimizer = config.actor.optimizer
+    mean = 1.0 if optimizer.schedule == "constant" else 0.5  # of the peak
+    rates = None if config.actor.lora else updates * optimizer.learning_rate * mean
     work = {"steps": config.steps, "updates": updates, "tokens": tokens, "flops": flops}
     return work | {"rate_sum": rates}
 
 
 def reference_shape(config: StageConfig, shape: Shape) -> Shape:
-    """The sizes of the reference: those of the base model, or of a teacher.
-
-    Raises ConfigError if nothing on this machine says those of the teacher.
-    """
+    """The sizes of the reference: those of the base model, or of a teacher (ConfigError if not
+    known)."""
     if not isinstance(config, DistillConfig):
         return shape
     if (found := base_model_shape(config.teacher)) is None:
@@ -332,34 +275,9 @@ def reference_shape(config: StageConfig, shape: Shape) -> Shape:
     return found
 
 
-def rate_sum(config: OptimizerConfig, updates: int) -> float:
-    """Sum of the learning rates of all updates: half the peak on average, unless constant."""
-    mean = 1.0 if config.schedule == "constant" else 0.5
-    return updates * config.learning_rate * mean
-
-
-def _evaluate(config: EvaluateConfig, load: Load, shape: Shape, ranks: int) -> Work:
-    answers = config.prompts * (
-        config.answers_per_prompt + max(config.baseline_draws, config.best_of_n)
-    )
-    tokens = answers * load.lengths.row
-    return Work(
-        batch=config.prompts,
-        rows_per_rank=-(-config.prompts // ranks),
-        micro_batches=1,
-        steps=None,
-        updates=None,
-        tokens=tokens,
-        flops=2 * forward_flops(shape, tokens, load.lengths.row),  # generation and reward model
-    )
-
-
 def disk(config: SavingConfig, models: Sequence[StageModel], shape: Shape) -> dict[str, int]:
-    """Bytes of checkpoints and of saved models.
-
-    A checkpoint has 12 bytes for each trained parameter: its float32 weight and AdamW's moments, or
-    16 with an average of the weights. The first model is saved; `config` says how many are kept.
-    """
+    """Bytes of checkpoints, and of the first model. A checkpoint has 12 bytes for each trained
+    parameter (float32 weight, AdamW's moments), or 16 with an average of the weights."""
     trained = [model for model in models if isinstance(model, TrainedModel)]
     counts = [trained_parameters(model, shape) for model in trained]
     each = [12 + 4 * model.averaged for model in trained]
@@ -367,8 +285,7 @@ def disk(config: SavingConfig, models: Sequence[StageModel], shape: Shape) -> di
     size = BYTES[saved.config.deepspeed.precision]
     whole = size * (shape.body if saved.scalar else shape.parameters)
     kept = whole if saved.config.lora is None else size * counts[0]
-    policies = 1 + saved.averaged
     return {
         "checkpoints": (config.keep_last + 1) * sum(map(mul, each, counts)),
-        "saved_models": policies * ((config.keep_best + 1) * kept + whole),
+        "saved_models": (1 + saved.averaged) * ((config.keep_best + 1) * kept + whole),
     }

@@ -23,9 +23,9 @@ Departures from InstructGPT (Ouyang et al. 2022):
 import numpy as np
 import torch
 
-from rlhf_pipeline.config.grpo import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
+from rlhf_pipeline.config.stages import POLICIES
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows
 from rlhf_pipeline.distributed.world import join

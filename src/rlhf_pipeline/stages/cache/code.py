@@ -9,7 +9,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 import rlhf_pipeline
-from rlhf_pipeline.config.definitions import source_file
+from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.errors import ConfigError
 
 PACKAGE = "rlhf_pipeline"

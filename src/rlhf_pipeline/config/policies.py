@@ -1,3 +1,5 @@
+"""The kinds of PPO without a critic: GRPO, and distillation from a teacher."""
+
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -15,6 +17,36 @@ from rlhf_pipeline.config.training import (
     TrainedModelConfig,
 )
 
+
+class GRPOConfig(PPOConfig):
+    """Group relative policy optimization (Shao et al. 2024): the program of PPO without a critic,
+    with the learning rate, KL and single update of DeepSeekMath (section 4.2), and TRL's 8
+    responses."""
+
+    stage = sampler = "grpo"
+
+    steps: PositiveInt = 500
+    """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
+    rollout_batch_size: PositiveInt = 64
+    """Responses per generated batch, over all ranks: those to 8 prompts."""
+    responses_per_prompt: PositiveInt = 8
+    """Independent responses to each prompt; must divide `rollout_batch_size`."""
+    minibatch_size: PositiveInt = 64
+    """Responses per optimizer step, over all ranks; must divide the responses of a step."""
+    micro_batch_tokens: PositiveInt = 2048
+    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
+    advantage: Annotated[str, ADVANTAGE] = "grpo"
+    """Advantage estimator, as in `ppo.advantage`: any without a critic, or a function of yours."""
+    sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
+    """How responses are sampled."""
+    kl: KLConfig = KLConfig(coef=0.04, place="loss")
+    """KL constraint to the reference."""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the score of a response that was cut."""
+    actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=1e-6))
+    """The policy in training. It starts from the SFT model, or without SFT from the base model."""
+
+
 UNUSED = (
     *("advantage", "rewards", "aggregate", "reward_model", "curriculum"),
     *("score_clip", "missing_eos_penalty", "overlong_penalty"),
@@ -23,14 +55,11 @@ UNUSED = (
 
 
 class TeacherConfig(BaseModelConfig):
-    """The model to learn from, by its `path` alone or by a block with the fields of `base_model`.
-
-    It needs the tokenizer, the chat template and the end tokens of the student.
-    """
+    """The model to learn from, its `path` alone or fields of `base_model`. It needs the tokenizer,
+    the chat template and the end tokens of the student."""
 
     path: str
-    """A Hugging Face id, a local folder, or a local `.gguf` file. The recipe contains its commit,
-    or the digest of its bytes."""
+    """A Hugging Face id, a local folder, or a local `.gguf` file."""
     architecture: None = None
     """A teacher has weights."""
     vocab_size: None = None
@@ -41,19 +70,15 @@ class TeacherKLConfig(KLConfig):
     """The reverse KL to the teacher, which a distillation minimizes; see `ppo.kl`."""
 
     coef: PositiveFloat = 1.0
-    """Factor of the advantages. AdamW hardly depends on it; it weighs the KL against `ptx` and
-    `entropy_coef`."""
+    """Factor of the advantages; it weighs the KL against `ptx` and `entropy_coef`."""
     explosion: PositiveFloat | None = None
-    """KL above which training has diverged. None: no limit, since the student starts far from its
-    teacher."""
+    """KL above which training has diverged. None: no limit, since the student starts far away."""
 
     def _faults(self) -> Iterator[str]:
         for name, default in {"place": "reward", "target": None, "maximum": None}.items():
-            if (value := getattr(self, name)) != default:
-                yield (
-                    f"{name}: found {value}, expected none: a distillation minimizes the KL to the "
-                    f"teacher, and holds it nowhere. Fix: remove {name}"
-                )
+            if getattr(self, name) != default:
+                why = "a distillation minimizes the KL to the teacher, and holds it nowhere"
+                yield self._fault(name, f"none: {why}", f"remove {name}")
 
 
 class DistillConfig(PPOConfig):
@@ -75,18 +100,15 @@ class DistillConfig(PPOConfig):
     teacher: Annotated[
         TeacherConfig, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
     ]
-    """The model to learn from: a Hugging Face id, a folder, a `.gguf` file, or a block. It may be
-    larger than the student."""
+    """The model to learn from, which may be larger than the student."""
     steps: PositiveInt = 100
-    """Number of steps. Each generates, scores and trains on `rollout_batches` *
-    `rollout_batch_size` responses."""
+    """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt = 64
     """Responses per generated batch, over all ranks."""
     minibatch_size: PositiveInt = 64
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
     micro_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens of prompts and responses in a forward pass on each rank. A longer
-    row is a forward pass of its own."""
+    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
     advantage: Annotated[str, ADVANTAGE] = "immediate"
     """immediate: the advantage of a token is its own reverse KL. Another value is refused."""
     rewards: tuple[Reward, ...] = ()
@@ -100,8 +122,7 @@ class DistillConfig(PPOConfig):
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=5e-5))
     """The student. It starts from the SFT model, or without SFT from the base model."""
     reference: FrozenModelConfig = FrozenModelConfig()
-    """How the frozen teacher is loaded, also beside LoRA. A large one may have bf16 and ZeRO stage
-    3 while the student has others."""
+    """How the frozen teacher is loaded, also beside LoRA."""
 
     def _faults(self) -> Iterator[str]:
         for name in UNUSED:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.checks import check, check_values
-from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
-from rlhf_pipeline.config.roads import faults_without_reward_model, shares_text, unused_phases
+from rlhf_pipeline.config.stages import faults_without_reward_model, shares_text, unused_phases
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.preflight import check_blocks, check_phases

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import validated
-from rlhf_pipeline.config.distill import DistillConfig
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.training import FrozenModel
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
