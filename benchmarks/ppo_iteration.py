@@ -1,17 +1,18 @@
-"""One iteration of PPO, this project beside TRL: seconds and main memory.
+"""One iteration of PPO or GRPO, this project beside TRL: seconds and main memory.
 
     python benchmarks/ppo_iteration.py                         # sizes small and base, fp32 and bf16
-    python benchmarks/ppo_iteration.py --sizes=base --precisions=fp32 --rounds=5
+    python benchmarks/ppo_iteration.py --methods=grpo --sizes=base --precisions=fp32 --rounds=5
 
 Both train OPT models of the same shape on the same HH-RLHF prompts (the file in HH_RLHF_PATH, or
-the hub), with 64 new tokens, one epoch and one optimizer step. An iteration generates, scores by
-reference, critic and reward model, and updates actor and critic. The two take turns, one iteration
-each with the same prompts, so a slow minute of the machine counts for both. TRL runs with one
-process, this project with `--ranks` ranks; both use all cores.
+the hub), with 64 new tokens, one epoch and one optimizer step. An iteration of PPO generates,
+scores by reference, critic and reward model, and updates actor and critic. One of GRPO generates 4
+responses to each prompt, scores by the reference and a regular expression, and updates the actor.
+The two take turns, one iteration each with the same prompts, so a slow minute of the machine counts
+for both. TRL runs with one process, this project with `--ranks` ranks; both use all cores.
 
-TRL is installed into benchmarks/results/ppo_iteration/trl without its dependencies, which this
-project's environment contains already. Results: a table, and in benchmarks/results/ppo_iteration/ a
-file *.json for each row.
+PPO is that of the last TRL that has it, GRPO that of the newest one. They are installed into
+benchmarks/results/ppo_iteration/ without their dependencies, which this project's environment
+contains already. Results: a table, and in the same folder a file *.json for each row.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,12 @@ from rich.table import Table
 PROJECT = Path(__file__).parents[1]
 RESULTS = PROJECT / "benchmarks" / "results" / "ppo_iteration"
 OURS = Path(__file__).with_name("ppo_iteration_ours.py")
-TRLS = Path(__file__).with_name("ppo_iteration_trl.py")
-TRL = "trl==1.9.2"
+TRLS = {
+    "ppo": Path(__file__).with_name("ppo_iteration_trl.py"),
+    "grpo": Path(__file__).with_name("grpo_iteration_trl.py"),
+}
+TRL = {"ppo": "trl==1.9.2", "grpo": "trl==1.16.0"}
+GROUP = 4  # responses to each prompt of GRPO
 WARM_UP = 2
 """Iterations before the measured ones; memory is read during these."""
 
@@ -104,28 +110,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--methods", default="ppo,grpo")
     parser.add_argument("--sizes", default="small,base")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    trl = install_trl()
+    methods = options.methods.split(",")
+    for method in methods:
+        install_trl(method)
     rows = []
     for size in options.sizes.split(","):
         inputs = prepare(SIZES[size], RESULTS / size)
-        for precision in options.precisions.split(","):
-            rows.append(measure(size, precision, inputs, trl, options.rounds, options.ranks))
-            name = f"{size}-{precision}-{options.ranks}.json"
+        for method, precision in product(methods, options.precisions.split(",")):
+            rows.append(measure(method, size, precision, inputs, options.rounds, options.ranks))
+            name = f"{method}-{size}-{precision}-{options.ranks}.json"
             (RESULTS / name).write_text(json.dumps(rows[-1], indent=2))
     show(rows)
 
 
-def install_trl() -> Path:
-    """A folder with TRL."""
-    folder = RESULTS / "trl"
+def install_trl(method: str) -> Path:
+    """A folder with the TRL of a method."""
+    folder = RESULTS / TRL[method]
     if not folder.is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, f"--target={folder}", TRL], check=True)
+        subprocess.run([*pip, f"--target={folder}", TRL[method]], check=True)
     return folder
 
 
@@ -172,14 +181,15 @@ def make_reward_model(policy: Path, folder: Path) -> None:
 
 
 def measure(
-    size: str, precision: str, inputs: dict[str, Path], trl: Path, rounds: int, ranks: int
+    method: str, size: str, precision: str, inputs: dict[str, Path], rounds: int, ranks: int
 ) -> dict[str, Any]:
     """Let both take turns; return medians."""
-    job = job_of(SIZES[size], precision, inputs, RESULTS / f"{size}-{precision}")
+    folder = RESULTS / f"{method}-{size}-{precision}"
+    job = job_of(SIZES[size], precision, inputs, folder) | {"method": method, "group": GROUP}
     with ExitStack() as stack:
         contestants = {
             "ours": stack.enter_context(started(OURS, job, ranks)),
-            "trl": stack.enter_context(started(TRLS, job, 1, trl)),
+            "trl": stack.enter_context(started(TRLS[method], job, 1, install_trl(method))),
         }
         for _ in range(WARM_UP):
             for contestant in contestants.values():
@@ -194,7 +204,7 @@ def measure(
         for ours, theirs in zip(*(c.seconds for c in contestants.values()), strict=True)
     ]
     return {
-        "size": size, "precision": precision, "ranks": ranks, "ratios": ratios,
+        "method": method, "size": size, "precision": precision, "ranks": ranks, "ratios": ratios,
         "rollout": statistics.median(rollouts),
         **{
             name: {
@@ -249,14 +259,25 @@ def started(
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    table = Table(title="One PPO iteration, medians")
-    columns = ("size", "precision", "ranks", "ours, s", "of it rollout", "TRL, s", "ratio", "range")
+    table = Table(title="One iteration, medians")
+    columns = (
+        "method",
+        "size",
+        "precision",
+        "ranks",
+        "ours, s",
+        "of it rollout",
+        "TRL, s",
+        "ratio",
+        "range",
+    )
     for column in (*columns, "ours, GB", "TRL, GB"):
         table.add_column(column, justify="right")
     for row in rows:
         ours, trl, ratios = row["ours"], row["trl"], row["ratios"]
         table.add_row(
-            row["size"], row["precision"], str(row["ranks"]), f"{ours['median']:.2f}",
+            row["method"], row["size"], row["precision"], str(row["ranks"]),
+            f"{ours['median']:.2f}",
             f"{row['rollout']:.2f}", f"{trl['median']:.2f}",
             f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}",
             f"{ours['memory'] / 1e9:.2f}", f"{trl['memory'] / 1e9:.2f}",

@@ -1,4 +1,4 @@
-"""PPO of this project, one iteration for each line `go`; started by `ppo_iteration.py`."""
+"""PPO or GRPO of this project, one iteration for each line `go`; started by `ppo_iteration.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_pipeline.config.grpo import GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.world import join
@@ -43,12 +44,19 @@ if __name__ == "__main__":
     # bf16 requires ZeRO: its optimizer keeps the float32 weights.
     engine = {"precision": given["precision"], "zero_stage": int(given["precision"] == "bf16")}
     model = {"optimizer": {"learning_rate": 3e-6}, "deepspeed": engine}
-    config = PPOConfig.model_validate(
-        {
+    own = {"actor": model, "critic": model}
+    if given["method"] == "grpo":
+        own = {
+            "actor": model,
+            "responses_per_prompt": given["group"],
+            "rewards": [{"regex": "[a-m]"}],
+        }
+    config = {"ppo": PPOConfig, "grpo": GRPOConfig}[given["method"]].model_validate(
+        own
+        | {
             "steps": STEPS, "rollout_batch_size": given["batch"], "minibatch_size": given["batch"],
             "micro_batch_tokens": given.get("tokens", 100_000), "evaluations": 1, "log_every": 1,
             "sampling": {"max_response_tokens": given["response_tokens"]},
-            "actor": model, "critic": model,
         }
     )  # fmt: skip
     inputs = {name: Path(path) for name, path in given["inputs"].items()}
@@ -56,7 +64,7 @@ if __name__ == "__main__":
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     world = join(1, timeout_s=3600.0)
-    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 3600.0)
+    job = LaunchedJob(given["method"], "f", 1, {}, inputs, {}, folder, 3600.0)
     loaded = set_up(job, config, common_contract(inputs), world)
     setup = TakingTurns(**vars(loaded))
     began = next_turn(setup)

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.config.training import LoRAConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.rl.logprobs import sampled
-from rlhf_pipeline.rollout import transformers_generator
+from rlhf_pipeline.rollout import decoding
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.transformers_generator import Decoding, TransformersGenerator, repacked
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator, repacked
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
@@ -63,7 +64,7 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
     ends = replace(policy[1], eos_ids=tuple(range(1, 40)))  # about one token of seven
     together, sizes = TransformersGenerator(policy[0], ends), []
     monkeypatch.setattr(
-        transformers_generator,
+        decoding,
         "sampled",
         lambda logits, *rest: sizes.append(len(logits)) or sampled(logits, *rest),
     )
@@ -75,23 +76,6 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
     ]
     assert whole == alone
     assert {len(row) for row in whole} != {24}
-
-
-def test_rows_that_leave_at_fixed_tokens_have_the_same_responses(policy, generator, monkeypatch):
-    """As on a GPU. Some rows end early, and none of them gets a token after its EOS."""
-    sampling = SamplingConfig(max_response_tokens=40, batch_size_per_gpu=4, temperature=2.0)
-    seeds = row_seeds(1, 1, np.arange(24))
-    expected = responses(generator.generate(PROMPTS * 6, sampling, seeds).sequences)
-    assert min(map(len, expected)) < 16 < max(map(len, expected))
-    looks = []
-
-    def known(self, finished, step):
-        looks.append(step)
-        return finished if (step + 1) % 16 == 0 else None
-
-    monkeypatch.setattr(Decoding, "_known", known)
-    assert responses(generator.generate(PROMPTS * 6, sampling, seeds).sequences) == expected
-    assert max(looks) >= 16
 
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
@@ -133,3 +117,22 @@ def test_weights_that_are_sharded_stay():
     layer.weight.data = torch.empty(0)
     with repacked(layer, rows=2):
         assert "forward" not in vars(layer)
+
+
+@torch.no_grad()
+def test_adapters_are_added_to_the_weights_meanwhile(make_model):
+    model = load_policy(make_model("llama"), "fp32")
+    add_adapters(model, LoRAConfig())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(std=0.1)
+    expected = model(IDS).logits
+    products = []
+    with repacked(model, rows=2):
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda layer, *_: products.append(layer))
+        found = model(IDS).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert products == [model.get_output_embeddings()]  # the only layer without adapters
+    torch.testing.assert_close(model(IDS).logits, expected)

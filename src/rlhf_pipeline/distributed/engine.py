@@ -17,6 +17,7 @@ from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import BUCKET, inference_settings, training_settings
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed, get_accelerator
+from rlhf_pipeline.distributed.lean_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
 from rlhf_pipeline.distributed.zero import sharded_loading, whole_shape
 from rlhf_pipeline.models.forward import warn_of_padding
@@ -66,14 +67,19 @@ def train_engine(
 
 
 def _reduce_lean(engine: DeepSpeedEngine) -> None:
-    """Reduce the gradients of stage 0 in buckets, and not at all with one rank.
+    """Reduce the gradients of stage 0 in buckets, and none with one rank.
 
     Written for DeepSpeed 0.19: at stage 0 it copies up to 500 million gradients into one tensor,
     reduces it, and copies the result back, also with one rank. It has no setting for either.
     """
     engine.allreduce_gradients = partial(engine.allreduce_gradients, bucket_size=BUCKET)
-    if torch.distributed.get_world_size() == 1:
-        engine.allreduce_and_copy = lambda *_, **__: None
+    if torch.distributed.get_world_size() > 1:
+        return
+    engine.allreduce_and_copy = lambda *_, **__: None
+    offloads = engine.zero_use_cpu_optimizer()
+    on_cpu = engine.device.type == "cpu"
+    if engine.zero_optimization_stage() in (1, 2) and on_cpu and not offloads:
+        LeanStep(engine)
 
 
 def schedule_factor(config: OptimizerConfig, total_steps: int, step: int) -> float:

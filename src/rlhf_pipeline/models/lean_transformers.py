@@ -29,7 +29,6 @@ with hidden("sklearn"):
         AutoModelForSequenceClassification,
         AutoTokenizer,
         Cache,
-        DynamicCache,
         GenerationConfig,
         PreTrainedModel,
     )

@@ -50,7 +50,9 @@ def packed_attention(
     """
     dtype = query.dtype
     if (rows := packed_rows) is None:
-        query = query.to(key.dtype)  # a cache can be in float32, see `unpacked` of the generator
+        query = query.to(key.dtype)  # a cache can be in float32, see `RoomyCache.unpack`
+        if query.shape[2] == 1 and attention_mask is not None:
+            return _of_one_token(query, key, value, attention_mask, scaling).to(dtype), None
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask,
             scaling=scaling, sliding_window=sliding_window, **kwargs,
@@ -84,6 +86,19 @@ def packed_attention(
     return torch.cat(parts, dim=1).to(dtype), None
 
 
+def _of_one_token(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """The attention of one token for each row, (B, 1, heads, width).
+
+    The heads of a key-value group are so many queries of one head, so no kernel repeats the keys
+    and values for each of them.
+    """
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    found = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return found.reshape(len(query), 1, query.shape[1], value.shape[3])
+
+
 def one_kernel(dtype: torch.dtype, capability: tuple[int, int] | None, width: int) -> bool:
     """Whether torch's flash attention takes packed rows; otherwise they are processed one by one.
 
@@ -111,16 +126,5 @@ def _attention(
     return found.transpose(1, 2)
 
 
-def _mask(*, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
-    """A packed batch has no mask; others have that of torch's SDPA.
-
-    transformers recognizes a packed batch by its positions, and then allows no skip.
-    """
-    if kwargs["attention_mask"] is None and not allow_is_causal_skip:
-        return None
-    mask: Tensor | None = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip, **kwargs)
-    return mask
-
-
 AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, _mask)
+AttentionMaskInterface.register(PACKED, sdpa_mask)

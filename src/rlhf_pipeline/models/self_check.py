@@ -50,7 +50,7 @@ def require_sound_kernels(device: torch.device, precision: Precision) -> None:
 
 def check(device: torch.device, precision: Precision) -> list[Comparison]:
     """Compare all examples. Raises StageError if a result differs."""
-    found = compare_head(device, DTYPES[precision])
+    found = [*compare_head(device, DTYPES[precision]), *compare_token(device, DTYPES[precision])]
     for width, window in itertools.product((64, 80, 128), (None, 17)):
         found += compare_attention(device, DTYPES[precision], width, window)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
@@ -81,6 +81,20 @@ def compare_attention(
 
     shapes = [(heads, ROWS.packed().ids.numel(), width) for heads in (4, groups, groups)]
     return _compare(f"attention, heads of {width}, window {window}", compute, shapes, device, dtype)
+
+
+def compare_token(device: torch.device, dtype: torch.dtype) -> list[Comparison]:
+    """The attention of the newest token in four heads, to 300 tokens and fewer in two groups."""
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        columns = torch.arange(300, device=query.device)
+        seen = columns >= torch.tensor([[0], [100], [290]], device=query.device)
+        module: Any = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+        how: Any = {"scaling": 0.125}
+        return [packing.packed_attention(module, query, key, value, seen[:, None, None], **how)[0]]
+
+    shapes = [(3, 4, 1, 64), (3, 2, 300, 64), (3, 2, 300, 64)]
+    return _compare("attention of one token", compute, shapes, device, dtype)
 
 
 def compare_head(device: torch.device, dtype: torch.dtype) -> list[Comparison]:

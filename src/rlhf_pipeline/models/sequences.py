@@ -36,8 +36,17 @@ class Packed:
     response_ids: Tensor  # (1, M) long
 
     def model_inputs(self) -> dict[str, Any]:
-        """Return the arguments of a forward pass with the attention of `models.packing`."""
-        return {"input_ids": self.ids, "position_ids": self.positions, "packed_rows": self}
+        """Return the arguments of a forward pass with the attention of `models.packing`.
+
+        That attention reads no mask. A mask of four dimensions keeps transformers from making one,
+        for which it would wait for the device.
+        """
+        return {
+            "input_ids": self.ids,
+            "attention_mask": self.ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
+            "position_ids": self.positions,
+            "packed_rows": self,
+        }
 
     def to(self, device: torch.device) -> "Packed":
         """Copy the tokens to a device; the host does not wait for the copy."""

@@ -19,6 +19,7 @@ CHUNK = 2**25
 others; two if the entropy has a gradient."""
 
 ENTROPY_PARTS = 8
+BLOCK = 128  # tokens of the vocabulary whose probabilities are added up first
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, **how: Any) -> Tensor:
@@ -71,16 +72,31 @@ def sampled(
     Logits are (B, V), draws (B,) in [0, 1). Returns tokens (B,) long, and their log-probabilities
     (B,) float32. A temperature of 0 is greedy, with the log-probability at temperature 1.
     """
-    probabilities = (logits[:, :vocab_size].double() / (temperature or 1)).softmax(-1)
+    scaled = logits[:, :vocab_size].float()
+    if temperature not in (0, 1):
+        scaled = scaled / temperature
+    largest = scaled.amax(-1, keepdim=True)
+    weights = (scaled - largest).exp_()
+    # Sums of blocks in float64, then those within one block: the whole vocabulary in float64 would
+    # be most of the time of a small model's token.
+    blocks = torch.nn.functional.pad(weights, (0, -vocab_size % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    total = ends[:, -1:]
     if temperature == 0:
-        tokens = probabilities.argmax(-1, keepdim=True)
+        tokens = weights.argmax(-1, keepdim=True)
     else:
-        cdf = probabilities.cumsum(-1)
-        tokens = torch.searchsorted(cdf, draws[:, None] * cdf[:, -1:], right=True)
-    # For logits that are not finite, the search ends behind the last token. The log-probabilities
-    # of the response show the fault later. A check of each token here would make the device wait.
-    tokens = tokens.clamp(max=vocab_size - 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).log().float().squeeze(1)
+        place = draws[:, None] * total
+        block = torch.searchsorted(ends, place, right=True).clamp(max=ends.shape[1] - 1)
+        begin = ends.gather(1, block) - sums.gather(1, block)
+        within = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).double().cumsum(-1)
+        offset = torch.searchsorted(begin + within, place, right=True).clamp(max=BLOCK - 1)
+        # For logits that are not finite, the search ends behind the last token. The
+        # log-probabilities of the response show the fault later. A check of each token would make
+        # the device wait.
+        tokens = (block * BLOCK + offset).clamp(max=vocab_size - 1)
+    chosen = (scaled.gather(1, tokens) - largest).double() - total.log()
+    return tokens.squeeze(1), chosen.float().squeeze(1)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.rollout.generation import Seed
 from rlhf_pipeline.rollout.records import Rollout
-from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
+from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator, with_adapters
 
 COLUMNS, ROWS, COLUMNS_AND_GATHER = "colwise", "rowwise", "colwise_gather_output"
 STYLES = {COLUMNS: 0, ROWS: 1, COLUMNS_AND_GATHER: 0}
@@ -238,18 +238,6 @@ def whole_weights(
             for path, module in owners.items():
                 for name, _ in plain.get_submodule(path).named_parameters(recurse=False):
                     yield _join(path, name), with_adapters(module, name).detach()
-
-
-def with_adapters(module: nn.Module, name: str) -> Tensor:
-    """A parameter of a module; that of an adapted layer with its adapter added."""
-    from peft.tuners.lora import LoraLayer
-
-    if not isinstance(module, LoraLayer):
-        return module.get_parameter(name)
-    whole = module.get_base_layer().get_parameter(name)
-    if name != "weight":
-        return whole
-    return whole + sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
 
 
 def _join(path: str, name: str) -> str:
