@@ -318,8 +318,8 @@ def generation(
     parts = {
         "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
         "activations": prompts * lengths.longest_prompt * passing(shape, numbers),
-        # The distribution is in float64.
-        "logits": prompts * shape.vocab * (numbers.size + 4 * 8),
+        # Scaled logits, probabilities, and those in whole blocks, each in float32.
+        "logits": prompts * shape.vocab * (numbers.size + 4 * 4),
     }
     if gathered:
         parts["gathered weights"] = gathered
