@@ -98,7 +98,8 @@ def section(record: Tree) -> str:
         more = [str(row.get(name) or "").replace("|", "/").replace("\n", " ") for name in extra]
         table.append([row["row"], row["verdict"], *values, *more])
     lines = [f"| {' | '.join(cells)} |" for cells in table]
-    title = f"## {record['part']}\n\n{record['measures'].capitalize()}"
+    measures = record["measures"]
+    title = f"## {record['part']}\n\n{measures[0].upper()}{measures[1:]}"
     return f"{title}; {record['date']}, {record['seconds']:.0f} s.\n\n" + "\n".join(lines)
 
 

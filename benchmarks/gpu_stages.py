@@ -238,6 +238,7 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         blocks = {
             name: block.model_validate(values.get(name, {}))
             for name, block in parameter_blocks().items()
+            if values.get(name, {}) is not None
         }
         context = RunContext(FOLDER / "workspace", LaunchConfig(), listener=meter)
         common = values["seed"], StageRunner(context)

@@ -100,6 +100,28 @@ def generation(settings: Tree) -> Tree:
     return found
 
 
+def ppo_config(settings: Tree, ranks: int) -> tuple[PPOConfig, Lengths]:
+    """The parameters of PPO, and the lengths of its prompts."""
+    batch, prompt, response = (settings[name] for name in ("batch", "prompt", "response"))
+    batch = max(batch, ranks)
+    one = {
+        "optimizer": {"learning_rate": 1e-6, "warmup_fraction": 0.0},
+        "deepspeed": settings["deepspeed"],
+    } | settings.get("changes", {})
+    config = PPOConfig.model_validate(
+        {
+            "steps": 1000, "rollout_batch_size": batch, "minibatch_size": batch, "actor": one,
+            "critic": one, "evaluations": 1, "generator": settings.get("generator", "transformers"),
+            "micro_batch_tokens": settings.get("tokens", 16384),
+            "sampling": {
+                "max_response_tokens": response, "batch_size_per_gpu": batch,
+                "cuda_graphs": settings.get("graphs", True),
+            },
+        }
+    )  # fmt: skip
+    return config, Lengths(4 * batch, prompt, 0, prompt, 0)
+
+
 def ppo(settings: Tree) -> Tree:
     """Iterations of PPO, without evaluations and checkpoints."""
     from rlhf_pipeline.data.token_contract import common_contract
@@ -108,23 +130,10 @@ def ppo(settings: Tree) -> Tree:
     from rlhf_pipeline.training.ppo import train
     from rlhf_pipeline.training.ppo_setup import Setup, set_up
 
-    batch, prompt, response = (settings[name] for name in ("batch", "prompt", "response"))
-    batch, steps = max(batch, world().size), settings.get("steps", STEPS)
-    one = {
-        "optimizer": {"learning_rate": 1e-6, "warmup_fraction": 0.0},
-        "deepspeed": settings["deepspeed"],
-    } | settings.get("changes", {})
-    sampling = {"max_response_tokens": response, "batch_size_per_gpu": batch}
-    config = PPOConfig.model_validate(
-        {
-            "steps": 1000, "rollout_batch_size": batch, "minibatch_size": batch, "actor": one,
-            "critic": one, "micro_batch_tokens": min(16384, batch * (prompt + response)),
-            "evaluations": 1, "generator": settings.get("generator", "transformers"),
-            "sampling": sampling | {"cuda_graphs": settings.get("graphs", True)},
-        }
-    )  # fmt: skip
-    model = make_model(settings, prompt + response)
-    lengths = Lengths(4 * batch, prompt, 0, prompt, 0)
+    config, lengths = ppo_config(settings, world().size)
+    batch, steps = config.rollout_batch_size, settings.get("steps", STEPS)
+    prompt = lengths.longest_prompt
+    model = make_model(settings, prompt + settings["response"])
     planned = planned_gib("ppo", config, lengths, model)
     inputs = {
         "sft_model": model.folder, "reward_model": make_reward_model(model),
@@ -165,6 +174,20 @@ def ppo(settings: Tree) -> Tree:
     } | memory  # fmt: skip
 
 
+def sft_config(settings: Tree, ranks: int) -> tuple[SFTConfig, Lengths]:
+    """The parameters of SFT, and the lengths of its rows."""
+    batch, prompt, response = max(settings["batch"], ranks), 8, settings["length"] - 8
+    config = SFTConfig.model_validate(
+        {
+            "optimizer": {"learning_rate": 1e-5, "warmup_fraction": 0.0},
+            "deepspeed": settings["deepspeed"],
+            "batch_size": batch, "micro_batch_tokens": settings["tokens"],
+        }
+        | settings.get("changes", {})
+    )  # fmt: skip
+    return config, Lengths(batch, prompt, response, prompt, response)
+
+
 @dataclass(frozen=True)
 class Training:
     """SFT of random rows."""
@@ -183,18 +206,9 @@ class Training:
         from rlhf_pipeline.training.sft import SFTTask
         from rlhf_pipeline.training.supervised import Setup
 
-        length, tokens = settings["length"], settings["tokens"]
-        batch = max(settings["batch"], world().size)
-        config = SFTConfig.model_validate(
-            {
-                "optimizer": {"learning_rate": 1e-5, "warmup_fraction": 0.0},
-                "deepspeed": settings["deepspeed"],
-                "batch_size": batch, "micro_batch_tokens": tokens,
-            }
-            | settings.get("changes", {})
-        )  # fmt: skip
-        model, prompt = make_model(settings, length), 8
-        lengths = Lengths(batch, prompt, length - prompt, prompt, length - prompt)
+        config, lengths = sft_config(settings, world().size)
+        prompt, length, batch = lengths.longest_prompt, lengths.longest, config.batch_size
+        model = make_model(settings, length)
         planned = planned_gib("sft", config, lengths, model)
         release()
         engine = train_engine(partial(load_policy, model.folder), config, 1000)
