@@ -153,6 +153,10 @@ class PPO:
         return {"ppo": block, "split": split}
 
 
+CACHE = 4 * 24 * 2 * 4 * 100 * 4
+"""Keys and values of 4 rows of a rank."""
+
+
 def test_ppo_has_four_models_three_or_two():
     def names(ppo):
         return [model.name for model in plan_stage("ppo", ppo.parameters(), SHAPE, GPUS).models]
@@ -164,11 +168,17 @@ def test_ppo_has_four_models_three_or_two():
     assert names(PPO(lora=True, advantage="rloo")) == ["ppo.actor", "ppo.reward_model"]
 
 
-def test_the_cache_has_room_for_prompts_and_responses():
-    memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_cache_has_room_for_prompts_and_responses(graphs):
+    """Recorded graphs keep it between rollouts."""
+    parameters = PPO().parameters()
+    parameters["ppo"]["sampling"] = {"max_response_tokens": 8, "cuda_graphs": graphs}
+    memory = plan_stage("ppo", parameters, SHAPE, GPUS)
     (sampling,) = (phase for phase in memory.phases if phase.name == "generation")
     # 4 rows of a rank, 16 + 8 tokens, keys and values of 4 layers and 100 numbers in fp32.
-    assert sampling.parts["KV cache"] == 4 * 24 * 2 * 4 * 100 * 4
+    own = memory.models[0].held if graphs else sampling.parts
+    assert own["KV cache"] == CACHE
+    assert ("KV cache" in sampling.parts) != graphs
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -182,9 +192,9 @@ def test_a_sharded_copy_answers_for_all_its_ranks(pinned):
     copy, gathered = 4 * (320_000 + 50_000 + 100_000), 4 * 640_000
     assert memory.models[0].held.get("sharded copy", 0) == (copy if pinned else 0)
     assert sampling.parts["gathered weights"] == gathered + (0 if pinned else copy)
-    # 8 rows, of which a rank has half of the keys; a logit has 4 bytes, and 32 while it is sampled.
-    assert sampling.parts["KV cache"] == 4 * 24 * 2 * 4 * 100 * 4
-    assert sampling.parts["logits"] == 8 * 1000 * 36
+    # 8 rows, of which a rank has half of the keys; a logit has 4 bytes, and 16 while it is sampled.
+    assert memory.models[0].held["KV cache"] == CACHE
+    assert sampling.parts["logits"] == 8 * 1000 * 20
 
 
 @pytest.mark.parametrize("stage", ["ppo", "evaluate"])
@@ -223,7 +233,7 @@ def test_the_peak_is_the_largest_phase_above_what_is_held():
     memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
     # Actor and critic: weights 4, half of 12 in states; reference and reward model: weights 4. A
     # critic has a vector of 100 weights besides, since the output layer is tied.
-    assert memory.held == 28 * WEIGHTS + 10 * 100 + 4 * 100
+    assert memory.held == 28 * WEIGHTS + 10 * 100 + 4 * 100 + CACHE
     largest = max(sum(phase.parts.values()) for phase in memory.phases)
     assert memory.peak == 2**30 + memory.held + largest
 
@@ -265,7 +275,7 @@ FAMILIES = {
 
 
 def test_logits_exist_in_the_chunks_that_the_plan_assumes():
-    assert memory.CHUNK == logprobs.CHUNK
+    assert (memory.CHUNK, memory.GPU_CHUNK) == (logprobs.CHUNK, logprobs.GPU_CHUNK)
 
 
 def saved_bytes(model_type, layers, dtype, *, lora):

@@ -210,6 +210,14 @@ class PPOConfig(SavingConfig):
         return "hybrid" if hybrid and hybrid.inference_tp_size > 1 else "transformers"
 
     @property
+    def keeps_cache(self) -> bool:
+        """Whether a GPU keeps keys and values between rollouts, for its recorded graphs."""
+        is_whole = self.generator == "hybrid" or self.actor.deepspeed.zero_stage < 3
+        return (
+            self.sampling.cuda_graphs and self.generator in ("transformers", "hybrid") and is_whole
+        )
+
+    @property
     def correction(self) -> SamplerCorrectionConfig | None:
         """The weights that `sampler_correction` stands for."""
         if self.sampler_correction != "auto":

@@ -113,7 +113,10 @@ def _add_rollouts(
     rows = min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks))
     gathered = _for_generation(config, actor, shape, numbers, ranks)
     together = config.hybrid.inference_tp_size if config.generator == "hybrid" else 1
-    phases.append(generation(actor.name, shape, numbers, rows, load.lengths, gathered, together))
+    sampling = generation(actor.name, shape, numbers, rows, load.lengths, gathered, together)
+    if hardware.on_gpu and config.keeps_cache:
+        actor.held["KV cache"] = sampling.parts.pop("KV cache")
+    phases.append(sampling)
     critic = next((own for model, own in found if model.name == f"{config.stage}.critic"), None)
     if critic and load.rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
         # Scoring and update share the forward passes, so both models keep theirs at once.
