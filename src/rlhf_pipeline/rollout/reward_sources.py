@@ -9,7 +9,7 @@ To add a source, write a class like `CodeSource`, its block in `config/rewards.p
 in `load_rewards`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    rewards: Sequence[blocks.RewardSource],
+    rewards: blocks.Rewards,
     contract: TokenContract,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
