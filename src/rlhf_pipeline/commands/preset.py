@@ -48,9 +48,7 @@ from rlhf_pipeline.sizing.models import MODELS
     help="Start from the chat model that was made from MODEL, and leave SFT out.",
 )
 @click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder to write.  [default: conf/MODEL-GPUS]",
+    "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: conf/MODEL-GPUS]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the files of an earlier environment.")
 @click.option(
