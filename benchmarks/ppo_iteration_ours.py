@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_pipeline.config.grpo import GRPOConfig
+from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.world import join

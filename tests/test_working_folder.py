@@ -9,6 +9,7 @@ from kedro.io import DataCatalog
 from rich.console import Console
 
 from rlhf_pipeline.commands import doctor, serve
+from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
@@ -86,6 +87,6 @@ def test_servers(executed, tmp_path, monkeypatch, publish, make_model):
     monkeypatch.setattr(serve, "runs_page", lambda *_: "")
     folder = str(publish(make_model("llama")))
     monkeypatch.setattr(serve, "SILENT", {})
-    serve.serve.callback(DataCatalog(), tmp_path, folder, (), 1, "127.0.0.1")
+    serve.serve.callback(Ledger(DataCatalog(), tmp_path), folder, (), 1, "127.0.0.1")
     serve.ui.callback(tmp_path, Console(), 1)
     assert [command[:3] for command in started] == [[sys.executable, "-P", "-m"]] * 2

@@ -11,6 +11,7 @@ from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
+from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.clean import clean
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
@@ -66,7 +67,7 @@ class Shelf:
         )
         console = Console(file=io.StringIO(), width=200)
         options = {"yes": True, "unfinished": False, "versions": True} | options
-        clean.callback(catalog, console, self.root, **options)
+        clean.callback(Ledger(catalog, self.root), console, **options)
         return console.file.getvalue()
 
     @property

@@ -163,7 +163,7 @@ def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
 def test_a_page_replaces_no_file_unless_asked(tmp_path):
     (tmp_path / "notes.html").write_text("mine")
     with pytest.raises(ConfigError) as refusal:
-        compare.callback(None, Console(), tmp_path, ["1"], tmp_path / "notes.html", overwrite=False)
+        compare.callback(None, Console(), ["1"], tmp_path / "notes.html", overwrite=False)
     assert refusal.value.message == (
         f"--page: found {tmp_path}/notes.html, expected a new file. Fix: name another one, or add "
         "--overwrite"

@@ -18,6 +18,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.commands import export as module
+from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.export import SUMS, publish
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.distributed.model_files import save_model
@@ -67,7 +68,7 @@ def export(tmp_path):
             options = {"overwrite": False, "license_name": "unknown", "precision": None,
                        "max_shard_size": "5GB", "base": None, "gguf": None}  # fmt: skip
             names = (str(policy), str(destination))
-            module.export.callback(catalog, console, PROJECT, names, **options | changes)
+            module.export.callback(Ledger(catalog, PROJECT), console, names, **options | changes)
             return console.file.getvalue()
 
         yield export

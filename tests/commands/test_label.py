@@ -6,24 +6,26 @@ import socket
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 
+from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.label import label
 from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import ConfigError, DataError
 
 
 @pytest.fixture
-def catalog(tmp_path):
-    return DataCatalog({"workspace": MemoryDataset(tmp_path / "data" / "07_workspace")})
+def ledger(tmp_path):
+    workspace = MemoryDataset(tmp_path / "data" / "07_workspace")
+    return Ledger(DataCatalog({"workspace": workspace}), tmp_path)
 
 
 @pytest.fixture
-def serve(catalog, tmp_path):
+def serve(ledger, tmp_path):
     """Calls the command for one pair at some port."""
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"prompt": "Q?", "first": "a", "second": "b"}))
 
     def serve(port, output=None):
-        label.callback(catalog, tmp_path, None, str(pairs), output, "127.0.0.1", port)
+        label.callback(ledger, None, str(pairs), output, "127.0.0.1", port)
 
     return serve
 
@@ -44,7 +46,7 @@ def test_a_file_of_something_else_is_not_taken_for_votes(serve, tmp_path):
         serve(0, str(file))
 
 
-def test_pairs_come_from_a_file_of_any_format(catalog, tmp_path, monkeypatch, capsys):
+def test_pairs_come_from_a_file_of_any_format(ledger, tmp_path, monkeypatch, capsys):
     pairs = []
     monkeypatch.setattr(
         "rlhf_pipeline.commands.label.application", lambda found, *_: pairs.extend(found)
@@ -52,7 +54,7 @@ def test_pairs_come_from_a_file_of_any_format(catalog, tmp_path, monkeypatch, ca
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
     file = tmp_path / "pairs.csv"
     file.write_text("prompt,first,second\nOne?,a,b\nTwo?,c,d\n")
-    label.callback(catalog, tmp_path, None, str(file), None, "127.0.0.1", 0)
+    label.callback(ledger, None, str(file), None, "127.0.0.1", 0)
     assert "pairs  2\n" in capsys.readouterr().out
     assert [(pair.prompt, pair.first, pair.second) for pair in pairs] == [
         ((Message("user", "One?"),), "a", "b"),

@@ -9,6 +9,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from made_by_hand import REGISTRATION, answer, artifact
 from rich.console import Console
 
+from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.report import report, runs
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
@@ -64,7 +65,7 @@ def project(tmp_path, monkeypatch):
             others = {"evaluation_page": page, "registration": registration}
             catalog = DataCatalog(datasets | others | {"workspace": workspace})
             console = Console(file=io.StringIO(), width=80)
-            report.callback(catalog, console, tmp_path, name, show)
+            report.callback(Ledger(catalog, tmp_path), console, name, show)
             return console.file.getvalue()
 
     monkeypatch.setattr("webbrowser.open", links.append)
@@ -139,7 +140,7 @@ def shown(tmp_path):
             {name: ArtifactDataset(filepath=str(tmp_path / name)) for name in EVALUATIONS}
         )
         console = Console(file=io.StringIO(), width=140)
-        runs.callback(catalog, console, tmp_path)
+        runs.callback(Ledger(catalog, tmp_path), console)
         return [line.split() for line in console.file.getvalue().splitlines()]
 
     return shown

@@ -12,7 +12,7 @@ from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.distributed.optimizer_step import accumulate
 from rlhf_pipeline.distributed.world import join
-from rlhf_pipeline.rollout import transformers_generator
+from rlhf_pipeline.rollout import decoding
 from rlhf_pipeline.runtime.program import DETERMINISTIC
 from rlhf_pipeline.training import ppo_update
 
@@ -62,7 +62,7 @@ def test_ppo_learns_in_the_mode_and_samples_outside_of_it(ppo_inputs, world, tmp
 
         monkeypatch.setattr(module, name, call)
 
-    watched(transformers_generator, "sampled")
+    watched(decoding, "sampled")
     watched(ppo_update, "actor_loss")
     watched(ppo_update, "critic_loss")
     run_ppo(

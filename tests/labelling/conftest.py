@@ -10,8 +10,8 @@ import pytest
 import uvicorn
 from waiting import wait_until
 
-from rlhf_pipeline.labelling.pairs import distinct_pairs
 from rlhf_pipeline.labelling.server import application
+from rlhf_pipeline.labelling.votes import distinct_pairs
 
 
 def rows(count, **columns):

@@ -3,9 +3,8 @@
 import pytest
 
 from rlhf_pipeline.data.records import Message
-from rlhf_pipeline.labelling.pairs import Pair
 from rlhf_pipeline.labelling.server import results
-from rlhf_pipeline.labelling.votes import Vote
+from rlhf_pipeline.labelling.votes import Pair, Vote
 
 SCORES = {"second": (0, 1), "first": (1, 0), "tie": (1, 1), "bad": (0, 0)}
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
-from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import Rewards
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
@@ -49,18 +50,14 @@ def load(policy, contract, world, tmp_path):
     """Loads the sources of `ppo.rewards`; `files` are the inputs `rewards.<index>` of the job."""
 
     def make(*rewards, files=None, digests=None, trained_mean=None, score_clip=5.0):
-        model = {"optimizer": {"learning_rate": 1e-3}}
-        config = PPOConfig.model_validate(
-            {
-                "steps": 1, "rollout_batch_size": 8, "minibatch_size": 8, "evaluations": 1,
-                "micro_batch_tokens": 48, "actor": model, "critic": model, "rewards": rewards,
-                "score_clip": score_clip,
-            }
-        )  # fmt: skip
+        sources = TypeAdapter(Rewards).validate_python(rewards)
         job = LaunchedJob(
             "ppo", "f", 1, {}, files or {}, digests or {}, tmp_path / "ppo" / "f", 60.0
         )
-        return load_rewards(job, config, contract, world, load_tokenizer(policy), trained_mean)
+        return load_rewards(
+            job, sources, contract, world, load_tokenizer(policy), trained_mean,
+            score_clip=score_clip, aggregate="sum", micro_batch_tokens=48,
+        )  # fmt: skip
 
     return make
 

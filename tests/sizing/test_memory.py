@@ -275,7 +275,7 @@ FAMILIES = {
 
 
 def test_logits_exist_in_the_chunks_that_the_plan_assumes():
-    assert memory.CHUNK == logprobs.CHUNK
+    assert (memory.CHUNK, memory.GPU_CHUNK) == (logprobs.CHUNK, logprobs.GPU_CHUNK)
 
 
 def saved_bytes(model_type, layers, dtype, *, lora):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,14 @@ def artifact_of_folder(folder: Path) -> Path:
     return folder if (folder / NAME).is_file() else folder.parent
 
 
+def policies_in(evaluation: Path) -> dict[str, dict[str, float]]:
+    """The metrics of the policies of an evaluation."""
+    found: dict[str, dict[str, float]] = json.loads((evaluation / EVALUATION).read_text())[
+        "policies"
+    ]
+    return found
+
+
 @dataclass(frozen=True)
 class Policy:
     """A policy, what it was made from, and its evaluations."""
@@ -62,9 +70,7 @@ class Policy:
         if not self.evaluations:
             return {}
         folder, name = self.evaluations[0]
-        compared = json.loads((folder / EVALUATION).read_text())
-        found: dict[str, float] = compared["policies"][name]
-        return found
+        return policies_in(folder)[name]
 
     def parameters(self) -> dict[str, Any]:
         """The parameters and the seeds of all stages, by their dotted names."""
@@ -111,10 +117,8 @@ class Ledger:
         known: dict[str, Path] = {}
         for artifact in self.artifacts:
             for folder in (artifact, *(path for path in artifact.iterdir() if path.is_dir())):
-                try:
+                with suppress(ArtifactError):  # another artifact, which nobody may ask for
                     known[content_digest(folder)] = folder
-                except ArtifactError:
-                    continue  # another artifact, which nobody may ask for
         return known
 
     @cached_property
@@ -194,22 +198,16 @@ class Ledger:
         """The policy with a name: its lineage and its evaluations."""
         folder = self.folder(name)
         (_, policy), *others = self.ancestors(folder)
-        made_from = {policy.stage: policy} | {
-            title(one.stage, one.config): one for _, one in others
-        }
+        made_from = {policy.stage: policy} | {title(m.stage, m.config): m for _, m in others}
         digest, found = content_digest(folder), []
-        stage = policy.stage
-        for path in self.artifacts:
-            if (path / EVALUATION).is_file():
-                for source, content in Manifest.read(path).inputs.items():
-                    if content == digest and source.endswith("_model") and source != "reward_model":
-                        compared = json.loads((path / EVALUATION).read_text())["policies"]
-                        own = source.removesuffix("_model")
-                        found.append(
-                            (self.with_files(path), own if own in compared else BASE_MODEL)
-                        )
-        newest = sorted(found, key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
-        return Policy(name, stage, made_from, tuple(newest), folder)
+        for path in (each for each in self.artifacts if (each / EVALUATION).is_file()):
+            for source, content in Manifest.read(path).inputs.items():
+                if content == digest and source.endswith("_model") and source != "reward_model":
+                    own = source.removesuffix("_model")
+                    known = own if own in policies_in(path) else BASE_MODEL
+                    found.append((self.with_files(path), known))
+        found.sort(key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
+        return Policy(name, policy.stage, made_from, tuple(found), folder)
 
     def evaluation(self, name: str | None) -> Path:
         """The evaluation with a version, in a folder, or of a policy; without a name the newest.

@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kedro.io import CatalogProtocol
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from rlhf_pipeline.commands.artifacts import Ledger, datasets_of
 from rlhf_pipeline.commands.command import Command, plain_table
@@ -16,7 +14,7 @@ from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.errors import ArtifactError, without_secrets
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
-from rlhf_pipeline.stages.cache.cleaning import Leftover, remove, survey
+from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
 from rlhf_pipeline.tracking.registry import registered_sources
 from rlhf_pipeline.tracking.store import tracking_uri
@@ -32,19 +30,11 @@ from rlhf_pipeline.tracking.store import tracking_uri
     is_flag=True,
     help="Include published versions that are neither the newest nor registered.",
 )
-def clean(
-    catalog: CatalogProtocol,
-    console: Console,
-    project: Path,
-    yes: bool,
-    unfinished: bool,
-    versions: bool,
-) -> None:
+def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool, versions: bool) -> None:
     """List or remove the files that no published version needs.
 
     These are work directories, downloads, and the remains of interrupted publications.
     """
-    ledger = Ledger(catalog, project)
     workspace, datasets = ledger.workspace, ledger.datasets.values()
     root, show = workspace.parent, partial(console.print, highlight=False, soft_wrap=True)
     published = [path for dataset in datasets for path in dataset.versions(strict=True)]
@@ -60,20 +50,28 @@ def clean(
     if versions:
         for fault in filter(None, (dataset.clock_fault() for dataset in datasets)):
             raise ArtifactError(fault)
-        show(f"registry: {without_secrets(tracking_uri(project))}")
-        older = _not_registered(older, catalog, project)
+        show(f"registry: {without_secrets(tracking_uri(ledger.project))}")
+        older = _not_registered(older, ledger)
         unwanted |= dict.fromkeys(older, "an older version, not registered")
-        pages = [page for page in datasets_of(PageDataset, catalog).values() if page.store is None]
+        pages = [
+            page for page in datasets_of(PageDataset, ledger.catalog).values() if page.store is None
+        ]
         unwanted |= {
             page.parent: "an older page" for each in pages for page in each.versions()[:-1]
         }
         published = [path for path in published if path not in older]
     leftovers, kept = survey(workspace, stage_specs(), published, unwanted, unfinished=unfinished)
+    freed = sum(leftover.freed for leftover in leftovers)
     if leftovers:
-        console.print(_table(leftovers, root))
+        table = plain_table(show_footer=True, footer_style="bold")
+        table.add_column("directory", overflow="fold", footer="total")
+        table.add_column("why", overflow="fold")
+        table.add_column("frees", justify="right", no_wrap=True, footer=decimal(freed))
+        for row in leftovers:
+            table.add_row(_name(row.path, root), row.why, decimal(row.freed))
+        console.print(table)
     for path, why in kept.items():
         show(f"kept: {_name(path, root)}: {why}")
-    freed = sum(leftover.freed for leftover in leftovers)
     if not leftovers:
         show("Nothing to remove.")
     elif not yes:
@@ -88,17 +86,17 @@ def clean(
         show(f"{len(older)} versions are older; --versions removes those that are not registered.")
 
 
-def _not_registered(older: list[Path], catalog: CatalogProtocol, project: Path) -> list[Path]:
+def _not_registered(older: list[Path], ledger: Ledger) -> list[Path]:
     """The versions that neither the registry nor a registration published here names."""
     named: dict[Path, Any] = {}
-    for dataset in datasets_of(JSONDataset, catalog).values():
+    for dataset in datasets_of(JSONDataset, ledger.catalog).values():
         if (file := Path(str(dataset._filepath))).stem.endswith("registration"):
             named |= {path: json.loads(path.read_text()) for path in file.glob(f"*/{file.name}")}
-    uri = tracking_uri(project)
-    registered = registered_sources(project)
+    registered = registered_sources(ledger.project)
     models = {model for model, _ in registered}
     for path, each in named.items():
         if each["model"] not in models:
+            uri = tracking_uri(ledger.project)
             raise ArtifactError(
                 f"--versions: found no {each['model']} in the registry at {without_secrets(uri)}, "
                 "expected this registered model. Fix: set MLFLOW_TRACKING_URI as for the runs; if "
@@ -116,17 +114,6 @@ def _not_registered(older: list[Path], catalog: CatalogProtocol, project: Path) 
         and content_digest(path) not in digests
         and Manifest.read(path).stage not in stages
     ]
-
-
-def _table(leftovers: list[Leftover], root: Path) -> Table:
-    table = plain_table(show_footer=True, footer_style="bold")
-    table.add_column("directory", overflow="fold", footer="total")
-    table.add_column("why", overflow="fold")
-    freed = sum(row.freed for row in leftovers)
-    table.add_column("frees", justify="right", no_wrap=True, footer=decimal(freed))
-    for row in leftovers:
-        table.add_row(_name(row.path, root), row.why, decimal(row.freed))
-    return table
 
 
 def _name(path: Path, root: Path) -> str:

@@ -52,15 +52,17 @@ ENV = "rlhf_pipeline.env"
 class Command(click.Command):
     """A command whose errors are one message each; `--traceback` shows the stack as well.
 
-    Its function also gets those of `catalog`, `project` (a folder) and `console` that it names. A
-    command that names the catalog has the options of `kedro run` that choose one.
+    Its function also gets those of `catalog`, `ledger` (of all artifacts), `project` (a folder) and
+    `console` that it names. A command that names the catalog or the ledger has the options of
+    `kedro run` that choose one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         function: Any = self.callback
-        self._wanted = {"catalog", "project", "console"} & {*inspect.signature(function).parameters}
-        self.params += CONFIGURATION if "catalog" in self._wanted else ()
+        self._named = {*inspect.signature(function).parameters}
+        self._reads = bool(self._named & {"catalog", "ledger"})
+        self.params += CONFIGURATION if self._reads else ()
         self.params.append(
             click.Option(["--traceback"], is_flag=True, help="Show the stack of an error.")
         )
@@ -70,21 +72,25 @@ class Command(click.Command):
 
         show_traceback = ctx.params.pop("traceback")
         with explained_errors(show_traceback=show_traceback), ExitStack() as sessions:
+            given: dict[str, Any] = {}
             if isinstance(ctx.obj, ProjectMetadata):
-                enter(Path(ctx.obj.project_path))
-            if "console" in self._wanted:
-                ctx.params["console"] = console()
-            if "project" in self._wanted:
-                ctx.params["project"] = Path(ctx.obj.project_path)
-            if "catalog" in self._wanted:
+                given["project"] = Path(ctx.obj.project_path)
+                enter(given["project"])
+            if "console" in self._named:
+                given["console"] = console()
+            if self._reads:
                 from kedro.framework.session import KedroSession
+
+                from rlhf_pipeline.commands.artifacts import Ledger
 
                 env, source, params = (ctx.params.pop(str(each.name)) for each in CONFIGURATION)
                 ctx.meta[ENV] = env
                 session = KedroSession.create(
-                    ctx.obj.project_path, env=env, conf_source=source, runtime_params=params
+                    given["project"], env=env, conf_source=source, runtime_params=params
                 )
-                ctx.params["catalog"] = sessions.enter_context(session).load_context().catalog
+                given["catalog"] = sessions.enter_context(session).load_context().catalog
+                given["ledger"] = Ledger(given["catalog"], given["project"])
+            ctx.params |= {name: given[name] for name in self._named & given.keys()}
             return super().invoke(ctx)
 
 
@@ -109,14 +115,24 @@ def console(width: int = 500) -> "Console":
     return Console(width=None if sys.stdout.isatty() else width, highlight=False)
 
 
-def plain_table(*columns: str, **options: Any) -> "Table":
-    """An empty table without lines, whose cells stay on one line."""
+def plain_table(
+    *columns: str, numbers: Iterable[str] = (), gap: int = 2, **options: Any
+) -> "Table":
+    """An empty table without lines, whose cells stay on one line; `numbers` are on the right."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", **options)
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", **options)
     for name in columns:
         table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def show_link(console: "Console", name: str, address: str) -> None:
+    """Print an address that a terminal can open."""
+    text = f"{name}: [link={address}]{address}[/link]"
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 OPTIONS = {

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.commands.artifacts import Ledger, Policy
-from rlhf_pipeline.commands.command import Command, plain_table
+from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
@@ -43,12 +42,7 @@ LETTERS = 12
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file of an earlier page.")
 def compare(
-    catalog: CatalogProtocol,
-    console: Console,
-    project: Path,
-    policies: Sequence[str],
-    page: Path | None,
-    overwrite: bool,
+    ledger: Ledger, console: Console, policies: Sequence[str], page: Path | None, overwrite: bool
 ) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
@@ -60,7 +54,6 @@ def compare(
         raise ConfigError(
             f"--page: found {page}, expected a new file. Fix: name another one, or add --overwrite"
         )
-    ledger = Ledger(catalog, project)
     found = [ledger.policy(name) for name in policies]
     tables = [
         difference_table("parameters", found, Policy.parameters),
@@ -74,11 +67,9 @@ def compare(
         for line in verdicts(candidate, baseline, len(pairs)):
             console.print(line, highlight=False)
     if page is not None:
-        write_atomically(
-            page, comparison_page(found, [*tables, difference_table("data", found, data)])
-        )
-        link = page.resolve().as_uri()
-        console.print(f"page: [link={link}]{link}[/link]", highlight=False, soft_wrap=True)
+        tables.append(difference_table("data", found, data))
+        write_atomically(page, comparison_page(found, tables))
+        show_link(console, "page", page.resolve().as_uri())
 
 
 def recipes(policy: Policy) -> dict[str, str]:

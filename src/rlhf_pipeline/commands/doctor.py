@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import metadata
@@ -57,15 +58,15 @@ print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
 """
 """This program runs in a process of its own, because the driver never imports torch."""
 SELF_CHECK = "rlhf_pipeline.models.self_check"
-STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+State = Literal["ok", "warning", "failure"]
+STYLES: Mapping[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
 class Unfit(Exception):  # noqa: N818 - what a machine is, not an error
-    """What is wrong with a machine, and what to do."""
+    """What is wrong with a machine, what to do, and whether that is a failure."""
 
-    def __init__(self, found: str, fix: str, *, is_warning: bool = False) -> None:
-        super().__init__(found)
-        self.found, self.fix, self.is_warning = found, fix, is_warning
+    def __init__(self, found: str, fix: str, state: State = "failure") -> None:
+        super().__init__(found, fix, state)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Finding:
     """One line of the table."""
 
     check: str
-    state: Literal["ok", "warning", "failure"]
+    state: State
     found: str
     fix: str = ""
 
@@ -104,7 +105,19 @@ def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
     Each finding comes with its fix. The exit code is 1 if a check fails, and 0 if all checks pass
     or only warn.
     """
-    setup = setup_of(catalog)
+    blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
+    values = dict(leaves(plain_values(blocks)))
+    compiled = (("offload_optimizer", True), ("generator", "vllm"))
+    compiles = [
+        name for name, value in values.items() if (name.rpartition(".")[2], value) in compiled
+    ]
+    used = {value for name, value in values.items() if name.endswith(".precision")}
+    setup = Setup(
+        root=Path(catalog.load("workspace")).absolute().parent,
+        launch=blocks["launch"],
+        compiles=tuple(f"{name} ({json.dumps(values[name])})" for name in compiles),
+        precisions=sorted(used - {None}),
+    )
     findings = [examine(name, check, setup) for name, check in CHECKS.items()]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -120,30 +133,13 @@ def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def setup_of(catalog: CatalogProtocol) -> Setup:
-    """What the checks look at, from the parameters of a run."""
-    blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
-    values = dict(leaves(plain_values(blocks)))
-    compiled = (("offload_optimizer", True), ("generator", "vllm"))
-    used = {value for name, value in values.items() if name.endswith(".precision")}
-    return Setup(
-        root=Path(catalog.load("workspace")).absolute().parent,
-        launch=blocks["launch"],
-        compiles=tuple(
-            f"{name} ({json.dumps(value)})"
-            for name, value in values.items()
-            if (name.rpartition(".")[2], value) in compiled
-        ),
-        precisions=sorted(used - {None}),
-    )
-
-
 def examine(name: str, check: Callable[[Setup], str], setup: Setup) -> Finding:
     """What a check finds. An error of one check does not hide the findings of the others."""
     try:
         return Finding(name, "ok", check(setup))
     except Unfit as unfit:
-        return Finding(name, "warning" if unfit.is_warning else "failure", unfit.found, unfit.fix)
+        found, fix, state = unfit.args
+        return Finding(name, state, found, fix)
     except PipelineError as error:
         found, _, fix = error.message.partition(" Fix: ")
     except Exception as error:
@@ -167,14 +163,13 @@ def libraries(_: Setup) -> str:
     needed = [each for each in required if each.marker is None or each.marker.evaluate()]
     faults = {}
     for each in needed:
+        wanted = f"'{each.name}{each.specifier}'"
         try:
             found = metadata.version(each.name)
+            if not each.specifier.contains(found, prereleases=True):
+                faults[wanted] = f"{each.name} {found}, expected {each.specifier}"
         except metadata.PackageNotFoundError:
-            faults[f"'{each.name}{each.specifier}'"] = f"{each.name} is missing"
-            continue
-        if not each.specifier.contains(found, prereleases=True):
-            fault = f"{each.name} {found}, expected {each.specifier}"
-            faults[f"'{each.name}{each.specifier}'"] = fault
+            faults[wanted] = f"{each.name} is missing"
     if faults:
         raise Unfit("; ".join(faults.values()), f"{pip_install()}{' '.join(faults)}")
     return f"{len(needed)} libraries in their tested ranges"
@@ -212,19 +207,16 @@ def gpu(setup: Setup) -> str:
     if built_for is None:
         fix = "install torch with CUDA, or set DS_ACCELERATOR=cpu to train on the CPU"
         raise Unfit(f"{setup.gpus} GPUs, but torch {version} has no CUDA", fix)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = (_run(query).stdout.split() or ["unknown"])[0]
     if len(names) < setup.gpus:
         found = f"torch {version} for CUDA {built_for} sees {len(names)} of {setup.gpus} GPUs"
         fix = "update the driver, or install torch for an older CUDA"
-        raise Unfit(f"{found} with driver {_driver()}", fix)
+        raise Unfit(f"{found} with driver {driver}", fix)
     if setup.gpus > 1 and nccl is None:
         raise Unfit("torch has no NCCL", "install torch with CUDA for Linux")
     kinds = ", ".join(dict.fromkeys(names))
-    return f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {_driver()}"
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return (_run(query).stdout.split() or ["unknown"])[0]
+    return f"{setup.gpus} x {kinds}; torch {version}, CUDA {built_for}, driver {driver}"
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -268,7 +260,7 @@ def disk(setup: Setup) -> str:
     if free >= 10 * GIB:
         return found
     fix = "`kedro rlhf clean`, or another folder with --params=root=FOLDER"
-    raise Unfit(found, fix, is_warning=free >= GIB)
+    raise Unfit(found, fix, "warning" if free >= GIB else "failure")
 
 
 def nodes(setup: Setup) -> str:
@@ -279,29 +271,20 @@ def nodes(setup: Setup) -> str:
     setup.root.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="nodes-", dir=setup.root.resolve()) as folder:
         program = on_several_machines(NodeProgram(RANK, folder), setup.launch, layout)
-        with program.running() as process:
-            try:
-                code: int | None = process.wait(START_S)
-            except subprocess.TimeoutExpired:
-                code = None
+        code = None
+        with program.running() as process, suppress(subprocess.TimeoutExpired):
+            code = process.wait(START_S)
         if code == 0:
             return f"{program.ranks} ranks start on {len(layout.ranks)} machines"
         tail = log_tail(Path(folder))
-        if code is None:
-            cause = f"found ranks that do not start within {START_S:g} s{tail}"
-        else:
+        cause = f"found ranks that do not start within {START_S:g} s{tail}"
+        if code is not None:
             cause = logged_cause(Path(folder)) or f"found exit code {code}{tail}"
         raise Unfit(cause, "correct what the output names; this machine must be the first one")
 
 
 CHECKS: Mapping[str, Callable[[Setup], str]] = {
-    "python": python,
-    "libraries": libraries,
-    "compiler": compiler,
-    "gpu": gpu,
-    "kernels": kernels,
-    "shared memory": shared_memory,
-    "disk": disk,
-    "nodes": nodes,
+    check.__name__.replace("_", " "): check
+    for check in (python, libraries, compiler, gpu, kernels, shared_memory, disk, nodes)
 }
 """All checks by their names, in the order of the table."""

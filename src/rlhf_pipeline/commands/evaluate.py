@@ -1,15 +1,15 @@
 """`kedro rlhf evaluate`: any models answer the same prompts, and are judged and compared."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import yaml
-from kedro.io import CatalogProtocol
 from rich.console import Console
 
 from rlhf_pipeline.checks import judge_faults, length_faults, refuse
@@ -59,14 +59,9 @@ from rlhf_pipeline.tracking.store import tracking_uri
     help="Register the second model as the candidate against the first, and apply the gate.",
 )
 def evaluate(
-    catalog: CatalogProtocol,
-    console: Console,
-    project: Path,
-    models: Sequence[str],
-    prompts: str | None,
-    judges: Sequence[str],
-    registers: bool,
-) -> None:
+    ledger: Ledger, console: Console, models: Sequence[str], prompts: str | None,
+    judges: Sequence[str], registers: bool,
+) -> None:  # fmt: skip
     """Compare the answers of MODELS to the same prompts; the first model is the baseline.
 
     MODELS are versions or aliases of the registered model, folders of artifacts, folders of
@@ -75,19 +70,17 @@ def evaluate(
     """
     if len(models) < 2:
         raise ConfigError(f"MODELS: found {models[0]} alone, expected two or more")
+    catalog, project = ledger.catalog, ledger.project
     config = evaluation_config(catalog.load("params:evaluate"), judges)
     given, seed = catalog.load("params:split"), catalog.load("params:seed")
     tests = (source_of(prompts),) if prompts else given.sources
     refuse(judge_faults(config.judges, dict(enumerate(tests)), "evaluate.judges"))
-    if prompts:
-        changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
-        given = given.model_copy(update=changes)
     tracker = MlflowTracker(tracking_uri(project), project)
-    ledger = Ledger(catalog, project, (tracker,))
-    tracker.describe(f"evaluate {' '.join(models)}", {}, {})
-    status: Status = "FAILED"
-    try:
+    ledger = replace(ledger, listeners=(tracker,))
+    with _tracked(tracker, f"evaluate {' '.join(models)}"):
         if prompts:  # its faults come before the import of a large model
+            changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
+            given = given.model_copy(update=changes)
             with ledger.stages() as stages:
                 read_sources("source", given.records(), given, seed, stages)
         folders = dict(zip(labels(models), map(ledger.language_model, models), strict=True))
@@ -114,20 +107,28 @@ def evaluate(
                 baseline, candidate, evaluation, champion, answered, gate, tests, project
             )
             results["registration"] = asdict(registration)
-        page = evaluation.with_name(f"{evaluation.name}.html")
         text = evaluation_page(evaluation, folders.values(), results.get("registration"))
-        write_atomically(page, text)
+        results["evaluation_page"] = evaluation.with_name(f"{evaluation.name}.html")
+        write_atomically(results["evaluation_page"], text)
         fingerprint = Manifest.read(evaluation).fingerprint
         tracker.log_verdict(fingerprint, read_evaluation(evaluation))
         tracker.log_page(fingerprint, text)
+    print_results(results, console, click.get_current_context().meta[ENV])
+
+
+@contextmanager
+def _tracked(tracker: MlflowTracker, title: str) -> Iterator[None]:
+    """Describe the run, and record how it ended."""
+    tracker.describe(title, {}, {})
+    status: Status = "FAILED"
+    try:
+        yield
         status = "FINISHED"
     except (Interrupted, KeyboardInterrupt):
         status = "KILLED"
         raise
     finally:
         tracker.end(status)
-    env = click.get_current_context().meta[ENV]
-    print_results({**results, "evaluation_page": page}, console, env)
 
 
 def evaluation_config(given: EvaluateConfig, judges: Sequence[str]) -> EvaluateConfig:

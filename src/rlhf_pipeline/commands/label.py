@@ -6,15 +6,13 @@ from typing import Any
 
 import click
 import uvicorn
-from kedro.io import CatalogProtocol
 
 from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.errors import ConfigError, printable
-from rlhf_pipeline.labelling.pairs import distinct_pairs, evaluation_rows
 from rlhf_pipeline.labelling.server import application
-from rlhf_pipeline.labelling.votes import locked
+from rlhf_pipeline.labelling.votes import distinct_pairs, evaluation_rows, locked
 
 
 @click.command(cls=Command)
@@ -34,14 +32,9 @@ from rlhf_pipeline.labelling.votes import locked
     "--port", default=8700, show_default=True, help="Port to listen on; 0 picks a free port."
 )
 def label(
-    catalog: CatalogProtocol,
-    project: Path,
-    evaluation: str | None,
-    pairs: str | None,
-    output: str | None,
-    host: str,
+    ledger: Ledger, evaluation: str | None, pairs: str | None, output: str | None, host: str,
     port: int,
-) -> None:
+) -> None:  # fmt: skip
     """Let people compare answers on a page until Ctrl-C.
 
     The votes become a file of comparisons, which a source in `split.sources` can read. EVALUATION
@@ -49,7 +42,6 @@ def label(
     """
     if (evaluation is None) == (pairs is None):
         raise click.UsageError("use either EVALUATION or --pairs")
-    ledger = Ledger(catalog, project)
     rows: Iterable[Any]
     if pairs is not None:
         rows = (row for _, row in read_rows(pairs, (), "train"))

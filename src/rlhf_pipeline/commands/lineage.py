@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
-from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
@@ -30,14 +29,13 @@ CONTENT = re.compile("[0-9a-f]{64}")
 
 @click.command(cls=Command)
 @click.argument("policy", default="champion")
-def lineage(catalog: CatalogProtocol, console: Console, project: Path, policy: str) -> None:
+def lineage(ledger: Ledger, console: Console, policy: str) -> None:
     """Show what POLICY was made from, down to the data, and verify every byte.
 
     POLICY is a version or an alias of the registered model, or the folder of an artifact. The
     default is the champion. The command fails if a file was changed, added or removed, or an input
     is not on this machine. The message names the first such file of each artifact.
     """
-    ledger = Ledger(catalog, project)
     walk = Walk(ledger)
     tree = Tree(f"[bold]{escape(policy)}", guide_style="dim")
     walk.visit(tree, "policy", ledger.folder(policy))
@@ -69,7 +67,12 @@ class Walk:
             return
         self._visited.add(artifact)
         size = sum(entry.size for entry in manifest.files.values())
-        fault = self._check(artifact)
+        fault = None
+        try:
+            verify(artifact)
+        except ArtifactError as error:
+            fault = str(error)
+            self.faults.append(fault)
         label += f", {len(manifest.files)} files, {decimal(size)}"
         path = f"[link={folder.resolve().as_uri()}]{escape(short_path(folder))}[/link]"
         below = branch.add(
@@ -88,25 +91,16 @@ class Walk:
                 outside = Path(paths[source]) if source in paths else None
                 self._leaf(below, source, digest, outside)
 
-    def _check(self, artifact: Path) -> str | None:
-        try:
-            verify(artifact)
-        except ArtifactError as error:
-            self.faults.append(str(error))
-            return str(error)
-        return None
-
     def _leaf(self, branch: Tree, name: str, digest: str, path: Path | None) -> None:
         """Add an input that no stage made: a file, or an identity such as a commit on the hub."""
-        if path is None:
-            if CONTENT.fullmatch(digest):  # the results of its stage are gone
-                self.faults.append(f"{name}: found no content {digest[:16]} on this machine")
-                branch.add(f"[red]{escape(self.faults[-1])}")
-            else:
-                branch.add(f"{escape(name)}: {escape(digest)}")
+        if path is None and CONTENT.fullmatch(digest):  # the results of its stage are gone
+            self.faults.append(f"{name}: found no content {digest[:16]} on this machine")
+            branch.add(f"[red]{escape(self.faults[-1])}")
             return
-        found = digest_of(path)
-        if found != digest:
+        if path is None:
+            branch.add(f"{escape(name)}: {escape(digest)}")
+            return
+        if (found := digest_of(path)) != digest:
             self.faults.append(f"{path}: found {found[:16]}, expected content {digest[:16]}")
             branch.add(f"[red]{escape(name)}: {escape(self.faults[-1])}")
             return

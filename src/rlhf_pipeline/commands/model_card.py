@@ -44,15 +44,10 @@ def model_card(
     ]
     return environment.get_template("model_card.md.j2").render(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),
-        policy=policy,
-        digest=digest,
-        license=license_name,
-        origins=origins,
-        leaves=leaves,
-        evaluation=_evaluation(policy),
+        policy=policy, digest=digest, license=license_name, origins=origins, leaves=leaves,
+        evaluation=_evaluation(policy), adapter_of=adapter_of,
         verdict=json.loads(tags.get("rlhf.verdict", "null")),
-        adapter_of=adapter_of,
-    )
+    )  # fmt: skip
 
 
 def _shown(value: object) -> str:
@@ -105,11 +100,10 @@ def _evaluation(policy: Policy) -> dict[str, Any] | None:
         return None
     own = (compared for compared, name in found if compared["candidate"] == name)
     compared = next(own, found[0][0])
-    return {
+    decoding = ", ".join(f"{name} {value}" for name, value in compared["decoding"].items())
+    return compared | {
+        "decoding": decoding,
+        "policies": [*compared["policies"]],
         "summary": summary(compared),
-        "candidate": compared["candidate"],
-        "prompts": compared["prompts"],
-        "decoding": ", ".join(f"{name} {value}" for name, value in compared["decoding"].items()),
-        "policies": list(compared["policies"]),
         "rows": metric_rows(compared),
     }

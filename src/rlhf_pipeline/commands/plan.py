@@ -18,6 +18,7 @@ from rlhf_pipeline.commands.command import (
     console,
     json_option,
     pipeline_option,
+    plain_table,
 )
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -56,8 +57,8 @@ class Plan:
     fits: Mapping[str, Fit]
     """By stage."""
     works: Mapping[str, Work]
-    split: SplitConfig
     """By stage."""
+    split: SplitConfig
 
 
 @click.command(cls=Command, params=[*CONFIGURATION])
@@ -76,15 +77,21 @@ class Plan:
 )
 @json_option
 def plan(
-    project: Path, pipeline: str, check: bool, as_json: bool, gpu: str | None, gpus: str | None,
-    **configuration: Any,
+    project: Path, pipeline: str, model: str | None, gpu: str | None, gpus: str | None,
+    check: bool, as_json: bool, env: str | None, conf_source: str | None, params: dict[str, Any],
 ) -> None:  # fmt: skip
     """Show the memory, steps and disk that each stage needs, and whether it fits.
 
     Nothing is loaded or downloaded. Without --gpu and --gpus, the plan is for this machine.
     """
     check_names([pipeline], {})
-    loader = loader_of(project, **configuration)
+    conf = Path(conf_source or project / settings.CONF_SOURCE)
+    check_environment(conf, env)
+    if model is not None:  # the parameters are then not those of the embedded model
+        params = params | {"base_model": {"path": find_model(model).path}}
+    loader = LayeredConfigLoader(
+        str(conf), env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
+    )
     hardware = None if gpu is None and gpus is None else named(gpu, gpus)
     if check:
         ranks = check_on(hardware, loader)
@@ -94,25 +101,8 @@ def plan(
     parameters = plain(check_values(loader["parameters"], loader.origin))
     nodes = {node.name for node in pipelines[pipeline].nodes}
     splits = Path(loader["catalog"]["split"]["filepath"])
-    found = make_plan(parameters, nodes, splits, model=configuration["model"], hardware=hardware)
+    found = make_plan(parameters, nodes, splits, model=model, hardware=hardware)
     print(to_json(found)) if as_json else show(found, console(width=100))
-
-
-def loader_of(
-    project: Path, env: str | None, conf_source: str | None, params: dict[str, Any], model: Any
-) -> LayeredConfigLoader:
-    """The configuration of `kedro run` with these options.
-
-    `model` is the short name of a published model; the parameters are then not those of the
-    embedded model. Raises ConfigError if the environment or the model is unknown.
-    """
-    conf = Path(conf_source or project / settings.CONF_SOURCE)
-    check_environment(conf, env)
-    if model is not None:
-        params = params | {"base_model": {"path": find_model(model).path}}
-    return LayeredConfigLoader(
-        str(conf), env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
-    )
 
 
 def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
@@ -152,9 +142,21 @@ def make_plan(
 
     `splits` is the folder of the published splits, whose rows count if the parameters are theirs;
     `model` is the short name of a model that replaces `base_model`. Without `hardware`, the plan is
-    for this machine.
+    for this machine. Raises ConfigError if nothing on this machine says the sizes of the model.
     """
-    name, shape = model_shape(parameters, model)
+    if model is not None:
+        name, shape = model, find_model(model).shape
+    else:
+        config = BaseModelConfig.model_validate(parameters["base_model"])
+        name = config.path or "the model of base_model.architecture"
+        known_shape = base_model_shape(config)
+        if known_shape is None:
+            raise ConfigError(
+                f"base_model.path: found {config.path}, whose sizes are not known on this machine. "
+                "Fix: set it to a local folder with a config.json, or name a model of about its "
+                "size, such as --model opt-1.3b"
+            )
+        shape = known_shape
     hardware = hardware or hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
     split = SplitConfig.model_validate(parameters["split"])
     lengths = None if splits is None else measured(splits, split)
@@ -172,54 +174,32 @@ def make_plan(
     )
 
 
-def model_shape(parameters: Mapping[str, Any], model: str | None = None) -> tuple[str, Shape]:
-    """Name and sizes of a published model, or of `base_model`.
-
-    Raises ConfigError if nothing on this machine says the sizes.
-    """
-    if model is not None:
-        return model, find_model(model).shape
-    config = BaseModelConfig.model_validate(parameters["base_model"])
-    shape = base_model_shape(config)
-    if shape is None:
-        raise ConfigError(
-            f"base_model.path: found {config.path}, whose sizes are not known on this machine. "
-            "Fix: set it to a local folder with a config.json, or name a model of about its size, "
-            "such as --model opt-1.3b"
-        )
-    return config.path or "the model of base_model.architecture", shape
-
-
 def to_json(plan: Plan) -> str:
     """The plan for programs. Sizes are in bytes."""
-    return json.dumps(
+    stages = [
         {
-            "model": plan.model,
-            "parameters": plan.shape.parameters,
-            "hardware": asdict(plan.hardware),
-            "lengths": "published split" if plan.is_measured else "limits",
-            "stages": [_stage(plan, stage) for stage in plan.fits],
-        },
-        indent=2,
-    )
-
-
-def _stage(plan: Plan, stage: str) -> dict[str, Any]:
-    fit = plan.fits[stage]
-    memory = fit.memory
-    return {
-        "stage": stage,
-        "peak": memory.peak,
-        "phase": memory.largest.name,
-        "certain": memory.certain,
-        "available": needs(memory, plan.hardware)[0].available,
-        "fits": fit.fits,
-        "changes": fit.changes,
-        "libraries": memory.libraries,
-        "models": {model.name: memory.parts_of(model) for model in memory.models},
-        "main_memory": memory.main_of_node(plan.hardware.ranks),
-        **asdict(plan.works[stage]),
+            "stage": stage,
+            "peak": fit.memory.peak,
+            "phase": fit.memory.largest.name,
+            "certain": fit.memory.certain,
+            "available": needs(fit.memory, plan.hardware)[0].available,
+            "fits": fit.fits,
+            "changes": fit.changes,
+            "libraries": fit.memory.libraries,
+            "models": {model.name: fit.memory.parts_of(model) for model in fit.memory.models},
+            "main_memory": fit.memory.main_of_node(plan.hardware.ranks),
+            **asdict(plan.works[stage]),
+        }
+        for stage, fit in plan.fits.items()
+    ]
+    found = {
+        "model": plan.model,
+        "parameters": plan.shape.parameters,
+        "hardware": asdict(plan.hardware),
+        "lengths": "published split" if plan.is_measured else "limits",
+        "stages": stages,
     }
+    return json.dumps(found, indent=2)
 
 
 def show(plan: Plan, output: Console) -> None:
@@ -240,22 +220,18 @@ def show(plan: Plan, output: Console) -> None:
     output.print(f"[dim]Rows and lengths: {source}. {shares_text(plan.split)}.\n")
     for stage, fit in plan.fits.items():
         output.print(verdict(stage, fit), highlight=False)
-    for stage in POLICIES:
-        if stage in plan.works and plan.works[stage].cannot_move:
-            output.print(movement_warning(stage, plan.works[stage]), highlight=False)
-
-
-def _table(first: str, *numbers: str) -> Table:
-    """An empty table of numbers."""
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column(first, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    for stage, work in plan.works.items():
+        if stage in POLICIES and work.cannot_move:
+            output.print(
+                f"[yellow]{stage} hardly trains[/]: the learning rates of its {work.updates} "
+                f"updates sum to {work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: "
+                f"raise {stage}.steps, {stage}.ppo_epochs or {stage}.actor.optimizer.learning_rate",
+                highlight=False,
+            )
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = _table("stage, model", *COLUMNS.values(), "other", "all")
+    table = plain_table("stage, model", numbers=[*COLUMNS.values(), "other", "all"], gap=1)
     empty = [""] * (len(COLUMNS) + 1)
     for stage, fit in plan.fits.items():
         memory = fit.memory
@@ -275,7 +251,8 @@ def _memory_table(plan: Plan) -> Table:
 
 def _work_table(plan: Plan) -> Table:
     counts = ("batch", "a\nrank", "passes", "steps", "tokens", "FLOP")
-    table = _table("stage", *counts, "check-\npoints", "models", "main\nmemory")
+    sizes = ("check-\npoints", "models", "main\nmemory")
+    table = plain_table("stage", numbers=counts + sizes, gap=1)
     for stage, work in plan.works.items():
         main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
         table.add_row(
@@ -301,15 +278,6 @@ def verdict(stage: str, fit: Fit) -> str:
     if fit.changes is None:
         return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
     return f"{text}Fix: {fit.fix} ({after})"
-
-
-def movement_warning(stage: str, work: Work) -> str:
-    """Why PPO's learning rates are too small, and the parameters to raise."""
-    return (
-        f"[yellow]{stage} hardly trains[/]: the learning rates of its {work.updates} updates sum "
-        f"to {work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: raise "
-        f"{stage}.steps, {stage}.ppo_epochs or {stage}.actor.optimizer.learning_rate"
-    )
 
 
 def _count(value: float | None) -> str:

@@ -48,33 +48,27 @@ from rlhf_pipeline.sizing.models import MODELS
     help="Start from the chat model that was made from MODEL, and leave SFT out.",
 )
 @click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder to write.  [default: conf/MODEL-GPUS]",
+    "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: conf/MODEL-GPUS]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the files of an earlier environment.")
 @click.option(
     "--list", "listing", is_flag=True, help="Show which models fit which GPUs, and write nothing."
 )
 def preset(
-    console: Console,
-    project: Path,
-    model: str | None,
-    gpus: str | None,
-    method: Method,
-    road: Road,
-    instruct: bool,
-    output: Path | None,
-    overwrite: bool,
-    listing: bool,
-) -> None:
+    console: Console, project: Path, model: str | None, gpus: str | None, method: Method,
+    road: Road, instruct: bool, output: Path | None, overwrite: bool, listing: bool,
+) -> None:  # fmt: skip
     """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
 
     Its hyper-parameters are published values, and its memory settings are the cheapest ones that
     fit. Run it with `kedro run --env=NAME`.
     """
     if listing:
-        show_table(console, model)
+        table = plain_table("model", *HARDWARE)
+        for each in MODELS if model is None else (model,):
+            table.add_row(each, *(_fitting(each, gpus) for gpus in HARDWARE))
+        console.print(table)
+        console.print("F: all weights, L: LoRA, Q: QLoRA")
         return
     if model is None or gpus is None:
         raise click.UsageError("use MODEL and --gpus, or --list")
@@ -98,15 +92,7 @@ def files(preset: Preset, name: str) -> dict[str, str]:
     return {"globals.yml": f"root: data/{name}\n", "parameters.yml": as_yaml(preset, name)}
 
 
-def show_table(console: Console, model: str | None = None) -> None:
-    """Print which methods fit, for each model, or one, and the hardware of the table."""
-    table = plain_table("model", *HARDWARE)
-    for each in MODELS if model is None else (model,):
-        table.add_row(each, *(_fitting(each, gpus) for gpus in HARDWARE))
-    console.print(table)
-    console.print("F: all weights, L: LoRA, Q: QLoRA")
-
-
 def _fitting(model: str, gpus: str) -> str:
+    """The initials of the methods that fit."""
     fitting = (m[0].upper() for m in METHODS if find_preset(model, gpus, m) is not None)
     return "".join(fitting) or "-"

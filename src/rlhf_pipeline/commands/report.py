@@ -2,14 +2,12 @@
 
 import json
 import webbrowser
-from pathlib import Path
 
 import click
-from kedro.io import CatalogProtocol
 from rich.console import Console
 
 from rlhf_pipeline.commands.artifacts import EVALUATION, Ledger
-from rlhf_pipeline.commands.command import Command, plain_table
+from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.runtime.files import write_atomically
@@ -24,9 +22,7 @@ from rlhf_pipeline.runtime.manifest import Manifest
     default=True,
     help="Open the page in a browser, which is the default.",
 )
-def report(
-    catalog: CatalogProtocol, console: Console, project: Path, evaluation: str | None, show: bool
-) -> None:
+def report(ledger: Ledger, console: Console, evaluation: str | None, show: bool) -> None:
     """Show the page of EVALUATION with its verdict, results, curves and answers.
 
     EVALUATION is a version that `kedro rlhf runs` lists, or the folder of an evaluation. The name
@@ -34,27 +30,25 @@ def report(
     evaluation of that policy. The default is the newest of all evaluations. If the page does not
     exist yet, the command makes it.
     """
-    ledger = Ledger(catalog, project)
     folder = ledger.evaluation(evaluation).resolve()
     page = ledger.beside(folder, "page") or folder.with_name(f"{folder.name}.html")
     if not page.is_file():
         models = [path for path, _ in ledger.ancestors(folder)]
         registered = ledger.beside(folder, "registration")
-        is_here = registered is not None and registered.is_file()
+        is_here = registered and registered.is_file()
         registration = json.loads(registered.read_text()) if registered and is_here else None
         page.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(page, evaluation_page(folder, models, registration))
     link = page.resolve().as_uri()
-    console.print(f"page: [link={link}]{link}[/link]", highlight=False, soft_wrap=True)
+    show_link(console, "page", link)
     if show:
         webbrowser.open(link)
 
 
 @click.command(cls=Command)
-def runs(catalog: CatalogProtocol, console: Console, project: Path) -> None:
+def runs(ledger: Ledger, console: Console) -> None:
     """List the published evaluations, the newest one last."""
-    versions = Ledger(catalog, project).evaluations
-    found = {Manifest.read(folder).fingerprint: folder for folder in versions}
+    found = {Manifest.read(folder).fingerprint: folder for folder in ledger.evaluations}
     if not found:
         console.print("No evaluation is published here. Fix: `kedro run --pipeline=full`")
         return

@@ -13,11 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import click
-from kedro.io import CatalogProtocol
 from rich.console import Console
 
 from rlhf_pipeline.commands.artifacts import Ledger
-from rlhf_pipeline.commands.command import Command
+from rlhf_pipeline.commands.command import Command, show_link
 from rlhf_pipeline.errors import ConfigError, StageError, install
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (
@@ -52,14 +51,7 @@ SILENT = {
     show_default=True,
     help="Address to listen on. 0.0.0.0 opens the server to every network.",
 )
-def serve(
-    catalog: CatalogProtocol,
-    project: Path,
-    policy: str,
-    options: tuple[str, ...],
-    port: int,
-    host: str,
-) -> None:
+def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host: str) -> None:
     """Serve POLICY to clients of OpenAI's API until Ctrl-C.
 
     POLICY is a version or an alias of the registered model, or the folder of an artifact. The
@@ -70,7 +62,7 @@ def serve(
     if not has_vllm:
         require_serving()
     require_free(port, "serve", "end it")
-    folder = Ledger(catalog, project).language_model(policy).resolve()
+    folder = ledger.language_model(policy).resolve()
     program = VLLM if has_vllm else TRANSFORMERS
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
     sys.stdout.flush()
@@ -98,21 +90,16 @@ def serve(
 )
 @click.option("--seed", type=int, help="Seed of sampling. The same seed repeats a conversation.")
 def chat(
-    catalog: CatalogProtocol,
-    console: Console,
-    project: Path,
-    policy: str,
-    max_tokens: int,
-    temperature: float,
+    ledger: Ledger, console: Console, policy: str, max_tokens: int, temperature: float,
     seed: int | None,
-) -> None:
+) -> None:  # fmt: skip
     """Talk to POLICY in the terminal, by `transformers chat`.
 
     POLICY is a version or an alias of the registered model, or the folder of an artifact. The
     default is the champion.
     """
     require_serving()
-    folder = Ledger(catalog, project).language_model(policy).resolve()
+    folder = ledger.language_model(policy).resolve()
     console.out(f"{policy} is {folder}", style="dim", highlight=False)
     port = free_port(None, LOOPBACK)
     options = ["--log-level=error", *(["--default-seed", str(seed)] if seed is not None else [])]
@@ -150,7 +137,7 @@ def ui(project: Path, console: Console, port: int) -> None:
     uri = tracking_uri(project)
     remote = is_server(uri)
     page = runs_page(uri.rstrip("/") if remote else f"http://{LOOPBACK}:{port}", project)
-    console.print(f"runs: [link={page}]{page}[/link]", highlight=False, soft_wrap=True)
+    show_link(console, "runs", page)
     if remote:
         return
     require_free(port, "ui", "open the link above")

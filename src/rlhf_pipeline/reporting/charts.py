@@ -41,6 +41,7 @@ class Chart:
 
 
 OF_A_REWARD = "it rises if you care about it; the others should not fall for it."
+OF_FRONTIER = "Healthy: it rises to the right. A curve that bends down shows over-optimization."
 SCORE = "Score by the rewards"
 """Title of the score of trainings that may have different rewards."""
 
@@ -138,9 +139,7 @@ def short(value: float) -> float:
 
 
 def frontier(
-    trainings: Mapping[str, Records],
-    score: str = SCORE,
-    evaluation: Mapping[str, Any] | None = None,
+    trainings: Mapping[str, Records], score: str = SCORE, evaluation: Mapping[str, Any] = {}
 ) -> Iterator[Chart]:
     """Charts of scores against the square root of the KL.
 
@@ -150,26 +149,23 @@ def frontier(
     Gao, Schulman, Hilton, "Scaling Laws for Reward Model Overoptimization", 2023.
     """
     for metric, heading in (("score", score), ("gold_score", "Gold score")):
+        measured = f"validation/{metric}"
         paths = {
             name: [
-                (r["metrics"]["validation/kl"], r["metrics"][f"validation/{metric}"],
-                 f"step {r['step']}")
-                for r in records if {"validation/kl", f"validation/{metric}"} <= r["metrics"].keys()
-                if math.isfinite(r["metrics"][f"validation/{metric}"])
+                (found["validation/kl"], found[measured], f"step {step}")
+                for step, found in ((record["step"], record["metrics"]) for record in records)
+                if {"validation/kl", measured} <= found.keys() and math.isfinite(found[measured])
             ]
             for name, records in trainings.items()
-        }  # fmt: skip
-        names = {} if evaluation is None else titles(evaluation)
-        if evaluation is not None and (
-            metric != "score" or evaluation["rewards"] in ([], ["trained"])
-        ):
+        }
+        if evaluation and (metric != "score" or evaluation["rewards"] in ([], ["trained"])):
+            names, baseline = titles(evaluation), baseline_of(evaluation)
             paths["test prompts"] = [
                 (policy["kl"], policy[metric], names[name])
                 for name, policy in evaluation["policies"].items()
-                if name in (baseline_of(evaluation), evaluation["candidate"])
-                and {"kl", metric} <= policy.keys()
+                if name in (baseline, evaluation["candidate"]) and {"kl", metric} <= policy.keys()
             ]
-            paths[f"best of n by {names[baseline_of(evaluation)]}"] = [
+            paths[f"best of n by {names[baseline]}"] = [
                 (each["kl"], each[metric], f"best of {each['n']}")
                 for each in evaluation.get("best_of_n", []) if metric in each
             ]  # fmt: skip
@@ -180,10 +176,7 @@ def frontier(
             for name, path in paths.items() if path
         ]  # fmt: skip
         if series:
-            note = (
-                "Healthy: it rises to the right. A curve that bends down shows over-optimization."
-            )
-            yield Chart(f"{heading} against √KL", note, "√KL from SFT, KL in nats", series)
+            yield Chart(f"{heading} against √KL", OF_FRONTIER, "√KL from SFT, KL in nats", series)
 
 
 def histogram(title: str, note: str, x: str, values: Mapping[str, Sequence[float]]) -> Chart:

@@ -4,14 +4,11 @@ It is made of finished artifacts alone: the evaluation, and the models with the 
 training.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.evaluation.comparison import (
@@ -44,9 +41,6 @@ from rlhf_pipeline.reporting.charts import (
 from rlhf_pipeline.runtime.manifest import CURVES, Manifest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.statistics import smallest_visible_win_rate
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 REWARD_REPORT = "reward_report.json"
 """The file of a reward model that says what was measured on held-out comparisons."""
@@ -98,29 +92,24 @@ def evaluation_page(
 
 def render(template: str, **values: Any) -> str:
     """Fill a template; it escapes every value."""
-    return _templates().get_template(template).render(values)
-
-
-def decimals(value: float | None) -> str:
-    """The number with two decimals; the sign for an absent value if it is None."""
-    return ABSENT if value is None else f"{value:z.2f}"
-
-
-@cache
-def _templates() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    made = Environment(
+    templates = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.policies["json.dumps_kwargs"] = {"default": asdict}
-    functions = (judge_title, leaves, smallest_visible_win_rate, decimals)
-    made.filters |= {function.__name__: function for function in functions}
-    return made
+    templates.policies["json.dumps_kwargs"] = {"default": asdict}
+    filters = (judge_title, leaves, smallest_visible_win_rate, decimals)
+    templates.filters |= {function.__name__: function for function in filters}
+    return templates.get_template(template).render(values)
+
+
+def decimals(value: float | None) -> str:
+    """The number with two decimals; the sign for an absent value if it is None."""
+    return ABSENT if value is None else f"{value:z.2f}"
 
 
 def _sections(
@@ -143,6 +132,10 @@ def _sections(
         values = {policy: [a[field] for a in given] for policy, given in both.items()}
         return histogram(name, f"Suspicious: {note}", x, values)
 
+    def named(chart: Chart) -> Chart:  # the baseline need not be SFT
+        title, x = (text.replace("SFT", names[baseline]) for text in (chart.title, chart.x))
+        return replace(chart, title=title, x=x)
+
     saturated = "one tall bar. A saturated judge gives all answers one score."
     distributions = [
         distribution(f"Scores of {judge_title(judge)}", saturated, "score", score_name(judge))
@@ -157,21 +150,15 @@ def _sections(
     frontiers = [*frontier({names[candidate]: records.get(candidate, [])}, score, compared)]
     path = "Points of a training are on held-out prompts, those of policies on the test prompts."
     measured = calibration(reward_report["calibration"]["bins"]) if reward_report else ()
-    for each in (
+    for heading, note, charts in (
         (f"Training of {names[candidate]}", trains, training(candidate)),
         ("Score and KL", path, frontiers),
         ("Distributions", "Both policies on the test prompts.", distributions),
         ("Reward model", trains, [*training("reward_model"), *measured]),
         ("SFT", trains, training(BASELINE)),
     ):
-        if each[2]:
-            yield each[0], each[1], [_named(chart, names[baseline]) for chart in each[2]]
-
-
-def _named(chart: Chart, baseline: str) -> Chart:
-    """The chart with the name of the baseline in place of SFT."""
-    title, x = (text.replace("SFT", baseline) for text in (chart.title, chart.x))
-    return replace(chart, title=title, x=x)
+        if charts:
+            yield heading, note, [named(chart) for chart in charts]
 
 
 def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
@@ -182,9 +169,9 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
     candidate, baseline = compared["candidate"], baseline_of(compared)
     judges = sorted(compared["win_rates"], key=lambda judge: judge != compared["judge"])
     names = [judge_title(judge).removeprefix("the ").removesuffix(" judge") for judge in judges]
+    has_kl = "kl" in compared["policies"][candidate]
     columns = [{"name": name, "judge": True, "digits": 2} for name in names]
     columns += [{"name": "tokens", "judge": False, "digits": 0}]
-    has_kl = "kl" in compared["policies"][candidate]
     columns += [{"name": "KL", "judge": False, "digits": 2}] if has_kl else []
     rows = [
         {

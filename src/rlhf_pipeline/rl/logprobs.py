@@ -8,15 +8,17 @@ positions is processed at a time, and the backward pass recomputes its probabili
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK = 2**25
-"""Elements of a chunk: 128 MiB in float32. One tensor of a chunk exists at a time, and parts of
-others; two if the entropy has a gradient."""
+CHUNK, GPU_CHUNK = 2**25, 2**27
+"""Elements of a chunk: 128 MiB in float32 on a CPU, 512 MiB on a GPU, whose products of few rows
+are slow. One tensor of a chunk exists at a time, and parts of others; two if the entropy has a
+gradient."""
 
 ENTROPY_PARTS = 8
 BLOCK = 128  # tokens of the vocabulary whose probabilities are added up first
@@ -33,7 +35,7 @@ def logprobs_and_entropy(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     head: tuple[Tensor, Tensor | None] | None = None,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -47,6 +49,7 @@ def logprobs_and_entropy(
         ids: (B, R) long, in [0, vocab_size) everywhere, padding included.
         vocab_size: number of real tokens; columns beyond it have probability 0. None = V.
         chunk: elements processed at a time, at least one position; without effect on the result.
+            None: the number for the device.
         head: weight (V, d) and bias (V,) of the layer from hidden states to logits, which exist
             for one chunk at a time, in float32 whatever the dtype of the weight.
         with_entropy: False: the second result is None.
@@ -60,6 +63,7 @@ def logprobs_and_entropy(
     weight, bias = (None, None) if head is None else head
     columns = logits.shape[-1] if weight is None else weight.shape[0]
     vocab_size = _checked_vocab_size(logits, columns, ids, temperature, vocab_size)
+    chunk = chunk or (CHUNK if logits.device.type == "cpu" else GPU_CHUNK)
     settings = _Settings(columns, temperature, vocab_size, chunk, with_entropy)
     return _LogProbs.apply(logits, weight, bias, ids, settings)
 
@@ -226,11 +230,25 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product to float32 numbers; in float32 without a second tensor of their size."""
+    """Add a product to float32 numbers, without a second tensor of their size if torch can."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
+    elif left.is_cuda and _adds_products(left.dtype):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += _matmul(left, right)
+
+
+@cache
+def _adds_products(dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product in half precision to float32 numbers, in one kernel."""
+    ones = torch.ones(8, 8, device="cuda", dtype=dtype)
+    total = torch.ones(8, 8, device="cuda")
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 9).all())
 
 
 def _entropy(log_p: Tensor) -> Tensor:

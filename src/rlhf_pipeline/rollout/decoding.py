@@ -140,11 +140,8 @@ class Decoder:
         cache.seen = 0
         if numbers is None:
             return self._forward(prompts.model_inputs(), cache)[:, -1]
-        copies, rows, states = (
-            copies.to(device, non_blocking=True),
-            prompts.packed(),
-            prompt_cache(),
-        )
+        copies = copies.to(device, non_blocking=True)
+        rows, states = prompts.packed(), prompt_cache()
         logits = self._forward(rows.model_inputs(), states, keep=rows.ends)[0]
         cache.unpack(states, prompts.prompt_mask, copies)
         return logits[copies]

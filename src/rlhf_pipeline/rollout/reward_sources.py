@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config import rewards as blocks
-from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode
@@ -159,11 +158,15 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    config: PPOConfig,
+    rewards: blocks.Rewards,
     contract: TokenContract,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
     trained_mean: float | None,
+    *,
+    score_clip: float | None,
+    aggregate: Aggregate,
+    micro_batch_tokens: int,
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
@@ -190,8 +193,9 @@ def load_rewards(
                 return CodeSource(reward, place)
             case blocks.ModelReward():
                 folder = job.inputs.get(name, reward.folder)
-                tokens = config.micro_batch_tokens
-                model = ModelSource.load(reward, folder, place, [contract], tokens, world)
+                model = ModelSource.load(
+                    reward, folder, place, [contract], micro_batch_tokens, world
+                )
                 if name not in job.inputs:
                     job.expect_unchanged(name, folder)
                 return model
@@ -199,9 +203,9 @@ def load_rewards(
                 raise TypeError(f"{type(reward).__name__} is not a source of rewards")
 
     sources, read_texts = dict[str, tuple[float, float, Source]](), False
-    for index, reward in enumerate(config.rewards):
+    for index, reward in enumerate(rewards):
         source = load(reward, f"{blocks.INPUT_PREFIX}{index}")
-        sources[reward.label] = (reward.weight, blocks.clip_of(reward, config.score_clip), source)
+        sources[reward.label] = (reward.weight, blocks.clip_of(reward, score_clip), source)
         is_text = not isinstance(reward, blocks.TrainedReward)
         read_texts |= reward.retokenize if isinstance(reward, blocks.ModelReward) else is_text
-    return RewardSum(sources, tokenizer if read_texts else None, config.aggregate)
+    return RewardSum(sources, tokenizer if read_texts else None, aggregate)

@@ -24,7 +24,7 @@ BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 NF4 = 0.5 + 4 / 64
 """Bytes of a 4-bit weight of bitsandbytes: half a byte, and a float32 scale for 64 weights."""
 
-CHUNK = 2**25
+CHUNK, GPU_CHUNK = 2**25, 2**27
 """Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
 HEAP, CHURNED_HEAP = 1.6, 2.6
 """On a CPU, what a training pass allocates takes this many times its size, for glibc's heap keeps
@@ -160,7 +160,7 @@ def passing(shape: Shape, numbers: Numbers) -> int:
 def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
     """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32, with the
     gradient of an output layer that trains, and with a copy of it in half precision on a CPU."""
-    chunk = 4 * min(CHUNK, tokens * shape.vocab)
+    chunk = 4 * min(GPU_CHUNK if numbers.on_gpu else CHUNK, tokens * shape.vocab)
     converts = numbers.size < 4 and not numbers.on_gpu
     return chunk + 4 * shape.vocab * shape.embedding * (trains + converts)
 

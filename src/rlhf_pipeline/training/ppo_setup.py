@@ -217,7 +217,10 @@ def load_ppo_models(
         critic.module.scale = trained_weight(config.rewards)
     tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
     mean = None if reward_model is None else reward_model.score_mean
-    rewards = load_rewards(job, config, contract, world, tokenizer, mean)
+    rewards = load_rewards(
+        job, config.rewards, contract, world, tokenizer, mean, score_clip=config.score_clip,
+        aggregate=config.aggregate, micro_batch_tokens=config.micro_batch_tokens,
+    )  # fmt: skip
     generator = load_generator(
         config.generator, actor, contract, config.sampling, world,
         gather=config.gather_for_generation, longest_prompt=longest_prompt,
