@@ -246,7 +246,7 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         rows = split(base, blocks["split"], *common)
         policy = sft(rows, base, blocks["sft"], *common)
         scores = reward_model(rows, policy, blocks["reward_model"], *common)
-        trained_by_ppo = ppo(rows, policy, scores, blocks["ppo"], *common)
+        trained_by_ppo = ppo(rows, policy, scores, blocks["reward_model"], blocks["ppo"], *common)
         if row.whole:
             evaluate(PPO)(rows, policy, trained_by_ppo, scores, blocks["evaluate"], *common)
             trained_by_dpo = dpo(rows, policy, blocks["dpo"], *common)
