@@ -1,16 +1,20 @@
-"""Does everything work on the GPUs of this machine, how fast, and in how much memory?
+"""What the GPUs of this machine do: does everything work, how fast, and in how much memory?
 
-    python benchmarks/gpu.py                     # all rows, on all GPUs that it may use
-    python benchmarks/gpu.py --rows default lora # some rows
-    python benchmarks/gpu.py --dry-run           # lists the rows
-    python benchmarks/gpu.py --cpu-rehearsal     # a tiny version of each row, to test this script
+    make gpu                                     # all parts, on all GPUs that it may use
+    make gpu ARGS=--list                         # the parts: what each measures, and its time
+    make gpu ARGS="--part generation trainer"    # some parts
+    make gpu ARGS="--part trainer --rows '0.6B at 8k'"
+    make gpu ARGS=--report                       # one page of all parts that have run
+    make gpu ARGS=--cpu-rehearsal                # toy sizes on the CPU, to test this script
 
-The rows are the tests marked `gpu`; all stages with the default model and with 1.2 billion weights;
-training in fp16, with adapters, with 4-bit weights and with offload; and training that is killed
-and resumes. The large model is random and trains for a few steps on random words, 512 tokens of
-prompt and 512 of response: its figures show that it fits and runs, not how well it learns. Whatever
-fails is a line with its reason, and the other rows still run. A row that needs a package that is
-not installed is skipped. Results: benchmarks/results/gpu/. The exit code is 0 if no row fails.
+A part ends itself before nine minutes. What does not fit the time that is left is named as not run,
+and can run by itself. A row that fails is a line with its reason, and the others still run. Each
+part writes <results>/<part>.json after each row; the exit code is 0 if no row fails.
+
+On a machine without this project's environment, `python benchmarks/gpu.py` needs src in PYTHONPATH
+and these packages with theirs: torch, transformers, deepspeed, pydantic, pebble, pyarrow, psutil,
+regex, jinja2; peft for LoRA. It needs no network. Rows that start `kedro run` or pytest are skipped
+there, and so are those of vLLM and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -18,452 +22,271 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import re
+import platform
 import shutil
+import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from statistics import median
-from typing import Any
+from itertools import groupby
+from pathlib import Path
 
-from experiments import PROJECT, RESULTS, Tree, commit, parameters
-from omegaconf import OmegaConf
-from rich.console import Console
-from rich.table import Table
+import gpu_report
+import gpu_rows
+from gpu_rows import PARTS, Part, Row, Tree
 
-from rlhf_pipeline.checks import check
-from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import PipelineError
-from rlhf_pipeline.pipelines.evaluate import evaluate
-from rlhf_pipeline.pipelines.ppo import PPO, ppo
-from rlhf_pipeline.pipelines.preparation import base_model, split
-from rlhf_pipeline.pipelines.supervised import DPO, dpo, reward_model, sft
-from rlhf_pipeline.pipelines.table import parameter_blocks
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun, Status
 from rlhf_pipeline.stages.launch.resources import visible_gpus
-from rlhf_pipeline.stages.run import StageRunner
 
-FOLDER = RESULTS / "gpu"
-OPTIONAL = re.compile(r"not installed|needs vllm")
-"""Reasons for which a test may be skipped."""
-WIDTH = 120
-"""Columns of the narrowest table."""
+PROJECT = Path(__file__).parents[1]
+WORKER = Path(__file__).with_name("gpu_worker.py")
+SECONDS = 500
+"""For the rows of a part, which then ends before nine minutes."""
+ENDING_S = 15
+"""Seconds for what a row has started to end by itself."""
+STAGED = ("stages", "kills", "tests")
+"""Kinds of rows that start programs by themselves."""
+LIBRARIES = ("transformers", "deepspeed", "peft", "vllm", "bitsandbytes")
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-3}
+"""Relative difference of losses that additions in another order may make."""
 
 
-def trained(block: Tree) -> Tree:
-    """The same settings for every model that trains."""
-    return {
-        **dict.fromkeys(("sft", "reward_model", "dpo"), block),
-        "ppo": {"actor": block, "critic": block},
+def versions() -> Tree:
+    """What the figures depend on."""
+    import torch
+
+    found: Tree = {"commit": commit(), "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "CUDA": torch.version.cuda, "driver": "", "GPUs": []}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    if (gpus := visible_gpus()) and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        query.append(f"--id={','.join(gpus)}")
+        listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        lines = [line.split(", ", 1) for line in listing.splitlines() if ", " in line]
+        found |= {"driver": lines[0][0] if lines else "", "GPUs": [name for _, name in lines]}
+    return found
+
+
+def commit() -> str:
+    """The current commit, marked if the work tree differs from it."""
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
+    done = subprocess.run(describe, cwd=PROJECT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def obstacle(row: Row, gpus: int, *, toy: bool) -> str:
+    """Why a row cannot run on this machine; empty if it can."""
+    if toy and row.cuda_only:
+        return f"CUDA only: {row.cuda_only}"
+    if row.package and find_spec(row.package) is None:
+        return f"needs the package {row.package}"
+    if not toy and gpus < row.at_least:
+        return f"needs {row.at_least} GPUs, found {gpus}"
+    return ""
+
+
+def run_part(name: str, chosen: Sequence[str], folder: Path, *, toy: bool) -> list[Tree]:
+    """Run the rows of a part, and write its file after each."""
+    part, gpus, start = PARTS[name], visible_gpus(), time.monotonic()
+    rows = [row for row in part.rows if not chosen or row.name in chosen]
+    found = versions()
+    results: list[Tree] = []
+    for together in groups(rows, len(gpus), toy=toy):
+        left = SECONDS - (time.monotonic() - start)
+        needed = 0 if toy else together[0].seconds
+        if reason := obstacle(together[0], len(gpus), toy=toy):
+            added = [unmeasured(row, "skip", reason) for row in together]
+        elif needed > left:
+            reason = f"is expected to take {needed} s, and the part had {left:.0f} s left"
+            added = [unmeasured(row, "not run", reason) for row in together]
+        else:
+            ranks = 2 if toy and not together[0].gpus else together[0].gpus or len(gpus)
+            added = launched(name, together, ranks, left, folder, toy=toy)
+        for result in added:
+            print(gpu_report.line(result), flush=True)
+        results += added
+        compare_losses(part, results)
+        store(folder / f"{name}.json", found, results, part, time.monotonic() - start)
+    shutil.rmtree(folder / "models", ignore_errors=True)
+    return results
+
+
+def groups(rows: Sequence[Row], gpus: int, *, toy: bool) -> Iterator[list[Row]]:
+    """Rows that one launch measures: one on a GPU, whose memory is then its own. A rehearsal spares
+    the time to start."""
+
+    def key(row: Row) -> tuple[object, ...]:
+        alone = bool(obstacle(row, gpus, toy=toy)) or row.kind in STAGED or not toy
+        return row.name if alone else "", row.gpus
+
+    return (list(found) for _, found in groupby(rows, key))
+
+
+def unmeasured(row: Row, verdict: str, reason: str) -> Tree:
+    """The result of a row without values."""
+    return {"of": row.name, "row": row.name, "verdict": verdict, "seconds": 0.0, "reason": reason}
+
+
+def launched(
+    part: str, rows: Sequence[Row], ranks: int, left: float, folder: Path, *, toy: bool
+) -> list[Tree]:
+    """Measure rows by a launch of some ranks; what it leaves out has not ended, or has failed."""
+    found, logs = folder / "rows.jsonl", folder / "logs"
+    found.unlink(missing_ok=True)
+    logs.mkdir(exist_ok=True)
+    names = [row.name for row in rows]
+    job = {"part": part, "rows": names, "toy": toy, "results": str(found)}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        given = json.dumps(job | {"first": rank == 0})
+        with (logs / f"{part}-{rank}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(WORKER), given],
+                    env=environment(rank, ranks, port, folder, staged=rows[0].kind in STAGED),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+    ended = wait(processes, left)
+    lines = found.read_text().splitlines() if found.is_file() else []
+    results = [json.loads(line) for line in lines]
+    for row in rows:
+        results_of = [result for result in results if result["of"] == row.name]
+        for result in results_of:
+            result["anchor"] = row.anchor
+        if not results_of and not ended:
+            results.append(unmeasured(row, "not run", f"did not end in {left:.0f} s"))
+        elif not results_of:
+            log = (logs / f"{part}-0.log").read_text().strip().splitlines()
+            results.append(unmeasured(row, "FAIL", f"ended early: {(log or ['no output'])[-1]}"))
+    return results
+
+
+def environment(rank: int, ranks: int, port: int, folder: Path, *, staged: bool) -> dict[str, str]:
+    """The variables of a rank, as the driver sets them for a stage program."""
+    sources = [str(PROJECT / "src"), os.environ.get("PYTHONPATH", "")]
+    own = {
+        gpu_rows.RESULTS: str(folder),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": os.pathsep.join(filter(None, sources)),
+        "PYTHONUNBUFFERED": "1",
     }
-
-
-def engines(precision: str, zero_stage: int = 2, **deepspeed: bool) -> Tree:
-    """A precision for all models, with the same ZeRO stage for every model that trains.
-
-    PPO's reference is left out: with adapters, the actor is its own reference.
-    """
-    settings = {"precision": precision, "zero_stage": zero_stage, **deepspeed}
-    return merged(
-        trained({"deepspeed": settings, "optimizer": {"learning_rate": 1e-5}}),
-        {"ppo": {"reward_model": frozen(precision)}, "evaluate": {"precision": precision}},
-    )
-
-
-def frozen(precision: str) -> Tree:
-    """A frozen model."""
-    return {"deepspeed": {"precision": precision}}
-
-
-def reference(precision: str) -> Tree:
-    """PPO's reference, a model of its own."""
-    return {"ppo": {"reference": frozen(precision)}}
-
-
-def merged(*trees: Tree) -> Tree:
-    """Nested parameters; later ones win."""
-    return dict(OmegaConf.to_container(OmegaConf.merge(*trees)))  # type: ignore[arg-type]
-
-
-BILLION = {
-    "base_model": {
-        "architecture": {
-            "hidden_size": 2048,
-            "intermediate_size": 5504,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "initializer_range": 0.02,
-        }
+    if staged:
+        return os.environ | own
+    cores = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    shared = {"OMP_NUM_THREADS": cores, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    own |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cuda" if visible_gpus() else "cpu",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a resumed step repeats its sums
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
     }
-}
-"""A Llama of 1.2 billion weights."""
-TOKENS = 512
-"""Tokens of every prompt and of every response: half of a context."""
-WORDS = 4096
-"""Different words of the texts; most of them become a token."""
-SAMPLING = {"max_response_tokens": TOKENS}
-SUPERVISED = {"batch_size": 64, "micro_batch_tokens": 16384}
-LONG = {
-    "base_model": {"architecture": {"max_position_embeddings": 2 * TOKENS}},
-    "split": {
-        "max_prompt_tokens": TOKENS,
-        "max_response_tokens": TOKENS,
-        "over_long_prompts": "truncate",
-        "over_long_responses": "truncate",
-    },
-    "sft": SUPERVISED,
-    "reward_model": SUPERVISED,
-    "dpo": SUPERVISED,
-    "ppo": {
-        "rollout_batch_size": 64,
-        "minibatch_size": 64,
-        "micro_batch_tokens": 16384,
-        "sampling": SAMPLING,
-    },
-    "evaluate": {"micro_batch_tokens": 16384, "sampling": SAMPLING},
-}
-"""Contexts and micro batches of the size that GPUs are used with."""
-ADAPTERS = trained({"lora": {"rank": 16}, "optimizer": {"learning_rate": 1e-4}})
-QUANTIZED = trained({"lora": {"quantize": "nf4"}})
+    return shared | os.environ | own
 
 
-@dataclass(frozen=True)
-class Row:
-    """Parameters with which the stages run."""
-
-    title: str
-    changes: Tree = field(default_factory=dict)
-    """Changes to the environment."""
-    environment: str = "tiny"
-    """The data and the steps; the model is in `changes`."""
-    whole: bool = False
-    """Whether to run evaluation and DPO as well."""
-    gpu_only: Tree = field(default_factory=dict)
-    """Changes that no CPU can do."""
-    package: str = ""
-    """A package that the row needs on GPUs."""
-
-
-ROWS = {
-    "default": Row("default model, fp32", environment="base", whole=True),
-    "bf16": Row(
-        "1.2B, bf16, ZeRO 2", merged(BILLION, engines("bf16"), reference("bf16")), whole=True
-    ),
-    "fp16": Row(
-        "1.2B, fp16, ZeRO 2",
-        merged(BILLION, engines("bf16"), reference("bf16")),
-        gpu_only=merged(engines("fp16"), reference("fp16")),
-    ),
-    "lora": Row("1.2B, bf16, LoRA", merged(BILLION, engines("bf16"), ADAPTERS)),
-    "4-bit": Row(
-        "1.2B, 4-bit base, LoRA",
-        merged(BILLION, engines("bf16"), ADAPTERS),
-        gpu_only=QUANTIZED,
-        package="bitsandbytes",
-    ),
-    "offload": Row(
-        "1.2B, bf16, ZeRO 3, offload",
-        merged(
-            BILLION,
-            engines("bf16", 3, offload_optimizer=True, offload_parameters=True),
-            reference("bf16"),
-        ),
-    ),
-}
-REHEARSED = {
-    "base_model": {"architecture": {"hidden_size": 48, "intermediate_size": 96,
-                                    "num_hidden_layers": 2, "num_attention_heads": 4}},
-    "split": {"sources": [{"name": "synthetic", "samples": 200}]},
-    "ppo": {"steps": 2},
-}  # fmt: skip
-"""The model and the data of a rehearsal."""
-OTHERS = {
-    "tests": "the tests marked gpu",
-    "resume": "SIGKILL and resume, bf16, ZeRO 2",
-}
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the table."""
-
-    row: str
-    stage: str
-    verdict: str
-    """pass, FAIL, or skip if a package is missing."""
-    seconds: float
-    rate: str = ""
-    """Median over the steps after the first."""
-    peak_mib: int | None = None
-    """The most memory used on one of the GPUs, by all processes."""
-    reason: str = ""
-
-
-class Meter(StageListener):
-    """Measures every stage that is launched."""
-
-    def __init__(self, row: str) -> None:
-        self.row = row
-        self.results: list[Result] = []
-
-    def stage_started(self, run: StageRun) -> None:
-        """Start the clock and the readings of the memory."""
-        self._start, self._memory = time.monotonic(), Memory()
-
-    def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Add the result."""
-        peak = self._memory.stop()
-        if not run.cached:
-            seconds = time.monotonic() - self._start
-            verdict = "pass" if status == "FINISHED" else "FAIL"
-            speed = rate(run)
-            self.results.append(Result(self.row, run.title, verdict, seconds, speed, peak))
-
-
-class Memory(threading.Thread):
-    """Reads the used memory of the GPUs once a second."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._ended = threading.Event()
-        self._peak: int | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Read until `stop`."""
-        gpus = visible_gpus()
-        query = [
-            "nvidia-smi",
-            "--query-gpu=index,uuid,memory.used",
-            "--format=csv,noheader,nounits",
-        ]
-        while gpus and not self._ended.wait(1):
-            listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-            for line in listing.splitlines():
-                index, uuid, used = line.split(", ")
-                is_ours = index in gpus or any(uuid.startswith(gpu) for gpu in gpus)
-                if is_ours and used.isdigit():  # [N/A] with MIG, and where memory is shared
-                    self._peak = max(self._peak or 0, int(used))
-
-    def stop(self) -> int | None:
-        """End; return the peak in MiB."""
-        self._ended.set()
-        self.join()
-        return self._peak
-
-
-def rate(run: StageRun) -> str:
-    """The speed of a training stage, from its metrics."""
-    steps = [r["metrics"] for r in read_json_lines(run.metrics_file)][1:]
-    config = run.config.get(run.stage, {})
-    if not steps or "time/step_s" not in steps[0]:
-        return ""
-    if run.stage == "sft":
-        return f"{median(s['sft/tokens'] / s['time/step_s'] for s in steps):,.0f} tokens/s"
-    if run.stage == "ppo":
-        answers = config["rollout_batches"] * config["rollout_batch_size"]
-        sampled = (s["rollout/response_tokens"] * answers / s["time/generation_s"] for s in steps)
-        return f"{median(sampled):,.0f} sampled tokens/s"
-    return f"{median(config['batch_size'] / s['time/step_s'] for s in steps):,.1f} pairs/s"
-
-
-def run_stages(name: str, rehearsal: bool) -> list[Result]:
-    """Run the stages of a row; the result of the last one has the reason if it failed."""
-    row, meter, start = ROWS[name], Meter(name), time.monotonic()
-    if row.package and not rehearsal and find_spec(row.package) is None:
-        return [Result(name, "", "skip", 0.0, reason=f"needs the package {row.package}")]
+def wait(processes: Sequence[subprocess.Popen[bytes]], left: float) -> bool:
+    """Wait for ranks, and end all of them if one has failed or the time is over, which is False."""
+    deadline = time.monotonic() + left
     try:
-        values = row_parameters(row, rehearsal)
-        check(values, gpus=len(visible_gpus()))
-        blocks = {
-            name: block.model_validate(values.get(name, {}))
-            for name, block in parameter_blocks().items()
-        }
-        context = RunContext(FOLDER / "workspace", LaunchConfig(), listener=meter)
-        common = values["seed"], StageRunner(context)
-        base = base_model(blocks["base_model"], blocks["split"], *common)
-        rows = split(base, blocks["split"], *common)
-        policy = sft(rows, base, blocks["sft"], *common)
-        scores = reward_model(rows, policy, blocks["reward_model"], *common)
-        trained_by_ppo = ppo(rows, policy, scores, blocks["ppo"], *common)
-        if row.whole:
-            evaluate(PPO)(rows, policy, trained_by_ppo, scores, blocks["evaluate"], *common)
-            trained_by_dpo = dpo(rows, policy, blocks["dpo"], *common)
-            evaluate(DPO)(rows, policy, trained_by_dpo, scores, blocks["evaluate"], *common)
-    except Exception as error:  # the other rows can still run
-        failed = [result for result in meter.results if result.verdict == "FAIL"]
-        last = failed[-1] if failed else Result(name, "", "FAIL", time.monotonic() - start)
-        passed = [result for result in meter.results if result is not last]
-        return [*passed, replace(last, reason=reason_of(error))]
-    return meter.results
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            alive = [process for process in processes if process.poll() is None]
+            for process in alive:
+                os.killpg(process.pid, number)
+            until = time.monotonic() + ENDING_S
+            while any(process.poll() is None for process in alive) and time.monotonic() < until:
+                time.sleep(0.1)
 
 
-def reason_of(error: Exception) -> str:
-    """Why a row failed."""
-    if isinstance(error, PipelineError):
-        return error.format_message()
-    return f"{type(error).__name__}: {error}"
-
-
-def row_parameters(row: Row, rehearsal: bool) -> Tree:
-    """All parameters of a row."""
-    if rehearsal:
-        return merged(parameters("tiny"), row.changes, REHEARSED)
-    long = long_contexts() if row.environment == "tiny" else {}
-    return merged(parameters(row.environment), long, row.changes, row.gpu_only)
-
-
-def long_contexts(rows: int = 1200, vocabulary: int = 8192) -> Tree:
-    """Parameters of long contexts: `LONG`, and a file of random words that is longer than they are.
-
-    A model that reads them learns no end of a response, so it samples whole ones, too.
-    """
-    texts, draw = FOLDER / f"texts-{rows}.jsonl", random.Random(1)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(WORDS)]
-    if not texts.exists():
-        with texts.open("w") as file:
-            for _ in range(rows):
-                columns = {
-                    name: " ".join(draw.choices(words, k=TOKENS + 8))
-                    for name in ("prompt", "chosen", "rejected")
-                }
-                print(json.dumps(columns), file=file)
-    sources = [{"name": "files", "path": str(texts)}]
-    own = {"split": {"sources": sources}, "base_model": {"vocab_size": vocabulary}}
-    return merged(LONG, own)
-
-
-def run_tests(rehearsal: bool) -> list[Result]:
-    """Run the tests that need a GPU.
-
-    One that is skipped for another reason than a missing package fails, except in a rehearsal.
-    """
-    start = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--color=no"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    (FOLDER / "tests.log").write_text(done.stdout + done.stderr)
-    lines = done.stdout.splitlines() or ["no output"]
-    skipped = [line for line in lines if line.startswith("SKIPPED")]
-    ok = done.returncode == 0 and (rehearsal or all(map(OPTIONAL.search, skipped)))
-    reason = "; ".join([lines[-1].strip("= "), *([] if rehearsal else skipped)])
-    verdict = "pass" if ok else "FAIL"
-    return [Result("tests", "pytest", verdict, time.monotonic() - start, reason=reason)]
-
-
-def run_kills(rehearsal: bool) -> list[Result]:
-    """Kill training on long contexts and resume it: the results must be equal bit for bit.
-
-    A short row is a single block of an attention kernel, whose order of additions cannot vary.
-    """
-    start = time.monotonic()
-    stages = ["sft"] if rehearsal else ["sft", "ppo"]
-    options = ["--kills", "1", "--zero", "2", "--precision", "bf16", "--stages", *stages]
-    if not rehearsal:
-        options += ["--params", as_option(long_contexts(vocabulary=512))]
-    command = [sys.executable, str(PROJECT / "benchmarks" / "kills.py"), *options]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    (FOLDER / "kills.log").write_text(done.stdout + done.stderr)
-    kills = RESULTS / "kills" / "kills.json"
-    rows = json.loads(kills.read_text()) if kills.is_file() else []
-    wrong = [f"{row['stage']}: {name}" for row in rows for name in row if row[name] is False]
-    reason = "; ".join(wrong) or ("" if done.returncode == 0 else f"see {FOLDER / 'kills.log'}")
-    verdict = "pass" if done.returncode == 0 else "FAIL"
-    seconds = time.monotonic() - start
-    return [Result("resume", " and ".join(stages), verdict, seconds, reason=reason)]
-
-
-def as_option(values: Tree) -> str:
-    """Nested parameters as the value of `--params`; the YAML of a list in lines has no comma."""
-    texts = {
-        name: OmegaConf.to_yaml(OmegaConf.create(value)) if isinstance(value, list) else value
-        for name, value in leaves(values)
-    }
-    return ",".join(f"{name}={text}" for name, text in texts.items())
-
-
-def show(results: list[Result], console: Console) -> None:
-    """Print the table."""
-    passed = sum(result.verdict == "pass" for result in results)
-    table = Table(title=f"{passed} of {len(results)} passed")
-    for column in ("row", "stage", "result", "seconds", "speed", "peak MiB", "reason"):
-        table.add_column(column, overflow="fold")
-    for r in results:
-        peak = "" if r.peak_mib is None else f"{r.peak_mib:,}"
-        table.add_row(r.row, r.stage, r.verdict, f"{r.seconds:.0f}", r.rate, peak, r.reason)
-    console.print(table)
-
-
-def run_row(name: str, rehearsal: bool) -> list[Result]:
-    """Run a row; an error of the row is its result."""
-    others: dict[str, Callable[[bool], list[Result]]] = {
-        "tests": run_tests,
-        "resume": run_kills,
-    }
-    start = time.monotonic()
-    try:
-        return others[name](rehearsal) if name in others else run_stages(name, rehearsal)
-    except Exception as error:
-        return [Result(name, "", "FAIL", time.monotonic() - start, reason=reason_of(error))]
-
-
-def list_rows(names: list[str], rehearsal: bool, console: Console) -> None:
-    """Print what would run."""
-    for name in names:
-        if name in OTHERS:
-            console.print(f"{name}: {OTHERS[name]}")
+def compare_losses(part: Part, results: list[Tree]) -> None:
+    """Let the rows of a part fail whose losses are not those of the first row of the precision."""
+    precisions = {row.name: row.settings.get("deepspeed", {}).get("precision") for row in part.rows}
+    first: dict[str, Tree] = {}
+    for result in results if part.compared else []:
+        if result["verdict"] != "pass":
             continue
-        row = ROWS[name]
-        stages = "sft, reward_model, ppo" + ", evaluate, dpo, evaluate_dpo" * row.whole
-        long = LONG if row.environment == "tiny" else {}
-        changes = merged(
-            *([row.changes, REHEARSED] if rehearsal else [long, row.changes, row.gpu_only])
-        )
-        console.print(f"{name}: {row.title}: {stages}")
-        for parameter, value in leaves(changes):
-            console.print(f"    {parameter}={value}", highlight=False)
+        expected = first.setdefault(precisions[result["of"]], result)
+        for name in ("first loss", "last loss"):
+            own, other = result["values"][name], expected["values"][name]
+            if not abs(own - other) <= TOLERANCE[precisions[result["of"]]] * abs(other):
+                result["verdict"] = "FAIL"
+                result["reason"] = f"found {name} {own:.6f}, expected {other:.6f} as in the first"
+
+
+def store(file: Path, found: Tree, results: list[Tree], part: Part, seconds: float) -> None:
+    """Write the file of a part. Rows of an earlier run stay if nothing else has changed."""
+    earlier = json.loads(file.read_text()) if file.is_file() else {}
+    kept = earlier.get("rows", []) if earlier.get("versions") == found else []
+    measured = {result["of"] for result in results}
+    rows = [result for result in kept if result["of"] not in measured] + results
+    order = [row.name for row in part.rows]
+    rows.sort(key=lambda result: order.index(result["of"]))
+    record = {"part": file.stem, "measures": part.measures, "versions": found}
+    record |= {"date": datetime.now(UTC).date().isoformat(), "seconds": seconds, "rows": rows}
+    file.write_text(json.dumps(record, indent=2))
 
 
 def main() -> int:
-    """Run the rows; print the table after each."""
+    """Run parts, or show what there is."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["tests", *ROWS, "resume"]
-    parser.add_argument("--rows", nargs="+", default=names, choices=names)
-    parser.add_argument("--dry-run", action="store_true", help="list the rows, run nothing")
-    parser.add_argument("--cpu-rehearsal", action="store_true", help="tiny rows on the CPU")
-    arguments = parser.parse_args()
-    console = Console(width=max(WIDTH, Console().width))
-    rehearsal = arguments.cpu_rehearsal
-    if arguments.dry_run:
-        list_rows(arguments.rows, rehearsal, console)
+    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--rows", nargs="+", default=[], help="only these rows of the part")
+    parser.add_argument("--list", action="store_true", help="show the parts, run nothing")
+    parser.add_argument("--report", action="store_true", help="write the page of what has run")
+    parser.add_argument("--cpu-rehearsal", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--results", type=Path, help="folder of the results")
+    given = parser.parse_args()
+    toy = given.cpu_rehearsal
+    folder = given.results or gpu_rows.FOLDER.with_name("gpu-rehearsal" if toy else "gpu")
+    folder = folder.absolute()
+    if given.list:
+        print(gpu_report.listing({name: PARTS[name] for name in given.part}))
         return 0
-    if rehearsal:
+    if given.report:
+        print(f"the page: {gpu_report.write(folder)}")
+        return 0
+    if toy:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not visible_gpus():
-        console.print(
+        print(
             "gpu: found 0 GPUs, expected at least one. Fix: check `nvidia-smi` and "
-            "CUDA_VISIBLE_DEVICES, or rehearse on the CPU with --cpu-rehearsal",
-            soft_wrap=True,
+            "CUDA_VISIBLE_DEVICES, or rehearse on the CPU with --cpu-rehearsal"
         )
         return 2
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    results: list[Result] = []
-    for name in arguments.rows:
-        results += run_row(name, rehearsal)
-        record: dict[str, Any] = {"commit": commit(), "gpus": visible_gpus()}
-        record["results"] = [asdict(result) for result in results]
-        (FOLDER / "gpu.json").write_text(json.dumps(record, indent=2))
-        show(results, console)
-    return 1 if any(result.verdict == "FAIL" for result in results) else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    for name in given.part:
+        print(f"{name}: {PARTS[name].measures}", flush=True)
+        results += run_part(name, given.rows, folder, toy=toy)
+    print(f"the page: {gpu_report.write(folder)}")
+    return 1 if any(result["verdict"] == "FAIL" for result in results) else 0
 
 
 if __name__ == "__main__":
