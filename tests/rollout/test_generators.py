@@ -51,7 +51,7 @@ def make(request, engine, world):
     return {
         "transformers": partial(TransformersGenerator, engine),
         "hybrid": lambda contract: HybridGenerator(engine, contract, HybridConfig(), world),
-        "vllm": partial(VLLMGenerator, engine, rows=3, longest=20),
+        "vllm": partial(VLLMGenerator, engine, rows=3, longest=20, place="ppo.generator"),
     }[request.param]
 
 
