@@ -6,6 +6,7 @@ every token of every rollout; the host then launches one graph instead of hundre
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -264,14 +265,10 @@ def record(step: Callable[[], None]) -> Replay:
     return replay
 
 
-_POOLS: list[Any] = []
-
-
+@cache
 def _pool() -> Any:
     """The memory that all graphs of a process share: they never run at the same time."""
-    if not _POOLS:
-        _POOLS.append(torch.cuda.graph_pool_handle())
-    return _POOLS[0]
+    return torch.cuda.graph_pool_handle()
 
 
 def addresses(model: torch.nn.Module) -> tuple[int, ...]:

@@ -60,8 +60,8 @@ class HybridGenerator:
         self._contract = contract
         self._config = hybrid
         self._group = own_group(world, hybrid.inference_tp_size)
-        copy = ShardedCopy(self._model, self._group)  # an error shows before training
-        self._copy = copy if hybrid.pin_parameters else None
+        made = self._make()  # an error shows before training
+        self._made = made if hybrid.pin_parameters else None
 
     @torch.no_grad()
     def generate(
@@ -72,11 +72,10 @@ class HybridGenerator:
         prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
         group, size = self._group, self._group.size
-        copy = self._copy or ShardedCopy(self._model, group)
+        copy, generator = made = self._made or self._make()
         copy.refresh(self._config.tp_gather_partition_size)
         own_share = [list(prompts), list(seeds), prompt_numbers and list(prompt_numbers)]
         shares = gather_json(own_share, own_device(), group.collectives)
-        generator = TransformersGenerator(copy.model, self._contract)
         together = generator.generate(
             [prompt for own, *_ in shares for prompt in own],
             sampling.model_copy(update={"batch_size_per_gpu": size * sampling.batch_size_per_gpu}),
@@ -87,8 +86,13 @@ class HybridGenerator:
         rows = torch.arange(first, first + len(prompts))
         found = together.sequences.rows(rows)
         width = found.response_ids.shape[1]
-        self._copy = copy if self._config.pin_parameters else None
+        self._made = made if self._config.pin_parameters else None
         return Rollout(found, together.logprobs[rows, :width])
+
+    def _make(self) -> "tuple[ShardedCopy, TransformersGenerator]":
+        """A copy, and what samples from it and keeps its graphs."""
+        copy = ShardedCopy(self._model, self._group)
+        return copy, TransformersGenerator(copy.model, self._contract)
 
 
 class ShardedCopy:
