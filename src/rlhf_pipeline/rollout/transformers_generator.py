@@ -23,8 +23,7 @@ from rlhf_pipeline.rollout.generation import Seed, uniform_draws
 from rlhf_pipeline.rollout.records import Rollout
 
 REPACKED_DTYPES = (torch.float32, torch.bfloat16)
-GRAPHS = {"cuda"}
-"""Types of devices that replay graphs."""
+GRAPHS = {"cuda"}  # types of devices that replay graphs
 
 
 class TransformersGenerator:
