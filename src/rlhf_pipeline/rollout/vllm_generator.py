@@ -1,8 +1,7 @@
 """Generation by vLLM, in the training processes: each rank has an engine for its own prompts.
 
-The engine keeps a copy of the weights in its own layout, refreshed before every rollout. The old
-copy is spoiled first, because vLLM keeps what a transfer leaves out without an error. On a GPU it
-sleeps between rollouts: the copy and the pages of keys and values give their memory back. vLLM
+The engine keeps a copy of the weights in its own layout, refreshed before every rollout. On a GPU
+it sleeps between rollouts: the copy and the pages of keys and values give their memory back. vLLM
 cannot sleep on a CPU. Written for vLLM 0.32.
 """
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate
@@ -78,7 +77,7 @@ class VLLMGenerator:
         try:
             if not has_parity(self, policy, contract):
                 raise ValueError("its log-probabilities are not those of the policy")
-        except (ValueError, StageError) as error:  # also from vLLM, about names of weights
+        except ValueError as error:  # also from vLLM, about names of weights
             raise refusal(self._model, place) from error
 
     @torch.no_grad()
@@ -89,7 +88,6 @@ class VLLMGenerator:
         seeds: Sequence[Seed],
         prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
-        """As in `Generator`; raises StageError if the engine did not get all weights."""
         responses: list[list[int]] = [[] for _ in prompts]
         logprobs = torch.zeros(len(prompts), sampling.max_response_tokens)
         with self._awake() as engine:
@@ -105,8 +103,6 @@ class VLLMGenerator:
                         at[token].logprob for token, at in zip(tokens, answer.logprobs, strict=True)
                     ]
                     logprobs[row, : len(own)] = torch.tensor(own)
-        if logprobs.isnan().any():
-            raise left_out()
         sequences = collate(
             prompts, responses, self._contract.pad_id, prompt_numbers=prompt_numbers
         )
@@ -118,7 +114,6 @@ class VLLMGenerator:
         engine, weights = self._engine, {"weights_iterator": self._weights()}
         if self._sleeps:
             engine.wake_up(tags=["weights"])
-        engine.apply_model(spoil)
         engine.collective_rpc("reload_weights", kwargs=weights)
         if self._sleeps:
             engine.wake_up(tags=["kv_cache"])
@@ -192,31 +187,6 @@ def load_engine(
             ) from error
     engine.engine_core._finalizer.detach()  # it would end the process group of the training
     return engine
-
-
-def spoil(model: nn.Module) -> None:
-    """Make every weight of an engine unusable until it is loaded again.
-
-    A parameter becomes NaN, and so does every log-probability that depends on it. On a CPU, vLLM
-    replaces a matrix by a function with a packed copy; the function raises StageError instead.
-    """
-
-    def unloaded(*inputs: object) -> Tensor:
-        raise left_out()
-
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            parameter.data.fill_(torch.nan)
-        if hasattr(module, "cpu_linear"):
-            module.cpu_linear = unloaded
-
-
-def left_out() -> StageError:
-    """The error for weights of an old step that would have answered."""
-    return StageError(
-        "vLLM: found weights that the transfer before a rollout left out, or that are NaN, "
-        "expected those of the policy. Fix: set the generator to transformers"
-    )
 
 
 def refusal(model: PreTrainedModel, place: str) -> ConfigError:
