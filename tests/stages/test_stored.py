@@ -49,7 +49,8 @@ def run(drill, store, name, **context):
 
 
 def warnings(caplog):
-    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    own = [each for each in caplog.records if each.name.startswith("rlhf_pipeline.")]
+    return [record.message for record in own if record.levelno == logging.WARNING]
 
 
 def pointer(tmp_path):
