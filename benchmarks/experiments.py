@@ -86,14 +86,16 @@ def train_reward_model(start: Start, changes: Tree) -> Path:
 def train(start: Start, changes: Tree) -> Path:
     """Train a policy by PPO with the default parameters and some changes, nested like `ppo`."""
     models = start.sft_model, start.reward_model
-    return ppo(start.split, *models, ppo_config(changes), start.seed, start.stages())
+    trained = RewardModelConfig.model_validate(parameters()["reward_model"])
+    return ppo(start.split, *models, trained, ppo_config(changes), start.seed, start.stages())
 
 
 def compare(start: Start, policy: Path) -> Tree:
     """The result of stage evaluate for a policy, with the default parameters."""
     config = EvaluateConfig.model_validate(parameters()["evaluate"])
     models = start.sft_model, policy, start.reward_model
-    export = evaluate(PPO)(start.split, *models, config, start.seed, start.stages())
+    trained = RewardModelConfig.model_validate(parameters()["reward_model"]), ppo_config({})
+    export = evaluate(PPO)(start.split, *models, *trained, config, start.seed, start.stages())
     return dict(json.loads((export / "evaluation.json").read_text()))
 
 

@@ -12,9 +12,9 @@ and can run by itself. A row that fails is a line with its reason, and the other
 part writes <results>/<part>.json after each row; the exit code is 0 if no row fails.
 
 On a machine without this project's environment, `python benchmarks/gpu.py` needs src in PYTHONPATH
-and these packages with theirs: torch, transformers, deepspeed, pydantic, pebble, pyarrow, psutil,
-regex, jinja2; peft for LoRA. It needs no network. Rows that start `kedro run` or pytest are skipped
-there, and so are those of vLLM and bitsandbytes.
+and these packages with theirs: torch, transformers, accelerate, deepspeed, pydantic, pebble,
+pyarrow, psutil, regex, jinja2, click, scipy; peft for LoRA. It needs no network. Rows that start
+`kedro run` or pytest are skipped there, and so are those of vLLM and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def run_part(name: str, chosen: Sequence[str], folder: Path, *, toy: bool) -> li
         compare_losses(part, results)
         store(folder / f"{name}.json", found, results, part, time.monotonic() - start)
     shutil.rmtree(folder / "models", ignore_errors=True)
+    shutil.rmtree(folder / "workspace", ignore_errors=True)  # what is cached measures nothing
     return results
 
 

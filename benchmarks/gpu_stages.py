@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from statistics import median
@@ -39,7 +38,7 @@ from rlhf_pipeline.stages.run import StageRunner
 
 OPTIONAL = re.compile(r"not installed|needs vllm")
 """Reasons for which a test may be skipped."""
-REHEARSES = "lora"
+REHEARSES = "bf16"
 """The row that a rehearsal runs; it checks the parameters of the others."""
 
 
@@ -234,7 +233,7 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         check(values, gpus=len(visible_gpus()))
         if rehearsal and name != REHEARSES:
             reason = f"its parameters are valid; the rehearsal of {REHEARSES} trains"
-            return [Result(name, "", "pass", time.monotonic() - start, reason=reason)]
+            return [Result(name, "", "pass", 0.0, reason=reason)]
         blocks = {
             name: block.model_validate(values.get(name, {}))
             for name, block in parameter_blocks().items()
@@ -246,11 +245,12 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         rows = split(base, blocks["split"], *common)
         policy = sft(rows, base, blocks["sft"], *common)
         scores = reward_model(rows, policy, blocks["reward_model"], *common)
-        trained_by_ppo = ppo(rows, policy, scores, blocks["reward_model"], blocks["ppo"], *common)
+        judge, last = (scores, blocks["reward_model"]), (blocks["evaluate"], *common)
+        by_ppo = ppo(rows, policy, *judge, blocks["ppo"], *common)
         if row.whole:
-            evaluate(PPO)(rows, policy, trained_by_ppo, scores, blocks["evaluate"], *common)
-            trained_by_dpo = dpo(rows, policy, blocks["dpo"], *common)
-            evaluate(DPO)(rows, policy, trained_by_dpo, scores, blocks["evaluate"], *common)
+            evaluate(PPO)(rows, policy, by_ppo, *judge, blocks["ppo"], *last)
+            by_dpo = dpo(rows, policy, blocks["dpo"], *common)
+            evaluate(DPO)(rows, policy, by_dpo, *judge, blocks["dpo"], *last)
     except Exception as error:  # the other rows can still run
         failed = [result for result in meter.results if result.verdict == "FAIL"]
         last = failed[-1] if failed else Result(name, "", "FAIL", time.monotonic() - start)
@@ -261,9 +261,8 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
 
 def reason_of(error: Exception) -> str:
     """Why a row failed."""
-    if isinstance(error, PipelineError):
-        return error.format_message()
-    return f"{type(error).__name__}: {error}"
+    is_own = isinstance(error, PipelineError)
+    return error.format_message() if is_own else f"{type(error).__name__}: {error}"
 
 
 def row_parameters(row: Row, rehearsal: bool) -> Tree:
@@ -329,8 +328,7 @@ def run_kills(rehearsal: bool) -> list[Result]:
     rows = json.loads(kills.read_text()) if kills.is_file() else []
     wrong = [f"{row['stage']}: {name}" for row in rows for name in row if row[name] is False]
     reason = "; ".join(wrong) or ("" if done.returncode == 0 else f"see {FOLDER / 'kills.log'}")
-    verdict = "pass" if done.returncode == 0 else "FAIL"
-    seconds = time.monotonic() - start
+    verdict, seconds = "pass" if done.returncode == 0 else "FAIL", time.monotonic() - start
     return [Result("resume", " and ".join(stages), verdict, seconds, reason=reason)]
 
 
@@ -345,11 +343,7 @@ def as_option(values: Tree) -> str:
 
 def run_row(name: str, rehearsal: bool) -> list[Result]:
     """Run a row; an error of the row is its result."""
-    others: dict[str, Callable[[bool], list[Result]]] = {
-        "tests": run_tests,
-        "kills": run_kills,
-    }
-    start = time.monotonic()
+    others, start = {"tests": run_tests, "kills": run_kills}, time.monotonic()
     try:
         return others[name](rehearsal) if name in others else run_stages(name, rehearsal)
     except Exception as error:

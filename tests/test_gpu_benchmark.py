@@ -14,6 +14,10 @@ from omegaconf import OmegaConf
 from waiting import wait_until
 
 from rlhf_pipeline.checks import check
+from rlhf_pipeline.sizing.fit import fits
+from rlhf_pipeline.sizing.hardware import GIB, Hardware
+from rlhf_pipeline.sizing.models import Shape
+from rlhf_pipeline.sizing.stages import plan_stage
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -155,6 +159,20 @@ def test_a_rank_that_does_not_end_is_ended(gpu):
     assert gpu.wait([sleeper], 0.5) is False and sleeper.poll() is not None
 
 
+def test_what_one_h100_measures_fits_it(load, rows):
+    """By the plan; a row that does not fit would be skipped."""
+    worker = load("gpu_worker")
+    config_of = {"sft": worker.sft_config, "ppo": worker.ppo_config}
+    for row in (row for part in rows.PARTS.values() for row in part.rows if row.kind in config_of):
+        ranks = row.at_least if row.gpus == 0 else 1
+        config, lengths = config_of[row.kind](row.settings, ranks)
+        fields = rows.architecture(row.settings["model"], toy=False, positions=1)
+        given = {row.kind: config.model_dump(mode="json")}, Shape.of(fields)
+        hardware = Hardware(ranks, gpu_memory=79 * GIB)
+        planned = plan_stage(row.kind, *given, hardware, {row.kind: lengths})
+        assert fits(planned, hardware), row.name
+
+
 @pytest.mark.slow
 def test_the_rehearsal_of_a_part_ends_in_a_page(tmp_path):
     done = run("--cpu-rehearsal", "--part", "generation", "--results", str(tmp_path))
@@ -169,6 +187,24 @@ def test_the_stages_of_every_row_are_valid_on_eight_gpus_and_in_a_rehearsal(stag
     for row in stages.ROWS.values():
         check(stages.row_parameters(row, rehearsal=False), gpus=8)
         check(stages.row_parameters(row, rehearsal=True), gpus=0)
+
+
+def test_a_whole_row_asks_for_every_stage(stages, monkeypatch, tmp_path):
+    asked = []
+
+    class Runner:
+        def __init__(self, context):
+            pass
+
+        def run(self, job):
+            asked.append(job.spec.name)
+            return tmp_path
+
+    monkeypatch.setattr(stages, "StageRunner", Runner)
+    monkeypatch.setattr(stages, "split", lambda base, config, seed, runner: tmp_path)
+    monkeypatch.setattr(stages, "base_model", lambda config, split, seed, runner: tmp_path)
+    assert stages.run_stages(stages.REHEARSES, rehearsal=True) == []
+    assert asked == ["sft", "reward_model", "ppo", "evaluate", "dpo", "evaluate_dpo"]
 
 
 def test_an_error_of_any_kind_is_a_line_of_the_table(stages, monkeypatch):
