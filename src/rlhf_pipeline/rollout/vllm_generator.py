@@ -1,7 +1,8 @@
 """Generation by vLLM, in the training processes: each rank has an engine for its own prompts.
 
-The engine keeps a copy of the weights in its own layout, refreshed before every rollout. On a GPU
-it sleeps between rollouts: the copy and the pages of keys and values give their memory back. vLLM
+The engine keeps a copy of the weights in its own layout, refreshed before every rollout. The old
+copy is spoiled first, because vLLM keeps what a transfer leaves out without an error. On a GPU it
+sleeps between rollouts: the copy and the pages of keys and values give their memory back. vLLM
 cannot sleep on a CPU. Written for vLLM 0.32.
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate
@@ -77,7 +79,7 @@ class VLLMGenerator:
         try:
             if not has_parity(self, policy, contract):
                 raise ValueError("its log-probabilities are not those of the policy")
-        except ValueError as error:  # also from vLLM, about names of weights
+        except (ValueError, StageError) as error:  # also from vLLM, about names of weights
             raise refusal(self._model, place) from error
 
     @torch.no_grad()
@@ -88,6 +90,7 @@ class VLLMGenerator:
         seeds: Sequence[Seed],
         prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
+        """As in `Generator`; raises StageError if the engine did not get all weights."""
         responses: list[list[int]] = [[] for _ in prompts]
         logprobs = torch.zeros(len(prompts), sampling.max_response_tokens)
         with self._awake() as engine:
@@ -103,6 +106,11 @@ class VLLMGenerator:
                         at[token].logprob for token, at in zip(tokens, answer.logprobs, strict=True)
                     ]
                     logprobs[row, : len(own)] = torch.tensor(own)
+        if logprobs.isnan().any():
+            raise StageError(
+                "vLLM: found weights that are NaN, or that the transfer before this rollout left "
+                "out, expected those of the policy. Fix: set the generator to transformers"
+            )
         sequences = collate(
             prompts, responses, self._contract.pad_id, prompt_numbers=prompt_numbers
         )
@@ -114,6 +122,7 @@ class VLLMGenerator:
         engine, weights = self._engine, {"weights_iterator": self._weights()}
         if self._sleeps:
             engine.wake_up(tags=["weights"])
+        engine.apply_model(spoil)
         engine.collective_rpc("reload_weights", kwargs=weights)
         if self._sleeps:
             engine.wake_up(tags=["kv_cache"])
@@ -187,6 +196,22 @@ def load_engine(
             ) from error
     engine.engine_core._finalizer.detach()  # it would end the process group of the training
     return engine
+
+
+def spoil(model: nn.Module) -> None:
+    """Make NaN of all that an engine computes with its weights, until they are loaded again.
+
+    On a CPU, vLLM replaces a matrix by a function with a packed copy.
+    """
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data.fill_(torch.nan)
+        if packed := vars(module).get("cpu_linear"):
+            vars(module)["cpu_linear"] = partial(_spoiled, packed)
+
+
+def _spoiled(packed: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return packed(*inputs) * torch.nan
 
 
 def refusal(model: PreTrainedModel, place: str) -> ConfigError:
