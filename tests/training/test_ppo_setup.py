@@ -27,8 +27,8 @@ def test_the_critic_starts_on_the_scale_of_the_scores(ppo_inputs, world, tmp_pat
     estimate = models.critic(**inputs, scores_to_keep=1)[0, 0]
     raw = score_sequences(SEQUENCES, models, config, world, with_critic=False)
     score = models.rewards(raw, {}).scores[0]
-    assert float(score) == pytest.approx(weight * (float(raw.scores[0]) - 0.1), abs=5e-5)
-    assert float(estimate) == pytest.approx(float(score) + weight * 0.1, abs=5e-5)
+    assert float(score) == pytest.approx(weight * (float(raw.scores[0]) - 0.1), abs=1e-5)
+    assert float(estimate) == pytest.approx(float(score) + weight * 0.1, abs=1e-5)
 
 
 def test_a_reward_model_without_effect_leaves_the_critic_its_scale(ppo_inputs, world, tmp_path):
