@@ -49,8 +49,7 @@ def run(drill, store, name, **context):
 
 
 def warnings(caplog):
-    own = [each for each in caplog.records if each.name.startswith("rlhf_pipeline.")]
-    return [record.message for record in own if record.levelno == logging.WARNING]
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def pointer(tmp_path):
@@ -326,6 +325,24 @@ def test_the_last_checkpoint_of_an_interrupted_stage_is_uploaded(store, training
     upload(StoredStages(store, tmp_path / "one"), training)
     assert steps(store, training) == ["step-00000003.json"]
     assert not (training.directory / "upload").exists()
+
+
+def test_training_may_remove_what_it_no_longer_needs_meanwhile(
+    store, training, tmp_path, monkeypatch, caplog
+):
+    """A best model that a better one has replaced leaves after the newest checkpoint."""
+    link, old = module.link_or_copy, training.checkpoints / "best-00000001"
+
+    def removing(source, target):
+        shutil.rmtree(old, ignore_errors=True)
+        link(source, target)
+
+    monkeypatch.setattr(module, "link_or_copy", removing)
+    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, 3))
+    other = stage_run(tmp_path / "two")
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
+    assert {path.name for path in other.checkpoints.iterdir()} == {"step-00000004", "best-00000003"}
+    assert not warnings(caplog)
 
 
 def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):

@@ -246,7 +246,7 @@ def _objects(shelf: Store, pointers: Sequence[str]) -> set[str]:
 def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
     """Link a checkpoint and the best models up to its step, which training may soon remove.
 
-    Returns whether that was in time: training removes nothing of its newest checkpoint.
+    Returns whether that was in time: training removes nothing that its newest checkpoint needs.
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -254,11 +254,11 @@ def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
         # A later one may be incomplete.
         best = [path for path in best if int(path.name.removeprefix("best-")) <= step]
         for source in (checkpoint_path(run.checkpoints, step), *best):
-            target = folder / "checkpoints" / source.relative_to(run.checkpoints)
-            shutil.copytree(source, target, copy_function=link_or_copy)
+            for file in filter(Path.is_file, source.rglob("*")):
+                target = folder / "checkpoints" / file.relative_to(run.checkpoints)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(file, target)
         shutil.copy2(run.metrics_file, folder)
-    except OSError:
-        if newest_step(run.checkpoints) == step:
-            raise
+    except FileNotFoundError:  # training has just removed what it no longer needs
         return False
     return newest_step(run.checkpoints) == step
