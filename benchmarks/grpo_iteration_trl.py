@@ -5,31 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 
 import numpy as np
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl_turns import TakingTurns
 
 from rlhf_pipeline.distributed.batches import step_rows
 
 STEPS = 1000
-
-
-class TakingTurns(TrainerCallback):
-    """Reports a step, and waits for the next `go`."""
-
-    def on_train_begin(self, *_, **__):
-        self.wait()
-
-    def on_step_end(self, *_, **__):
-        print(json.dumps({"seconds": time.perf_counter() - self.began}), flush=True)
-        self.wait()
-
-    def wait(self):
-        sys.stdin.readline()
-        self.began = time.perf_counter()
 
 
 class Trainer(GRPOTrainer):

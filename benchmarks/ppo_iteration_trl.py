@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 
 import numpy as np
 import torch
@@ -14,28 +13,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    TrainerCallback,
 )
 from trl.experimental.ppo import PPOConfig, PPOTrainer
+from trl_turns import TakingTurns
 
 from rlhf_pipeline.distributed.batches import step_rows
 
 STEPS = 1000
-
-
-class TakingTurns(TrainerCallback):
-    """Reports a step, and waits for the next `go`."""
-
-    def on_train_begin(self, *_, **__):
-        self.wait()
-
-    def on_step_end(self, *_, **__):
-        print(json.dumps({"seconds": time.perf_counter() - self.began}), flush=True)
-        self.wait()
-
-    def wait(self):
-        sys.stdin.readline()
-        self.began = time.perf_counter()
 
 
 given = json.loads(sys.argv[1])

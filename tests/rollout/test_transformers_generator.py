@@ -120,10 +120,15 @@ def test_weights_that_are_sharded_stay():
 
 
 @torch.no_grad()
-def test_adapters_are_added_to_the_weights_meanwhile(make_model):
-    model = load_policy(make_model("llama"), "fp32")
+@pytest.mark.parametrize("family", ["llama", "opt"])  # without biases and with them
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 2**-5)])
+def test_adapters_are_added_to_the_weights_meanwhile(make_model, family, precision, tolerance):
+    """Those in float32 also to weights in bfloat16."""
+    model = load_policy(make_model(family), precision)
     add_adapters(model, LoRAConfig())
     for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.float()
         if "lora_B" in name:
             parameter.normal_(std=0.1)
     expected = model(IDS).logits
@@ -133,6 +138,8 @@ def test_adapters_are_added_to_the_weights_meanwhile(make_model):
             if isinstance(layer, nn.Linear):
                 layer.register_forward_hook(lambda layer, *_: products.append(layer))
         found = model(IDS).logits
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert found.dtype == expected.dtype
+    error = (found - expected).float().square().mean().sqrt()
+    assert error <= tolerance * expected.float().square().mean().sqrt()
     assert products == [model.get_output_embeddings()]  # the only layer without adapters
     torch.testing.assert_close(model(IDS).logits, expected)

@@ -93,7 +93,9 @@ class Decoder:
     def run(
         self, ids: Tensor, mask: Tensor, numbers: Tensor | None, draws: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of the responses, (b, R) each; both go on after an EOS.
+        """Tokens and log-probabilities of the responses, (b, R) each.
+
+        What follows the first EOS of a row has no meaning.
 
         Args:
             ids, mask: (b, P) prompts, left-padded, in main memory.
@@ -175,7 +177,7 @@ class Decoder:
         self._positions[:rows] += 1
 
     def _look(self, rows: int, step: int) -> int | None:
-        """The rows that go on, if the host looks; None: it does not.
+        """The number of rows without an EOS; None if the host does not look, or keeps all rows.
 
         Looking at each token would make the host wait for its GPU, so it looks at fixed tokens.
         Rounding depends on the number of rows, so if the time decided, a rollout could not be
@@ -244,9 +246,9 @@ class Decoder:
         replay = record(lambda: self._compute(rows, seen, room))
         again()
         replay()
-        scale, found = expected.square().mean().sqrt(), self._logits[rows].float()
-        error = float((found - expected).square().mean().sqrt() / scale)
-        bound = ROUNDINGS * torch.finfo(self._logits[rows].dtype).eps
+        scale, found = expected.square().mean().sqrt(), self._logits.pop(rows)
+        error = float((found.float() - expected).square().mean().sqrt() / scale)
+        bound = ROUNDINGS * torch.finfo(found.dtype).eps
         if not error <= bound:  # also if it is not a number
             raise StageError(
                 f"sampling.cuda_graphs: a graph of {rows} rows computes logits that differ from "

@@ -155,7 +155,8 @@ def with_adapters(module: nn.Module, name: str) -> Tensor:
     whole: Tensor = adapted.get_base_layer().get_parameter(name)
     if name != "weight":
         return whole
-    return whole + sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
+    added = sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
+    return (whole + added).to(whole.dtype)
 
 
 def _is_supported(layer: nn.Linear) -> bool:
