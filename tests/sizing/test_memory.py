@@ -1,6 +1,6 @@
 """Memory of models and stages, worked by hand; activations are compared with autograd's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -236,6 +236,24 @@ def test_the_peak_is_the_largest_phase_above_what_is_held():
     assert memory.held == 28 * WEIGHTS + 10 * 100 + 4 * 100 + CACHE
     largest = max(sum(phase.parts.values()) for phase in memory.phases)
     assert memory.peak == 2**30 + memory.held + largest
+
+
+def test_what_leaves_during_the_rollout_is_in_main_memory():
+    """The states of the actor leave, and all of the critic (101 weights more), reference and reward
+    model (100 more)."""
+    plain, parameters = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS), PPO().parameters()
+    parameters["ppo"]["offload_during_rollout"] = True
+    memory = plan_stage("ppo", parameters, SHAPE, GPUS)
+    (first,), (found,) = (
+        [phase for phase in each.phases if phase.name == "generation"] for each in (plain, memory)
+    )
+    left = first.total - found.total
+    assert left == (6 + 4 + 10 + 4) * WEIGHTS + 10 * 100 + 4 * 100
+    assert memory.main_of_node(2) - plain.main_of_node(2) == 2 * left
+    assert memory.held == plain.held and memory.certain == plain.certain
+    sampling = replace(memory, phases=(found,))
+    shown = sum(sum(sampling.parts_of(model).values()) for model in memory.models)
+    assert sampling.libraries + shown == sampling.peak
 
 
 def test_one_rank_reads_the_whole_model_that_zero_3_shards():

@@ -12,7 +12,7 @@ from pydantic import (
     field_validator,
 )
 
-from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR
 from rlhf_pipeline.config.ppo_blocks import (
     CurriculumConfig,
@@ -144,6 +144,9 @@ class PPOConfig(SavingConfig):
     gather_for_generation: bool = True
     """At ZeRO stage 3: gather all weights of the actor for each batch, which every GPU needs memory
     for. False: gather each layer at every token, which is much slower."""
+    offload_during_rollout: bool = operational(False)
+    """While a GPU samples, keep all but the weights that sample in main memory: optimizer states,
+    fp32 weights, gradients at ZeRO stage 3, `ema`, critic, reference and reward model."""
     critic_warmup_steps: int = Field(default=0, ge=0)
     """gae only: number of first steps that train only the critic."""
     ema: EMAConfig | None = None

@@ -37,7 +37,7 @@ def save_engine(
     if engine.zero_optimization_stage() > 0 or rank == 0:
         tensors = {
             f"{kind}|{name}": piece.detach()
-            for kind, shards in _tensors(engine, average).items()
+            for kind, shards in saved_tensors(engine, average).items()
             for name, _, piece in pieces(engine, shards)
         }
         starts = {name: str(start) for name, start, _ in pieces(engine, fp32_shards(engine))}
@@ -65,12 +65,12 @@ def load_engine(
     """Load what `save_engine` wrote into a new engine; ArtifactError if a part is missing."""
     counters = json.loads((directory / "engine.json").read_text())
     if counters["step"] > 0:
-        _start_optimizer(engine, counters["step"])
+        start_optimizer(engine, counters["step"])
     paths = sorted(directory.glob("rank*.safetensors"))
     files = [safe_open(path, framework="pt") for path in paths]
     written = [(file, frozenset(file.keys()), file.metadata()) for file in files]
     with torch.no_grad():
-        for kind, shards in _tensors(engine, average).items():
+        for kind, shards in saved_tensors(engine, average).items():
             for name, start, piece in pieces(engine, shards):
                 found = _read(written, f"{kind}|{name}", start, piece)
                 if found != len(piece):
@@ -96,7 +96,7 @@ def bytes_needed(engine: DeepSpeedEngine, average: list[Tensor] | None = None) -
     return shards * (1 + len(MOMENTS) + (average is not None))
 
 
-def _tensors(engine: DeepSpeedEngine, average: list[Tensor] | None) -> dict[str, list[Tensor]]:
+def saved_tensors(engine: DeepSpeedEngine, average: list[Tensor] | None) -> dict[str, list[Tensor]]:
     """The tensors to save, by kind; each list is parallel to `fp32_shards(engine)`."""
     shards, state = fp32_shards(engine), _adam(engine).state
     found = {"weight": shards}
@@ -109,7 +109,7 @@ def _adam(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _start_optimizer(engine: DeepSpeedEngine, step: int) -> None:
+def start_optimizer(engine: DeepSpeedEngine, step: int) -> None:
     """Create the state that Adam otherwise creates at its first step."""
     adam = _adam(engine)
     for shard in fp32_shards(engine):

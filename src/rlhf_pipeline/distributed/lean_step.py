@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.distributed.engine_state import start_optimizer
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import fp32_shards, pieces
 from rlhf_pipeline.runtime import heartbeat
@@ -58,11 +59,13 @@ class LeanStep:
 
     def _update(self, gradients: dict[str, Tensor | None], scale: float) -> None:
         """One step of AdamW by gradients that still have to be multiplied by `scale`."""
-        shards = fp32_shards(self._engine)
-        states = [self._state(shard) for shard in shards]
+        shards, adam = fp32_shards(self._engine), self._adam
+        if not adam.state:
+            start_optimizer(self._engine, 0)
+        states = [adam.state[shard] for shard in shards]
         settings: dict[int, dict[str, Any]] = {}
         for parameters, group, state in zip(
-            self._zero.round_robin_bit16_groups, self._adam.param_groups, states, strict=True
+            self._zero.round_robin_bit16_groups, adam.param_groups, states, strict=True
         ):
             state["step"] += 1
             own = {name: group[name] for name in ("lr", "weight_decay", "eps")}
@@ -85,14 +88,6 @@ class LeanStep:
                     **settings[id(parameter)], amsgrad=False, maximize=False,
                 )  # fmt: skip
                 rounded.copy_(exact)
-
-    def _state(self, shard: Tensor) -> dict[str, Tensor]:
-        """The state of AdamW; at the first step, what torch itself begins with."""
-        state: dict[str, Tensor] = self._adam.state[shard]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(shard), torch.zeros_like(shard)
-        return state
 
 
 def _gradient(parameter: Any) -> Tensor | None:

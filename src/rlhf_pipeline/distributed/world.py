@@ -92,8 +92,7 @@ def join(seed: int, *, timeout_s: float) -> World:
     atexit.register(_leave)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     torch.manual_seed(seed)
-    is_host = device.type == "cpu"
-    host = None if is_host else distributed.new_group(backend="gloo", timeout=limit)
+    host = None if device.type == "cpu" else distributed.new_group(backend="gloo", timeout=limit)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     return World(rank, size, device, host, deterministic=DETERMINISTIC in os.environ)
 

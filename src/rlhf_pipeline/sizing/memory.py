@@ -65,7 +65,7 @@ class ModelMemory:
     held: Parts
     """From its loading to the end of the stage."""
     main: Parts = field(default_factory=dict)
-    """In main memory beside a GPU (offload)."""
+    """In main memory beside a GPU (offload), for the whole stage or for a phase."""
     gradients: int = 0
     """While it trains."""
     loading: int = 0
@@ -79,10 +79,13 @@ class Phase:
     name: str
     model: str
     parts: Parts
+    away: dict[str, Parts] = field(default_factory=dict)
+    """What is held, but in main memory meanwhile (`ppo.offload_during_rollout`), by model."""
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        away = sum(sum(parts.values()) for parts in self.away.values())
+        return sum(self.parts.values()) - away
 
 
 @dataclass(frozen=True)

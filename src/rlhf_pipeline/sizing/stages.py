@@ -74,7 +74,8 @@ class StageMemory:
     def parts_of(self, model: ModelMemory) -> Parts:
         """The components of a model at the peak."""
         extra = self.largest.parts if self.largest.model == model.name else {}
-        return dict(Counter(model.held) + Counter(extra))
+        away = self.largest.away.get(model.name, {})
+        return dict(Counter(model.held) - Counter(away) + Counter(extra))
 
 
 def plan_stage(
@@ -116,6 +117,12 @@ def _add_rollouts(
     sampling = generation(actor.name, shape, numbers, rows, load.lengths, gathered, together)
     if hardware.on_gpu and config.keeps_cache:
         actor.held["KV cache"] = sampling.parts.pop("KV cache")
+    if hardware.on_gpu and config.offload_during_rollout:
+        for model, _ in found:
+            stay = ("weights", "sharded copy", "KV cache") if model is actor else ()
+            leave = {n: size for n, size in model.held.items() if n not in (*stay, "buckets")}
+            sampling.away[model.name] = leave
+            model.main.update(leave)
     phases.append(sampling)
     critic = next((own for model, own in found if model.name == f"{config.stage}.critic"), None)
     if critic and load.rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:

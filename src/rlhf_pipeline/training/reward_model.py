@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.doors import REWARD_LOSS, by_name
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, RewardModelConfig
+from rlhf_pipeline.config.training import FrozenModelConfig, RewardModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import by_micro_batches, even_share, load_rows
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model
@@ -84,10 +84,7 @@ def write_report(
     """Write `reward_report.json` on the exported model; return its main numbers as metrics."""
     free_memory()  # of the model in training
     heartbeat.at("evaluation")
-    trained = config.deepspeed
-    settings = FrozenDeepSpeedConfig(
-        zero_stage=3 if trained.zero_stage == 3 else 0, precision=trained.precision
-    )
+    settings = FrozenModelConfig().beside(config.deepspeed)
     world.barrier()  # the first rank has exported the model
     load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
     model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens

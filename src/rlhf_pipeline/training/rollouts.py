@@ -5,16 +5,20 @@ of W ranks has the slots r, r + W, r + 2 W, and so on, with all responses to the
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_pipeline.distributed.batches import Rows, micro_batches, own_share
 from rlhf_pipeline.distributed.engine import release_freed
+from rlhf_pipeline.distributed.engine_state import saved_tensors
+from rlhf_pipeline.distributed.offload import in_main_memory, weights
 from rlhf_pipeline.rollout.generation import Seed, row_seeds
 from rlhf_pipeline.rollout.records import Rollout, Scored
 from rlhf_pipeline.runtime import heartbeat
@@ -54,11 +58,23 @@ def columns_of(table: Rows, numbers: np.ndarray) -> Columns:
 def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
     """Sample a response to each prompt. Without a step, the prompts are those of an evaluation."""
     heartbeat.at("evaluation" if step is None else "rollout", step)
-    rollout = setup.models.generator.generate(
-        rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
-    )
+    models, away = setup.models, setup.config.offload_during_rollout
+    staying = weights(models.actor)
+    with in_main_memory(held(setup), staying) if away else nullcontext():
+        rollout = models.generator.generate(
+            rows["prompt_ids"], setup.config.sampling, seeds, rows["prompt_number"]
+        )
     release_freed()  # the update needs as much memory, in blocks of other sizes
     return rollout
+
+
+def held(setup: Setup) -> Iterator[Tensor]:
+    """What a rank holds at all times: weights, and what their optimizers and averages need."""
+    yield from chain(*map(weights, setup.models.engines().values()))
+    for name, engine in setup.checkpoints.engines.items():
+        yield from chain(*saved_tensors(engine, setup.checkpoints.averages.get(name)).values())
+        if engine.zero_optimization_stage() == 3:
+            yield engine.optimizer.grad_partitions_flat_buffer
 
 
 def score(
