@@ -145,8 +145,8 @@ class PPOConfig(SavingConfig):
     """At ZeRO stage 3: gather all weights of the actor for each batch, which every GPU needs memory
     for. False: gather each layer at every token, which is much slower."""
     offload_during_rollout: bool = operational(False)
-    """While a GPU samples, keep all but the weights that sample in main memory: optimizer states,
-    fp32 weights, gradients at ZeRO stage 3, `ema`, critic, reference and reward model."""
+    """While a GPU samples, keep in main memory: optimizer states, fp32 weights and `ema` of the
+    actor, all of critic, reference and trained reward model."""
     critic_warmup_steps: int = Field(default=0, ge=0)
     """gae only: number of first steps that train only the critic."""
     ema: EMAConfig | None = None
