@@ -22,7 +22,7 @@ from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages, stage_specs
-from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, store_of
+from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, sized, store_of
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -139,7 +139,7 @@ class PreflightHook:
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
         parameters = loader["parameters"]
         blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
-        loader["parameters"] = parameters | blocks
+        loader["parameters"] = parameters | sized(blocks)
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
