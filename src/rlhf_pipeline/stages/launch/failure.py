@@ -113,7 +113,7 @@ class Attempt:
 
 
 def stage_error(attempt: Attempt) -> StageError:
-    """The failure as an exception; its `cause` is the name of the known failure."""
+    """The failure as an exception."""
     run = attempt.run
     if not run.directory.is_dir():
         return StageError(
@@ -136,7 +136,7 @@ def stage_error(attempt: Attempt) -> StageError:
         f"  log      {run.directory / LOG}",
         f"  again    {_again(run)}",
     ]
-    return StageError("\n".join(lines), cause=None if hint is None else hint.name)
+    return StageError("\n".join(lines))
 
 
 @contextmanager
@@ -152,8 +152,7 @@ def explain_full_disk(what: str, path: Path) -> Iterator[None]:
             raise
         raise StageError(
             f"{what}: {reason}\n  space    {space_left(path)}\n  fix      {hint.advice}\n"
-            "  again    the same command, once there is space; finished stages are kept",
-            cause=DISK_FULL,
+            "  again    the same command, once there is space; finished stages are kept"
         ) from error
 
 
