@@ -15,7 +15,7 @@ from rich.console import Console
 from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
-from rlhf_pipeline.hooks import PreflightHook, ResultsHook
+from rlhf_pipeline.hooks import PreflightHook, StagesHook
 from rlhf_pipeline.preflight import check_stores
 from rlhf_pipeline.results import StageSummary
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
@@ -66,10 +66,10 @@ def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(
     theirs.save("registration", registration("8"))
     made = {"ppo_model": export(tmp_path / "mine", "mine"), "registration": registration("7")}
     nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in made]
-    hook = ResultsHook(Console())
+    hook = StagesHook(Console())
     for name, result in made.items():
         mine.save(name, result)
-        hook.after_node_run(outputs={name: result})
+        hook.after_node_run(inputs={}, outputs={name: result})
     hook.after_pipeline_run(run_params={"env": "tiny"}, pipeline=Pipeline(nodes), catalog=mine)
     shown = capsys.readouterr().out
     assert "compare  kedro rlhf compare sft-baseline candidate --env=tiny\n" in shown
@@ -84,8 +84,8 @@ def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
         {"evaluation_page": PageDataset(filepath=str(tmp_path / "page.html"), version=save)}
     )
     catalog.save("evaluation_page", "<p>")
-    hook = ResultsHook(Console())
-    hook.after_node_run(outputs={"evaluation_page": "<p>"})
+    hook = StagesHook(Console())
+    hook.after_node_run(inputs={}, outputs={"evaluation_page": "<p>"})
     node = Node(registration, inputs="number", outputs="evaluation_page", name="report")
     hook.after_pipeline_run(run_params={}, pipeline=Pipeline([node]), catalog=catalog)
     assert "page.html/2026-01-01T00.00.00.000Z/page.html" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline import preflight
 from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
@@ -16,6 +17,7 @@ from rlhf_pipeline.preflight import (
     check_inputs,
     check_memory,
     check_root,
+    sized,
 )
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -225,3 +227,31 @@ def test_a_split_without_true_answers_that_a_run_reads_is_refused(
         else nullcontext()
     ):
         check_inputs(f"{reader} of a test", inputs, set(nodes), blocks)
+
+
+@pytest.fixture
+def automatic(parameters, monkeypatch):
+    """SFT of OPT-1.3B in bf16, on one GPU with 80 GiB; the other stages have numbers."""
+    monkeypatch.setattr(
+        preflight, "hardware_at_hand", lambda launch: Hardware(1, gpu_memory=80 * GIB)
+    )
+    sft = parameters["sft"] | {"micro_batch_tokens": "auto", "deepspeed": {"precision": "bf16"}}
+    model = {"path": "facebook/opt-1.3b"}
+    return parameters | {"base_model": model, "sft": sft | {"batch_size": 4096}}
+
+
+def test_the_blocks_of_a_run_have_numbers(automatic):
+    blocks = check_values(automatic)
+    found = sized(blocks)
+    assert found["sft"].micro_batch_tokens == 32768
+    assert found["sft"].recipe()["micro_batch_tokens"] == 32768
+    assert found | {"sft": blocks["sft"]} == blocks
+
+
+def test_ranks_of_an_earlier_run_may_have_had_another_number(automatic):
+    blocks = check_values(automatic | {"launch": {"continue_from": 8}})
+    with pytest.raises(ConfigError, match=r"^sft\.micro_batch_tokens: found auto with launch"):
+        sized(blocks)
+    given = automatic["sft"] | {"micro_batch_tokens": 32768}
+    numbers = check_values(automatic | {"launch": {"continue_from": 8}, "sft": given})
+    assert sized(numbers) == numbers

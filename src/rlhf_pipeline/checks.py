@@ -40,10 +40,6 @@ Origin = Callable[[str], str | None]
 
 OTHERS = ("seed", "force", "inputs")
 """Parameters that are not blocks."""
-ELSEWHERE = ("root", "store")
-"""Parameters that the catalog reads."""
-TOKENIZER = ("*token*.json", "*.model", "vocab.*")
-"""Files of which a folder with a tokenizer has one, whatever its kind."""
 
 
 def check(
@@ -73,7 +69,7 @@ def check_values(
     faults = [
         f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
         for name in parameters
-        if name not in (*known, *ELSEWHERE)
+        if name not in (*known, "root", "store")  # the catalog reads these two
     ]
     for name, kind in kinds.items():
         value = parameters.get(name, OPTIONAL.get(name, {}))
@@ -141,7 +137,10 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             yield from (f.replace("evaluate.judges", f"{policy.sampler}.rewards") for f in found)
         yield from reward_faults(policy.rewards, f"{policy.sampler}.rewards", _carried(rated))
         yield from _judges(policy.rewards, f"{policy.sampler}.rewards")
-        yield from _sampled(policy, sum(layout.ranks))
+        for name in ("prompts", "validation_prompts"):  # each rank needs a row
+            value = getattr(policy.sample, name) if isinstance(policy, SampledConfig) else None
+            if value is not None and value < (ranks := sum(layout.ranks)):
+                yield f"{policy.sampler}.{name}: found {value}, expected at least the {ranks} ranks"
     for policy in by_ppo:
         if policy.ptx is not None and split.pretraining is None:
             yield (
@@ -160,15 +159,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     if split.pretraining is not None:
         texts = split.pretraining.records()
         yield from _sources("split.pretraining.sources", texts, wants_text=True)
-
-
-def _sampled(policy: PPOConfig | SampledConfig, ranks: int) -> Iterator[str]:
-    """Fewer prompts of stage `sample` than ranks, each of which needs a row."""
-    if isinstance(policy, SampledConfig):
-        for name in ("prompts", "validation_prompts"):
-            value = getattr(policy.sample, name)
-            if value is not None and value < ranks:
-                yield f"{policy.sampler}.{name}: found {value}, expected at least the {ranks} ranks"
 
 
 def _absent(need: str, package: str, extra: str) -> Iterator[str]:
@@ -323,7 +313,9 @@ def path_faults(path: str | None) -> Iterator[str]:
             f"base_model.path: found {path!r}, a folder without config.json, expected a model "
             "saved by `save_pretrained`. Fix: set the folder that contains config.json"
         )
-    elif folder.is_dir() and not [file for each in TOKENIZER for file in folder.glob(each)]:
+    elif folder.is_dir() and not any(
+        any(folder.glob(each)) for each in ("*token*.json", "*.model", "vocab.*")
+    ):
         yield (
             f"base_model.path: found no tokenizer in the folder {path!r}, expected tokenizer.json "
             "or the files of its kind. Fix: save the model's tokenizer in the same folder"

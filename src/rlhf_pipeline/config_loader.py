@@ -21,8 +21,6 @@ leaves a layer out if another layer sets the parameter."""
 
 LAYERS = ("base", "embedded", "local")
 """Folders of conf/ that `--env` cannot choose; Kedro reads each of them on its own."""
-BUILT_MODEL = ("architecture", "vocab_size")
-"""Parameters of `base_model` that give way to a later `base_model.path`."""
 
 
 class LayeredConfigLoader(OmegaConfigLoader):
@@ -132,7 +130,11 @@ class LayeredConfigLoader(OmegaConfigLoader):
         }
         ordered = {"base": layers.pop("base"), **embedded, **layers}
         files = {name: config for layer in ordered.values() for name, config in layer.items()}
-        _let_built_models_give_way(list(files.values()))
+        for index, config in enumerate(configs := list(files.values())):
+            has_path = OmegaConf.select(config, "base_model.path") is not None
+            for earlier in configs[:index] if has_path else ():
+                for name in ("architecture", "vocab_size") if "base_model" in earlier else ():
+                    earlier.base_model.pop(name, None)  # a model that is built gives way
         if self._environment not in (self.base_env, LOCAL):
             suffix = f"-{self._environment}"
         else:
@@ -183,14 +185,3 @@ def own_layer(conf: str, layer: str) -> Path | None:
     """
     own = Path("conf", layer).absolute()
     return own if Path(conf) == PACKAGED and (layer == LOCAL or own.is_dir()) else None
-
-
-def _let_built_models_give_way(configs: list[DictConfig]) -> None:
-    """Remove the architecture and vocabulary of the files before one that sets a path."""
-    for index, config in enumerate(configs):
-        if OmegaConf.select(config, "base_model.path") is None:
-            continue
-        for earlier in configs[:index]:
-            for name in BUILT_MODEL:
-                if "base_model" in earlier:
-                    earlier.base_model.pop(name, None)

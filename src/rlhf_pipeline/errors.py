@@ -46,14 +46,7 @@ class ForeignFileError(ArtifactError):
 
 
 class StageError(PipelineError):
-    """A stage ended without a finished result.
-
-    `cause` is the name of a known failure, see `stages.launch.failure`; None: unknown.
-    """
-
-    def __init__(self, message: str, cause: str | None = None) -> None:
-        super().__init__(message)
-        self.cause = cause
+    """A stage ended without a finished result."""
 
 
 class Interrupted(PipelineError):  # noqa: N818 - not an error

@@ -22,12 +22,6 @@ from rlhf_pipeline.errors import (
     without_secrets,
 )
 
-TRACEBACKS = "tracebacks"
-"""Folder in the project for the stacks of unexpected errors."""
-
-_KEDRO_YAML_ERROR = re.compile(r"Invalid YAML or JSON file (?P<file>.+), unable to read line")
-_INTERPOLATION = re.compile(r"^\w+ raised while resolving interpolation: ")
-
 
 class UnexpectedError(PipelineError):
     """An error that the user did not cause."""
@@ -79,7 +73,8 @@ def _message(error: BaseException) -> str | None:
         case ParserError():
             return _invalid_yaml(error)
         case OmegaConfBaseException():
-            first_line = _INTERPOLATION.sub("", str(error).partition("\n")[0])
+            start = r"^\w+ raised while resolving interpolation: "
+            first_line = re.sub(start, "", str(error).partition("\n")[0])
             return f"{error.full_key or 'conf'}: {first_line}. Fix: correct the value in conf/"
         case ValueError(args=(str(text), *_)) if text.startswith("Duplicate keys found in "):
             files, _, keys = text.removeprefix("Duplicate keys found in ").rpartition(": ")
@@ -93,7 +88,8 @@ def _message(error: BaseException) -> str | None:
             fix = install("s3")
             return f"MLflow's artifacts are on S3: found no package boto3. Fix: {fix}"
         case OSError(errno=int(number), filename=str(path)):
-            return f"{path}: {os.strerror(number)}. Fix: {_FILE_FIXES.get(number, _OTHER_FILE_FIX)}"
+            fix = _FILE_FIXES.get(number, "check the path and its file system")
+            return f"{path}: {os.strerror(number)}. Fix: {fix}"
     return None
 
 
@@ -105,16 +101,15 @@ _FILE_FIXES = {
     errno.EEXIST: "the path is a file; set another folder with --params=root=FOLDER",
     errno.ENOENT: "check the spelling of the path",
 }
-_OTHER_FILE_FIX = "check the path and its file system"
 
 
 def _invalid_yaml(error: BaseException) -> str | None:
     """Kedro's message counts lines from zero and does not show the line."""
-    named = _KEDRO_YAML_ERROR.search(str(error))
+    named = re.search(r"Invalid YAML or JSON file (.+), unable to read line", str(error))
     mark = getattr(error.__cause__, "problem_mark", None)
     if named is None or mark is None:
         return None
-    file = Path(named["file"])
+    file = Path(named[1])
     problem = getattr(error.__cause__, "problem", None) or "a syntax error"
     line = file.read_text(encoding="utf-8").splitlines()[mark.line : mark.line + 1]
     return "\n".join(
@@ -129,7 +124,7 @@ def _invalid_yaml(error: BaseException) -> str | None:
 def _save_stack(error: Exception) -> str:
     """Save the stack of an error that may not come again; return where it is."""
     stack = without_secrets("".join(traceback.format_exception(error)))
-    file = Path(TRACEBACKS) / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.txt"
+    file = Path("tracebacks") / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.txt"
     try:
         file.parent.mkdir(exist_ok=True)
         file.write_text(stack, encoding="utf-8")

@@ -22,7 +22,7 @@ from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages, stage_specs
-from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, store_of
+from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, sized, store_of
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -139,7 +139,7 @@ class PreflightHook:
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
         parameters = loader["parameters"]
         blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
-        loader["parameters"] = parameters | blocks
+        loader["parameters"] = parameters | sized(blocks)
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
@@ -170,7 +170,7 @@ class PreflightHook:
 
 
 class StagesHook:
-    """Gives the nodes a `StageRunner`; shows their stages and tracks them in MLflow.
+    """Gives the nodes a `StageRunner`; shows stages and results, and tracks them in MLflow.
 
     A `kedro run` is one MLflow run, and each stage that is launched is a child of it.
     """
@@ -182,6 +182,7 @@ class StagesHook:
         self._stored: StoredStages | None = None
         self._chosen: dict[str, Any] = {}
         self._summary = ""
+        self._outputs: dict[str, Any] = {}
 
     @hook_impl
     def after_context_created(self, context: KedroContext) -> None:
@@ -216,7 +217,9 @@ class StagesHook:
 
     @hook_impl
     def after_node_run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        """Remember the verdict, and log the page; a run that registers only opens its run here."""
+        """Remember outputs and verdict, and log the page; a run that registers only opens its run
+        here. Another run may publish newer versions before this one ends."""
+        self._outputs |= outputs
         if self._tracker is not None:
             self._tracker.open()
         for name, output in outputs.items():
@@ -230,8 +233,17 @@ class StagesHook:
                 self._tracker.log_page(fingerprint, output)
 
     @hook_impl
-    def after_pipeline_run(self) -> None:
-        """Close the parent run."""
+    def after_pipeline_run(
+        self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
+    ) -> None:
+        """Print the results of this run and their paths, and close the parent run."""
+        results = {
+            name: catalog.load(name)
+            if isinstance(self._outputs[name], Path | str)
+            else self._outputs[name]
+            for name in sorted(pipeline.all_outputs())
+        }
+        print_results(results, self._console, run_params.get("env"))
         self._end("FINISHED", self._summary)
         if self._stored is not None:
             self._stored.close()
@@ -253,29 +265,3 @@ class StagesHook:
         if self._tracker is not None:
             self._tracker.end(status, summary)
             self._tracker = None
-
-
-class ResultsHook:
-    """Prints the results of the run and their paths."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._outputs: dict[str, Any] = {}
-
-    @hook_impl
-    def after_node_run(self, outputs: dict[str, Any]) -> None:
-        """Remember the outputs: another run may publish newer versions before this run ends."""
-        self._outputs |= outputs
-
-    @hook_impl
-    def after_pipeline_run(
-        self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
-    ) -> None:
-        """Print the comparison, the registered versions, and the paths of all results."""
-        results = {
-            name: catalog.load(name)
-            if isinstance(self._outputs[name], Path | str)
-            else self._outputs[name]
-            for name in sorted(pipeline.all_outputs())
-        }
-        print_results(results, self._console, run_params.get("env"))

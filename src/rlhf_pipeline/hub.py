@@ -11,12 +11,10 @@ from rlhf_pipeline.errors import without_secrets
 UNKNOWN = "unknown"
 """The licence of what states none."""
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
 
 def is_commit(revision: str | None) -> bool:
     """Whether a revision is a commit, whose content never changes."""
-    return revision is not None and _COMMIT.fullmatch(revision) is not None
+    return re.fullmatch("[0-9a-f]{40}", revision or "") is not None
 
 
 def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:

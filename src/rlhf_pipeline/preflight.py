@@ -31,7 +31,7 @@ from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.sizing.fit import find_fit, size_text
+from rlhf_pipeline.sizing.fit import automatic, find_fit, micro_batch_tokens, size_text
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import base_model_shape
 from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand
@@ -59,6 +59,26 @@ def check_root(root: str) -> None:
             f"root: found {root!r}, but {folder} is {kind}. Fix: set another folder with "
             "--params=root=FOLDER, or root in conf/local/globals.yml"
         )
+
+
+def sized(blocks: dict[str, Any]) -> dict[str, Any]:
+    """The blocks with the numbers that `micro_batch_tokens: auto` stands for on this machine.
+
+    Recipes contain the numbers, so a stage can only resume with the one that it began with. Raises
+    ConfigError if a number cannot be determined.
+    """
+    if not (stages := automatic(parameters := as_json(blocks))):
+        return blocks
+    if blocks["launch"].continue_from is not None:
+        raise ConfigError(
+            f"{stages[0]}.micro_batch_tokens: found auto with launch.continue_from, expected the "
+            "number in the manifest or job.json of the earlier ranks. Fix: set it"
+        )
+    shape, hardware = base_model_shape(blocks["base_model"]), hardware_at_hand(blocks["launch"])
+    return blocks | {
+        stage: blocks[stage].model_copy(update={"micro_batch_tokens": number})
+        for stage, number in micro_batch_tokens(parameters, shape, hardware).items()
+    }
 
 
 def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:

@@ -54,15 +54,10 @@ def print_results(results: dict[str, Any], console: Console, env: str | None = N
         if f"{candidate}_model" in results:
             shown["model"] = results[f"{candidate}_model"]
     for name, path in shown.items():
-        show(f"{name:>12}  {_link(path)}")
+        show(f"{name:>12}  [link={path.as_uri()}]{escape(short_path(path))}[/link]")
     for name, result in results.items():
         if name.endswith("registration"):
             show("\n".join(_registration(result, env)))
-
-
-def _link(path: Path) -> str:
-    """The path relative to the current folder, as a link that a terminal opens."""
-    return f"[link={path.as_uri()}]{escape(short_path(path))}[/link]"
 
 
 def _registration(registration: dict[str, Any], env: str | None) -> list[str]:

@@ -7,7 +7,7 @@ from omegaconf.resolvers import oc
 from rich.console import Console
 
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.hooks import PreflightHook, ResultsHook, StagesHook
+from rlhf_pipeline.hooks import PreflightHook, StagesHook
 
 # Imports create many objects and no garbage. Garbage collection took a sixth of a cached run
 # during the imports, and a fifth at the end of the interpreter.
@@ -16,8 +16,7 @@ atexit.register(gc.freeze)
 os.environ.setdefault("DO_NOT_TRACK", "true")
 warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
 
-_CONSOLE = Console()
-HOOKS = (PreflightHook(), StagesHook(_CONSOLE), ResultsHook(_CONSOLE))
+HOOKS = (PreflightHook(), StagesHook(Console()))
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro-viz",)
 CONFIG_LOADER_CLASS = LayeredConfigLoader
 CONFIG_LOADER_ARGS = {

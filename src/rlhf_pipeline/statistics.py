@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, stdev
 
 import numpy as np
 
@@ -202,7 +202,7 @@ def mean_with_interval(values: Values, alpha: float = ALPHA) -> tuple[float, flo
     if n < 2:
         raise ValueError("values has 1 entry; an interval needs at least 2")
     mean = math.fsum(means) / n
-    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * _deviation(means) / math.sqrt(n)
+    half_width = float(stdtrit(n - 1, 1 - alpha / 2)) * stdev(means) / math.sqrt(n)
     return mean, mean - half_width, mean + half_width
 
 
@@ -227,7 +227,7 @@ def standardized_gain(
     varied = [scores for scores in (ours, theirs) if np.ptp(scores) > 0]
     if not varied:
         return (gain and math.copysign(math.inf, gain),) * 3
-    variances = [_deviation(scores.ravel().tolist()) ** 2 for scores in varied]
+    variances = [stdev(scores.ravel().tolist()) ** 2 for scores in varied]
     unit = math.sqrt(len(varied) / sum(variances))
     squares = np.mean([((scores - scores.mean()) ** 2).mean(1) for scores in varied], axis=0)
     influence = (gains - gain) * unit - gain * unit**3 * (squares - squares.mean()) / 2
@@ -306,11 +306,6 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float |
 
 def _normal_quantile(alpha: float) -> float:
     return NormalDist().inv_cdf(1 - alpha / 2)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def _table(name: str, values: Values) -> np.ndarray:

@@ -59,7 +59,6 @@ def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
 
 
 FINAL = re.compile(r"####|\\boxed\{|\banswer(?:\s+is:?|:)", re.IGNORECASE)
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")
 
 
 def final_answer(text: str) -> str:
@@ -70,4 +69,4 @@ def final_answer(text: str) -> str:
     """
     *before, last = FINAL.split(text.strip())
     found = last.strip().partition("\n")[0] if before else last
-    return _THOUSANDS.sub("", found.strip(" \t*_`$}.") or text.strip())
+    return re.sub(r"(?<=\d),(?=\d{3})", "", found.strip(" \t*_`$}.") or text.strip())

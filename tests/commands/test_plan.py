@@ -14,10 +14,11 @@ from kedro.framework.startup import bootstrap_project
 from rich.console import Console
 
 from rlhf_pipeline.cli import cli
-from rlhf_pipeline.commands.plan import make_plan, show
+from rlhf_pipeline.commands.plan import make_plan, show, to_json
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.hardware import named
 
 PROJECT = Path(__file__).parents[2]
@@ -91,6 +92,20 @@ def test_the_tables_of_a_large_model_fit_80_columns():
     assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "kto", "evaluate"]
     assert all(re.fullmatch(r"\d\.\de\d+", row[-4]) for row in rows.values())  # FLOP
     assert rows["ppo"][-2] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
+
+
+def test_the_plan_names_the_number_that_auto_stands_for():
+    loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
+    parameters = changed(loader["parameters"], {"sft.micro_batch_tokens": "auto"})
+    found = make_plan(parameters, ["sft"], model="opt-1.3b", hardware=named(None, "8x40"))
+    number = found.numbers["sft.micro_batch_tokens"]
+    given = changed(parameters, found.numbers)
+    same = make_plan(given, ["sft"], model="opt-1.3b", hardware=named(None, "8x40"))
+    assert (same.fits, same.works) == (found.fits, found.works)
+    assert json.loads(to_json(found))["automatic"] == {"sft.micro_batch_tokens": number}
+    output = io.StringIO()
+    show(found, Console(file=output, width=80))
+    assert f"sft.micro_batch_tokens: auto is {number} here\nsft fits: " in output.getvalue()
 
 
 def test_parameters_that_this_machine_refuses_are_planned(tmp_path):

@@ -102,7 +102,7 @@ def test_a_conversation_in_a_terminal(published, tmp_path):
 
 
 def test_vllm_serves_where_it_is_installed_and_options_go_to_the_server(tmp_path, monkeypatch):
-    monkeypatch.setenv(module.TRUST, "true")
+    monkeypatch.setenv("RLHF_TRUST_REMOTE_CODE", "true")
     command = module.serving(module.VLLM, tmp_path / "ppo_model", "0.0.0.0", 1, "--max-model-len=9")
     assert command[3:] == [
         *("vllm.entrypoints.cli.main", "serve", "ppo_model", "--host=0.0.0.0", "--port=1"),

@@ -16,12 +16,14 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 from kedro.io import CatalogProtocol
 
+from rlhf_pipeline import preflight
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.hooks import provide, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache import code
 from rlhf_pipeline.stages.job import STAGES as ENTRY
@@ -192,6 +194,18 @@ def test_the_number_of_ranks_reruns_the_distributed_stages(world):
 def test_a_parameter_that_changes_no_result_reruns_nothing(world, monkeypatch, parameters):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     agree(world, world.catalog(**parameters), None, set())
+
+
+def test_auto_is_the_recipe_with_its_number(world, monkeypatch):
+    """8 rows of 768 tokens on each rank; with less memory, the recipe is another one."""
+    automatic = {"sft": {"micro_batch_tokens": "auto"}}
+    world.run(world.catalog(sft={"micro_batch_tokens": 8192}))
+    agree(world, world.catalog(**automatic), None, set())
+    scarce = Hardware(2, main_memory=2 * 360 * 2**20)
+    monkeypatch.setattr(preflight, "hardware_at_hand", lambda launch: scarce)
+    catalog = world.catalog(**automatic, launch={"memory_check": "off"})
+    assert catalog.load("params:sft").micro_batch_tokens == 2048
+    agree(world, catalog, "sft", {"sft"})
 
 
 def test_one_byte_of_a_source_file_reruns_all_stages_but_the_base_model(world):

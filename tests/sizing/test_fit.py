@@ -2,8 +2,10 @@
 
 import pytest
 
-from rlhf_pipeline.sizing.fit import changed, find_fit, fits
-from rlhf_pipeline.sizing.hardware import GIB, Hardware
+from rlhf_pipeline.config.stages import BLOCKS
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.sizing.fit import changed, find_fit, fits, micro_batch_tokens
+from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import find_model
 from rlhf_pipeline.sizing.stages import plan_stage
 
@@ -92,3 +94,86 @@ def test_changed_leaves_the_original_alone(value):
     after = changed(before, {"ppo.actor.lora.rank": value})
     assert after == {"ppo": {"actor": {"lora": {"rank": value}}}}
     assert before == {"ppo": {"actor": {"lora": None}}}
+
+
+TRAINED = {"optimizer": {"learning_rate": 1e-5}, "deepspeed": {"precision": "bf16"}}
+SUPERVISED = TRAINED | {"epochs": 1, "batch_size": 512, "micro_batch_tokens": "auto"}
+ON_PROMPTS = {
+    "steps": 1, "rollout_batch_size": 512, "minibatch_size": 512, "micro_batch_tokens": "auto",
+    "responses_per_prompt": 2, "sampling": {"max_response_tokens": 256, "batch_size_per_gpu": 8},
+    "actor": TRAINED,
+}  # fmt: skip
+AUTOMATIC = {
+    **dict.fromkeys(("sft", "reward_model", "dpo", "kto"), SUPERVISED),
+    **dict.fromkeys(("rejection", "iterative_dpo"), SUPERVISED),
+    "ppo": ON_PROMPTS | {"critic": TRAINED},
+    "grpo": ON_PROMPTS,
+    "distill": ON_PROMPTS | {"teacher": {"path": "facebook/opt-1.3b"}},
+}
+
+
+def of_stage(stage, **settings):
+    """The blocks of a run in which one stage trains."""
+    return dict.fromkeys(BLOCKS) | {"split": SPLIT, stage: AUTOMATIC[stage] | settings}
+
+
+@pytest.mark.parametrize("stage", AUTOMATIC)
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [("opt-1.3b", "1x80"), ("opt-1.3b", "8x40"), ("qwen2.5-0.5b", "2x16"), ("opt-2.7b", "8x80")],
+)
+def test_auto_is_the_largest_power_of_two_that_fits(stage, model, hardware):
+    shape, machine = find_model(model).shape, named(None, hardware)
+
+    def fits_with(tokens):
+        trial = changed(of_stage(stage), {f"{stage}.micro_batch_tokens": tokens})
+        return fits(plan_stage(stage, trial, shape, machine), machine)
+
+    (number,) = micro_batch_tokens(of_stage(stage), shape, machine).values()
+    assert number in [2**power for power in range(9, 18)]
+    assert fits_with(number) and not fits_with(2 * number)
+
+
+def test_auto_is_what_the_plan_advises():
+    """Of 16,384 tokens, a quarter fits a GPU with 32 GB."""
+    machine, blocks = gpus(1, 32), dict.fromkeys(BLOCKS)
+    automatic = blocks | sft(micro_batch_tokens="auto")
+    assert micro_batch_tokens(automatic, SHAPE, machine) == {"sft": 4096}
+    advised = find_fit("sft", sft(), SHAPE, machine).changes
+    assert advised == {"sft.micro_batch_tokens": 4096}
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(8, 4096), (9, 8192), (512, 32768)])
+def test_auto_needs_no_more_than_the_batch_of_a_rank(batch_size, expected):
+    """Rows of 512 tokens, on one GPU with room for 32,768."""
+    blocks = of_stage("sft", batch_size=batch_size)
+    assert micro_batch_tokens(blocks, SHAPE, gpus(1, 80)) == {"sft": expected}
+
+
+def test_auto_is_one_row_at_a_time_if_not_even_that_fits():
+    assert micro_batch_tokens(of_stage("ppo"), SHAPE, gpus(1, 16)) == {"ppo": 1}
+
+
+def test_auto_on_a_cpu_fills_the_share_of_main_memory():
+    small = Hardware(2, main_memory=64 * GIB)
+    (number,) = micro_batch_tokens(of_stage("sft"), SHAPE, small).values()
+    (twice,) = micro_batch_tokens(
+        of_stage("sft"), SHAPE, Hardware(1, main_memory=64 * GIB)
+    ).values()
+    assert 512 <= number < twice
+
+
+@pytest.mark.parametrize(
+    ("shape", "hardware", "unknown"),
+    [
+        (None, gpus(1, 80), "size of base_model"),
+        (SHAPE, Hardware(1), "memory of the GPUs"),
+    ],
+)
+def test_auto_is_refused_where_the_plan_knows_too_little(shape, hardware, unknown):
+    with pytest.raises(ConfigError) as refused:
+        micro_batch_tokens(of_stage("sft"), shape, hardware)
+    assert str(refused.value) == (
+        f"sft.micro_batch_tokens: found auto, expected a known {unknown}. Fix: set a number"
+    )
+    assert micro_batch_tokens(dict.fromkeys(BLOCKS) | sft(), shape, hardware) == {}

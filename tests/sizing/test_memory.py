@@ -229,6 +229,18 @@ def test_vllm_keeps_a_copy_of_the_policy_that_it_evaluates(generator, copies):
     assert memory.phases[0].parts.get("gathered weights", 0) == copies * 4 * WEIGHTS
 
 
+@pytest.mark.parametrize(("size", "shared"), [(8, True), (4, False)])
+def test_actor_and_critic_share_a_pass_if_short_responses_allow_it(size, shared):
+    """A step of one update in passes of 24 tokens: of the longest responses, each row fills one."""
+    parameters = PPO().parameters()
+    parameters["ppo"]["minibatch_size"] = size
+    update, *_ = plan_stage("ppo", parameters, SHAPE, GPUS).phases
+    parameters["ppo"] |= {"critic": None, "advantage": "rloo"}
+    alone, *_ = plan_stage("ppo", parameters, SHAPE, GPUS).phases
+    own, both = alone.parts["activations"], update.parts["activations"]
+    assert both == (2 * own if shared else own)
+
+
 def test_the_peak_is_the_largest_phase_above_what_is_held():
     memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
     # Actor and critic: weights 4, half of 12 in states; reference and reward model: weights 4. A

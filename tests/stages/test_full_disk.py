@@ -37,7 +37,6 @@ def test_a_disk_that_is_full_before_the_stage_begins(small, disk):
         StageError, match=r"^stage drill: \[Errno 28\] No space left on device"
     ) as caught:
         small.run()
-    assert caught.value.cause == "disk full"
     assert re.search(
         r"^  space    0 of 8.0 MiB are free on the file system of ", str(caught.value), re.MULTILINE
     )
@@ -54,7 +53,6 @@ def test_a_program_that_fills_the_disk_is_reported_without_its_reason(small, dis
         StageError, match=r"^stage drill failed after .*\n.*: No space left on device"
     ) as caught:
         small.run()
-    assert caught.value.cause == "disk full"
     assert re.search(r"^  space    0(\.0)? of 8.0 MiB are free", str(caught.value), re.MULTILINE)
     assert re.search(r"^  fix      .*`df -h`", str(caught.value), re.MULTILINE)
     (directory,) = (small.workspace / "drill").iterdir()
@@ -73,7 +71,7 @@ def test_a_disk_that_fills_up_before_the_program_starts_is_reported(small, disk)
         StageError, match="no rank left a reason: No space left on device"
     ) as caught:
         small.run()
-    assert caught.value.cause == "disk full"
+    assert "  space    " in str(caught.value)
 
 
 def test_job_and_recipe_are_never_truncated(small, disk):

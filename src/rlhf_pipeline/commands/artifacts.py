@@ -43,10 +43,7 @@ def artifact_of_folder(folder: Path) -> Path:
 
 def policies_in(evaluation: Path) -> dict[str, dict[str, float]]:
     """The metrics of the policies of an evaluation."""
-    found: dict[str, dict[str, float]] = json.loads((evaluation / EVALUATION).read_text())[
-        "policies"
-    ]
-    return found
+    return dict(json.loads((evaluation / EVALUATION).read_text())["policies"])
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,6 @@ from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.statistics import ALPHA, WinRate, standardized_gain, win_rate
 from rlhf_pipeline.tracking.registration import conditions
 
-LETTERS = 12
-"""Digits of a digest that a person compares."""
-
 
 @click.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
@@ -80,7 +77,7 @@ def recipes(policy: Policy) -> dict[str, str]:
 def data(policy: Policy) -> dict[str, str]:
     """The digests of the data that the stages read."""
     return {
-        f"{stage}: {name}": digest[:LETTERS]
+        f"{stage}: {name}": digest[:12]
         for stage, manifest in policy.made_from.items()
         for name, digest in manifest.inputs.items()
         if not name.endswith("_model")

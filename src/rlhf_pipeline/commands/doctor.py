@@ -40,8 +40,6 @@ from rlhf_pipeline.stages.launch.resources import node_layout, search_path, visi
 
 DISTRIBUTION = "rlhf-pipeline"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system, not a file
-BUDGET_S = 30.0
-"""Seconds until a program of a check counts as failed; importing torch takes some seconds."""
 START_S = 60.0
 """Seconds in which a rank must start on every machine: DeepSpeed's launchers import torch."""
 RANK = "platform"
@@ -220,7 +218,8 @@ def gpu(setup: Setup) -> str:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=BUDGET_S, check=False)
+    # Importing torch takes some seconds.
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
 def kernels(setup: Setup) -> str:

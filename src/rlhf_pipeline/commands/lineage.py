@@ -13,7 +13,6 @@ from rlhf_pipeline.commands.artifacts import Ledger, artifact_of_folder
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.config.base_model import BYTES
 from rlhf_pipeline.errors import ArtifactError, printable, short_path
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import (
     Manifest,
     artifact_of,
@@ -22,9 +21,6 @@ from rlhf_pipeline.runtime.manifest import (
     verify,
 )
 from rlhf_pipeline.stages.cache.workspace import work_directory
-
-CONTENT = re.compile("[0-9a-f]{64}")
-"""A digest; other inputs are identities, such as a commit on the hub."""
 
 
 @click.command(cls=Command)
@@ -93,14 +89,18 @@ class Walk:
 
     def _leaf(self, branch: Tree, name: str, digest: str, path: Path | None) -> None:
         """Add an input that no stage made: a file, or an identity such as a commit on the hub."""
-        if path is None and CONTENT.fullmatch(digest):  # the results of its stage are gone
+        if path is None and re.fullmatch("[0-9a-f]{64}", digest):  # of a stage, and gone
             self.faults.append(f"{name}: found no content {digest[:16]} on this machine")
             branch.add(f"[red]{escape(self.faults[-1])}")
             return
         if path is None:
             branch.add(f"{escape(name)}: {escape(digest)}")
             return
-        if (found := digest_of(path)) != digest:
+        found = "nothing"
+        if path.exists():
+            is_foreign = path.is_dir() and artifact_of(path) is None
+            found = folder_digest(path) if is_foreign else content_digest(path)
+        if found != digest:
             self.faults.append(f"{path}: found {found[:16]}, expected content {digest[:16]}")
             branch.add(f"[red]{escape(name)}: {escape(self.faults[-1])}")
             return
@@ -110,12 +110,3 @@ class Walk:
         self.size += size
         what = f"{len(files)} files, {decimal(size)}, made elsewhere"
         branch.add(f"{escape(name)}: {what}\n[dim]{escape(short_path(path))}")
-
-
-def digest_of(path: Path) -> str:
-    """The digest of an input that this workspace does not contain."""
-    if path.is_file():
-        return file_digest(path)
-    if not path.is_dir():
-        return "nothing"
-    return folder_digest(path) if artifact_of(path) is None else content_digest(path)

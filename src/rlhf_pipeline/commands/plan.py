@@ -27,7 +27,7 @@ from rlhf_pipeline.config.stages import BLOCKS, POLICIES, samplers, shares_text
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.job import as_json as plain
-from rlhf_pipeline.sizing.fit import Fit, find_fit, needs, size_text
+from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model, published
 from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, limits, measured, stage_work
@@ -59,6 +59,8 @@ class Plan:
     works: Mapping[str, Work]
     """By stage."""
     split: SplitConfig
+    numbers: Mapping[str, int]
+    """What `micro_batch_tokens: auto` stands for, by parameter."""
 
 
 @click.command(cls=Command, params=[*CONFIGURATION])
@@ -158,6 +160,9 @@ def make_plan(
             )
         shape = known_shape
     hardware = hardware or hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
+    found = micro_batch_tokens(parameters, shape, hardware)
+    numbers = {f"{stage}.micro_batch_tokens": number for stage, number in found.items()}
+    parameters = changed(parameters, numbers)
     split = SplitConfig.model_validate(parameters["split"])
     lengths = None if splits is None else measured(splits, split)
     known = limits(split) if lengths is None else lengths
@@ -171,6 +176,7 @@ def make_plan(
         fits={stage: find_fit(stage, parameters, shape, hardware, known) for stage in stages},
         works={stage: stage_work(stage, parameters, shape, hardware, known) for stage in stages},
         split=split,
+        numbers=numbers,
     )
 
 
@@ -197,6 +203,7 @@ def to_json(plan: Plan) -> str:
         "parameters": plan.shape.parameters,
         "hardware": asdict(plan.hardware),
         "lengths": "published split" if plan.is_measured else "limits",
+        "automatic": plan.numbers,
         "stages": stages,
     }
     return json.dumps(found, indent=2)
@@ -218,6 +225,8 @@ def show(plan: Plan, output: Console) -> None:
     output.print(_work_table(plan))
     source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
     output.print(f"[dim]Rows and lengths: {source}. {shares_text(plan.split)}.\n")
+    for name, number in plan.numbers.items():
+        output.print(f"{name}: auto is {number} here", highlight=False)
     for stage, fit in plan.fits.items():
         output.print(verdict(stage, fit), highlight=False)
     for stage, work in plan.works.items():

@@ -29,8 +29,6 @@ from rlhf_pipeline.tracking.store import (
 )
 
 LOOPBACK = "127.0.0.1"
-TRUST = "RLHF_TRUST_REMOTE_CODE"
-"""Environment variable. "true" allows Python code that ships with a policy to run."""
 TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
 SILENT = {
     "DO_NOT_TRACK": "1",
@@ -165,7 +163,8 @@ def runs_page(server: str, project: Path) -> str:
 
 def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:
     """The command that serves a model; start it in the parent of the folder."""
-    trusts = ["--trust-remote-code"] if os.environ.get(TRUST) == "true" else []
+    is_trusted = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"  # its own Python code may run
+    trusts = ["--trust-remote-code"] if is_trusted else []
     start = [sys.executable, "-P", "-m", program, "serve", folder.name]
     return [*start, f"--host={host}", f"--port={port}", *trusts, *options]
 

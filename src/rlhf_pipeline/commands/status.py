@@ -18,7 +18,7 @@ from rlhf_pipeline.pipelines.table import PASSES_ON, stage_specs
 from rlhf_pipeline.preflight import check_pipeline
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
-from rlhf_pipeline.stages.cache.workspace import has_run
+from rlhf_pipeline.stages.cache.workspace import RECIPE
 from rlhf_pipeline.stages.job import STAGES
 
 STYLES = {
@@ -106,7 +106,7 @@ def _visit(
         if not pending:
             raise
         results[output] = planner.add_pending(node.name)
-        if has_run(Path(catalog.load("workspace")), node.name):
+        if any(Path(catalog.load("workspace"), node.name).glob(f"*/{RECIPE}")):
             return Row(node.name, "may run", details=downstream(pending))
         return Row(node.name, "run", details=f"{downstream(pending)}; never run here")
     return None

@@ -12,6 +12,7 @@ from rlhf_pipeline.config.ppo_blocks import KLConfig
 from rlhf_pipeline.config.rewards import Reward
 from rlhf_pipeline.config.training import (
     FrozenModelConfig,
+    MicroBatchTokens,
     OptimizerConfig,
     SamplingConfig,
     TrainedModelConfig,
@@ -33,8 +34,8 @@ class GRPOConfig(PPOConfig):
     """Independent responses to each prompt; must divide `rollout_batch_size`."""
     minibatch_size: PositiveInt = 64
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
-    micro_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
+    micro_batch_tokens: MicroBatchTokens = 2048
+    """As in `sft.micro_batch_tokens`."""
     advantage: Annotated[str, ADVANTAGE] = "grpo"
     """Advantage estimator, as in `ppo.advantage`: any without a critic, or a function of yours."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
@@ -107,8 +108,8 @@ class DistillConfig(PPOConfig):
     """Responses per generated batch, over all ranks."""
     minibatch_size: PositiveInt = 64
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
-    micro_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
+    micro_batch_tokens: MicroBatchTokens = 2048
+    """As in `sft.micro_batch_tokens`."""
     advantage: Annotated[str, ADVANTAGE] = "immediate"
     """immediate: the advantage of a token is its own reverse KL. Another value is refused."""
     rewards: tuple[Reward, ...] = ()

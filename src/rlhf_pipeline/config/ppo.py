@@ -26,6 +26,7 @@ from rlhf_pipeline.config.training import (
     FrozenModel,
     FrozenModelConfig,
     HybridConfig,
+    MicroBatchTokens,
     SamplingConfig,
     SavingConfig,
     StageModel,
@@ -55,8 +56,8 @@ class PPOConfig(SavingConfig):
     """Independent responses to each prompt; must divide `rollout_batch_size`."""
     minibatch_size: PositiveInt
     """Responses per optimizer step, over all ranks; must divide the responses of a step."""
-    micro_batch_tokens: PositiveInt
-    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
+    micro_batch_tokens: MicroBatchTokens
+    """As in `sft.micro_batch_tokens`."""
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step. Each draws its minibatches anew."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -13,6 +13,12 @@ BUCKET = 50_000_000
 """Elements in one collective: of gradients to reduce, or of weights to gather."""
 LIVE = 1_000_000_000
 """Weights that a rank keeps whole at ZeRO-3, because the next pass uses them again."""
+
+
+if TYPE_CHECKING:
+    MicroBatchTokens = int  # programs get a number, see `preflight.sized`
+else:
+    MicroBatchTokens = PositiveInt | Literal["auto"]
 
 
 class SamplingConfig(Block):
@@ -258,8 +264,9 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Passes over the training rows; fractions are allowed."""
     batch_size: PositiveInt
     """Rows (SFT), comparisons (reward model, DPO) or answers (KTO) per step, over all ranks."""
-    micro_batch_tokens: PositiveInt = 2048
-    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own."""
+    micro_batch_tokens: MicroBatchTokens = 2048
+    """Largest number of tokens in a forward pass on each rank; a longer row has one of its own.
+    auto: the largest power of two that fits this machine by the plan (docs/planning.md)."""
     evaluations: PositiveInt = 4
     """Number of evenly spaced evaluations on the held-out rows, the last one after the last step.
     The model with the lowest held-out loss is exported."""

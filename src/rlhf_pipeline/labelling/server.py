@@ -23,8 +23,6 @@ from rlhf_pipeline.labelling.votes import Pair, Vote, add_vote, as_read, read_vo
 from rlhf_pipeline.statistics import agreement, rate_interval, win_rate
 
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=64)]
-MAX_BODY = 2**16
-"""Bytes of a request, at most."""
 
 SCORES = {"a": (1, 0), "b": (0, 1), "tie": (1, 1), "bad": (0, 0)}
 """Scores of the answers that are shown as A and B, by what a person chose."""
@@ -46,7 +44,7 @@ def application(pairs: Sequence[Pair], file: Path, host: str) -> FastAPI:
     app.middleware("http")(check_origin)
     hosts = ["127.0.0.1", "localhost", host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MAX_BODY)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=2**16)
 
     @app.get("/state")
     def state(annotator: Name) -> dict[str, Any]:

@@ -14,9 +14,6 @@ from rlhf_pipeline.evaluation.report import titles
 POINTS = 400
 """Points of a line; those of a longer training are means over equally many steps."""
 
-BINS = 24
-"""Bars of a histogram."""
-
 Records = Sequence[Mapping[str, Any]]
 """The lines of a `metrics.jsonl`."""
 
@@ -182,7 +179,7 @@ def frontier(
 def histogram(title: str, note: str, x: str, values: Mapping[str, Sequence[float]]) -> Chart:
     """The distributions of several policies, by their names, in common bars."""
     together = np.concatenate([np.asarray(given, dtype=float) for given in values.values()])
-    edges = np.histogram_bin_edges(together, BINS)
+    edges = np.histogram_bin_edges(together, bins=24)
     series = [
         {"name": name, "x": [*map(short, edges)], "y": np.histogram(given, edges)[0].tolist()}
         for name, given in values.items()

@@ -42,9 +42,6 @@ from rlhf_pipeline.runtime.manifest import CURVES, Manifest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.statistics import smallest_visible_win_rate
 
-REWARD_REPORT = "reward_report.json"
-"""The file of a reward model that says what was measured on held-out comparisons."""
-
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 """The lines of `answers.jsonl`, by policy."""
 
@@ -59,7 +56,7 @@ def evaluation_page(
     compared = read_evaluation(evaluation)
     manifest = Manifest.read(evaluation)
     models = {Manifest.read(folder).stage: folder for folder in artifacts}
-    report = models.get("reward_model", Path()) / REWARD_REPORT
+    report = models.get("reward_model", Path()) / "reward_report.json"
     reward_report = json.loads(report.read_text()) if report.is_file() else None
     answers: dict[str, list[dict[str, Any]]] = {}
     for answer in read_json_lines(evaluation / ANSWERS):

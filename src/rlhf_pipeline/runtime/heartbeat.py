@@ -105,8 +105,8 @@ def at(phase: Phase, step: int | None = None) -> None:
         scorer="",
     )
     _begun.set()
-    if phase in ENDS:
-        flush()
+    if phase in ENDS and _file is not None:
+        _write(_file, _here)
 
 
 def tick() -> None:
@@ -122,12 +122,6 @@ def scored_by(scorer: str) -> Iterator[None]:
     _here = replace(_here, scorer=scorer, progressed=time.time())
     yield
     _here = replace(_here, scorer="")
-
-
-def flush() -> None:
-    """Write the file now."""
-    if _file is not None:
-        _write(_file, _here)
 
 
 @contextmanager

@@ -21,9 +21,6 @@ CURVES = "metrics.jsonl"
 """File of a trained model with the metrics of every step. It says how the model was made, and when:
 two trainings with the same result have different ones, so it does not count as content."""
 
-MLFLOW_FILE = "registered_model_meta"
-"""File that MLflow adds to the folder of a model that it loads from its registry."""
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -192,7 +189,8 @@ def verify(directory: Path) -> Manifest:
     for name, path in _files(directory).items():
         # Desktops and file systems add hidden files, which nothing loads.
         hidden = any(part.startswith(".") for part in Path(name).parts)
-        if name not in manifest.files and not hidden and name != MLFLOW_FILE:
+        is_known = name in manifest.files or name == "registered_model_meta"  # of MLflow's registry
+        if not is_known and not hidden:
             raise ForeignFileError(
                 f"{path} was added after stage {manifest.stage} finished. Fix: move it elsewhere"
             )

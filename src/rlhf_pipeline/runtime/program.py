@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from rlhf_pipeline.errors import Interrupted, PipelineError, without_secrets
 from rlhf_pipeline.runtime import heartbeat, pulse
@@ -31,9 +30,6 @@ LOOPBACK = "127.0.0.1"
 
 DETERMINISTIC = "RLHF_DETERMINISTIC"
 """Environment variable of ranks on GPUs that repeat their results, see `launch.deterministic`."""
-
-REASON_CHARACTERS = 2**14
-"""Length of the longest reason; a longer one is cut at its beginning."""
 
 
 def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
@@ -60,22 +56,17 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
             write_report(job.directory, rank, reason)
             heartbeat.at("interrupted" if isinstance(error, Interrupted) else "failed")
         raise
-    _exit()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the interpreter's own end takes a second with torch in it
 
 
 def write_report(directory: Path, rank: int, reason: str) -> None:
     """Write why a rank fails into a work directory, where the driver finds it."""
     report = directory / ERRORS / f"{time.time_ns()}-rank{rank}.txt"
     report.parent.mkdir(exist_ok=True)
-    write_atomically(report, without_secrets(reason[-REASON_CHARACTERS:]))
-
-
-def _exit() -> NoReturn:
-    """End the process. The interpreter's own end takes a second with torch in it."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    write_atomically(report, without_secrets(reason[-(2**14) :]))  # the end says most
 
 
 def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:

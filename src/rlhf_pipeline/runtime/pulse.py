@@ -52,7 +52,13 @@ class Pulse:
         self._file.parent.mkdir(exist_ok=True)
         self._write()
         ended = threading.Event()
-        thread = threading.Thread(target=self._repeat, args=(ended,), daemon=True)
+
+        def repeat() -> None:
+            while not ended.wait(EVERY_S):
+                with suppress(OSError):  # as below
+                    self._write()
+
+        thread = threading.Thread(target=repeat, daemon=True)
         thread.start()
         try:
             yield
@@ -61,11 +67,6 @@ class Pulse:
             thread.join()
             with suppress(OSError):  # the disk is full: the ranks miss the pulse instead
                 self._write(ended=True)
-
-    def _repeat(self, ended: threading.Event) -> None:
-        while not ended.wait(EVERY_S):
-            with suppress(OSError):  # as above
-                self._write()
 
     def _write(self, *, ended: bool = False) -> None:
         self._number += 1
@@ -99,11 +100,7 @@ def _follow(directory: Path, launch: str, timeout_s: float) -> None:
             time.sleep(EVERY_S)
             beat = read_beat(directory)
             if beat and (beat["launch"] != launch or beat["ended"]):
-                _end()
-
-
-def _end() -> None:
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
-    os._exit(1)
+                for child in psutil.Process().children(recursive=True):
+                    with suppress(psutil.Error):
+                        child.kill()
+                os._exit(1)

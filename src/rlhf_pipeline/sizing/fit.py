@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,10 +13,11 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import TrainedModel
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
 from rlhf_pipeline.sizing.models import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
-from rlhf_pipeline.sizing.work import Known, Parameters
+from rlhf_pipeline.sizing.work import Known, Load, Parameters
 
 USABLE = 0.92
 """Share of the memory that tensors can fill: the allocator leaves gaps, and GPUs with ECC have up
@@ -132,6 +134,37 @@ def find_fit(
         chosen = rest if fits(after(rest), hardware) else chosen
     changes = {name: value for step in chosen for name, value in step.items()}
     return Fit(memory, hardware, changes, after(chosen))
+
+
+def automatic(parameters: Parameters) -> list[str]:
+    """The stages whose `micro_batch_tokens` is auto."""
+    blocks = {stage: parameters[stage] or {} for stage in BLOCKS}
+    return [stage for stage in blocks if blocks[stage].get("micro_batch_tokens") == "auto"]
+
+
+def micro_batch_tokens(
+    parameters: Parameters, shape: Shape | None, hardware: Hardware
+) -> dict[str, int]:
+    """The numbers for `automatic` stages: each is the largest power of two with which the stage
+    fits, at most the first that holds a rank's whole batch; 1 if no number fits.
+
+    Rows are as long as the split allows, so the number does not depend on what is published. Raises
+    ConfigError if the sizes of the model or the memory are not known.
+    """
+    numbers = dict.fromkeys(automatic(parameters), 1)
+    for stage in numbers:
+        name = f"{stage}.micro_batch_tokens"
+        if shape is None or hardware.rank_memory is None:
+            unknown = "size of base_model" if shape is None else "memory of the GPUs"
+            raise ConfigError(f"{name}: found auto, expected a known {unknown}. Fix: set a number")
+        for tokens in (2**power for power in count()):
+            trial = changed(parameters, {name: tokens})
+            if not fits(plan_stage(stage, trial, shape, hardware), hardware):
+                break
+            numbers[stage] = tokens
+            if Load.of(stage, trial, hardware, None).rows.passes == 1:
+                break
+    return numbers
 
 
 def changed(parameters: Mapping[str, Any], *changes: Changes) -> dict[str, Any]:

@@ -125,8 +125,9 @@ def _add_rollouts(
             model.main.update(leave)
     phases.append(sampling)
     critic = next((own for model, own in found if model.name == f"{config.stage}.critic"), None)
-    if critic and load.rows.passes * config.ppo_epochs * config.updates_per_epoch == 1:
-        # Scoring and update share the forward passes, so both models keep theirs at once.
+    if critic and config.ppo_epochs * config.updates_per_epoch == 1:
+        # Scoring and update share the forward pass if the actual responses are short enough for a
+        # single one, so both models keep theirs at once.
         phases[0].parts["activations"] += critic[0].parts["activations"]
 
 

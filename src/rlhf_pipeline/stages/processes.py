@@ -13,8 +13,6 @@ import psutil
 
 from rlhf_pipeline.runtime.heartbeat import LAUNCH, machine
 
-KILLED_S = 5.0  # killed processes have this time to disappear
-
 
 def process_identity(pid: int) -> str | None:
     """An identity that is never reused on this machine: `pid@birth`. None: no such process."""
@@ -54,7 +52,7 @@ def kill_launch(launch: str) -> None:
                 if process.environ().get(LAUNCH, "").endswith(launch):
                     found.append(process.pid)
                     os.killpg(os.getpgid(process.pid), signal.SIGKILL)
-    deadline = time.monotonic() + KILLED_S
+    deadline = time.monotonic() + 5  # killed processes have this time to disappear
     while any(process_identity(pid) for pid in found) and time.monotonic() < deadline:
         time.sleep(0.05)
 

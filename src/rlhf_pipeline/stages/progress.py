@@ -51,10 +51,6 @@ class StageProgress:
         )
 
     @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started
-
-    @property
     def left_s(self) -> float | None:
         """Seconds left at the speed of this attempt; None: unknown."""
         if not self.measured or self.total is None:
@@ -73,7 +69,8 @@ class StageProgress:
     def live_line(self) -> Text:
         """The line of a terminal, which cuts off its end if it is narrow."""
         left = [] if self.left_s is None else [f"{_clock(self.left_s)} left"]
-        parts = [*self.steps, _clock(self.elapsed_s), *left, self.phase, *self.numbers]
+        elapsed = _clock(time.monotonic() - self.started)
+        parts = [*self.steps, elapsed, *left, self.phase, *self.numbers]
         return Text(f"{self.title}: {'  '.join(parts)}", no_wrap=True, overflow="ellipsis")
 
     def log_line(self) -> str:
@@ -128,7 +125,8 @@ class ProgressDisplay(StageListener):
         progress = self._progress
         self._close()
         if not run.cached:
-            numbers = "  ".join([f"{ENDS[status]} {progress.elapsed_s:.0f} s", *progress.numbers])
+            seconds = time.monotonic() - progress.started
+            numbers = "  ".join([f"{ENDS[status]} {seconds:.0f} s", *progress.numbers])
             self._print(f"[bold]{run.title}[/]: {numbers}")
 
     def _close(self) -> None:

@@ -88,7 +88,7 @@ class StoredStages(StageListener):
                 if _step(name) <= (local or 0):
                     break
                 try:
-                    shelf.pull(name, folder, recipe=_recipe(run))
+                    shelf.pull(name, folder, recipe=(run.stage, run.fingerprint))
                 except ArtifactError as error:
                     logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
                     continue
@@ -116,7 +116,9 @@ class StoredStages(StageListener):
     def _pull(self, run: StageRun, folder: Path, **options: Any) -> Manifest | None:
         """The artifact of a recipe by `Store.pull`; None if there is none or it is damaged."""
         try:
-            return self._store.pull(_pointer(run), folder, recipe=_recipe(run), **options)
+            return self._store.pull(
+                _pointer(run), folder, recipe=(run.stage, run.fingerprint), **options
+            )
         except ArtifactError as error:
             logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
             return None
@@ -188,7 +190,7 @@ class StoredStages(StageListener):
         stored = None
         if not replace:
             with suppress(ArtifactError):
-                stored = self._store.manifest(_pointer(run), _recipe(run))
+                stored = self._store.manifest(_pointer(run), (run.stage, run.fingerprint))
         if stored is None:
             self._store.push(run.export, _pointer(run))
         shelf = self._shelf(run)
@@ -222,10 +224,6 @@ class StoredStages(StageListener):
 
 def _pointer(run: StageRun) -> str:
     return f"stages/{run.stage}/{run.fingerprint}.json"
-
-
-def _recipe(run: StageRun) -> tuple[str, str]:
-    return run.stage, run.fingerprint
 
 
 def _step(name: str) -> int:

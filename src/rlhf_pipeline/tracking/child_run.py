@@ -97,7 +97,15 @@ class ChildRun:
         known, wanted = opened.data.params, parameters(run.config, run.seed)
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
         client.log_batch(self.run_id, params=missing)
-        log_data_read(client, self.run_id, run)
+        is_evaluation = run.stage.startswith("evaluate")
+        contexts = {"source": "source", "split": "evaluation" if is_evaluation else "training"}
+        read = []  # records of sources, and folders of the split
+        for name, path in run.inputs.items():
+            artifact = artifact_of(path)
+            maker = None if artifact is None else Manifest.read(artifact).stage
+            if maker in contexts:
+                read.append(_data_set(path, run.digests[name], contexts[maker]))
+        client.log_inputs(self.run_id, read)
         self._logged = {
             name: max(point.step for point in client.get_metric_history(self.run_id, name))
             for name in opened.data.metrics
@@ -171,19 +179,6 @@ def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
 def truncate(value: str, length: int) -> str:
     """Cut a value to the length that MLflow accepts, with an ellipsis; job.json has all of it."""
     return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def log_data_read(client: MlflowClient, run_id: str, run: StageRun) -> None:
-    """Log the inputs that are data: records of sources, and folders of the split."""
-    is_evaluation = run.stage.startswith("evaluate")
-    contexts = {"source": "source", "split": "evaluation" if is_evaluation else "training"}
-    read = []
-    for name, path in run.inputs.items():
-        artifact = artifact_of(path)
-        maker = None if artifact is None else Manifest.read(artifact).stage
-        if maker in contexts:
-            read.append(_data_set(path, run.digests[name], contexts[maker]))
-    client.log_inputs(run_id, read)
 
 
 def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIPELINE = "the pipeline run"
-PAGE = "evaluation.html"  # the artifact of an evaluation's run that shows it
 RETRY_S = 60.0  # between attempts to reach a failed store while a stage runs
 
 
@@ -125,7 +124,7 @@ class MlflowTracker(StageListener):
             client, _ = self._connect()
             run_id = store.find_run(client, fingerprint)
             if run_id is not None:
-                client.log_text(run_id, page, PAGE)
+                client.log_text(run_id, page, "evaluation.html")
 
     def log_verdict(self, fingerprint: str, evaluation: Mapping[str, Any]) -> None:
         """Log an evaluation to its run and to the parent, as columns of MLflow's list: the verdict,

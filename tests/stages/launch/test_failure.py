@@ -247,13 +247,12 @@ def test_a_full_disk_explains_a_rank_without_a_reason(attempt, monkeypatch, seen
         die(attempt, 0, 1)
     assert ": No space left on device" in text(attempt)
     assert "  space    " in text(attempt)
-    assert stage_error(attempt).cause == "disk full"
 
 
 def test_a_full_disk_does_not_explain_a_signal(attempt, monkeypatch):
     monkeypatch.setattr("rlhf_pipeline.stages.launch.failure.is_full", lambda directory: True)
     die(attempt, 0, -9)
-    assert stage_error(attempt).cause == "killed for lack of memory"
+    assert "  cause    most likely the kernel, for lack of main memory" in text(attempt)
 
 
 def test_a_hang_is_reported_by_the_watchdog(attempt):
@@ -287,7 +286,7 @@ def test_the_message_shows_command_log_and_how_to_resume(attempt, monkeypatch):
     )
     (attempt.run.directory / "checkpoints" / "step-00000012").mkdir(parents=True)
     assert "(this stage resumes after step 12)" in text(attempt)
-    assert stage_error(attempt).cause == "disk full"
+    assert "  space    " in text(attempt)
 
 
 def test_the_command_to_resume_is_shown_without_secrets(attempt, monkeypatch):

@@ -100,11 +100,6 @@ def set_aside(path: Path) -> Path:
     return path.rename(f"{path}{DAMAGED}{datetime.now():%Y-%m-%dT%H.%M.%S.%f}")
 
 
-def has_run(workspace: Path, stage: str) -> bool:
-    """Whether the stage was ever launched in this workspace."""
-    return any((workspace / stage).glob(f"*/{RECIPE}"))
-
-
 @contextmanager
 def recipe_lock(first_attempt: Path, *, wait: bool = True, record: bool = True) -> Iterator[None]:
     """Lock a recipe: the work directory `first_attempt` and the later attempts beside it.

@@ -27,7 +27,7 @@ from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.program import ERRORS
 from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.launch.node_program import LOG
-from rlhf_pipeline.stages.launch.ranks import Death, Ranks
+from rlhf_pipeline.stages.launch.ranks import Ranks
 from rlhf_pipeline.stages.launch.start_rank import FAULT
 
 AS_A_CONSEQUENCE = {-signal.SIGTERM, -signal.SIGABRT}
@@ -40,11 +40,6 @@ FOLLOW_UP = re.compile(
     r"|NCCL communicator was aborted|Broken pipe"
 )
 """What a rank reports when it lost a peer: never the first cause."""
-LONG = 10  # lines of a report that the cause and the fix precede
-SSH_FAILED = "255"  # exit code of ssh itself; any other is that of the command
-LOG_BYTES = 2**16  # length of the end of the log in which the launchers say what failed
-POLLING_S = 1.0
-"""The driver sees the death of a rank at most this many seconds after its peers first report it."""
 DISK_FULL = "disk full"
 _LIMITS = {"micro_batch_tokens": 1, "batch_size_per_gpu": 1, "processes": 1, "zero_stage": 3}
 """The value of a field that cannot be lowered or raised further."""
@@ -113,7 +108,7 @@ class Attempt:
 
 
 def stage_error(attempt: Attempt) -> StageError:
-    """The failure as an exception; its `cause` is the name of the known failure."""
+    """The failure as an exception."""
     run = attempt.run
     if not run.directory.is_dir():
         return StageError(
@@ -129,14 +124,14 @@ def stage_error(attempt: Attempt) -> StageError:
         lines += [f"  cause    {hint.cause}"]
         lines += [f"  space    {space_left(run.directory)}"] if hint.name == DISK_FULL else []
         lines += [f"  fix      {fix}"] if fix else []
-    # A long report would push the cause out of sight.
-    lines.insert(len(lines) if reason.count("\n") > LONG else 1, reason)
+    # A report of more than ten lines would push the cause out of sight.
+    lines.insert(len(lines) if reason.count("\n") > 10 else 1, reason)
     lines += [
         f"  command  {shlex.join(attempt.command)}",
         f"  log      {run.directory / LOG}",
         f"  again    {_again(run)}",
     ]
-    return StageError("\n".join(lines), cause=None if hint is None else hint.name)
+    return StageError("\n".join(lines))
 
 
 @contextmanager
@@ -152,8 +147,7 @@ def explain_full_disk(what: str, path: Path) -> Iterator[None]:
             raise
         raise StageError(
             f"{what}: {reason}\n  space    {space_left(path)}\n  fix      {hint.advice}\n"
-            "  again    the same command, once there is space; finished stages are kept",
-            cause=DISK_FULL,
+            "  again    the same command, once there is space; finished stages are kept"
         ) from error
 
 
@@ -187,7 +181,10 @@ def _cause(attempt: Attempt) -> tuple[str, int | None]:
     reports, first_causes = _reports(directory), causes(directory)
     deaths = sorted(attempt.ranks.deaths.values(), key=lambda death: death.seen)
     if first_causes:
-        deaths = [death for death in deaths if _precedes(death, first_causes[0])]
+        # The driver sees a death at most a second after the peers of the rank first report it.
+        latest = int(first_causes[0].stem.partition("-")[0]) / 1e9 + 1
+        deaths = [death for death in deaths if death.seen < latest]
+        deaths = [death for death in deaths if death.status not in {0, *AS_A_CONSEQUENCE}]
     status = attempt.code
     if status is None or status >= 0:
         logged = re.search(r"exits with return code = (-?\d+)", _end_of_log(directory))
@@ -225,11 +222,6 @@ def _reports(directory: Path) -> list[Path]:
     return sorted((directory / ERRORS).glob("*.txt"))
 
 
-def _precedes(death: Death, report: Path) -> bool:
-    reported = int(report.stem.partition("-")[0]) / 1e9
-    return death.status not in {0, *AS_A_CONSEQUENCE} and death.seen < reported + POLLING_S
-
-
 def _full_disk(directory: Path) -> str:
     return ": No space left on device" if is_full(directory) else ""
 
@@ -254,7 +246,7 @@ def logged_cause(directory: Path) -> str | None:
     ended = re.findall(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)", text, re.M)
     tail = "" if _reports(directory) else log_tail(directory)
     for host, code in ended:
-        if code == SSH_FAILED:
+        if code == "255":  # that of ssh itself; any other is that of the command
             return f"node {host} is lost: its ssh connection failed or was cut{tail}"
     if ended and tail:  # otherwise the reports tell more
         return f"node {ended[0][0]}: DeepSpeed's launcher ended with exit code {ended[0][1]}{tail}"
@@ -263,7 +255,7 @@ def logged_cause(directory: Path) -> str | None:
 
 def _end_of_log(directory: Path) -> str:
     with (directory / LOG).open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
         return file.read().decode(errors="replace")
 
 

@@ -27,7 +27,6 @@ RESUME = "Run the same command again to resume; finished stages are kept"
 POLL_S = 0.2
 WARN_S = 1.0  # after SIGTERM, a warning says why the ranks have not ended
 SETTLE_S = 1.5  # the other ranks have this time to report after one has failed
-STACKS_S = 1.0  # the ranks of a stuck stage have this time to print their stacks
 
 
 def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
@@ -85,7 +84,7 @@ def _follow(
             stuck = f"no rank has made progress for {config.hang_timeout_s:g} s: {ranks.describe()}"
             for rank in ranks.alive:  # they print the stacks of their threads into the log
                 ranks.send(rank, signal.SIGUSR1)
-            time.sleep(STACKS_S)
+            time.sleep(1)
     ranks.update()
     return stuck
 

@@ -43,13 +43,20 @@ def installation() -> dict[str, str]:
 def main(directory: Path, launch: str, timeout_s: float) -> NoReturn:
     """Replace this process by the rank's program, or exit with the reason why that cannot be."""
     host = socket.gethostname()
-    plan = _await_plan(directory, launch, timeout_s)
-    if plan is None:
-        sys.exit(
-            f"{FAULT}{host} does not see the driver's files in {directory}. Fix: set root to a "
-            "folder on a file system that all machines share, under the same path"
-        )
-    rank, local_rank, count = _numbers(os.environ)
+    deadline = time.monotonic() + timeout_s  # a file system may show the files seconds later
+    while (beat := read_beat(directory)).get("launch") != launch:
+        if time.monotonic() > deadline:
+            sys.exit(
+                f"{FAULT}{host} does not see the driver's files in {directory}. Fix: set root to a "
+                "folder on a file system that all machines share, under the same path"
+            )
+        time.sleep(EVERY_S)
+    plan = beat["plan"]
+    rows = [row for row in NUMBERS if os.environ.keys() >= {*row[:2]}]
+    if not rows:
+        names = " or ".join(f"{rank} and {local_rank}" for rank, local_rank, _ in NUMBERS)
+        sys.exit(f"{FAULT}found no number of this rank, expected {names} in the environment")
+    rank, local_rank, count = (os.environ.get(name, "") for name in rows[0])
     if (fault := _fault(plan, count, is_first=int(local_rank) == 0)) is not None:
         write_report(directory, int(rank), f"{host}: {fault}")
         sys.exit(f"{FAULT}{host}: {fault}")
@@ -68,27 +75,9 @@ def main(directory: Path, launch: str, timeout_s: float) -> NoReturn:
     os.execve(sys.executable, command, environment)  # noqa: S606 - no shell
 
 
-def _await_plan(directory: Path, launch: str, timeout_s: float) -> dict[str, Any] | None:
-    """What the driver's pulse says, which a file system may show some seconds later."""
-    deadline = time.monotonic() + timeout_s
-    while (beat := read_beat(directory)).get("launch") != launch:
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(EVERY_S)
-    return dict(beat["plan"])
-
-
-def _numbers(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
-    for rank, local_rank, count in NUMBERS:
-        if rank in environment and local_rank in environment:
-            return environment[rank], environment[local_rank], environment.get(count)
-    names = " or ".join(f"{rank} and {local_rank}" for rank, local_rank, _ in NUMBERS)
-    sys.exit(f"{FAULT}found no number of this rank, expected {names} in the environment")
-
-
-def _fault(plan: Mapping[str, Any], count: str | None, *, is_first: bool) -> str | None:
+def _fault(plan: Mapping[str, Any], count: str, *, is_first: bool) -> str | None:
     expected = plan["settings"]["WORLD_SIZE"]
-    if count not in (None, expected):
+    if count not in ("", expected):
         return (
             f"found {count} ranks, expected {expected}. Fix: let launch.command start {{command}} "
             "once for each rank, or set launch.nodes and launch.processes to what it starts"
