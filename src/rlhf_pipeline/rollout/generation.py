@@ -6,7 +6,7 @@ Training and evaluation use the protocol `Generator` only. A new backend is a cl
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -57,12 +57,14 @@ def load_generator(
     longest_prompt: Callable[[], int],
     place: str,
     hybrid: HybridConfig | None = None,
+    **for_auto: Any,
 ) -> Generator:
     """What samples from a policy, in training and in evaluation.
 
     All ranks call this together. `longest_prompt` counts the tokens of the longest prompt;
     `place` is the parameter that chose the generator, for messages. The generator's class gets what
-    its parameters name; `longest` are the tokens of the longest sequence, `rows` the most of them.
+    its parameters name; `longest` are the tokens of the longest sequence, `rows` the most of them,
+    and `for_auto` what the choice of `chosen_generator` needs besides.
     """
     make = PPO_GENERATOR.load(name)
     given = {
@@ -74,6 +76,7 @@ def load_generator(
         "hybrid": hybrid,
         "rows": sampling.batch_size_per_gpu,
         "place": place,
+        **for_auto,
     }
     if "longest" in inspect.signature(make).parameters:
         given["longest"] = longest_prompt() + sampling.max_response_tokens

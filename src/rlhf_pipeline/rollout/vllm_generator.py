@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.engine import free_memory
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.forward import response_logprobs
@@ -80,6 +81,7 @@ class VLLMGenerator:
             if not has_parity(self, policy, contract):
                 raise ValueError("its log-probabilities are not those of the policy")
         except (ValueError, StageError) as error:  # also from vLLM, about names of weights
+            del _ENGINES[kind]
             raise refusal(self._model, place) from error
 
     @torch.no_grad()
@@ -121,6 +123,7 @@ class VLLMGenerator:
         """The engine with the weights of the policy, and with no key or value of other weights."""
         engine, weights = self._engine, {"weights_iterator": self._weights()}
         if self._sleeps:
+            free_memory()  # what torch keeps of the tensors of training
             engine.wake_up(tags=["weights"])
         engine.apply_model(spoil)
         engine.collective_rpc("reload_weights", kwargs=weights)
