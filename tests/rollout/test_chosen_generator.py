@@ -44,9 +44,9 @@ def load(folder, world, directory, *, versions=(("vllm", "0.32.0"),), begun=None
     engine = train_engine(partial(load_policy, folder), config, 2)
     job = LaunchedJob("ppo", "f", 1, {}, {}, {}, directory, 60.0, dict(versions), resume_from=2)
     generator = load_generator(
-        "auto", engine, TokenContract.read(folder), SamplingConfig(batch_size_per_gpu=3), world,
-        gather=True, longest_prompt=lambda: 40, place="ppo.generator", job=job, begun=begun,
-        refused=refused,
+        "auto", SamplingConfig(batch_size_per_gpu=3), lambda: 40, policy=engine, world=world,
+        contract=TokenContract.read(folder), gather=True, place="ppo.generator", job=job,
+        begun=begun, refused=refused,
     )  # fmt: skip
     return generator, job.choices["ppo.generator"]
 

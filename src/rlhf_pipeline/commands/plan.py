@@ -58,8 +58,6 @@ class Plan:
     """By stage."""
     works: Mapping[str, Work]
     """By stage."""
-    automatic: Collection[str]
-    """Stages with `generator: auto`, counted with transformers."""
     split: SplitConfig
 
 
@@ -172,12 +170,6 @@ def make_plan(
         is_measured=lengths is not None,
         fits={stage: find_fit(stage, parameters, shape, hardware, known) for stage in stages},
         works={stage: stage_work(stage, parameters, shape, hardware, known) for stage in stages},
-        automatic=[
-            stage
-            for stage in stages
-            if stage in POLICIES
-            and POLICIES[stage].model_validate(parameters[stage]).generator == "auto"
-        ],
         split=split,
     )
 
@@ -204,7 +196,6 @@ def to_json(plan: Plan) -> str:
         "model": plan.model,
         "parameters": plan.shape.parameters,
         "hardware": asdict(plan.hardware),
-        "counted_with_transformers": [*plan.automatic],
         "lengths": "published split" if plan.is_measured else "limits",
         "stages": stages,
     }
@@ -229,12 +220,12 @@ def show(plan: Plan, output: Console) -> None:
     output.print(f"[dim]Rows and lengths: {source}. {shares_text(plan.split)}.\n")
     for stage, fit in plan.fits.items():
         output.print(verdict(stage, fit), highlight=False)
-    for stage in plan.automatic if plan.hardware.on_gpu else ():
-        output.print(
-            f"[dim]{stage}.generator is auto and counted as transformers: the ranks choose vllm "
-            f"only if its copy fits, too. --params={stage}.generator=vllm shows that."
-        )
     for stage, work in plan.works.items():
+        if work.generator == "auto" and hardware.on_gpu:
+            output.print(
+                f"[dim]{stage}.generator is auto, counted as transformers: the ranks choose vllm "
+                f"if its copy fits, too. --params={stage}.generator=vllm shows that."
+            )
         if stage in POLICIES and work.cannot_move:
             output.print(
                 f"[yellow]{stage} hardly trains[/]: the learning rates of its {work.updates} "

@@ -27,7 +27,8 @@ def chosen(
     """
     generator: Generator
     why = "the run began with it" if begun == "transformers" else refused
-    why = why or _of_any_rank(_reason_against(policy, world, rows, longest, job), world)
+    if why is None:
+        why = _of_any_rank(_reason_against(policy, world, rows, longest, job), world)
     if why is None:
         try:
             generator = VLLMGenerator(policy, contract, rows=rows, longest=longest, place=place)

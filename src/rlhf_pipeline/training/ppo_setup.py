@@ -224,11 +224,10 @@ def load_ppo_models(
         aggregate=config.aggregate, micro_batch_tokens=config.micro_batch_tokens,
     )  # fmt: skip
     generator = load_generator(
-        config.generator, actor, contract, config.sampling, world,
-        gather=config.gather_for_generation, longest_prompt=longest_prompt,
-        place=f"{config.stage}.generator", hybrid=config.hybrid,
-        job=job, begun=loop_state(job.checkpoints, job.resume_from).get("generator"),
-        refused=next(config.refused_by_vllm(), None),
+        config.generator, config.sampling, longest_prompt, policy=actor, contract=contract,
+        world=world, gather=config.gather_for_generation, hybrid=config.hybrid,
+        place=f"{config.stage}.generator", refused=next(config.refused_by_vllm(), None), job=job,
+        begun=loop_state(job.checkpoints, job.resume_from).get("generator"),
     )  # fmt: skip
     return PPOModels(
         actor=actor,
