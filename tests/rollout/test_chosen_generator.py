@@ -151,8 +151,9 @@ def test_training_works_with_the_choice_and_its_checkpoints_name_it(ppo_inputs, 
     assert loops and {loop["generator"] for loop in loops} == {"transformers"}
 
 
+@pytest.mark.parametrize("gathers", [True, False])
 def test_training_works_with_vllm_if_the_ranks_chose_it(
-    ppo_inputs, world, tmp_path, gpus, monkeypatch
+    ppo_inputs, world, tmp_path, gpus, monkeypatch, gathers
 ):
     class Other(Fast, TransformersGenerator):
         def __init__(self, policy, contract, **_):
@@ -163,6 +164,9 @@ def test_training_works_with_vllm_if_the_ranks_chose_it(
     monkeypatch.setattr(
         LaunchedJob, "__init__", lambda *own, **more: given(*own, versions={"vllm": "1"}, **more)
     )
-    run = run_ppo(ppo_config(), ppo_inputs, world, tmp_path)
+    run = run_ppo(ppo_config(gather_for_generation=gathers), ppo_inputs, world, tmp_path)
+    if not gathers:  # which vLLM cannot do
+        assert run.setup.config.generator == "transformers"
+        return
     assert run.setup.config.generator == "vllm" and run.setup.config.correction is not None
     assert all(line["rollout/effective_sample_size"] > 0.99 for line in run.lines)
