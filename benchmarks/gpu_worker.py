@@ -74,8 +74,8 @@ def generation(settings: Tree) -> Tree:
     given = {"batch_size_per_gpu": rows, "cuda_graphs": settings.get("graphs", True)}
     whole = SamplingConfig(max_response_tokens=response, **given)
     generator = load_generator(
-        settings.get("generator", "transformers"), policy, model.contract, whole, world(),
-        gather=True, longest_prompt=lambda: prompt, place="generator",
+        settings.get("generator", "transformers"), whole, lambda: prompt, policy=policy,
+        contract=model.contract, world=world(), gather=True, hybrid=None, place="generator",
     )  # fmt: skip
     prompts = random_ids(rows, prompt, model)
 

@@ -317,10 +317,15 @@ def test_a_sound_machine_has_no_failure_and_torch_stays_out_of_the_driver(tmp_pa
 
 
 @pytest.mark.long
-def test_the_compiler_is_asked_for_by_the_parameters_that_need_it_on_a_gpu(tmp_path, nvidia_smi):
+@pytest.mark.parametrize("generator", ["vllm", "auto"])
+def test_the_compiler_is_asked_for_by_the_parameters_that_need_it_on_a_gpu(
+    tmp_path, nvidia_smi, generator
+):
     nvidia_smi(1)
     (tmp_path / "vllm.py").touch()  # as if it were installed
-    params = f"--params=root={tmp_path},ppo.generator=vllm,sft.deepspeed.offload_optimizer=true"
+    params = (
+        f"--params=root={tmp_path},ppo.generator={generator},sft.deepspeed.offload_optimizer=true"
+    )
     variables = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0", "CXX": "false"}
     variables["PYTHONPATH"] = f"{PROJECT / 'src'}:{tmp_path}"
     code, printed, log = doctor(tmp_path, "--json", params, **variables)
@@ -328,4 +333,4 @@ def test_the_compiler_is_asked_for_by_the_parameters_that_need_it_on_a_gpu(tmp_p
     (found,) = [each for each in json.loads(printed) if each["check"] == "compiler"]
     assert found["found"] == "missing: headers of Python or C++"
     assert "sft.deepspeed.offload_optimizer (true)" in found["fix"]
-    assert 'ppo.generator ("vllm")' in found["fix"]
+    assert f'ppo.generator ("{generator}")' in found["fix"]

@@ -50,6 +50,7 @@ def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
     assert list(stages) == ["sft", "reward_model", "ppo", "evaluate"]
     assert all(stage["fits"] for stage in stages.values())
     assert stages["ppo"]["steps"] == 3
+    assert stages["ppo"]["generator"] == "auto" and stages["sft"]["generator"] is None
     # conf/tiny: a Llama with 512 * 32 embeddings, twice 4 * 32 * 32 + 3 * 32 * 64 weights, 5 norms.
     assert found["parameters"] == 512 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64) + 5 * 32
     imported = {line.rpartition("|")[2].strip() for line in log.splitlines()}
@@ -91,6 +92,7 @@ def test_the_tables_of_a_large_model_fit_80_columns():
     rows = {line.split()[0]: line.split() for line in table}
     assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "kto", "evaluate"]
     assert all(re.fullmatch(r"\d\.\de\d+", row[-4]) for row in rows.values())  # FLOP
+    assert "ppo.generator is auto, counted as transformers: the ranks choose vllm if" in printed
     assert rows["ppo"][-2] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
 
 

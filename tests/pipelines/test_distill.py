@@ -9,6 +9,7 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.pipelines.ppo import distill
+from rlhf_pipeline.stages import job
 
 
 class Recorder:
@@ -29,7 +30,9 @@ def jobs_of(student, teacher, **fields):
     return stages.jobs
 
 
-def test_the_bytes_of_the_teacher_identify_its_stage_whose_result_is_an_input(make_model, tmp_path):
+def test_the_bytes_of_the_teacher_identify_its_stage_whose_result_is_an_input(
+    make_model, monkeypatch
+):
     student, teacher = make_model("llama"), make_model("llama", num_hidden_layers=3)
     fetched, trained = jobs_of(student, teacher)
     assert fetched.spec.name == "teacher" and fetched.inputs == {}
@@ -39,6 +42,12 @@ def test_the_bytes_of_the_teacher_identify_its_stage_whose_result_is_an_input(ma
     (teacher / "notes.txt").write_text("other bytes")
     assert jobs_of(student, teacher)[0].identities != fetched.identities
     assert "vllm" in jobs_of(student, teacher, generator="vllm")[1].spec.libraries
+    for installed in (None, "vllm"):  # the ranks may choose vLLM where it is installed
+        monkeypatch.setattr(job, "find_spec", lambda name, found=installed: found)
+        libraries = jobs_of(student, teacher)[1].spec.libraries
+        assert ("vllm" in libraries) == (installed is not None)
+    libraries = jobs_of(student, teacher, generator="transformers")[1].spec.libraries
+    assert "vllm" not in libraries
     text = {"ptx": {"batch_size": 2}}
     assert jobs_of(student, teacher, **text)[1].inputs["pretraining"] == Path("split/pretraining")
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -105,7 +106,8 @@ def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
     """
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     values = dict(leaves(plain_values(blocks)))
-    compiled = (("offload_optimizer", True), ("generator", "vllm"))
+    compiled = [("offload_optimizer", True), ("generator", "vllm")]
+    compiled += [("generator", "auto")] if find_spec("vllm") is not None else []
     compiles = [
         name for name, value in values.items() if (name.rpartition(".")[2], value) in compiled
     ]

@@ -230,6 +230,11 @@ def show(plan: Plan, output: Console) -> None:
     for stage, fit in plan.fits.items():
         output.print(verdict(stage, fit), highlight=False)
     for stage, work in plan.works.items():
+        if work.generator == "auto" and hardware.on_gpu:
+            output.print(
+                f"[dim]{stage}.generator is auto, counted as transformers: the ranks choose vllm "
+                f"if its copy fits, too. --params={stage}.generator=vllm shows that."
+            )
         if stage in POLICIES and work.cannot_move:
             output.print(
                 f"[yellow]{stage} hardly trains[/]: the learning rates of its {work.updates} "

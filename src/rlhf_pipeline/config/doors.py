@@ -145,8 +145,11 @@ GENERATOR = Door(
     "policy contract sampling world gather hybrid rows longest place",
     "generate",
 )
-_HYBRID = {"auto": "", "hybrid": "rlhf_pipeline.rollout.hybrid_generator:HybridGenerator"}
-PPO_GENERATOR = replace(GENERATOR, own=_HYBRID | dict(GENERATOR.own))
+_OF_PPO = {
+    "auto": "rlhf_pipeline.rollout.chosen_generator:chosen",
+    "hybrid": "rlhf_pipeline.rollout.hybrid_generator:HybridGenerator",
+}
+PPO_GENERATOR = replace(GENERATOR, own=_OF_PPO | dict(GENERATOR.own))
 """`auto` stands for one of the others."""
 
 

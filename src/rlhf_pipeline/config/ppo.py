@@ -141,7 +141,8 @@ class PPOConfig(SavingConfig):
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
     """Program that samples responses. transformers: the actor itself; hybrid: a copy, sharded over
     `hybrid.inference_tp_size` ranks; vllm: a copy on each rank; auto: hybrid if that size is above
-    1, else transformers; or a class of yours (docs/extending.md)."""
+    1, else vllm where each rank has a GPU with memory for it, else transformers (docs/scaling.md);
+    or a class of yours (docs/extending.md)."""
     gather_for_generation: bool = True
     """At ZeRO stage 3: gather all weights of the actor for each batch, which every GPU needs memory
     for. False: gather each layer at every token, which is much slower."""
@@ -209,24 +210,21 @@ class PPOConfig(SavingConfig):
     @classmethod
     def _chosen(cls, generator: str, info: ValidationInfo) -> str:
         hybrid = info.data.get("hybrid")
-        if generator != "auto":
-            return generator
-        return "hybrid" if hybrid and hybrid.inference_tp_size > 1 else "transformers"
+        shares = generator == "auto" and hybrid and hybrid.inference_tp_size > 1
+        return "hybrid" if shares else generator
 
     @property
     def keeps_cache(self) -> bool:
         """Whether a GPU keeps keys and values between rollouts, for its recorded graphs."""
         is_whole = self.generator == "hybrid" or self.actor.deepspeed.zero_stage < 3
-        return (
-            self.sampling.cuda_graphs and self.generator in ("transformers", "hybrid") and is_whole
-        )
+        return self.sampling.cuda_graphs and self.generator in _BY_ACTOR and is_whole
 
     @property
     def correction(self) -> SamplerCorrectionConfig | None:
         """The weights that `sampler_correction` stands for."""
         if self.sampler_correction != "auto":
             return self.sampler_correction
-        exact = self.generator in ("transformers", "hybrid")
+        exact = self.generator in _BY_ACTOR
         exact &= self.actor.deepspeed.precision == "fp32"
         return None if exact or self.old_logprobs == "rollout" else SamplerCorrectionConfig()
 
@@ -287,16 +285,21 @@ class PPOConfig(SavingConfig):
             expected = "null for old_logprobs rollout, whose ratios contain the correction"
             yield self._fault("sampler_correction", expected, "remove sampler_correction")
 
-    def _model_faults(self) -> Iterator[str]:
-        if self.generator == "vllm" and not self.gather_for_generation:
+    def refused_by_vllm(self) -> Iterator[str]:
+        """Why vLLM cannot sample with these parameters."""
+        if not self.gather_for_generation:
             yield (
                 "gather_for_generation: found false, expected true for generator vllm, whose "
                 "batches differ between ranks"
             )
         lora = self.actor.lora
-        if self.generator == "vllm" and lora is not None and lora.quantize is not None:
+        if lora is not None and lora.quantize is not None:
             expected = "null for generator vllm, which adds the adapters to the matrices"
             yield self._fault("actor.lora.quantize", expected)
+
+    def _model_faults(self) -> Iterator[str]:
+        if self.generator == "vllm":
+            yield from self.refused_by_vllm()
         if self.has_teacher:
             yield from self.reference.faults_beside("reference", self.actor)
         else:
@@ -313,6 +316,8 @@ class PPOConfig(SavingConfig):
             )
 
 
+_BY_ACTOR = ("auto", "transformers", "hybrid")
+"""Generators that compute as training does. `auto` is transformers until the ranks choose."""
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
 _OF_TOKENS = ("gae", "reinforce++", "immediate")
 _WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")

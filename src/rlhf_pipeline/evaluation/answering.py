@@ -135,15 +135,10 @@ def answer_all(
         setup, config = setups[name], setups[name].config
         read = partial(logprobs, setup=setup, temperature=config.sampling.temperature or 1.0)
         generator = load_generator(
-            config.generator,
-            policy,
-            setup.contract,
-            config.sampling,
-            setup.world,
-            gather=config.gather_for_generation,
-            longest_prompt=lambda: max(map(len, setup.prompts["prompt_ids"])),
-            place=f"{setup.place}.generator",
-        )
+            config.generator, config.sampling, lambda: max(map(len, setup.prompts["prompt_ids"])),
+            policy=policy, contract=setup.contract, world=setup.world, hybrid=None,
+            gather=config.gather_for_generation, place=f"{setup.place}.generator",
+        )  # fmt: skip
         for draw in range(baseline_draws if name == baseline else config.answers_per_prompt):
             sequences = answer(generator, setup, draw)
             found[name, draw] = sequences, read(policy, sequences)

@@ -124,15 +124,12 @@ def load(
         return Setup(job.seed, config, contract, loaded, rows, table.columns(rows), trust, world)
 
     if not compared.models:
-        policy, sft, others = (
-            inputs[f"{name}_model"],
-            inputs[SFT_MODEL],
-            (JUDGE_PREFIX, TASK_PREFIX),
-        )
+        policy, sft = inputs[f"{name}_model"], inputs[SFT_MODEL]
         baseline = BASE_MODEL if Manifest.read(sft).stage == BASE_MODEL else BASELINE
         folders = {baseline: sft, name: policy}
         if name != CHAMPION and (policy / "ema").is_dir():
             folders[f"{name}_ema"] = policy / "ema"
+        others = JUDGE_PREFIX, TASK_PREFIX
         models = {name: path for name, path in inputs.items() if not name.startswith(others)}
         return folders, dict.fromkeys(folders, setup(models, sft, inputs["prompts"]))
     folders = {name: inputs[f"{name}_model"] for name in compared.models}

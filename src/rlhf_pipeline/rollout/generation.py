@@ -6,18 +6,14 @@ Training and evaluation use the protocol `Generator` only. A new backend is a cl
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_pipeline.config.doors import PPO_GENERATOR, by_name
-from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
-from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.rollout.records import Rollout
 
 Seed = tuple[int, ...]
@@ -47,37 +43,20 @@ class Generator(Protocol):
 
 
 def load_generator(
-    name: str,
-    policy: PreTrainedModel | DeepSpeedEngine,
-    contract: TokenContract,
-    sampling: SamplingConfig,
-    world: World,
-    *,
-    gather: bool,
-    longest_prompt: Callable[[], int],
-    place: str,
-    hybrid: HybridConfig | None = None,
+    name: str, sampling: SamplingConfig, longest_prompt: Callable[[], int], **offered: Any
 ) -> Generator:
-    """What samples from a policy, in training and in evaluation.
+    """What samples from a policy, in training and in evaluation. All ranks call this together.
 
-    All ranks call this together. `longest_prompt` counts the tokens of the longest prompt;
-    `place` is the parameter that chose the generator, for messages. The generator's class gets what
-    its parameters name; `longest` are the tokens of the longest sequence, `rows` the most of them.
+    The generator's class gets what its parameters name: the sampling, `longest`, the tokens of the
+    longest sequence (`longest_prompt` counts those of the prompt), `rows`, the most of them at a
+    time, and what is `offered`: `policy`, `contract`, `world`, `gather`, `hybrid`, and `place`, the
+    parameter that chose the generator, for messages. For `auto` there is more.
     """
     make = PPO_GENERATOR.load(name)
-    given = {
-        "policy": policy,
-        "contract": contract,
-        "sampling": sampling,
-        "world": world,
-        "gather": gather,
-        "hybrid": hybrid,
-        "rows": sampling.batch_size_per_gpu,
-        "place": place,
-    }
     if "longest" in inspect.signature(make).parameters:
-        given["longest"] = longest_prompt() + sampling.max_response_tokens
-    generator: Generator = by_name(make, **given)
+        offered["longest"] = longest_prompt() + sampling.max_response_tokens
+    rows = sampling.batch_size_per_gpu
+    generator: Generator = by_name(make, sampling=sampling, rows=rows, **offered)
     return generator
 
 

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.engine import free_memory
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
+from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
@@ -66,20 +68,17 @@ class VLLMGenerator:
     ) -> None:
         self._contract = contract
         self._model: PreTrainedModel = getattr(policy, "module", policy)
-        self._sleeps = policy.device.type == "cuda"
+        self._sleeps = on_gpu()
         longest = max(longest, PROBED)
         kind = (self._model.config.to_json_string(), contract.vocab_size, rows, longest, PAGE)
         if kind not in _ENGINES:
-            _ENGINES[kind] = load_engine(
-                self._model, contract, rows, longest, place, sleeps=self._sleeps
-            )
-            if self._sleeps:
-                _ENGINES[kind].sleep(level=2)
+            _ENGINES[kind] = load_engine(self._model, contract, rows, longest, place)
         self._engine = _ENGINES[kind]
         try:
             if not has_parity(self, policy, contract):
                 raise ValueError("its log-probabilities are not those of the policy")
         except (ValueError, StageError) as error:  # also from vLLM, about names of weights
+            del _ENGINES[kind]
             raise refusal(self._model, place) from error
 
     @torch.no_grad()
@@ -121,6 +120,7 @@ class VLLMGenerator:
         """The engine with the weights of the policy, and with no key or value of other weights."""
         engine, weights = self._engine, {"weights_iterator": self._weights()}
         if self._sleeps:
+            free_memory()  # what torch keeps of the tensors of training
             engine.wake_up(tags=["weights"])
         engine.apply_model(spoil)
         engine.collective_rpc("reload_weights", kwargs=weights)
@@ -146,15 +146,12 @@ class VLLMGenerator:
 
 
 def load_engine(
-    model: PreTrainedModel,
-    contract: TokenContract,
-    rows: int,
-    longest: int,
-    place: str,
-    *,
-    sleeps: bool,
+    model: PreTrainedModel, contract: TokenContract, rows: int, longest: int, place: str
 ) -> LLMEngine:
-    """An engine for the model's family, without weights. Raises ConfigError if vLLM makes none."""
+    """An engine for the model's family, without weights; on a GPU, it sleeps.
+
+    Raises ConfigError if vLLM makes none.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by the import
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # The sampler of FlashInfer would be compiled for minutes, and no response needs it.
@@ -180,8 +177,8 @@ def load_engine(
             kv_cache_memory_bytes=2**20,  # spares a measurement; the number above counts
             gpu_memory_utilization=0.01,  # likewise
             distributed_executor_backend="external_launcher",  # in this process
-            enforce_eager=not sleeps,  # without a compiler
-            enable_sleep_mode=sleeps,
+            enforce_eager=not on_gpu(),  # without a compiler
+            enable_sleep_mode=on_gpu(),
             logprobs_mode="processed_logprobs",  # after the temperature
         ).create_engine_config()
         if settings.model_config.using_transformers_backend():
@@ -195,6 +192,8 @@ def load_engine(
                 "transformers"
             ) from error
     engine.engine_core._finalizer.detach()  # it would end the process group of the training
+    if on_gpu():
+        engine.sleep(level=2)
     return engine
 
 

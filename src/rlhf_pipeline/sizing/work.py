@@ -183,6 +183,8 @@ class Work:
     rate_sum: float | None = None
     """Sum of the actor's learning rates over all updates of PPO, which bounds how far AdamW can
     move the weights. None for adapters, whose product is the change."""
+    generator: str | None = None
+    """What samples for PPO; the memory of `auto` is that of transformers."""
 
     @property
     def cannot_move(self) -> bool:
@@ -259,7 +261,7 @@ def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
     mean = 1.0 if optimizer.schedule == "constant" else 0.5  # of the peak
     rates = None if config.actor.lora else updates * optimizer.learning_rate * mean
     work = {"steps": config.steps, "updates": updates, "tokens": tokens, "flops": flops}
-    return work | {"rate_sum": rates}
+    return work | {"rate_sum": rates, "generator": config.generator}
 
 
 def reference_shape(config: StageConfig, shape: Shape) -> Shape:

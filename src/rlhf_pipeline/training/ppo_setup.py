@@ -32,7 +32,7 @@ from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
 from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.prompts import PromptStream
-from rlhf_pipeline.training.resume import Checkpoints
+from rlhf_pipeline.training.resume import Checkpoints, loop_state
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
@@ -119,9 +119,9 @@ class Setup:
         """Save a checkpoint if one is due or a signal came; then obey the signal."""
         best = {name: models.state() for name, models in self.best.items()}
         critic = self.models.critic
-        loop = {"kl_coef": kl_coef, "best": best, "prompts": self.stream.state()} | (
-            {} if critic is None else {"value_offset": critic.module.offset}
-        )
+        loop = {"kl_coef": kl_coef, "best": best, "prompts": self.stream.state()}
+        loop |= {"generator": self.config.generator}
+        loop |= {} if critic is None else {"value_offset": critic.module.offset}
         if self.checkpoints.step_ended(step, due=due, loop=loop):
             for models in self.best.values():
                 models.forget_the_rest()
@@ -142,6 +142,8 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     """Load models and data; restore the checkpoint if resuming."""
     text = load_text(job, config, world)
     models = load_ppo_models(job, config, contract, world)
+    if chosen := job.choices.get(f"{config.stage}.generator"):  # from here on, nothing is `auto`
+        config = config.model_copy(update={"generator": chosen["value"]})
     engines = {n: m for n, m in models.engines().items() if isinstance(m, DeepSpeedEngine)}
     store_settings({name: engine.config for name, engine in engines.items()}, job)
     load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
@@ -222,9 +224,10 @@ def load_ppo_models(
         aggregate=config.aggregate, micro_batch_tokens=config.micro_batch_tokens,
     )  # fmt: skip
     generator = load_generator(
-        config.generator, actor, contract, config.sampling, world,
-        gather=config.gather_for_generation, longest_prompt=longest_prompt,
-        place=f"{config.stage}.generator", hybrid=config.hybrid,
+        config.generator, config.sampling, longest_prompt, policy=actor, contract=contract,
+        world=world, gather=config.gather_for_generation, hybrid=config.hybrid,
+        place=f"{config.stage}.generator", refused=next(config.refused_by_vllm(), None), job=job,
+        begun=loop_state(job.checkpoints, job.resume_from).get("generator"),
     )  # fmt: skip
     return PPOModels(
         actor=actor,
