@@ -92,7 +92,7 @@ def probe_capabilities(policy: nn.Module) -> Capabilities:
 
     All ranks call this together.
     """
-    model = _network(policy)
+    model = network_of(policy)
     if model not in _PROBED:
         _PROBED[model] = Capabilities(_packs(policy, model), _logprob_head(policy, model))
     return _PROBED[model]
@@ -103,7 +103,7 @@ def warn_of_padding(model: nn.Module) -> None:
     if not probe_capabilities(model).packed:
         logging.getLogger(__name__).warning(
             "%s: found a model that computes padding, too; batches contain rows of similar length",
-            type(_network(model)).__name__,
+            type(network_of(model)).__name__,
         )
 
 
@@ -159,7 +159,8 @@ def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
     return scores.gather(1, last).squeeze(1)
 
 
-def _network(policy: nn.Module) -> PreTrainedModel:
+def network_of(policy: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model in a model, an engine or a model with scalars."""
     return next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
 
 
