@@ -115,25 +115,13 @@ def response_logprobs(
 
 
 def response_logprobs_and_entropy(
-    policy: nn.Module,
-    batch: Sequences,
-    *,
-    vocab_size: int,
-    temperature: float,
-    entropy_trains: bool = True,
+    policy: nn.Module, batch: Sequences, *, entropy_trains: bool = True, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Return each response token's log-probability and its distribution's entropy, (B, R) each.
 
-    `entropy_trains`: whether the entropy has a gradient.
+    `how` is `vocab_size` and `temperature`; `entropy_trains`: whether the entropy has a gradient.
     """
-    found = _logprobs(
-        policy,
-        batch,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        with_entropy=True,
-        entropy_trains=entropy_trains,
-    )
+    found = _logprobs(policy, batch, with_entropy=True, entropy_trains=entropy_trains, **how)
     return found[0], found[1]
 
 

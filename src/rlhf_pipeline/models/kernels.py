@@ -67,38 +67,35 @@ def compare_liger(
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 2, 64, 0
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
-    with patch.dict(_names(network), _plain(type(network).__module__)):
+    rows = ROWS.to(device)
+    packs = config._attn_implementation == PACKED
+    inputs = rows.packed().model_inputs() if packs else rows.model_inputs()
+
+    @torch.enable_grad()
+    def results() -> list[Tensor]:
+        hidden = small.base_model(**inputs, use_cache=False)[0]
+        scale = torch.arange(hidden.numel(), device=device).view(hidden.shape).sin().to(hidden)
+        weights = list(small.base_model.parameters())
+        found = (hidden, *torch.autograd.grad(hidden, weights, scale, allow_unused=True))
+        return [x.detach().float() for x in found if x is not None]
+
+    modeling = type(network).__module__
+    with patch.dict(vars(sys.modules[modeling]), _plain(modeling)):
         with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
             torch.manual_seed(1)
             small = without_dropout(type(network)(config))
-        exact = _results(small, device)
+        exact = results()
         for weight in small.parameters():  # not buffers: rotary frequencies are in float32
             weight.data = weight.data.to(dtype)
-        rounded = _results(small, device)
+        rounded = results()
         _apply_liger(small)
-        found = _results(small, device)
-    compared = []
+        found = results()
+    compared, kernel = [], f"Liger in a {config.model_type}"
     for own, other, best in zip(found, rounded, exact, strict=True):
         error, bound = (float((x - best).norm() / best.norm()) for x in (own, other))
         bound = 2 * bound + SUMMED * torch.finfo(torch.float32).eps
-        compared.append(Comparison(f"Liger in a {config.model_type}", error, bound))
+        compared.append(Comparison(kernel, error, bound))
     return compared
-
-
-@torch.enable_grad()
-def _results(small: PreTrainedModel, device: torch.device) -> list[Tensor]:
-    rows = ROWS.to(device)
-    packs = small.config._attn_implementation == PACKED
-    inputs = rows.packed().model_inputs() if packs else rows.model_inputs()
-    hidden = small.base_model(**inputs, use_cache=False)[0]
-    scale = torch.arange(hidden.numel(), device=device).view(hidden.shape).sin().to(hidden)
-    weights = list(small.base_model.parameters())
-    found = (hidden, *torch.autograd.grad(hidden, weights, scale, allow_unused=True))
-    return [x.detach().float() for x in found if x is not None]
-
-
-def _names(network: PreTrainedModel) -> dict[str, Any]:
-    return vars(sys.modules[type(network).__module__])
 
 
 @cache
@@ -109,11 +106,11 @@ def _plain(modeling: str) -> dict[str, Any]:
 
 def _apply_liger(network: PreTrainedModel) -> None:
     """Patch norms and MLPs of this model, and the family's function for rotary embeddings."""
-    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance as apply
 
-    plain = _plain(type(network).__module__)
+    plain = _plain(modeling := type(network).__module__)
     # Log-probabilities have a head of their own (`models.forward`).
-    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    _apply_liger_kernel_to_instance(model=network, **losses)
+    apply(model=network, cross_entropy=False, fused_linear_cross_entropy=False)
     # It also replaces the family's classes, and later models would lose the biases of their MLPs.
-    _names(network).update({name: x for name, x in plain.items() if isinstance(x, type)})
+    classes = {name: x for name, x in plain.items() if isinstance(x, type)}
+    vars(sys.modules[modeling]).update(classes)
