@@ -82,7 +82,7 @@ oldest newest:
 	OMP_NUM_THREADS=1 .venv-$@/bin/pytest --numprocesses=3 --dist=loadgroup --no-loadscope-reorder -m "not slow and not long" $(ARGS)
 
 liger: $(VENV)/dev.stamp   # Liger's kernels in Triton's interpreter, in a folder beside the environment
-	$(PIP) --no-deps --target $(VENV)/liger 'liger-kernel>=0.8.5,<0.9' triton
+	$(PIP) --no-deps --target $(VENV)/liger liger-kernel triton==3.9.0
 	PYTHONPATH=$(VENV)/liger TRITON_INTERPRET=1 $(PYTEST) tests/models/test_kernels.py $(ARGS)
 
 airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that need it
