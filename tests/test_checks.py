@@ -49,6 +49,9 @@ FAULTS = [
     ("ppo.actor.lora", {"quantize": "nf4"},
      "ppo.actor.lora.quantize: found 4-bit weights, which need a GPU; this machine has none. "
      "Fix: set it to null"),
+    ("ppo.critic.deepspeed", {"kernels": "liger"},
+     "ppo.critic.deepspeed.kernels: found Liger's kernels, which need a GPU; this "
+     "machine has none"),
     ("evaluate.precision", "fp16", "evaluate.precision: found fp16, which needs a GPU"),
     ("ppo.critic.deepspeed", {"zero_stage": 0, "precision": "bf16"},
      "takes a spurious first Adam step"),
@@ -186,6 +189,8 @@ OPENAI = {"openai": {"base_url": "http://localhost:8000/v1", "model": "m"}}
     [
         ("bitsandbytes", "quantization", "sft.lora", {"quantize": "nf4"},
          "sft.lora.quantize: 4-bit weights need bitsandbytes"),
+        ("liger_kernel", "liger", "sft.deepspeed", {"kernels": "liger"},
+         "sft.deepspeed.kernels: Liger's kernels need liger_kernel"),
         ("vllm", "vllm", "ppo.generator", "vllm", VLLM),
         ("vllm", "vllm", "evaluate.generator", "vllm",
          "evaluate.generator: vllm needs the package vllm"),

@@ -209,6 +209,13 @@ def _critic(ppo: PPOConfig) -> Iterator[str]:
             )
 
 
+_OF_A_GPU = {
+    ("quantize", "nf4"): ("4-bit weights", "bitsandbytes", "quantization"),
+    ("kernels", "liger"): ("Liger's kernels", "liger_kernel", "liger"),
+}
+"""What a value is that needs a GPU, its package, and the extra that installs it."""
+
+
 def _machine(
     values: Mapping[str, Any], processes: int, gpus: int, *, elsewhere: bool
 ) -> Iterator[str]:
@@ -220,14 +227,13 @@ def _machine(
         )
     absent = "GPU; this machine has none. Fix:"
     for place, value in values.items():
-        is_quantized = place.endswith(".lora.quantize") and value is not None
         if gpus == 0 and place.endswith(".precision") and value == "fp16":
             yield f"{place}: found fp16, which needs a {absent} use bf16 or fp32"
-        elif gpus == 0 and is_quantized:
-            yield f"{place}: found 4-bit weights, which need a {absent} set it to null"
-        elif is_quantized and not elsewhere:
-            need = f"{place}: 4-bit weights need bitsandbytes"
-            yield from _absent(need, "bitsandbytes", "quantization")
+        what, package, extra = _OF_A_GPU.get((place.rpartition(".")[2], str(value)), ("", "", ""))
+        if what and gpus == 0:
+            yield f"{place}: found {what}, which need a {absent} set it to null"
+        elif what and not elsewhere:
+            yield from _absent(f"{place}: {what} need {package}", package, extra)
     for place, value in values.items():
         if place.endswith(".generator") and value == "vllm" and not elsewhere:
             need = f"{place}: vllm needs the package vllm"

@@ -27,9 +27,12 @@ NF4 = {"quantize": "nf4"}
         ({"lora": NF4, "deepspeed": {"zero_stage": 3}},
          "deepspeed.zero_stage: found 3 with lora.quantize nf4, expected 0 to 2: 4-bit weights "
          "cannot be sharded. Fix: set zero_stage to 2"),
+        ({"deepspeed": {"zero_stage": 3, "kernels": "compile"}},
+         "kernels: found compile, expected liger or null at zero_stage 3. Fix: set "
+         "zero_stage to 2"),
     ],
 )  # fmt: skip
-def test_conflicting_lora_options_are_refused(fields, message):
+def test_options_that_conflict_are_refused(fields, message):
     with pytest.raises(ValidationError) as refusal:
         SFTConfig.model_validate(SUPERVISED | fields)
     assert message in str(refusal.value)

@@ -71,6 +71,18 @@ def test_a_frozen_model_has_the_precision_of_the_model_it_accompanies():
     assert explicit.beside(companion.deepspeed).precision == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("stage", "own", "expected"),
+    [(0, None, "compile"), (0, "liger", "liger"), (3, None, None), (3, "liger", "liger")],
+)
+def test_a_frozen_model_has_the_kernels_of_the_model_it_accompanies(stage, own, expected):
+    """But compiled layers cannot gather their weights."""
+    companion = block(deepspeed={"kernels": "compile"})
+    fields = {"deepspeed": {"zero_stage": stage, "kernels": own}}
+    frozen = FrozenModelConfig.model_validate(fields)
+    assert frozen.beside(companion.deepspeed).kernels == expected
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_generation_uses_its_cache_despite_gradient_checkpointing(policy, world, stage):
     """After the prompts, each forward pass reads one new token and takes the others from its cache.

@@ -20,6 +20,7 @@ from rlhf_pipeline.errors import suggestion, without_secrets
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["nf4"]
+Kernels = Literal["liger", "compile"]
 
 
 RECIPE = "recipe"

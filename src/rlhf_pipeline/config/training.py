@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from rlhf_pipeline.config.block import Block, Precision, Quantization, operational
+from rlhf_pipeline.config.block import Block, Kernels, Precision, Quantization, operational
 from rlhf_pipeline.config.doors import REWARD_LOSS
 
 BUCKET = 50_000_000
@@ -81,8 +81,14 @@ class DeepSpeedConfig(Block):
     compiler; requires stage 1 or higher."""
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
+    kernels: Kernels | None = None
+    """Fused kernels for norms, rotary embeddings and gated MLPs, which round in other places.
+    liger: those of the extra `liger`, for a GPU; compile: those of torch.compile, below stage 3,
+    for which torch needs a C++ compiler. None: torch's operators."""
 
     def _faults(self) -> Iterator[str]:
+        if self.kernels == "compile" and self.zero_stage == 3:
+            yield self._fault("kernels", "liger or null at zero_stage 3", "set zero_stage to 2")
         if self.accumulate == "bf16" and self.precision != "bf16":
             yield self._fault("accumulate", f"fp32 with {self.precision}", "leave it out")
         if self.zero_stage == 0 and self.precision != "fp32":
@@ -113,6 +119,8 @@ class FrozenDeepSpeedConfig(Block):
     that the first KL to the reference is 0."""
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
+    kernels: Kernels | None = None
+    """Fused kernels. None: those of the companion. A sharded model is not compiled."""
 
 
 class LoRAConfig(Block):
@@ -176,8 +184,11 @@ class FrozenModelConfig(Block):
         stage, precision = self.deepspeed.zero_stage, self.deepspeed.precision
         if stage is None:
             stage = 3 if companion.zero_stage == 3 else 0
+        kernels = self.deepspeed.kernels or companion.kernels
+        kernels = None if (stage, kernels) == (3, "compile") else kernels
+        precision = precision or companion.precision
         return self.deepspeed.model_copy(
-            update={"zero_stage": stage, "precision": precision or companion.precision}
+            update={"zero_stage": stage, "precision": precision, "kernels": kernels}
         )
 
     def faults_beside(self, name: str, companion: TrainedModelConfig) -> Iterator[str]:

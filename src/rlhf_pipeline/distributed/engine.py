@@ -21,6 +21,7 @@ from rlhf_pipeline.distributed.lean_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
 from rlhf_pipeline.distributed.zero import sharded_loading, whole_shape
 from rlhf_pipeline.models.forward import warn_of_padding
+from rlhf_pipeline.models.kernels import use_kernels
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import pretrained
@@ -61,6 +62,7 @@ def train_engine(
     _reduce_lean(engine)
     engine.train()
     warn_of_padding(engine)  # the first look at the model, before training waits for it
+    use_kernels(engine, config.deepspeed.kernels, config.deepspeed.precision, own_device())
     release_freed()  # copies that DeepSpeed has made of the weights
     heartbeat.tick()
     return engine
@@ -144,16 +146,17 @@ def frozen_model(
     """
     precision = config.precision
     assert precision is not None and config.zero_stage is not None
+    found: M | DeepSpeedEngine
     if config.zero_stage == 0:
         require_sound_kernels(world.device, precision)
-        whole = freeze(load(precision, **_placement(world.device))).to(world.device)
-        warn_of_padding(whole)
-        return whole
-    model, settings = loaded(load, precision, partial(inference_settings, config))
-    engine, *_ = deepspeed.initialize(model=freeze(model), config=settings)
-    engine.eval()
-    warn_of_padding(engine)
-    return engine
+        found = freeze(load(precision, **_placement(world.device))).to(world.device)
+    else:
+        model, settings = loaded(load, precision, partial(inference_settings, config))
+        found, *_ = deepspeed.initialize(model=freeze(model), config=settings)
+        found.eval()
+    warn_of_padding(found)
+    use_kernels(found, config.kernels, precision, world.device)
+    return found
 
 
 def loaded(

@@ -49,10 +49,12 @@ def for_generation(policy: nn.Module, *, gather: bool = True) -> Iterator[nn.Mod
     In training mode, a model with gradient checkpointing would not use its key-value cache. A model
     without an engine is unchanged.
     """
-    if not isinstance(policy, DeepSpeedEngine):
-        yield policy
-        return
     with ExitStack() as stack:
+        if any(part._compiled_call_impl for part in policy.modules()):  # graphs know no cache
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not isinstance(policy, DeepSpeedEngine):
+            yield policy
+            return
         policy.eval()
         stack.callback(policy.train)
         if policy.zero_optimization_stage() == 3 and gather:

@@ -92,7 +92,7 @@ def probe_capabilities(policy: nn.Module) -> Capabilities:
 
     All ranks call this together.
     """
-    model = _network(policy)
+    model = network_of(policy)
     if model not in _PROBED:
         _PROBED[model] = Capabilities(_packs(policy, model), _logprob_head(policy, model))
     return _PROBED[model]
@@ -103,7 +103,7 @@ def warn_of_padding(model: nn.Module) -> None:
     if not probe_capabilities(model).packed:
         logging.getLogger(__name__).warning(
             "%s: found a model that computes padding, too; batches contain rows of similar length",
-            type(_network(model)).__name__,
+            type(network_of(model)).__name__,
         )
 
 
@@ -115,25 +115,13 @@ def response_logprobs(
 
 
 def response_logprobs_and_entropy(
-    policy: nn.Module,
-    batch: Sequences,
-    *,
-    vocab_size: int,
-    temperature: float,
-    entropy_trains: bool = True,
+    policy: nn.Module, batch: Sequences, *, entropy_trains: bool = True, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Return each response token's log-probability and its distribution's entropy, (B, R) each.
 
-    `entropy_trains`: whether the entropy has a gradient.
+    `how` is `vocab_size` and `temperature`; `entropy_trains`: whether the entropy has a gradient.
     """
-    found = _logprobs(
-        policy,
-        batch,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        with_entropy=True,
-        entropy_trains=entropy_trains,
-    )
+    found = _logprobs(policy, batch, with_entropy=True, entropy_trains=entropy_trains, **how)
     return found[0], found[1]
 
 
@@ -159,7 +147,8 @@ def sequence_scores(reward_model: nn.Module, batch: Sequences) -> Tensor:
     return scores.gather(1, last).squeeze(1)
 
 
-def _network(policy: nn.Module) -> PreTrainedModel:
+def network_of(policy: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model in a model, an engine or a model with scalars."""
     return next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
 
 

@@ -53,16 +53,23 @@ def check(device: torch.device, precision: Precision) -> list[Comparison]:
     found = [*compare_head(device, DTYPES[precision]), *compare_token(device, DTYPES[precision])]
     for width, window in itertools.product((64, 80, 128), (None, 17)):
         found += compare_attention(device, DTYPES[precision], width, window)
+    slow = "" if precision == "fp32" else "set deepspeed.precision to fp32, or "
+    fix = f"{slow}install another version of torch or of the driver"
+    refuse_errors(found, precision, device, fix)
+    return found
+
+
+def refuse_errors(
+    found: Sequence[Comparison], precision: Precision, device: torch.device, fix: str
+) -> None:
+    """Raise StageError if a result differs."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     for kernel, error, bound in found:
         if not error <= bound:  # also if the error is not a number
-            slow = "" if precision == "fp32" else "set deepspeed.precision to fp32, or "
             raise StageError(
                 f"{kernel} in {precision} on {name} with torch {torch.__version__}: found an error "
-                f"of {error:.2g}, expected at most {bound:.2g}. Fix: {slow}install another version "
-                "of torch or of the driver"
+                f"of {error:.2g}, expected at most {bound:.2g}. Fix: {fix}"
             )
-    return found
 
 
 def compare_attention(

@@ -20,6 +20,7 @@ from rlhf_pipeline.rl.masking import check_same_shape, check_shapes, masked_row_
 
 LossSum = tuple[Tensor, Tensor]  # sum and number of terms
 Importance = Literal["token", "sequence"]
+CLAMP = 20.0  # largest log ratio of a token, up and down
 Reduce = Callable[[Tensor, Tensor], LossSum]  # terms and mask, (B, R) each; see `reduced`
 
 
@@ -73,7 +74,6 @@ def importance_ratios(
     mask: Tensor,
     *,
     importance: Importance = "token",
-    log_ratio_clamp: float = 20.0,
 ) -> Tensor:
     """How much likelier the policy makes what was sampled, (B, R) float32; 1 outside the mask.
 
@@ -92,7 +92,7 @@ def importance_ratios(
     if importance == "sequence":
         means = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = torch.where(mask, means.detach() + (log_ratio - log_ratio.detach()), 0.0)
-    return log_ratio.clamp(-log_ratio_clamp, log_ratio_clamp).exp()
+    return log_ratio.clamp(-CLAMP, CLAMP).exp()
 
 
 def policy_loss(
@@ -105,7 +105,6 @@ def policy_loss(
     clip_range_high: float | None = None,
     dual_clip: float | None = None,
     importance: Importance = "token",
-    log_ratio_clamp: float = 20.0,
     reduce: Reduce = reduced,
 ) -> LossSum:
     """Negative clipped surrogate objective of PPO.
@@ -125,9 +124,7 @@ def policy_loss(
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip: found {dual_clip}, expected more than 1 or None")
-    ratio = importance_ratios(
-        logprobs, old_logprobs, mask, importance=importance, log_ratio_clamp=log_ratio_clamp
-    )
+    ratio = importance_ratios(logprobs, old_logprobs, mask, importance=importance)
     high = clip_range if clip_range_high is None else clip_range_high
     advantages = torch.where(mask, advantages.detach().float(), 0.0)
     clipped_ratio = ratio.clamp(1 - clip_range, 1 + high)
@@ -172,7 +169,6 @@ def kl_loss(
     ref_logprobs: Tensor,
     mask: Tensor,
     *,
-    log_ratio_clamp: float = 20.0,
     reduce: Reduce = reduced,
 ) -> LossSum:
     """KL penalty of the policy from its reference.
@@ -187,9 +183,7 @@ def kl_loss(
     https://arxiv.org/abs/2512.02556, for the weight.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-    weights = importance_ratios(
-        logprobs.detach(), old_logprobs, mask, log_ratio_clamp=log_ratio_clamp
-    )
+    weights = importance_ratios(logprobs.detach(), old_logprobs, mask)
     log_ratio = torch.where(mask, logprobs.float() - ref_logprobs.detach().float(), 0.0)
     terms = weights * log_ratio.square() / 2
     return reduce(terms, mask)
