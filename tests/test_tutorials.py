@@ -22,7 +22,9 @@ from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 PROJECT = Path(__file__).parents[1]
 TUTORIALS = PROJECT / "docs" / "tutorials"
 FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-tutorials = pytest.mark.parametrize("name", ["own-data", "own-reward", "grpo", "human-feedback"])
+tutorials = pytest.mark.parametrize(
+    "name", ["own-data", "own-reward", "grpo", "human-feedback", "compare"]
+)
 
 
 def copy_of_the_project(root: Path) -> None:
@@ -43,7 +45,8 @@ def write(path: str, text: str, root: Path) -> None:
 def environment(root: Path) -> dict[str, str]:
     """The variables of a shell in the copy."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"PATH": places, "PYTHONPATH": str(root / "src"), "COLUMNS": "200"}
+    own = {"PATH": places, "PYTHONPATH": str(root / "src"), "HOME": str(root), "COLUMNS": "200"}
+    return os.environ | own
 
 
 def run(command: str, root: Path) -> str:
@@ -65,7 +68,7 @@ def run(command: str, root: Path) -> str:
     ["own-data"]
     + [
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("own-reward", "grpo", "human-feedback")
+        for name in ("own-reward", "grpo", "human-feedback", "compare")
     ],
 )
 def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
@@ -128,6 +131,7 @@ SHOWN = {
     "own-reward": ("evaluate: finished", "brief", "page: file://"),
     "grpo": ("grpo: finished", "registry"),
     "human-feedback": ("reward_model: finished", "registry"),
+    "compare": ("evaluate_models: finished", "second against first", "brief judge"),
 }
 """What the commands of a tutorial print, among other things."""
 
@@ -144,7 +148,7 @@ def test_a_tutorial_runs(name, tmp_path):
         if step.re is FILE:
             write(*step.groups(), tmp_path)
             continue
-        for command in re.sub(r"  +#.*", "", step[1]).splitlines():
+        for command in re.sub(r"  +#.*|\\\n", "", step[1]).splitlines():
             if command.startswith("kedro rlhf label"):
                 vote_on_every_pair(command, tmp_path)
             else:
