@@ -131,7 +131,7 @@ SHOWN = {
     "own-reward": ("evaluate: finished", "brief", "page: file://"),
     "grpo": ("grpo: finished", "registry"),
     "human-feedback": ("reward_model: finished", "registry"),
-    "compare": ("evaluate_models: finished", "second against first", "brief judge"),
+    "compare": ("verified", "second against first", "brief judge", "evaluate_models"),
 }
 """What the commands of a tutorial print, among other things."""
 
