@@ -45,6 +45,15 @@ def test_an_environment_is_written_once(preset, tmp_path):
     assert contents(folder) == written
 
 
+def test_the_next_commands_name_the_pipeline(preset, tmp_path):
+    folder = tmp_path / "mine"
+    done = preset("qwen2.5-0.5b", "--gpus=1x24", "--pipeline=grpo", "--output", folder)
+    assert "Next: kedro rlhf plan --env=mine --gpus=1x24 --pipeline=grpo\n" in done.output
+    written = contents(folder)["parameters.yml"]
+    assert "plan --env=mine --gpus=1x24 --check --pipeline=grpo\n" in written
+    assert "kedro run --env=mine --pipeline=grpo\n" in written
+
+
 def test_the_table(preset):
     lines = preset("opt-6.7b", "--list").output.splitlines()
     assert lines[0].split()[:6] == ["model", "1x16", "1x24", "1x40", "1x80", "1x141"]

@@ -84,7 +84,9 @@ def preset(
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_atomically(folder / name, text)
-    console.out(f"{folder} is written. Next: kedro rlhf plan --env={folder.name} --gpus={gpus}")
+    command = f"kedro rlhf plan --env={folder.name} --gpus={gpus}"
+    own_road = "" if road == "full" else f" --pipeline={road}"
+    console.out(f"{folder} is written. Next: {command}{own_road}")
 
 
 def files(preset: Preset, name: str) -> dict[str, str]:
