@@ -113,6 +113,7 @@ def ppo_config(settings: Tree, ranks: int) -> tuple[PPOConfig, Lengths]:
             "steps": 1000, "rollout_batch_size": batch, "minibatch_size": batch, "actor": one,
             "critic": one, "evaluations": 1, "generator": settings.get("generator", "transformers"),
             "micro_batch_tokens": settings.get("tokens", 16384),
+            "offload_during_rollout": settings.get("offload", False),
             "sampling": {
                 "max_response_tokens": response, "batch_size_per_gpu": batch,
                 "cuda_graphs": settings.get("graphs", True),
