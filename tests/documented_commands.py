@@ -57,6 +57,7 @@ NOT_RUN = {
     "pip install rlhf_pipeline-": "tests/test_package.py",
     "python make_pairs.py": "tests/test_tutorials.py",
     "python make_sums.py": "tests/test_tutorials.py",
+    "python score.py": "tests/test_tutorials.py",
     "rlhf-pipeline": "the commands of kedro; tests/test_package.py",
     "sbatch": "tests/stages/launch/test_two_nodes.py",
     "srun": "needs a SLURM cluster; tests/stages/launch/test_two_nodes.py",

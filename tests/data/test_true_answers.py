@@ -150,7 +150,7 @@ def test_a_split_of_an_earlier_version_suits_what_reads_no_true_answers(split: P
 # --- the example of docs/ppo.md -------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs/ppo.md").read_text()
-EXAMPLE = PAGE[PAGE.index("For answers\nthat need a check") :]
+EXAMPLE = PAGE[PAGE.index("## Rewards") :]
 FUNCTION, PARAMETERS = re.findall(r"```(?:python|yaml)\n(.*?)```", EXAMPLE, re.DOTALL)[:2]
 ROWS = {
     "demonstrations": [{"question": f"How {n}?", "solution": "So."} for n in range(20)],
