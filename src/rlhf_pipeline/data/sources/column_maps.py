@@ -17,7 +17,6 @@ from rlhf_pipeline.data.sources.adapter import (
     Source,
     compared,
     field,
-    items,
     messages,
     number,
     preferred,
@@ -130,38 +129,12 @@ def _parse_shp(row: Row) -> Example:
     return preferred(question(text(row, "history")), answers, (label, 1 - label))
 
 
-def _parse_miracl(row: Row) -> Example:
-    """The first passage of each kind; without a negative passage, the row is a demonstration."""
-    relevant, others = items(row, "positive_passages", dict), items(row, "negative_passages", dict)
-    if not relevant:
-        raise SkippedRowError("no passage answers the query")
-    rejected = text(others[0], "text") if others else None
-    return Example(question(text(row, "query")), text(relevant[0], "text"), rejected)
-
-
 def _parse_orca(row: Row) -> Example:
     """`status` is "tie" for equal ratings."""
     if text(row, "status") == "tie":
         raise SkippedRowError(_TIE)
     prompt = _with_system(text(row, "system"), question(text(row, "input")))
     return Example(prompt, text(row, "chosen"), text(row, "rejected"))
-
-
-def _first(row: Row, column: str, otherwise: str) -> str:
-    if found := items(row, column, str):
-        return found[0]
-    raise SkippedRowError(otherwise)
-
-
-def _parse_hc3(row: Row) -> Example:
-    """The question and the first answer by a person. The answers by ChatGPT are not read."""
-    answer = _first(row, "human_answers", "no person has answered the question")
-    return Example(question(text(row, "question")), answer)
-
-
-def _parse_paragraph(row: Row) -> Example:
-    asked = _first(row, "questions", "the paragraph has no question")
-    return Example(question(asked), text(row, "paragraph"))
 
 
 def _parse_gsm8k(row: Row) -> Example:
@@ -174,19 +147,6 @@ def _parse_gsm8k(row: Row) -> Example:
     if not result or "####" not in solution:
         raise MalformedRowError("the answer has no result after ####")
     return Example(question(text(row, "question")), solution, reference=result)
-
-
-def _in(language: str) -> Callable[[Row], Example]:
-    """MKQA's rows in a language. Of several equally correct answers, the first is used."""
-
-    def parse(row: Row) -> Example:
-        answers = items(field(row, "answers", dict), language, dict)
-        if not answers or answers[0].get("text") is None:
-            raise SkippedRowError("the question has no short answer")
-        asked = text(field(row, "queries", dict), language)
-        return Example(question(asked), text(answers[0], "text"))
-
-    return parse
 
 
 SOURCES = (
@@ -210,10 +170,6 @@ SOURCES = (
     # Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". No ties:
     # one comment has more votes although it was written later.
     _compared("stanfordnlp/SHP", "history human_ref_A human_ref_B labels", _parse_shp),
-    # Zhang et al. 2023, "MIRACL: A Multilingual Retrieval Dataset Covering 18 Diverse Languages".
-    *(_compared(f"Cohere/miracl-{language}-queries-22-12",
-                "query positive_passages negative_passages", _parse_miracl)
-      for language in ("zh", "ja")),
     # Tunstall et al. 2023, "Zephyr: Direct Distillation of LM Alignment". The best of four answers
     # is compared with a random one of the others, which may have the same score.
     _rated("HuggingFaceH4/ultrafeedback_binarized", "score_chosen", "score_rejected",
@@ -231,19 +187,6 @@ SOURCES = (
     # output and count as bad: set `max_bad_fraction` to 0.001.
     _texts("tatsu-lab/alpaca", "instruction input", "output"),
     _demonstrated("openai/gsm8k", "question answer", _parse_gsm8k, subset="main"),
-    _texts("wangrui6/Zhihu-KOL", "INSTRUCTION", "RESPONSE"),
     # Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization".
     _texts("trl-lib/tldr", "prompt", "completion", strip=True),
-    # Guo et al. 2023, "How Close is ChatGPT to Human Experts?". Subset "all" contains all others.
-    _demonstrated("Hello-SimpleAI/HC3-Chinese", "question human_answers", _parse_hc3,
-                  revision=CONVERTED, subset="all"),
-    # Longpre et al. 2020, "MKQA: A Linguistically Diverse Benchmark for Multilingual Open Domain
-    # Question Answering". People translated the questions.
-    *(_demonstrated(f"mkqa-{name}", "queries answers", _in(language), hub="apple/mkqa",
-                    revision=CONVERTED)
-      for name, language in (("Chinese", "zh_cn"), ("Japanese", "ja"))),
-    # Ushio et al. 2022, "Generative Language Models for Paragraph-Level Question Generation". As in
-    # DeepSpeed-Chat, the answer is the text that contains it, not the few words of column `answer`.
-    _texts("lmqg/qg_jaquad", "question", "sentence", revision=CONVERTED),
-    _demonstrated("lmqg/qag_jaquad", "questions paragraph", _parse_paragraph, revision=CONVERTED),
 )  # fmt: skip
