@@ -22,9 +22,7 @@ from rlhf_pipeline.errors import ConfigError, DataError
 Records = Callable[..., list[Any]]
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
 HH, DAHOAS, YITINGXIE = "Anthropic/hh-rlhf", "Dahoas/rm-static", "yitingxie/rlhf-reward-datasets"
-VICUNA, WEBGPT, SHP = (
-    "pvduy/sharegpt_alpaca_oa_vicuna_format", "openai/webgpt_comparisons", "stanfordnlp/SHP",
-)  # fmt: skip
+WEBGPT, SHP = "openai/webgpt_comparisons", "stanfordnlp/SHP"
 DPO_MIX, ULTRAFEEDBACK = "argilla/dpo-mix-7k", "HuggingFaceH4/ultrafeedback_binarized"
 CLEANED = "argilla/ultrafeedback-binarized-preferences-cleaned"
 CAPYBARA = "argilla/distilabel-capybara-dpo-7k-binarized"
@@ -69,8 +67,6 @@ RECORDS: dict[str, list[Any]] = {
     DAHOAS: [Example(FISH, "Rinse it in cold water.", "I don't know.")],
     "Dahoas/full-hh-rlhf": [Example(FISH, "Wash your hands.", "Nothing more\nto do.")],
     YITINGXIE: [Example(FISH, "Rinse it in cold water.", "I don't know.")],
-    VICUNA: [Example(asked("Name a colour."), "Blue."),
-             Example(asked("Name a colour.", "Blue.", "Another\none, please."), "Red.")],
     "Dahoas/synthetic-instruct-gptj-pairwise": [
         Example(asked("Describe the steps to change a tire."),
                 "Loosen the nuts, jack up the car, swap the wheel.",
@@ -130,7 +126,6 @@ def missing(column: str, found: str, expected: str = "a string") -> Unused:
 ENDS = Unused("the dialogue does not end with the assistant")
 DIFFER = Unused("the dialogues differ before the last answer")
 STARTS = Unused("the dialogue does not start with a turn")
-NO_TURN = Unused("the prompt does not end with 'ASSISTANT:'")
 HUMAN = "\n\nHuman: a\n\nAssistant: b"
 RATINGS = {
     ULTRAFEEDBACK: ("score_chosen", "score_rejected"),
@@ -155,16 +150,6 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     (YITINGXIE, {"chosen": "Assistant: Rinse it.\n\nHuman: Why?\n\nAssistant: For health."},
      DIFFER),
     (YITINGXIE, {"rejected": "I don't know."}, ENDS),
-    *((VICUNA, {"prompt": text, "label": "Blue."}, NO_TURN)
-      for text in ("USER: Name a colour.", "USER: Hi ASSISTANT: Hello", "Hi", "")),
-    (VICUNA, {"label": None}, missing("label", "NoneType")),
-    (VICUNA, {"prompt": "Be brief.\n\nUSER: Name a colour. ASSISTANT: "},
-     Example(asked("Name a colour.", system="Be brief."), "Blue.")),
-    (VICUNA, {"prompt": "USER: What is a SUPERUSER: role or name? ASSISTANT:"},
-     Example(asked("What is a SUPERUSER: role or name?"), "Blue.")),
-    *((VICUNA, {"prompt": f"USER: Name. ASSISTANT: Blue.{end}USER: Another? ASSISTANT:",
-                "label": "Red.</s>\n"}, Example(asked("Name.", "Blue.", "Another?"), "Red."))
-      for end in ("</s>", "</s> ", " </s>\n", "\n", " ")),
     (WEBGPT, {"question": "Why?"}, missing("question", "str", "an object")),
     (WEBGPT, {"question": {"id": "5p3xkw"}}, Unused("column 'full_text' is missing")),
     (WEBGPT, {"score_0": None}, Unused("column 'score_0' is not a finite number")),

@@ -26,7 +26,6 @@ from rlhf_pipeline.data.sources.adapter import (
 )
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-_VICUNA_TURN = re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT):")
 _CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _TIE = "the two answers have the same score"
@@ -50,10 +49,6 @@ def _texts(name: str, asked: str, answers: str, *, strip: bool = False, **hub: A
 
 def _compared(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
     return Source(name, "comparisons", columns=(*columns.split(),), parse=parse, **hub)
-
-
-def _demonstrated(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
-    return Source(name, "demonstrations", columns=(*columns.split(),), parse=parse, **hub)
 
 
 def _rated(name: str, rating: str, other: str, **hub: Any) -> Source:
@@ -90,27 +85,6 @@ def _dialogue(written: str) -> tuple[Message, ...]:
     return found
 
 
-def _parse_vicuna(row: Row) -> Example:
-    """Prompt: the turns before the last "ASSISTANT:". Answer: the label, which may end in "</s>".
-
-    The data set has no documentation. By Vicuna's format, white space or "</s>" separates turns,
-    and text before the first turn is a system message.
-    """
-    system, found = turns(text(row, "prompt"), _VICUNA_TURN)
-    if not found or found[-1] != Message("assistant", ""):
-        raise MalformedRowError("the prompt does not end with 'ASSISTANT:'")
-    prompt = tuple(Message(turn.role, _without_end(turn.content)) for turn in found[:-1])
-    return Example(_with_system(system, prompt), _without_end(text(row, "label")))
-
-
-def _without_end(content: str) -> str:
-    return content.strip().removesuffix("</s>").strip()
-
-
-def _with_system(system: str, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
-    return (Message("system", system), *prompt) if system.strip() else prompt
-
-
 def parse_webgpt(row: Row) -> Example:
     """Citations by number are removed: a model without a browser must not learn them."""
     return preferred(
@@ -133,7 +107,8 @@ def _parse_orca(row: Row) -> Example:
     """`status` is "tie" for equal ratings."""
     if text(row, "status") == "tie":
         raise SkippedRowError(_TIE)
-    prompt = _with_system(text(row, "system"), question(text(row, "input")))
+    system, prompt = text(row, "system"), question(text(row, "input"))
+    prompt = (Message("system", system), *prompt) if system.strip() else prompt
     return Example(prompt, text(row, "chosen"), text(row, "rejected"))
 
 
@@ -160,7 +135,6 @@ SOURCES = (
     # the answers.
     _compared("yitingxie/rlhf-reward-datasets", "prompt chosen rejected",
               _continued("\n\n", str.strip)),
-    _demonstrated("pvduy/sharegpt_alpaca_oa_vicuna_format", "prompt label", _parse_vicuna),
     _texts("Dahoas/synthetic-instruct-gptj-pairwise", "prompt", "chosen rejected"),
     # Stiennon et al. 2020, "Learning to summarize from human feedback". A post ends with "TL;DR:".
     _texts("trl-lib/tldr-preference", "prompt", "chosen rejected", strip=True),
@@ -186,7 +160,8 @@ SOURCES = (
     # Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no
     # output and count as bad: set `max_bad_fraction` to 0.001.
     _texts("tatsu-lab/alpaca", "instruction input", "output"),
-    _demonstrated("openai/gsm8k", "question answer", _parse_gsm8k, subset="main"),
+    Source("openai/gsm8k", "demonstrations", columns=("question", "answer"), parse=_parse_gsm8k,
+           subset="main"),
     # Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization".
     _texts("trl-lib/tldr", "prompt", "completion", strip=True),
 )  # fmt: skip
