@@ -109,7 +109,7 @@ def results(project, tmp_path):
 def test_documented_commands_run_on_results(results, tmp_path):
     """A folder of the reader is one of the test; `clean --yes` comes last."""
     root, uri = results
-    places = {"~": str(tmp_path), "data/tiny": str(root), "comparison.html": f"{tmp_path}/c.html"}
+    places = {"~": str(tmp_path), "data/tiny": str(root)}
     given = [f"--params=root={json.dumps(str(root))}"]
     commands = []
     for command in sorted(RUN, key=lambda each: ("--yes" in each, each)):
@@ -126,7 +126,6 @@ def test_documented_commands_run_on_results(results, tmp_path):
     ]
     assert missing == []
     assert (tmp_path / "models" / "mine" / "SHA256SUMS").is_file()
-    assert (tmp_path / "c.html").is_file()
 
 
 def planned_with(options: list[str], root: Path) -> list[str]:

@@ -66,15 +66,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {folded[close[0]]}?)" if close else ""
 
 
-def pip_install() -> str:
-    """The start of a command that installs into this environment, with the pins of a clone."""
-    pins = "--constraint constraints.txt " if Path("constraints.txt").is_file() else ""
-    return f"{short_path(sys.prefix)}/bin/pip install {pins}"
-
-
 def install(extra: str) -> str:
-    """The command that installs an extra of this package."""
-    return f"{pip_install()}'rlhf-pipeline[{extra}]'"
+    """The command that installs an extra of this package, with the pins of a clone."""
+    pins = "--constraint constraints.txt " if Path("constraints.txt").is_file() else ""
+    return f"{short_path(sys.prefix)}/bin/pip install {pins}'rlhf-pipeline[{extra}]'"
 
 
 def short_path(path: Path | str) -> str:

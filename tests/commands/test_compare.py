@@ -1,26 +1,19 @@
 """The comparison of policies that were made and evaluated by hand."""
 
 import json
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_by_hand import artifact
 from random_answers import policy as random_policy
-from rich.console import Console
 
 from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.commands.compare import (
-    compare,
-    comparison_page,
-    data,
     difference_table,
     metric_table,
     recipes,
     verdicts,
 )
-from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.evaluation.comparison import summary, write_answers
 from rlhf_pipeline.runtime.manifest import Manifest
 
@@ -120,51 +113,3 @@ def test_an_evaluation_of_both_is_found_behind_newer_ones(make):
     later = make("later", 0.9, temperature=0.5)
     two = replace(two, evaluations=later.evaluations + two.evaluations)
     assert "prefers two on" in verdicts(two, one, 1)[0]
-
-
-def test_the_data_that_differ_are_shown_by_their_content(make):
-    def reading(name, prompts):
-        policy = make(name, 0.0)
-        inputs = {"prompts": prompts * 64, "sft_model": name}
-        return replace(policy, made_from={"ppo": replace(policy.made_from["ppo"], inputs=inputs)})
-
-    one, two = reading("one", "a"), reading("two", "b")
-    assert differing([one, two], data) == [("ppo: prompts", "a" * 12, "b" * 12)]
-
-
-def test_the_page_has_the_tables_the_pairs_and_the_trainings(make, tmp_path):
-    policies = []
-    for name, scores in (("<[b]one>", [0.1, 0.2]), ("two", [0.3, 0.4])):
-        records = [{"objective/score": score} for score in scores]
-        folder = artifact(tmp_path / "models" / name, "ppo", records)
-        policies.append(replace(make(name, 0.9 * len(policies), steps=len(name)), folder=folder))
-    tables = [
-        difference_table("parameters", policies, Policy.parameters),
-        difference_table("recipes", policies, recipes),
-        metric_table(policies),
-    ]
-    page = comparison_page(policies, tables)
-    assert "<h1>&lt;[b]one&gt; and two</h1>" in page and "<[b]" not in page
-    assert '<th scope="col" class="number">&lt;[b]one&gt; (ppo)</th>' in page
-    headings = re.findall("<h2>([^<]*)</h2>", page)
-    assert headings == [
-        "two against &lt;[b]one&gt;", "Parameters that differ", "Recipes that differ", "Evaluation",
-        "Training: ppo",
-    ]  # fmt: skip
-    assert (
-        '<th scope="row">ppo.steps</th><td class="number">8</td><td class="number">3</td>' in page
-    )
-    assert "The gold judge" in page and "of the scores&#39; spread, both 98.75%" in page
-    assert '"y": [0.1, 0.2]' in page and '"y": [0.3, 0.4]' in page
-    alone = comparison_page([policies[0], replace(policies[1], evaluations=())], tables)
-    assert "no comparison, because no evaluation of two is here." in alone
-
-
-def test_a_page_replaces_no_file_unless_asked(tmp_path):
-    (tmp_path / "notes.html").write_text("mine")
-    with pytest.raises(ConfigError) as refusal:
-        compare.callback(None, Console(), ["1"], tmp_path / "notes.html", overwrite=False)
-    assert refusal.value.message == (
-        f"--page: found {tmp_path}/notes.html, expected a new file. Fix: name another one, or add "
-        "--overwrite"
-    )

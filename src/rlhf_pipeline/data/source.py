@@ -108,7 +108,7 @@ def source_origin(config: SourceConfig) -> Origin:
         )
     try:
         revision = config.revision or source.revision
-        return Origin({}, {"revision": commit_of("dataset", source.hub or source.name, revision)})
+        return Origin({}, {"revision": commit_of("dataset", source.name, revision)})
     except LookupError as error:
         raise DataError(
             f"source {source.name!r}: {error}. Fix: check the network, set the source's `revision` "
@@ -184,12 +184,12 @@ def _hub_rows(
 ) -> Iterator[tuple[str, Row | Unused]]:
     import datasets  # imported late: the import takes a second
 
-    revision, name = revision or config.revision or source.revision, source.hub or source.name
+    revision = revision or config.revision or source.revision
     # The hub's conversion has one folder per subset, and no metadata about them.
     subset_by = "data_dir" if source.revision == CONVERTED else "name"
     where = {subset_by: config.subset or source.subset}
     try:
-        builder = datasets.load_dataset_builder(name, revision=revision, **where)
+        builder = datasets.load_dataset_builder(source.name, revision=revision, **where)
         if is_commit(revision) and builder.hash != revision:
             # If `datasets` cannot download a revision, it silently uses another one of its cache.
             only = f"the local cache contains only {builder.hash}"

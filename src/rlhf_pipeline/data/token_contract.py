@@ -83,8 +83,6 @@ class TokenContract:
                 "stage base_model on it first."
             )
         fields = json.loads(path.read_text())
-        if "eos_id" in fields:  # a contract of a version that knew one EOS
-            fields["eos_ids"] = [fields.pop("eos_id")]
         return cls(**fields | {"eos_ids": tuple(fields["eos_ids"])})
 
     def write(self, folder: Path) -> None:

@@ -80,16 +80,13 @@ held-out rows is drawn in the same chart."""
 
 
 def training_charts(
-    stage: str, trainings: Mapping[str, Records], exported: Mapping[str, float], score: str = SCORE
+    stage: str, records: Records, exported: Mapping[str, float], score: str = SCORE
 ) -> Iterator[Chart]:
-    """The charts of a stage: one for each metric that one of its trainings has.
+    """The charts of a stage, of batches and held-out rows: one for each metric that it has.
 
-    The chart of one training shows batches and held-out rows, that of several trainings one line
-    for each, of held-out rows where they are measured. `exported` are the metrics of the exported
-    model; `score` is the title of PPO's score.
+    `exported` are the metrics of the exported model; `score` is the title of PPO's score.
     """
-    several = len(trainings) > 1
-    present = {each for records in trainings.values() for r in records for each in r["metrics"]}
+    present = {each for record in records for each in record["metrics"]}
     shown_first, *others = PPO
     rewards = [
         (f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD, None)
@@ -101,12 +98,7 @@ def training_charts(
     for heading, pattern, note, healthy in charts:
         metric = pattern.format(stage)
         names = {metric: "training", f"validation/{metric.partition('/')[2]}": "held-out"}
-        shown = [each for each in names if each in present]
-        lines = [
-            line(name if several else names[each], records, each)
-            for name, records in trainings.items()
-            for each in (shown[-1:] if several else shown)
-        ]
+        lines = [line(names[each], records, each) for each in names if each in present]
         lines = [each for each in lines if each["y"]]
         known = [exported[each] for each in names if each in exported]
         if lines:

@@ -122,7 +122,7 @@ def _sections(
 
     def training(stage: str) -> list[Chart]:
         exported = Manifest.read(models[stage]).metrics if stage in models else {}
-        return [*training_charts(stage, {stage: records.get(stage, [])}, exported, score)]
+        return [*training_charts(stage, records.get(stage, []), exported, score)]
 
     def distribution(name: str, note: str, x: str, field: str) -> Chart:
         both = {names[policy]: answers[policy] for policy in (candidate, baseline)}

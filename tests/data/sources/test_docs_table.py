@@ -39,11 +39,10 @@ def cells(source: Source) -> tuple[str, ...]:
 
 
 def on_the_hub(source: Source) -> str:
-    """What is read from the hub, if it is not split "train" of the repository `source.name`."""
+    """What is read from the hub, if it is not split "train" of the repository."""
     if source.generate is not None or source.local_only:
         return "none"
     unusual = {
-        "repository": source.hub,
         "revision": source.revision,
         "subset": source.subset,
         "split": source.split if source.split != "train" else None,

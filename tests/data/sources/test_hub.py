@@ -42,16 +42,14 @@ for line in sys.stdin:
 def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
     """Writes a repository in the layout of `push_to_hub` or of the hub's conversion. Half of the
     rows are in another split, and in another subset if the source has one."""
-    repository = root / (source.hub or source.name)
+    repository = root / source.name
     main, converted = (repository / commit for commit in COMMITS.values())
     main.mkdir(parents=True, exist_ok=True)
     half = rows[: max(1, len(rows) // 2)]
     if source.revision == CONVERTED:
         (main / f"{repository.name}.py").write_text("import datasets\n")
-        write(converted / (source.subset or "default") / source.split / "0000.parquet", rows)
-        write(converted / (source.subset or "default") / "validation" / "0000.parquet", half)
-        if source.subset is not None:
-            write(converted / "other" / source.split / "0000.parquet", half)
+        write(converted / "default" / source.split / "0000.parquet", rows)
+        write(converted / "default" / "validation" / "0000.parquet", half)
     else:
         folder = source.subset or "data"
         write(main / folder / f"{source.split}-00000-of-00001.parquet", rows)
@@ -85,7 +83,13 @@ def ask(endpoint: str, home: Path, *configurations: dict[str, Any]) -> list[list
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-HC3, ALPACA, WIKITEXT = "Hello-SimpleAI/HC3-Chinese", "tatsu-lab/alpaca", "Salesforce/wikitext"
+WEBGPT, ALPACA = "openai/webgpt_comparisons", "tatsu-lab/alpaca"
+WIKITEXT = "Salesforce/wikitext"
+BLUE = Example(
+    (Message("user", "Why is the sky blue?"),),
+    "Air scatters blue light (Rayleigh) more than red.",
+    "Because of the sea.",
+)
 NOWHERE = "http://127.0.0.1:9"
 ODD_ONE = Example(
     (Message("user", "Identify the odd one out.\n\nTwitter, Instagram, Telegram"),), "Telegram"
@@ -93,9 +97,9 @@ ODD_ONE = Example(
 VALKYRIA = Text("= Valkyria =\nValkyria is a <unk> game .\nIt sold well .")
 SETTINGS = [
     (
-        {"name": HC3, "subset": "other"},
+        {"name": WEBGPT, "subset": "default", "samples": 1},
         COMMITS[CONVERTED],
-        Example((Message("user", "什么是通货膨胀"),), "就是东西越来越贵。"),
+        BLUE,
     ),
     ({"name": WIKITEXT, "subset": "other", "samples": 5}, COMMITS["main"], VALKYRIA),
     ({"name": ALPACA, "split": "test"}, COMMITS["main"], ODD_ONE),
@@ -103,10 +107,10 @@ SETTINGS = [
 ]
 FAILURES = [
     (
-        {"name": "mkqa-Chinese", "revision": "main"},
+        {"name": WEBGPT, "revision": "main"},
         "the local cache contains only " + COMMITS[CONVERTED],
     ),
-    ({"name": HC3, "subset": "none"}, "cannot be loaded from the hub"),
+    ({"name": WEBGPT, "subset": "none"}, "cannot be loaded from the hub"),
     ({"name": WIKITEXT, "subset": "none"}, "BuilderConfig 'none' not found"),
     ({"name": ALPACA, "split": "none"}, 'Unknown split "none"'),
     ({"name": ALPACA, "revision": "3" * 40}, f"Revision '{'3' * 40}' doesn't exist"),
@@ -178,9 +182,9 @@ def test_requests_that_the_hub_cannot_serve(
 
 
 def test_a_repository_with_a_loading_script(hub: str, tmp_path: Path) -> None:
-    ((error, message),) = ask(hub, tmp_path, {"name": "mkqa-Chinese", "revision": "main"})
+    ((error, message),) = ask(hub, tmp_path, {"name": WEBGPT, "revision": "main"})
     assert error == "DataError"
-    assert "scripts are no longer supported, but found mkqa.py" in message
+    assert "scripts are no longer supported, but found webgpt_comparisons.py" in message
 
 
 def test_a_commit_that_was_read_before_needs_no_hub(

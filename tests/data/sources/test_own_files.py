@@ -12,7 +12,6 @@ from rlhf_pipeline.data.sources.adapter import outcome
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
 
 FILES = find_source("files")
-JSONFILE = find_source("local/jsonfile")
 
 USER = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "Because."}
@@ -166,28 +165,6 @@ def test_bad_rows(row: dict[str, Any], reason: str) -> None:
     assert record(
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row, COMPARISONS
     ) == Unused(reason)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "turns"),
-    [
-        ("Why?", QUESTION),
-        ("Human: Why? Assistant:", QUESTION),
-        (" Human: Why?\nAssistant: ", QUESTION),
-        ("\n\nHuman: Why?\n\nAssistant:", QUESTION),
-        ("Human: Why?", QUESTION),
-        (
-            "Human: Who?\n\nAssistant: Me. Human: Why? Assistant:",
-            (Message("user", "Who?"), Message("assistant", "Me."), Message("user", "Why?")),
-        ),
-        ("What does Human: mean?", (Message("user", "What does Human: mean?"),)),
-        ("Human:Why?", (Message("user", "Human:Why?"),)),
-    ],
-)
-def test_deepspeed_chats_prompts(prompt: str, turns: tuple[Message, ...]) -> None:
-    assert JSONFILE.parse is not None
-    row = {"prompt": prompt, "chosen": "So. Human: no turn", "rejected": "No."}
-    assert outcome(JSONFILE.parse, row) == Example(turns, "So. Human: no turn", "No.")
 
 
 # --- without a column map -------------------------------------------------------------------------

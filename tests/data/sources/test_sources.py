@@ -22,16 +22,12 @@ from rlhf_pipeline.errors import ConfigError, DataError
 Records = Callable[..., list[Any]]
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
 HH, DAHOAS, YITINGXIE = "Anthropic/hh-rlhf", "Dahoas/rm-static", "yitingxie/rlhf-reward-datasets"
-VICUNA, WEBGPT, SHP = (
-    "pvduy/sharegpt_alpaca_oa_vicuna_format", "openai/webgpt_comparisons", "stanfordnlp/SHP",
-)  # fmt: skip
-CHINESE, JAPANESE = "Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-22-12"
+WEBGPT, SHP = "openai/webgpt_comparisons", "stanfordnlp/SHP"
 DPO_MIX, ULTRAFEEDBACK = "argilla/dpo-mix-7k", "HuggingFaceH4/ultrafeedback_binarized"
 CLEANED = "argilla/ultrafeedback-binarized-preferences-cleaned"
 CAPYBARA = "argilla/distilabel-capybara-dpo-7k-binarized"
 HELPSTEER, OASST, WIKITEXT = "nvidia/HelpSteer2", "OpenAssistant/oasst1", "Salesforce/wikitext"
-ALPACA, HC3 = "tatsu-lab/alpaca", "Hello-SimpleAI/HC3-Chinese"
-GSM8K = "openai/gsm8k"
+ALPACA, GSM8K = "tatsu-lab/alpaca", "openai/gsm8k"
 
 
 def asked(*turns: str, system: str | None = None) -> tuple[Message, ...]:
@@ -46,7 +42,6 @@ def skipped(reason: str) -> Unused:
 
 
 TIE = skipped("the two answers have the same score")
-NONE = skipped("the question has no short answer")
 FISH = asked("How do I clean fish?", "With a sharp knife.", "And then?")
 PRIMES = asked("Name a prime.", "Seven.", "A greater one.")
 POST = asked(
@@ -72,8 +67,6 @@ RECORDS: dict[str, list[Any]] = {
     DAHOAS: [Example(FISH, "Rinse it in cold water.", "I don't know.")],
     "Dahoas/full-hh-rlhf": [Example(FISH, "Wash your hands.", "Nothing more\nto do.")],
     YITINGXIE: [Example(FISH, "Rinse it in cold water.", "I don't know.")],
-    VICUNA: [Example(asked("Name a colour."), "Blue."),
-             Example(asked("Name a colour.", "Blue.", "Another\none, please."), "Red.")],
     "Dahoas/synthetic-instruct-gptj-pairwise": [
         Example(asked("Describe the steps to change a tire."),
                 "Loosen the nuts, jack up the car, swap the wheel.",
@@ -84,10 +77,6 @@ RECORDS: dict[str, list[Any]] = {
              TIE],
     SHP: [Example(NOBEL, "That he would not get a job today.", "Who knows?"),
           Example(NOBEL, "Who knows?", "That he would not get a job today.")],
-    CHINESE: [Example(asked("第一个发现太阳系的人是谁"), "哥白尼提出了日心说。",
-                      "月球是地球的卫星。"),
-              skipped("no passage answers the query")],
-    JAPANESE: [Example(asked("富士山の高さは"), "富士山の標高は3776メートルである。")],
     ULTRAFEEDBACK: [Example(asked("Name a prime."), "Seven.", "Eight."), TIE],
     DPO_MIX: [Example(PRIMES, "Eleven.", "Nine."), TIE],
     CLEANED: [Example(asked("Name a prime."), "Seven.", "Eight.")],
@@ -110,18 +99,7 @@ RECORDS: dict[str, list[Any]] = {
                 "April and May.\n#### 72", reference="72"),
         Example(asked("A car costs $1,000 and a van costs $350 more. What does the van cost?"),
                 "The van costs $1000 + $350 = $1350.\n#### 1,350", reference="1350")],
-    "wangrui6/Zhihu-KOL": [Example(asked("怎么说服男朋友买烤箱"), "先请他吃一次烤鸡。")],
     "trl-lib/tldr": [Example(POST, "My friend is always late, what now?")],
-    HC3: [Example(asked("什么是通货膨胀"), "就是东西越来越贵。"),
-          skipped("no person has answered the question")],
-    "mkqa-Chinese": [Example(asked("《i hear you knocking but you can't come in》是谁演唱的"),
-                             "戴维·埃德蒙兹"), NONE],
-    "mkqa-Japanese": [Example(asked("「 I hear you knocking」は誰が歌っていますか"),
-                              "デイヴ・エドモンズ"), NONE],
-    "lmqg/qg_jaquad": [Example(asked("富士山の標高は何メートルか。"),
-                               "標高は3776メートルである。")],
-    "lmqg/qag_jaquad": [Example(asked("富士山の標高は何メートルか。"),
-                                "富士山は日本の山である。標高は3776メートルである。")],
     OASST: [FIRST, FEW, LATER, FEW],
     HELPSTEER: [NOTE, DIALOGUE, TIE],
     WIKITEXT: [VALKYRIA, TOWER],
@@ -148,7 +126,6 @@ def missing(column: str, found: str, expected: str = "a string") -> Unused:
 ENDS = Unused("the dialogue does not end with the assistant")
 DIFFER = Unused("the dialogues differ before the last answer")
 STARTS = Unused("the dialogue does not start with a turn")
-NO_TURN = Unused("the prompt does not end with 'ASSISTANT:'")
 HUMAN = "\n\nHuman: a\n\nAssistant: b"
 RATINGS = {
     ULTRAFEEDBACK: ("score_chosen", "score_rejected"),
@@ -173,16 +150,6 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     (YITINGXIE, {"chosen": "Assistant: Rinse it.\n\nHuman: Why?\n\nAssistant: For health."},
      DIFFER),
     (YITINGXIE, {"rejected": "I don't know."}, ENDS),
-    *((VICUNA, {"prompt": text, "label": "Blue."}, NO_TURN)
-      for text in ("USER: Name a colour.", "USER: Hi ASSISTANT: Hello", "Hi", "")),
-    (VICUNA, {"label": None}, missing("label", "NoneType")),
-    (VICUNA, {"prompt": "Be brief.\n\nUSER: Name a colour. ASSISTANT: "},
-     Example(asked("Name a colour.", system="Be brief."), "Blue.")),
-    (VICUNA, {"prompt": "USER: What is a SUPERUSER: role or name? ASSISTANT:"},
-     Example(asked("What is a SUPERUSER: role or name?"), "Blue.")),
-    *((VICUNA, {"prompt": f"USER: Name. ASSISTANT: Blue.{end}USER: Another? ASSISTANT:",
-                "label": "Red.</s>\n"}, Example(asked("Name.", "Blue.", "Another?"), "Red."))
-      for end in ("</s>", "</s> ", " </s>\n", "\n", " ")),
     (WEBGPT, {"question": "Why?"}, missing("question", "str", "an object")),
     (WEBGPT, {"question": {"id": "5p3xkw"}}, Unused("column 'full_text' is missing")),
     (WEBGPT, {"score_0": None}, Unused("column 'score_0' is not a finite number")),
@@ -197,18 +164,12 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     (SHP, {"labels": "0"}, RECORDS[SHP][1]),  # from CSV
     (SHP, {"labels": 2}, Unused("column 'labels' is neither 0 nor 1")),
     (SHP, {"labels": "A"}, Unused("column 'labels' is not a finite number")),
-    (CHINESE, {"positive_passages": ["a"]},
-     Unused("an item of column 'positive_passages' is not an object")),
-    (CHINESE, {"positive_passages": [{"docid": "1"}]}, Unused("column 'text' is missing")),
-    (CHINESE, {"negative_passages": None}, missing("negative_passages", "NoneType", "a list")),
-    (CHINESE, {"query": None}, missing("query", "NoneType")),
     *((name, changes, expected) for name, columns in RATINGS.items() for changes, expected in (
         (dict.fromkeys(columns, 3), TIE),
         ({"chosen": "Seven."}, missing("chosen", "str", "a list")),
         ({"rejected": []}, Unused("column 'rejected' is not a list of messages")),
         ({"rejected": [{"role": "user", "content": "a"}]}, ENDS),
         ({"rejected": [{"role": "assistant", "content": "a"}]}, DIFFER))),
-    ("wangrui6/Zhihu-KOL", {"RESPONSE": None}, missing("RESPONSE", "NoneType")),
     (ALPACA, {"input": None}, missing("input", "NoneType")),
     ("databricks/databricks-dolly-15k", {"context": 3}, missing("context", "int")),
     *((GSM8K, {"answer": answer}, Unused("the answer has no result after ####"))
@@ -216,15 +177,6 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     (GSM8K, {"answer": "72.5% of it\n#### -72.50 "},
      Example(RECORDS[GSM8K][0].prompt, "72.5% of it\n#### -72.50", reference="-72.50")),
     ("trl-lib/tldr", {"completion": None}, missing("completion", "NoneType")),
-    ("lmqg/qag_jaquad", {"questions": []}, skipped("the paragraph has no question")),
-    ("lmqg/qag_jaquad", {"questions": "a"}, missing("questions", "str", "a list")),
-    (HC3, {"human_answers": [None]}, Unused("an item of column 'human_answers' is not a string")),
-    ("mkqa-Japanese", {"answers": {"ja": []}}, NONE),
-    ("mkqa-Japanese", {"answers": {"zh_cn": []}}, Unused("column 'ja' is missing")),
-    ("mkqa-Japanese", {"answers": {"ja": ["a"]}},
-     Unused("an item of column 'ja' is not an object")),
-    ("mkqa-Japanese", {"answers": {"ja": [{"text": 3}]}}, missing("text", "int")),
-    ("mkqa-Japanese", {"queries": {"zh_cn": "a"}}, Unused("column 'ja' is missing")),
 ]  # fmt: skip
 
 
@@ -347,7 +299,7 @@ def test_each_source_is_found_by_its_own_name() -> None:
         assert source.name == name
         ways = (source.parse, source.parser, source.assemble, source.generate)
         assert sum(way is not None for way in ways) == 1
-    own = {"synthetic", "reasoning_gym", "files", "local/jsonfile"}
+    own = {"synthetic", "reasoning_gym", "files"}
     assert RECORDS.keys() == MODULES.keys() - own
     folder = Path(several_rows.__file__).parent
     declared = {path.stem for path in folder.glob("*.py") if "\nSOURCES = (" in path.read_text()}

@@ -51,8 +51,6 @@ class Source:
     """For records that span several rows: from placed rows to placed records."""
     generate: Callable[[SourceConfig, int], Records] | None = None
     """For sources without files: from configuration and seed to placed records."""
-    hub: str | None = None
-    """Repository on the hub, if it differs from `name`."""
     revision: str | None = None
     """Default revision on the hub, such as CONVERTED. None: the main branch."""
     subset: str | None = None
@@ -110,14 +108,6 @@ def number(row: Row, column: str) -> float:
         if math.isfinite(found := float(value)):
             return found
     raise MalformedRowError(f"column {column!r} is not a finite number")
-
-
-def items(row: Row, column: str, kind: type[T]) -> list[T]:
-    """The list in a column, of items of one type; raises like `field`."""
-    values = field(row, column, list)
-    if not all(isinstance(value, kind) for value in values):
-        raise MalformedRowError(f"an item of column {column!r} is not {_KINDS[kind]}")
-    return values
 
 
 def question(*parts: str) -> tuple[Message, ...]:

@@ -17,7 +17,6 @@ from rlhf_pipeline.data.sources.adapter import (
     Source,
     compared,
     field,
-    items,
     messages,
     number,
     preferred,
@@ -27,7 +26,6 @@ from rlhf_pipeline.data.sources.adapter import (
 )
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-_VICUNA_TURN = re.compile(r"(?:^|\s|</s>)(USER|ASSISTANT):")
 _CITATION = re.compile(r" ?\[\d+(?:, ?\d+)*\]")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _TIE = "the two answers have the same score"
@@ -51,10 +49,6 @@ def _texts(name: str, asked: str, answers: str, *, strip: bool = False, **hub: A
 
 def _compared(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
     return Source(name, "comparisons", columns=(*columns.split(),), parse=parse, **hub)
-
-
-def _demonstrated(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
-    return Source(name, "demonstrations", columns=(*columns.split(),), parse=parse, **hub)
 
 
 def _rated(name: str, rating: str, other: str, **hub: Any) -> Source:
@@ -91,27 +85,6 @@ def _dialogue(written: str) -> tuple[Message, ...]:
     return found
 
 
-def _parse_vicuna(row: Row) -> Example:
-    """Prompt: the turns before the last "ASSISTANT:". Answer: the label, which may end in "</s>".
-
-    The data set has no documentation. By Vicuna's format, white space or "</s>" separates turns,
-    and text before the first turn is a system message.
-    """
-    system, found = turns(text(row, "prompt"), _VICUNA_TURN)
-    if not found or found[-1] != Message("assistant", ""):
-        raise MalformedRowError("the prompt does not end with 'ASSISTANT:'")
-    prompt = tuple(Message(turn.role, _without_end(turn.content)) for turn in found[:-1])
-    return Example(_with_system(system, prompt), _without_end(text(row, "label")))
-
-
-def _without_end(content: str) -> str:
-    return content.strip().removesuffix("</s>").strip()
-
-
-def _with_system(system: str, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
-    return (Message("system", system), *prompt) if system.strip() else prompt
-
-
 def parse_webgpt(row: Row) -> Example:
     """Citations by number are removed: a model without a browser must not learn them."""
     return preferred(
@@ -130,38 +103,13 @@ def _parse_shp(row: Row) -> Example:
     return preferred(question(text(row, "history")), answers, (label, 1 - label))
 
 
-def _parse_miracl(row: Row) -> Example:
-    """The first passage of each kind; without a negative passage, the row is a demonstration."""
-    relevant, others = items(row, "positive_passages", dict), items(row, "negative_passages", dict)
-    if not relevant:
-        raise SkippedRowError("no passage answers the query")
-    rejected = text(others[0], "text") if others else None
-    return Example(question(text(row, "query")), text(relevant[0], "text"), rejected)
-
-
 def _parse_orca(row: Row) -> Example:
     """`status` is "tie" for equal ratings."""
     if text(row, "status") == "tie":
         raise SkippedRowError(_TIE)
-    prompt = _with_system(text(row, "system"), question(text(row, "input")))
+    system, prompt = text(row, "system"), question(text(row, "input"))
+    prompt = (Message("system", system), *prompt) if system.strip() else prompt
     return Example(prompt, text(row, "chosen"), text(row, "rejected"))
-
-
-def _first(row: Row, column: str, otherwise: str) -> str:
-    if found := items(row, column, str):
-        return found[0]
-    raise SkippedRowError(otherwise)
-
-
-def _parse_hc3(row: Row) -> Example:
-    """The question and the first answer by a person. The answers by ChatGPT are not read."""
-    answer = _first(row, "human_answers", "no person has answered the question")
-    return Example(question(text(row, "question")), answer)
-
-
-def _parse_paragraph(row: Row) -> Example:
-    asked = _first(row, "questions", "the paragraph has no question")
-    return Example(question(asked), text(row, "paragraph"))
 
 
 def _parse_gsm8k(row: Row) -> Example:
@@ -176,19 +124,6 @@ def _parse_gsm8k(row: Row) -> Example:
     return Example(question(text(row, "question")), solution, reference=result)
 
 
-def _in(language: str) -> Callable[[Row], Example]:
-    """MKQA's rows in a language. Of several equally correct answers, the first is used."""
-
-    def parse(row: Row) -> Example:
-        answers = items(field(row, "answers", dict), language, dict)
-        if not answers or answers[0].get("text") is None:
-            raise SkippedRowError("the question has no short answer")
-        asked = text(field(row, "queries", dict), language)
-        return Example(question(asked), text(answers[0], "text"))
-
-    return parse
-
-
 SOURCES = (
     # Bai et al. 2022, "Training a Helpful and Harmless Assistant with Reinforcement Learning from
     # Human Feedback". Other publishers of these dialogues store the prompt in a separate column.
@@ -200,7 +135,6 @@ SOURCES = (
     # the answers.
     _compared("yitingxie/rlhf-reward-datasets", "prompt chosen rejected",
               _continued("\n\n", str.strip)),
-    _demonstrated("pvduy/sharegpt_alpaca_oa_vicuna_format", "prompt label", _parse_vicuna),
     _texts("Dahoas/synthetic-instruct-gptj-pairwise", "prompt", "chosen rejected"),
     # Stiennon et al. 2020, "Learning to summarize from human feedback". A post ends with "TL;DR:".
     _texts("trl-lib/tldr-preference", "prompt", "chosen rejected", strip=True),
@@ -210,10 +144,6 @@ SOURCES = (
     # Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". No ties:
     # one comment has more votes although it was written later.
     _compared("stanfordnlp/SHP", "history human_ref_A human_ref_B labels", _parse_shp),
-    # Zhang et al. 2023, "MIRACL: A Multilingual Retrieval Dataset Covering 18 Diverse Languages".
-    *(_compared(f"Cohere/miracl-{language}-queries-22-12",
-                "query positive_passages negative_passages", _parse_miracl)
-      for language in ("zh", "ja")),
     # Tunstall et al. 2023, "Zephyr: Direct Distillation of LM Alignment". The best of four answers
     # is compared with a random one of the others, which may have the same score.
     _rated("HuggingFaceH4/ultrafeedback_binarized", "score_chosen", "score_rejected",
@@ -230,20 +160,8 @@ SOURCES = (
     # Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no
     # output and count as bad: set `max_bad_fraction` to 0.001.
     _texts("tatsu-lab/alpaca", "instruction input", "output"),
-    _demonstrated("openai/gsm8k", "question answer", _parse_gsm8k, subset="main"),
-    _texts("wangrui6/Zhihu-KOL", "INSTRUCTION", "RESPONSE"),
+    Source("openai/gsm8k", "demonstrations", columns=("question", "answer"), parse=_parse_gsm8k,
+           subset="main"),
     # Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization".
     _texts("trl-lib/tldr", "prompt", "completion", strip=True),
-    # Guo et al. 2023, "How Close is ChatGPT to Human Experts?". Subset "all" contains all others.
-    _demonstrated("Hello-SimpleAI/HC3-Chinese", "question human_answers", _parse_hc3,
-                  revision=CONVERTED, subset="all"),
-    # Longpre et al. 2020, "MKQA: A Linguistically Diverse Benchmark for Multilingual Open Domain
-    # Question Answering". People translated the questions.
-    *(_demonstrated(f"mkqa-{name}", "queries answers", _in(language), hub="apple/mkqa",
-                    revision=CONVERTED)
-      for name, language in (("Chinese", "zh_cn"), ("Japanese", "ja"))),
-    # Ushio et al. 2022, "Generative Language Models for Paragraph-Level Question Generation". As in
-    # DeepSpeed-Chat, the answer is the text that contains it, not the few words of column `answer`.
-    _texts("lmqg/qg_jaquad", "question", "sentence", revision=CONVERTED),
-    _demonstrated("lmqg/qag_jaquad", "questions paragraph", _parse_paragraph, revision=CONVERTED),
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Your own data in files; the configuration maps the columns."""
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -19,10 +18,7 @@ from rlhf_pipeline.data.sources.adapter import (
     parsed_json,
     preferred,
     text,
-    turns,
 )
-
-_TURN = re.compile(r"(?:^|\s)(Human|Assistant):(?=\s|$)")
 
 
 class ColumnError(MalformedRowError):
@@ -76,17 +72,6 @@ def parser(named: ColumnMap) -> Callable[[Row], Record]:
             raise MalformedRowError(f"{error}; the columns are {listed}") from None
 
     return parse
-
-
-def parse_jsonfile(row: Row) -> Example:
-    """DeepSpeed-Chat's format: "Human: ... Assistant:", or one user turn, and the answers."""
-    written = text(row, "prompt")
-    before, prompt = turns(written, _TURN)
-    if before or not prompt:
-        prompt = (Message("user", written),)
-    elif prompt[-1] == Message("assistant", ""):
-        prompt = prompt[:-1]
-    return Example(prompt, text(row, "chosen"), text(row, "rejected"))
 
 
 def _record(row: Row, named: ColumnMap) -> Record:
@@ -172,9 +157,4 @@ def _value(row: Row, column: str) -> Any:
 
 
 _COLUMNS = ("prompt", "chosen", "rejected")
-SOURCES = (
-    Source("files", "any", columns=_COLUMNS, parser=parser, local_only=True),
-    Source(
-        "local/jsonfile", "comparisons", columns=_COLUMNS, parse=parse_jsonfile, local_only=True
-    ),
-)
+SOURCES = (Source("files", "any", columns=_COLUMNS, parser=parser, local_only=True),)
