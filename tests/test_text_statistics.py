@@ -4,10 +4,26 @@ import pytest
 
 from rlhf_pipeline.text_statistics import (
     common_phrase,
+    distinct_n,
     final_answer,
     refuses,
     repetition,
 )
+
+
+@pytest.mark.parametrize(
+    ("texts", "n", "expected"),
+    [
+        (["a b a b"], 1, 0.5),  # a, b of a, b, a, b
+        (["a b a b"], 2, 2 / 3),  # ab, ba of ab, ba, ab
+        (["a b", "a c"], 1, 0.75),  # repeated from one text to the next
+        (["a b", "b c"], 2, 1.0),  # no bigram across texts: ab, bc
+        (["a  b\n", ""], 2, 1.0),  # white space is not a word
+        (["a", "b"], 2, 0.0),  # no bigrams
+    ],
+)
+def test_distinct_n(texts: list[str], n: int, expected: float):
+    assert distinct_n(texts, n) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the words of answers show: repetition, common phrases, refusals, results."""
+"""What the words of answers show: repetition, common phrases, diversity, refusals."""
 
 import re
 from collections import Counter
@@ -38,6 +38,19 @@ def common_phrase(texts: Sequence[str], n: int = 4) -> tuple[str, float]:
     )
     phrase, count = phrases.most_common(1)[0]
     return " ".join(phrase), count / len(texts)
+
+
+def distinct_n(texts: Sequence[str], n: int) -> float:
+    """Distinct n-grams over all n-grams of all texts together, in [0, 1]; words end at white space.
+
+    A low value shows that a policy repeats itself, within a response or between prompts. The value
+    falls with the number and the length of the texts: compare models on equal prompts. 0 if no text
+    has n words.
+
+    Source: Li et al., https://arxiv.org/abs/1510.03055, who divide by the number of words instead.
+    """
+    ngrams = [ngram for text in texts for ngram in _ngrams(text, n)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:

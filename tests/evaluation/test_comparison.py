@@ -77,7 +77,7 @@ def test_the_evaluation_by_hand():
     assert (ppo["gold_score"], ppo["kl"], ppo["response_tokens"]) == (1.5, 0.5, 2.0)
     assert sft["sft_perplexity"] == pytest.approx(2 * math.exp(3 / 5))
     assert sft["eos_fraction"] == pytest.approx(2 / 3) == 1 - sft["truncated_fraction"]
-    assert sft["repetition"] == 0.0
+    assert (sft["distinct_1"], sft["distinct_2"], sft["repetition"]) == (0.6, 1.0, 0.0)
     assert list(found["win_rates"]) == ["gold", "score"]
     gold = found["win_rates"]["gold"]
     assert [gold[name] for name in ("wins", "ties", "losses", "n")] == [2, 1, 0, 3]

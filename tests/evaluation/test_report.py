@@ -17,12 +17,12 @@ from rlhf_pipeline.evaluation.report import (
 SFT = {
     "score": -1.5, "score_lower": -1.625, "score_upper": -1.375, "gold_score": 1.25, "kl": 0.0,
     "sft_perplexity": 6.5, "response_tokens": 125.25, "response_tokens_lower": 120.0,
-    "response_tokens_upper": 130.5, "eos_fraction": 0.875, "repetition": 0.5,
+    "response_tokens_upper": 130.5, "eos_fraction": 0.875, "distinct_1": 0.5, "distinct_2": 0.75,
 }  # fmt: skip
 PPO = {
     "score": 2.0, "score_lower": 1.875, "score_upper": 2.125, "gold_score": 1.0, "kl": 0.5,
     "sft_perplexity": 5.0, "response_tokens": 98.0, "response_tokens_lower": 95.0,
-    "response_tokens_upper": 101.0, "eos_fraction": 1.0, "repetition": 0.25,
+    "response_tokens_upper": 101.0, "eos_fraction": 1.0, "distinct_1": 0.25, "distinct_2": 0.5,
     "refusals": 12,
 }  # fmt: skip
 
@@ -56,7 +56,8 @@ ROWS = [
     ("perplexity by SFT", "6.50", "5.00", "-1.50"),
     ("response tokens", "125.2 [120.0, 130.5]", "98.0 [95.0, 101.0]", "-27.2"),
     ("ended by itself", "0.875", "1.000", "+0.125"),
-    ("repeated word triples of an answer", "0.500", "0.250", "-0.250"),
+    ("distinct words", "0.500", "0.250", "-0.250"),
+    ("distinct word pairs", "0.750", "0.500", "-0.250"),
     ("refusals", "-", "12", "-"),
 ]
 

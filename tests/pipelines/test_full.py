@@ -114,7 +114,7 @@ def test_the_report_compares_both_policies(project):
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["prompts"] == 24
     assert evaluation["policies"]["sft"]["kl"] == pytest.approx(0.0, abs=1e-5)
-    rates = {"eos_fraction", "repetition", "phrase_share"}
+    rates = {"eos_fraction", "distinct_1", "distinct_2"}
     assert {"score", "gold_score", "kl", "sft_perplexity", "response_tokens"} | rates <= set(
         evaluation["policies"]["ppo"]
     )

@@ -31,6 +31,7 @@ from rlhf_pipeline.statistics import (
 )
 from rlhf_pipeline.text_statistics import (
     common_phrase,
+    distinct_n,
     final_answer,
     refuses,
     repetition,
@@ -277,6 +278,8 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
         }
     return metrics | {
         "refusal_fraction": float(np.mean([refuses(text) for text in texts])),
+        "distinct_1": distinct_n(texts, 1),
+        "distinct_2": distinct_n(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
         "phrase_share": common_phrase(texts)[1],
     }

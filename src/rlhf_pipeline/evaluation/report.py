@@ -43,6 +43,8 @@ METRICS = {  # label and number format; z: a rounded zero has no sign
     "eos_fraction": ("ended by itself", "z.3f"),
     "truncated_fraction": ("cut at the limit", "z.3f"),
     "refusal_fraction": ("opens like a refusal", "z.3f"),
+    "distinct_1": ("distinct words", "z.3f"),
+    "distinct_2": ("distinct word pairs", "z.3f"),
     "repetition": ("repeated word triples of an answer", "z.3f"),
     "phrase_share": ("answers with the most common four words", "z.3f"),
 }
