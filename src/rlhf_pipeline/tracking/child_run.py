@@ -1,4 +1,9 @@
-"""The MLflow run of one stage, a child of the run of the pipeline."""
+"""The MLflow run of one stage, a child of the run of the pipeline, and the data of the stage.
+
+The data that stages read and make are MLflow data sets. Equal digests connect a training run with
+the runs that made its data. MLflow knows data sets as inputs only, so a run that makes data has
+them as inputs, too; the context tells the difference.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.job import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
@@ -16,6 +24,7 @@ from rlhf_pipeline.tracking import store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput
 
 DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
 TAG_LENGTH = 5000  # characters of a tag's value that every version of MLflow accepts
@@ -88,6 +97,15 @@ class ChildRun:
         known, wanted = opened.data.params, parameters(run.config, run.seed)
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
         client.log_batch(self.run_id, params=missing)
+        is_evaluation = run.stage.startswith("evaluate")
+        contexts = {"source": "source", "split": "evaluation" if is_evaluation else "training"}
+        read = []  # records of sources, and folders of the split
+        for name, path in run.inputs.items():
+            artifact = artifact_of(path)
+            maker = None if artifact is None else Manifest.read(artifact).stage
+            if maker in contexts:
+                read.append(_data_set(path, run.digests[name], contexts[maker]))
+        client.log_inputs(self.run_id, read)
         self._logged = {
             name: max(point.step for point in client.get_metric_history(self.run_id, name))
             for name in opened.data.metrics
@@ -164,9 +182,45 @@ def truncate(value: str, length: int) -> str:
 
 
 def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:
-    """Log the report of a finished stage as an artifact, unless the run has it."""
-    report = run.export / "report.md"
-    if report.is_file():
-        logged = {file.path for file in client.list_artifacts(run_id)}
+    """Log the data that a finished stage made, and its report and figures as artifacts.
+
+    Each folder of the data is a data set too. Artifacts that the run has are not logged again.
+    """
+    context = {"source": "source", "split": "prepared"}.get(run.stage)
+    if context is not None:
+        folders = sorted(path for path in run.export.iterdir() if path.is_dir())
+        made = [_data_set(path, content_digest(path), context) for path in (run.export, *folders)]
+        client.log_inputs(run_id, made)
+    reports = sorted([*run.export.glob("report.md"), *run.export.glob("*.png")])
+    logged = {file.path for file in client.list_artifacts(run_id)} if reports else set()
+    for report in reports:
         if report.name not in logged:
             client.log_artifact(run_id, str(report))
+
+
+def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
+    """An artifact of a source or of the split, or a folder of it: equal in every run."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+    from mlflow.utils.validation import MAX_DATASET_DIGEST_SIZE
+
+    artifact = artifact_of(path)
+    assert artifact is not None
+    manifest = Manifest.read(artifact)
+    folder = path.relative_to(artifact).as_posix() if path != artifact else ""
+    name = f"split/{folder}".rstrip("/")
+    if manifest.stage == "source":
+        name = SourceConfig.model_validate(manifest.config["source"]).label()
+    location = {"uri": str(path.resolve()), "stage": manifest.stage}
+    location["fingerprint"] = manifest.fingerprint
+    prefix = f"{folder}_" if folder else ""
+    metrics = {key.partition("/")[2]: x for key, x in manifest.metrics.items()}
+    own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
+    data_set = Dataset(
+        name,
+        digest[:MAX_DATASET_DIGEST_SIZE],
+        source_type="local",
+        source=json.dumps(location),
+        profile=json.dumps(own),
+    )
+    return DatasetInput(data_set, tags=[InputTag(MLFLOW_DATASET_CONTEXT, context)])
