@@ -18,7 +18,6 @@ NOT_RUN = {
     "#SBATCH": "needs a SLURM cluster",
     ".venv/bin/pytest": "tests/data/sources, tests/models and tests/training run by themselves",
     ".venv/bin/python benchmarks/": "minutes to hours; tests/test_gpu_benchmark.py rehearses",
-    ".venv/bin/python tests/data/sources/test_docs_table.py": "tests/data/sources compares it",
     "cat data/tiny/": "tests/test_tutorials.py",
     "code=$?": "part of a script that tests/stages/launch/test_two_nodes.py submits",
     "curl 127.0.0.1:5001": "tests/test_serving.py asks the same server",
