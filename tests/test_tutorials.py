@@ -22,7 +22,7 @@ from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 PROJECT = Path(__file__).parents[1]
 TUTORIALS = PROJECT / "docs" / "tutorials"
 FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-tutorials = pytest.mark.parametrize("name", ["own-data", "own-reward", "grpo", "human-feedback"])
+tutorials = pytest.mark.parametrize("name", ["own-data", "own-reward", "grpo", "../labelling"])
 
 
 def copy_of_the_project(root: Path) -> None:
@@ -65,7 +65,7 @@ def run(command: str, root: Path) -> str:
     ["own-data"]
     + [
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("own-reward", "grpo", "human-feedback")
+        for name in ("own-reward", "grpo", "../labelling")
     ],
 )
 def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
@@ -127,7 +127,7 @@ SHOWN = {
     "own-data": ("reward_model: finished", "page: file://"),
     "own-reward": ("evaluate: finished", "brief", "page: file://"),
     "grpo": ("grpo: finished", "registry"),
-    "human-feedback": ("reward_model: finished", "registry"),
+    "../labelling": ("reward_model: finished", "registry"),
 }
 """What the commands of a tutorial print, among other things."""
 
