@@ -22,7 +22,7 @@ from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 PROJECT = Path(__file__).parents[1]
 TUTORIALS = PROJECT / "docs" / "tutorials"
 FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMES = ("own-reward", "grpo", "human-feedback", "reward-model", "compare")
+NAMES = ("own-reward", "grpo", "../labelling", "reward-model", "compare")
 tutorials = pytest.mark.parametrize("name", ["own-data", *NAMES])
 
 
@@ -125,7 +125,7 @@ SHOWN = {
     "own-data": ("reward_model: finished", "page: file://"),
     "own-reward": ("evaluate: finished", "brief", "page: file://"),
     "grpo": ("grpo: finished", "registry"),
-    "human-feedback": ("reward_model: finished", "registry"),
+    "../labelling": ("reward_model: finished", "registry"),
     "compare": ("verified", "second against first", "brief judge", "evaluate_models"),
     "reward-model": ("reward_model: finished", "length_correlation", "I do not know."),
 }

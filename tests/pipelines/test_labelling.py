@@ -64,7 +64,7 @@ def vote(page, keys, done):
 def documented_sources(page: Path, votes: Path) -> str:
     """The YAML of a documentation page, for another file of votes."""
     (block,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
-    return block.replace("data/01_raw/votes.jsonl", str(votes))
+    return block.replace("data/tiny/01_raw/votes.jsonl", str(votes))
 
 
 def test_ten_votes_become_comparisons_in_spite_of_a_killed_server(tmp_path):

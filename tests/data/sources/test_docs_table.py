@@ -9,10 +9,9 @@ import re
 from pathlib import Path
 
 from rlhf_pipeline.data.source import MODULES, find_source
-from rlhf_pipeline.data.sources.adapter import Source
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
-HEADER = ("source", "holds", "columns read", "on the hub", "description")
+HEADER = ("source", "holds", "description")
 
 
 def documented() -> str:
@@ -27,27 +26,10 @@ def markdown_table() -> str:
     """One row per source, in the order of the registry."""
     rows = [line.strip("| ").split(" | ") for line in documented().splitlines()]
     described = {name: description for name, *_, description in rows}
-    sources = [cells(find_source(name)) for name in MODULES]
+    sources = map(find_source, MODULES)
     lines = [HEADER, ("---",) * len(HEADER)]
-    lines += [(*cell, described.get(cell[0], "DESCRIPTION")) for cell in sources]
+    lines += [(f"`{s.name}`", s.kind, described.get(f"`{s.name}`", "DESCRIPTION")) for s in sources]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cells(source: Source) -> tuple[str, ...]:
-    columns = ", ".join(f"`{column}`" for column in source.columns)
-    return f"`{source.name}`", source.kind, columns, on_the_hub(source)
-
-
-def on_the_hub(source: Source) -> str:
-    """What is read from the hub, if it is not split "train" of the repository."""
-    if source.generate is not None or source.local_only:
-        return "none"
-    unusual = {
-        "revision": source.revision,
-        "subset": source.subset,
-        "split": source.split if source.split != "train" else None,
-    }
-    return ", ".join(f"{word} `{value}`" for word, value in unusual.items() if value is not None)
 
 
 def test_the_documentation_contains_exactly_the_table() -> None:
