@@ -33,7 +33,7 @@ def folders_of(root: Path) -> set[str]:
 
 
 OWN_FOLDERS = folders_of(PACKAGE) | {"src", "docs", "tests", "conf", "benchmarks", "notebooks"}
-RESULTS = ("conf/local/", "data/tiny/")
+RESULTS = ("conf/local/", "data/tiny/", "data/03_split/")
 """Files of the user, and of runs."""
 
 

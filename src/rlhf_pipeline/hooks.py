@@ -101,16 +101,6 @@ def run_name(run_params: Mapping[str, Any]) -> str:
     return " ".join(filter(None, parts))[:NAME_LENGTH]
 
 
-def run_tags(run_params: Mapping[str, Any]) -> dict[str, str]:
-    """The options as tags, `kedro.env` and so on."""
-    names = ("env", "from_nodes", "to_nodes", "node_names", "tags", "runtime_params")
-    options = {name: run_params.get(name) for name in names}
-    return {
-        "kedro.version": str(run_params["run_id"]),
-        **{f"kedro.{key}": without_secrets(str(value)) for key, value in options.items() if value},
-    }
-
-
 def _environment(run_params: Mapping[str, Any]) -> str:
     env = run_params.get("env")
     return "" if env in (None, "local") else str(env)
@@ -207,7 +197,8 @@ class StagesHook:
         provide(catalog, STAGES, StageRunner(context))
         provide(catalog, PROJECT, self._project)
         self._tracker = tracker
-        tracker.describe(run_name(run_params), run_tags(run_params) | mixture_tag(changes), chosen)
+        tags = {"kedro.version": str(run_params["run_id"]), **mixture_tag(changes)}
+        tracker.describe(run_name(run_params), tags, chosen)
 
     @hook_impl
     def before_node_run(self) -> None:

@@ -20,7 +20,7 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import BASE_MODEL
 from rlhf_pipeline.pipelines.preparation import base_model
 from rlhf_pipeline.runtime.job import title
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import StageListener, Stages
 from rlhf_pipeline.tracking.registry import registered_folder
@@ -34,11 +34,6 @@ def datasets_of(kind: type[D], catalog: CatalogProtocol) -> dict[str, D]:
     names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
     found = {name: catalog.get(name) for name in sorted(names)}
     return {name: data for name, data in found.items() if isinstance(data, kind)}
-
-
-def artifact_of_folder(folder: Path) -> Path:
-    """The artifact that a folder is, or is in."""
-    return folder if (folder / NAME).is_file() else folder.parent
 
 
 def policies_in(evaluation: Path) -> dict[str, dict[str, float]]:
@@ -183,7 +178,7 @@ class Ledger:
         """An artifact, and all artifacts that it was made from and that are here, once each."""
         waiting, seen = [folder], set()
         while waiting:
-            artifact = artifact_of_folder(waiting.pop())
+            artifact = artifact_of(found := waiting.pop()) or found
             manifest = Manifest.read(artifact)
             if manifest.fingerprint not in seen:
                 seen.add(manifest.fingerprint)

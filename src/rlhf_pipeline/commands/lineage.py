@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.tree import Tree
 
-from rlhf_pipeline.commands.artifacts import Ledger, artifact_of_folder
+from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.config.base_model import BYTES
 from rlhf_pipeline.errors import ArtifactError, printable, short_path
@@ -55,7 +55,7 @@ class Walk:
     def visit(self, branch: Tree, name: str, folder: Path) -> None:
         """Add an artifact, or a folder in one, and its inputs below it."""
         folder = self.ledger.with_files(folder)
-        artifact = artifact_of_folder(folder)
+        artifact = artifact_of(folder) or folder
         manifest = Manifest.read(artifact)
         label = escape(printable(f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"))
         if artifact in self._visited:

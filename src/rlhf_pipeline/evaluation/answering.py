@@ -37,7 +37,7 @@ from rlhf_pipeline.rollout.reward_sources import ModelSource
 from rlhf_pipeline.rollout.true_answers import accuracy
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import NAME, Manifest
+from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
 
 Draw = tuple[str, int]  # a policy, and the number of its answer to each prompt
 M = TypeVar("M", bound=nn.Module)
@@ -68,7 +68,7 @@ def with_model(
     """
     stage = setup.config.zero_stage
     if stage is None:
-        artifact = folder if (folder / NAME).is_file() else folder.parent  # the average is inside
+        artifact = artifact_of(folder) or folder  # the average is inside
         engines = Manifest.read(artifact).deepspeed.values()
         stage = 3 if 3 in [engine["zero_optimization"]["stage"] for engine in engines] else 0
     precision = setup.config.precision or saved_precision(folder)
