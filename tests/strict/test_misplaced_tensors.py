@@ -26,14 +26,14 @@ def test_a_sum_over_ranks_of_a_tensor_in_main_memory(strict, program_inputs, tmp
 
 def test_adam_s_step_in_main_memory(strict, program_inputs, tmp_path, monkeypatch):
     """Fused AdamW reads it on the device, at the first step after a checkpoint is loaded."""
-    start = engine_state._start_optimizer
+    start = engine_state.start_optimizer
 
     def start_in_main_memory(engine, step):
         start(engine, step)
         for state in engine_state._adam(engine).state.values():
             state["step"] = state["step"].cpu()
 
-    monkeypatch.setattr(engine_state, "_start_optimizer", start_in_main_memory)
+    monkeypatch.setattr(engine_state, "start_optimizer", start_in_main_memory)
     job = tiny_job("sft", program_inputs, tmp_path, trained(2))
     MAIN["sft"](job)
     with pytest.raises(MisplacedTensorError, match="_fused_adamw_"):

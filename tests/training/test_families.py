@@ -123,7 +123,7 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     config = PPOConfig.model_validate(
         {
             "steps": 1, "rollout_batch_size": 3, "minibatch_size": 3,
-            "micro_batch_tokens": 32, "evaluations": 1,
+            "micro_batch_tokens": 32, "evaluations": 1, "generator": "transformers",
             "sampling": {"max_response_tokens": 6, "temperature": 0.7},
             "actor": TRAINED, "critic": TRAINED,
         }
