@@ -12,10 +12,10 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from browser import chromium
 from ports import reserved_port
+from processes import descendants
 from selenium.webdriver.common.by import By
 from waiting import wait_until
 
@@ -232,8 +232,8 @@ def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path):
 
         wait_until(answers)
         assert "MLflow" in pages[0]
-        started = psutil.Process(server.pid).children(recursive=True)
-        assert started and not [p for p in started if "mlflow.db" in str(p.cmdline())]
+        commands = [str(program.info["cmdline"]) for program in descendants(server.pid)]
+        assert commands and not [line for line in commands if "mlflow.db" in line]
         second = subprocess.run(command, cwd=PROJECT, env=settings, capture_output=True, text=True)
         assert f"Error: --port: another program answers at {port}" in second.stderr
         assert "Fix: open the link above, or use `kedro rlhf ui --port=" in second.stderr

@@ -8,8 +8,8 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import descendants
 
 from rlhf_pipeline.commands import doctor as machine
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -222,7 +222,7 @@ def test_ranks_that_do_not_start_are_reported_in_time_and_ended(check, launch, m
     hanging = launch("sh -c 'exec sleep 600' {command}")
     found = check("nodes", launch=hanging)
     assert "found ranks that do not start within 0.5 s" in found.found
-    commands = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    commands = [program.info["cmdline"] for program in descendants(os.getpid())]
     assert ["sleep", "600"] not in commands
 
 

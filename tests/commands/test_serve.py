@@ -14,6 +14,7 @@ import pexpect
 import psutil
 import pytest
 from ports import reserved_port
+from processes import descendants
 from waiting import wait_until
 
 from rlhf_pipeline.commands import serve as module
@@ -83,7 +84,7 @@ def test_a_conversation_in_a_terminal(published, tmp_path):
     try:
         chat.expect_exact("<you>:")
         (server,) = [
-            child for child in psutil.Process(chat.pid).children() if "serve" in child.cmdline()
+            program for program in descendants(chat.pid) if "serve" in program.info["cmdline"]
         ]
         chat.sendline("what is snow?")
         chat.expect_exact(f"<{published.name}>:")

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 import pytest
+from processes import descendants
 from rank_fixtures import as_artifact, pause_before_checkpoint, write_table
 
 import rlhf_pipeline
@@ -111,8 +112,8 @@ class Training:
         checkpoint = f"{workspace}/{self.stage}/*/checkpoints/step-{after:08d}"
         wait_until(lambda: any(self.folder.glob(checkpoint)) or driver.poll() is not None)
         assert driver.poll() is None, driver.stdout.read()
-        programs = psutil.Process(driver.pid).children(recursive=True)
-        ranks = [process for process in programs if "RANK" in process.environ()]
+        programs = descendants(driver.pid)
+        ranks = [process for process in programs if "RANK" in process.info["environ"]]
         end(driver, os.getpgid(ranks[0].pid), self.pause)
         wait_until(lambda: not any(map(is_running, programs)))
         assert driver.wait() != 0
