@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from documented_code import documented_changes
+from documented_code import documented_files
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 PROJECT = """
@@ -19,6 +19,14 @@ version = "0.1.0"
 where = ["src"]
 """
 
+APO_ZERO = """
+
+def apo_zero(chosen_log_ratios, rejected_log_ratios, beta):
+    losses = (-beta * chosen_log_ratios).sigmoid() + (beta * rejected_log_ratios).sigmoid()
+    return losses.sum(), losses.numel()
+"""
+"""A loss of DPO (D'Oosterlinck et al. 2024), of which the page has no example."""
+
 DOORS = {
     "split.sources": [{"name": "my_rlhf.sources:PKU", "path": "pairs.jsonl"}],
     "reward_model.loss": "my_rlhf.losses:hinge",
@@ -29,18 +37,19 @@ DOORS = {
     "ppo.generator": "my_rlhf.generators:PlainGenerator",
     "ppo.rewards": ["trained", {"callable": "my_rlhf.rewards:concise", "weight": 0.5}],
     "evaluate.generator": "my_rlhf.generators:PlainGenerator",
-    "evaluate.judges": ["my_rlhf.rewards:concise", "of_length"],
+    "evaluate.judges": ["concise"],
 }
 """Parameters that name its code, in both forms."""
 
 
 def write_project(root: Path) -> Path:
     """Write the project; return the folder with the package."""
-    (root / "src" / "my_rlhf").mkdir(parents=True)
+    for path, text in documented_files(PAGE).items():
+        (file := root / path).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
     (root / "src" / "my_rlhf" / "__init__.py").touch()
-    for change in documented_changes(PAGE):
-        if change.path.startswith("src/my_rlhf/"):
-            change.apply(root)
+    with (root / "src" / "my_rlhf" / "losses.py").open("a") as file:
+        file.write(APO_ZERO)
     (root / "pyproject.toml").write_text(PROJECT + entry_points())
     return root / "src"
 

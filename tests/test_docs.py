@@ -2,11 +2,10 @@
 
 import ast
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-from documented_code import documented_changes
+from documented_code import documented_files
 
 PROJECT = Path(__file__).parents[1]
 PACKAGE = PROJECT / "src" / "rlhf_pipeline"
@@ -59,7 +58,7 @@ def tree(page: Path) -> list[str]:
 
 @pages
 def test_files_exist(page):
-    created = {change.path for change in documented_changes(EXTENDING) if not change.is_edit}
+    created = documented_files(EXTENDING)
     for path in PATH.findall(page.read_text()):
         if path.split("/")[0] not in OWN_FOLDERS or path.startswith(RESULTS):
             continue
@@ -70,7 +69,7 @@ def test_files_exist(page):
 
 @pages
 def test_modules_exist(page):
-    created = {change.path for change in documented_changes(EXTENDING) if not change.is_edit}
+    created = documented_files(EXTENDING)
     for name in MODULE.findall(FENCE.sub("", page.read_text())):
         path = Path("src", *name.split("."))
         exists = any(
@@ -108,24 +107,12 @@ def test_the_architecture_lists_every_module_outside_the_packages():
     assert {path.name for path in PACKAGE.glob("[!_]*.py")} <= listed
 
 
-@pytest.fixture(scope="module")
-def extended(tmp_path_factory):
-    """A copy of the project with all changes of docs/extending.md."""
-    root = tmp_path_factory.mktemp("extended")
-    for name in ("src", "tests"):
-        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(PROJECT / name, root / name, ignore=ignore)
-    for change in documented_changes(EXTENDING):
-        change.apply(root)
-    return root
-
-
-@pytest.mark.parametrize("path", sorted({change.path for change in documented_changes(EXTENDING)}))
-def test_the_examples_apply_and_import_names_that_exist(extended, path):
-    for node in ast.walk(ast.parse((extended / path).read_text())):
+@pytest.mark.parametrize("path", documented_files(EXTENDING))
+def test_the_examples_import_names_that_exist(path):
+    for node in ast.walk(ast.parse(documented_files(EXTENDING)[path])):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("rlhf_"):
             continue
-        file = extended / "src" / Path(*node.module.split("."))
+        file = PROJECT / "src" / Path(*node.module.split("."))
         if file.is_dir():
             assert all(
                 (file / f"{a.name}.py").exists() or (file / a.name).is_dir() for a in node.names

@@ -190,7 +190,7 @@ def test_code_of_another_package_runs_at_every_door(extended, installed):
         file = directory(extended, stage) / "export" / "evaluation.json"
         evaluation = json.loads(file.read_text())
         assert evaluation["candidate"] == policy
-        assert {"concise", "of_length"} <= evaluation["win_rates"].keys()
+        assert "concise" in evaluation["win_rates"]
     printed = installed(extended, "rlhf-pipeline", "rlhf", "prompts", TINY)
     assert re.search(r"^ppo/train.arrow \d+$", printed, re.M)
 

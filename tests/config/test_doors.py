@@ -54,7 +54,7 @@ def parameters(**places):
 def test_all_code_of_the_page_passes_and_what_programs_run_is_not_imported(installed):
     blocks = check(parameters(), gpus=0)
     assert blocks["ppo"].policy_loss == "gspo"
-    assert blocks["evaluate"].judges[1].callable == "my_rlhf.rewards:of_length"
+    assert blocks["evaluate"].judges[0].callable == "my_rlhf.rewards:concise"
     imported = {name for name in sys.modules if name.partition(".")[0] == "my_rlhf"}
     inside = {"sources", "simpo", "simpo.node", "simpo.config"}
     assert imported == {"my_rlhf", *(f"my_rlhf.{name}" for name in inside)}
