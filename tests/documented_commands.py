@@ -16,7 +16,6 @@ READ_RESULTS = tuple(
 NOT_RUN = {
     "kedro rlhf evaluate": "tests/commands/test_evaluate.py compares models of its own",
     "#SBATCH": "needs a SLURM cluster",
-    ".venv/bin/pytest": "tests/data/sources, tests/models and tests/training run by themselves",
     ".venv/bin/python benchmarks/": "minutes to hours; tests/test_gpu_benchmark.py rehearses",
     "cat data/tiny/": "tests/test_tutorials.py",
     "code=$?": "part of a script that tests/stages/launch/test_two_nodes.py submits",

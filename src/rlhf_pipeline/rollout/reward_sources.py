@@ -5,8 +5,8 @@
 or another aggregate of the summands (`ppo.aggregate`). PPO maximizes the same sum with the centred
 scores of reward models clipped. Shapes: B responses of this rank.
 
-To add a source, write a class like `CodeSource`, its block in `config/rewards.py`, and a case
-in `load_rewards`.
+To add a source, write a class like `CodeSource`, its block in `config/reward_blocks.py`, its kind
+in `config/rewards.py`, and a case in `load_rewards`.
 """
 
 from collections.abc import Callable, Collection, Mapping
