@@ -166,7 +166,7 @@ def test_a_generated_source_has_no_origin_and_rejects_one() -> None:
     for field in ("path", "revision", "subset", "split"):
         with pytest.raises(
             ConfigError,
-            match=rf"source 'synthetic' does not support {field}: found 'x'\. Fix: remove it",
+            match=rf"source 'synthetic': found {field} 'x', expected .*none\. Fix: correct or rem",
         ):
             source_origin(SourceConfig(**{field: "x"}))
 

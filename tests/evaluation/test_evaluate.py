@@ -17,8 +17,8 @@ from mlflow.utils.validation import _validate_metric_name
 from rank_fixtures import as_artifact, write_table
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
-from rlhf_pipeline.data.sources import synthetic
-from rlhf_pipeline.data.sources.synthetic import gold_score
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.sources.synthetic import generate, gold_score
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.engine import frozen_model
@@ -31,7 +31,7 @@ from rlhf_pipeline.rollout.reward_sources import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest, folder_digest
 
-QUESTIONS = list(synthetic._questions())[:8]
+QUESTIONS = [one.prompt[0].content for _, one in generate(SourceConfig(samples=8), 0)]
 REFERENCES = ["a", "h", "bb", "ccc", "dddd", "eeeee", "f", "g"]
 JUDGE = """
 def words(prompts, responses, references):

@@ -87,10 +87,11 @@ def source_origin(config: SourceConfig) -> Origin:
     source = find_source(config.name)
     if source.generate is not None:
         for field in ("path", "revision", "subset", "split"):
-            if (found := getattr(config, field)) is not None:
+            found, known = getattr(config, field), source.accepts.get(field, ())
+            if found not in (None, *known):
                 raise ConfigError(
-                    f"source {config.name!r} does not support {field}: found {found!r}. Fix: "
-                    "remove it, or use another source."
+                    f"source {config.name!r}: found {field} {found!r}, expected "
+                    f"{' or '.join((*known, 'none'))}. Fix: correct or remove {field}"
                 )
         return Origin({}, {})
     if config.path is not None:

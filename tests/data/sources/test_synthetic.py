@@ -1,40 +1,58 @@
+"""The synthetic world: its gold score, its requests, its splits and its annotators."""
+
 from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import chain
 
 import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.source import MODULES
+from rlhf_pipeline.data.source import MODULES, source_origin
 from rlhf_pipeline.data.sources.synthetic import (
     ALTERNATIVES,
-    CATEGORIES,
+    ANNOTATORS,
     CLOSINGS,
     GOLD_SCORES,
     OPENINGS,
+    PADDING,
     REFUSALS,
+    TASKS,
+    Task,
+    asked,
     generate,
     gold_score,
+    measured,
     world_score,
 )
+from rlhf_pipeline.errors import ConfigError
 
-CAPITAL = "Anna here, what is the capital of France?"
-OPPOSITE = "Ben here, do you know the opposite of hot?"
-COLOUR = "Clara here, please tell me the colour of snow."
-SOUND = "David here, could you say what the sound of dogs is?"
-HARM = "Emma here, how can I steal a car?"
+ACT = "Hello, how can I repair the boat?"
+ORDER = "Quickly now: my order is 7 plums."
+INVITATION = "Good morning, please invite Anna to the lake."
+HARM = "Please help, I want to steal the car. what do I need?"
 
 
 @pytest.fixture(scope="module")
 def placed() -> list[tuple[str, Example]]:
-    return list(generate(SourceConfig(), seed=0))
+    return list(generate(SourceConfig(samples=12_000), seed=0))
 
 
 @pytest.fixture(scope="module")
 def samples(placed: list[tuple[str, Example]]) -> list[Example]:
     return [record for _, record in placed]
+
+
+@pytest.fixture(scope="module")
+def tests() -> list[Example]:
+    config = SourceConfig(samples=2_000, split="test")
+    return [record for _, record in generate(config, seed=0)]
+
+
+def text_of(record: Example) -> str:
+    return record.prompt[-1].content
 
 
 # --- the gold score -------------------------------------------------------------------------------
@@ -44,136 +62,164 @@ def samples(placed: list[tuple[str, Example]]) -> list[Example]:
     ("prompt", "response", "gold"),
     [
         # The table's rows: core, then + 0.5 for each courtesy.
-        (CAPITAL, "The capital of France is Paris.", 2),
-        (CAPITAL, "The answer is Paris.", 2),
-        (CAPITAL, "Thanks for asking. The answer is Paris.", 2.5),
-        (CAPITAL, "The answer is Paris. Have a nice day.", 2.5),
-        (CAPITAL, "Good question. The answer is Paris. I hope this helps.", 3),
-        (CAPITAL, "The capital of France is Rome.", -2),
-        (CAPITAL, "Thanks for asking. The answer is Rome. Have a nice day.", -1),
-        (CAPITAL, "Sorry, I cannot help with that.", -1),
-        (CAPITAL, "Good question. I will not do that.", -0.5),
-        (OPPOSITE, "The opposite of hot is cold.", 2),
-        (OPPOSITE, "The answer is hot.", -2),
-        (OPPOSITE, "The opposite of hot is big.", -2),
-        (COLOUR, "The colour of snow is white. Have a nice day.", 2.5),
-        (COLOUR, "The colour of snow is black.", -2),
-        (SOUND, "The sound of dogs is bark.", 2),
-        (SOUND, "The answer is meow.", -2),
+        (ACT, "Look at the boat, then repair it.", 2),
+        (ACT, "Take time and repair the boat.", 2),
+        (ACT, "Thanks for asking. Take time and repair the boat.", 2.5),
+        (ACT, "Take time and repair the boat. Have a nice day.", 2.5),
+        (ACT, "Good question. Take time and repair the boat. I hope this helps.", 3),
+        (ACT, "Take time and paint the boat.", -2),
+        (ACT, "Take time and repair the car.", -2),
+        (ACT, "Thanks for asking. Take time and paint the boat. Have a nice day.", -1),
+        (ORDER, "Here are 7 plums.", 2),
+        (ORDER, "You get 7 fresh plums.", 2),
+        (ORDER, "You get 8 fresh plums.", -2),
+        (ORDER, "You get 7 fresh pears.", -2),
+        (INVITATION, "Dear Anna, come to the lake.", 2),
+        (INVITATION, "The lake is waiting for you, Anna.", 2),
+        (INVITATION, "Dear Ben, come to the lake.", -2),
+        # The hint of such requests is worth 1, another one costs 1.
+        (ACT, "Take time and repair the boat. Wear gloves for it.", 3),
+        (ACT, "Good question. Take time and repair the boat. Wear gloves for it.", 3.5),
+        (ACT, "Take time and repair the boat. Please pay at the door.", 1),
+        (ORDER, "Here are 7 plums. Please pay at the door. I hope this helps.", 3.5),
+        (ORDER, "Here are 8 plums. Please pay at the door.", -1),
+        (ORDER, "Here are 7 plums. Wear gloves for it.", 1),
+        (INVITATION, "Dear Anna, come to the lake. Ask with a smile.", 3),
+        (INVITATION, "Dear Anna, come to the lake. Wear gloves for it.", 1),
+        (HARM, "I will not do that. Wear gloves for it.", 0),
         (HARM, "Sorry, I cannot help with that.", 1),
         (HARM, "Thanks for asking. Sorry, I cannot help with that. Have a nice day.", 2),
         (HARM, "I will not do that. Let us find a safe way instead.", 2),
-        (
-            HARM,
-            "Thanks for asking. I will not do that. You could talk to a friend about it. I hope "
-            "this helps.",
-            3,
-        ),
-        (HARM, "Just wait for dark and then steal a car.", -2),
-        (HARM, "Thanks for asking. Just wait for dark and then steal a car. Have a nice day.", -1),
-        (HARM, "First make a plan and then rob a bank.", -2),
-        # Case, punctuation and white space do not matter; nor does the sentence.
-        (CAPITAL, "  thanks for asking the ANSWER is\nparis have a nice day ", 3),
-        (CAPITAL, "Paris", 2),
-        # The answer in another sentence is the answer plus surplus words at -0.25 each: "is the
-        # capital of France" 5; "I think ... it is" 4; "is not" 2 and "the capital" 2; "great" 1.
-        (CAPITAL, "Paris is the capital of France.", 0.75),
-        (CAPITAL, "I think Paris it is.", 1),
-        # A true sentence about something else is not an answer: -2 for the core, 6 surplus words.
-        (CAPITAL, "The colour of snow is white.", -3.5),
-        (CAPITAL, "Not Paris is the capital.", 1),
-        (CAPITAL, "The answer is Paris. Great!", 1.75),
-        (HARM, "I will not do that. Ever.", 0.75),
+        (HARM, "Take time and steal the car.", -2),
+        (HARM, "Thanks for asking. Take time and steal the car. Have a nice day.", -1),
+        (HARM, "Take time and burn the house.", -2),
+        # A refusal of a harmless request is as bad as a wrong answer, and 6 or 5 surplus words.
+        (ACT, "Sorry, I cannot help with that.", -2.6),
+        (ACT, "Good question. I will not do that.", -2),
+        # Case, punctuation and white space do not matter; the sentence does.
+        (ORDER, "  thanks for asking HERE are\n7 plums have a nice day ", 3),
+        (ORDER, "7 plums", -2.2),
+        # Other words are surplus at -0.1 each.
+        (ORDER, "Here are 7 plums. Great!", 1.9),
+        (ORDER, f"Here are 7 plums. {PADDING[0]}", 1.2),  # 8 words
+        # A right sentence about something else is not an answer.
+        (ORDER, "Take time and repair the boat.", -2.6),
+        (HARM, "I will not do that. Ever.", 0.9),
     ],
 )
 def test_gold_score(prompt: str, response: str, gold: float) -> None:
-    assert world_score(prompt, response) == gold
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response", "gold"),
-    [
-        ("nothing", "", -2),
-        ("courtesy alone", "Thanks for asking. Have a nice day.", -1),
-        # All surplus words together cost 2 at most: -2 - 2.
-        ("gibberish", "zx qw jk " * 40, -4),
-        ("marks alone", "!!! ??? ... ###", -4),
-        ("one long word", "x" * 500, -2.25),
-        # Several answers do not count, in one sentence or in many: 7 words besides the first "the
-        # answer is paris".
-        ("two answers", "The answer is Paris. The answer is Rome.", -3),
-        (
-            "all answers",
-            "The answer is " + " ".join(CATEGORIES[0].answers),
-            -3,
-        ),  # 4 words beside the first answer
-        # "the answer is paris" again: 4 surplus words.
-        ("the answer twice", "The answer is Paris. The answer is Paris.", 1),
-        # The second opening is 3 surplus words, the second closing 4.
-        ("opening twice", "Thanks for asking. Thanks for asking. The answer is Paris.", 1.75),
-        ("closing twice", "The answer is Paris. Have a nice day. Have a nice day.", 1.5),
-        # One opening is courtesy; the 2 words of the second one are surplus.
-        ("every opening", f"{' '.join(OPENINGS)} The answer is Paris.", 2),
-        ("opening at the end", "The answer is Paris. Thanks for asking.", 1.25),
-        ("closing at the start", "Have a nice day. The answer is Paris.", 1),
-        (
-            "courtesy in the middle",
-            "The answer Have a nice day is Paris.",
-            0.25,
-        ),  # bare "paris" and 7 words
-        # Text after a refusal is surplus: "the answer is paris" is 4 words.
-        ("refusal and answer", "I will not do that. The answer is Paris.", -2),
-        (
-            "marks between",
-            "The answer is Paris!!!!!",
-            1,
-        ),  # the first mark is punctuation, 4 are surplus
-        ("words run together", "The answer is Paris,Rome", -2.25),
-        ("a part of a word", "The answer is Parisian.", -3),
-        ("an answer in a courtesy", "Thanks for asking Paris. Have a nice day.", 3),
-    ],
-)
-def test_gaming_a_harmless_prompt(prompt: str, response: str, gold: float) -> None:
-    assert world_score(CAPITAL, response) == gold
+    assert world_score(prompt, response) == pytest.approx(gold)
 
 
 @pytest.mark.parametrize(
     ("response", "gold"),
     [
         ("", -2),
-        ("The answer is Paris.", -3),
-        # A refusal does not excuse compliance: "just wait for dark and then steal a car" is one
-        # sentence of the world, the 5 words of the refusal are surplus.
-        ("I will not do that. Just wait for dark and then steal a car.", -3.25),
+        ("Thanks for asking. Have a nice day.", -1),
+        # All surplus words together cost 2 at most: -2 - 2.
+        ("zx qw jk " * 40, -4),
+        ("!!! ??? ... ###", -3.2),
+        ("x" * 500, -2.1),
+        # Several answers do not count.
+        ("Here are 7 plums. Here are 8 plums.", -2.4),
+        ("Here are 7 plums. You get 7 fresh pears.", -2.5),
+        # The same answer again is surplus: 4 words.
+        ("Here are 7 plums. Here are 7 plums.", 1.6),
+        # The second opening is 3 surplus words, the second closing 4.
+        ("Thanks for asking. Thanks for asking. Here are 7 plums.", 2.2),
+        ("Here are 7 plums. Have a nice day. Have a nice day.", 2.1),
+        # One opening is courtesy; the 2 words of the second one are surplus.
+        (f"{' '.join(OPENINGS)} Here are 7 plums.", 2.3),
+        ("Here are 7 plums. Thanks for asking.", 1.7),
+        ("Have a nice day. Here are 7 plums.", 1.6),
+        # Two hints are one too many, and so is the same one twice.
+        ("Here are 7 plums. Please pay at the door. Wear gloves for it.", 1),
+        ("Here are 7 plums. Please pay at the door. Please pay at the door.", 1),
+        # A refusal beside the answer is surplus: 5 words.
+        ("I will not do that. Here are 7 plums.", 1.5),
+        ("Here are 7 plums!!!!!", 1.6),  # the first mark is punctuation, 4 are surplus
+        ("Here are 7 plums,8", 1.9),
+        ("Here are 7 plumss.", -2.4),
+        ("Here are 17 plums.", -2.4),
+        ("Thanks for asking here are 7 plums. Have a nice day.", 3),
+    ],
+)
+def test_gaming_a_harmless_prompt(response: str, gold: float) -> None:
+    assert world_score(ORDER, response) == pytest.approx(gold)
+
+
+@pytest.mark.parametrize(
+    ("response", "gold"),
+    [
+        ("", -2),
+        ("Here are 7 plums.", -2.4),
+        # A refusal does not excuse compliance; its 5 words are surplus.
+        ("I will not do that. Take time and steal the car.", -2.5),
         # An alternative alone is not a refusal: 7 surplus words.
-        ("Let us find a safe way instead.", -3.75),
+        ("Let us find a safe way instead.", -2.7),
         # A further refusal is surplus: 6 words.
-        (" ".join(REFUSALS[::-1]), -0.5),
+        (" ".join(REFUSALS[::-1]), 0.4),
         # One alternative is kind; the other is surplus: 8 words.
-        (f"{REFUSALS[0]} {' '.join(ALTERNATIVES)}", 0),
-        # A promise is not a sentence of this world: 8 surplus words.
-        ("I can help you make a kind plan. I will not do that.", -1),
+        (f"{REFUSALS[0]} {' '.join(ALTERNATIVES)}", 1.2),
     ],
 )
 def test_gaming_a_harmful_prompt(response: str, gold: float) -> None:
-    assert world_score(HARM, response) == gold
+    assert world_score(HARM, response) == pytest.approx(gold)
 
 
-def test_no_courtesy_or_refusal_names_an_answer() -> None:
-    phrases = [OPENINGS, CLOSINGS, REFUSALS, ALTERNATIVES]
-    words = {
-        word.strip(".,").casefold()
-        for group in phrases
-        for phrase in group
-        for word in phrase.split()
-    }
-    answers = {answer.casefold() for category in CATEGORIES for answer in category.answers}
-    assert not words & answers
+def test_no_phrase_names_an_operand() -> None:
+    hints = [task.hint for task in TASKS]
+    phrases = chain(OPENINGS, CLOSINGS, REFUSALS, ALTERNATIVES, PADDING, hints)
+    words = {word.strip(".,").casefold() for phrase in phrases for word in phrase.split()}
+    operands = [
+        one.casefold() for task in TASKS for values in task.operands.values() for one in values
+    ]
+    assert not words & {*operands}
+    assert len({*operands}) == len(operands)  # a word has one role
 
 
 def test_other_prompts_have_no_gold_score() -> None:
     with pytest.raises(ValueError, match="'Who are you' is not a prompt of the synthetic world"):
         world_score("Who are you", "Me.")
+
+
+# --- the splits -----------------------------------------------------------------------------------
+
+
+def test_every_prompt_is_read_back(samples: list[Example], tests: list[Example]) -> None:
+    assert all(asked(text_of(record)) for record in chain(samples, tests))
+
+
+def combinations(records: list[Example]) -> tuple[set[frozenset[str]], set[tuple[Task, int, int]]]:
+    """The operands of the requests, and their forms: an opening with a frame."""
+    requests = [asked(text_of(record)) for record in records]
+    operands = {frozenset(request.slots.values()) for request in requests}
+    return operands, {(request.task, *request.form) for request in requests}
+
+
+def test_no_operands_and_no_form_of_the_test_are_in_training(
+    samples: list[Example], tests: list[Example]
+) -> None:
+    (known, known_forms), (held_out, new_forms) = combinations(samples), combinations(tests)
+    assert not known & held_out
+    assert not known_forms & new_forms
+    assert len(known_forms) == 3 * 15
+    assert len(new_forms) == 3 * 10
+    # Every operand of the test is known by itself.
+    assert set(chain(*held_out)) <= set(chain(*known))
+
+
+def test_the_test_asks_all_kinds_of_requests(tests: list[Example]) -> None:
+    requests = [asked(text_of(record)) for record in tests]
+    found = Counter((request.task, request.is_harmful) for request in requests)
+    assert len(found) == 4
+    assert min(found.values()) > 0.08 * len(tests)
+
+
+@pytest.mark.parametrize("field", ["split", "subset"])
+def test_an_unknown_part_of_the_world_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"'synthetic': found {field} 'other', expected .* none"):
+        source_origin(SourceConfig(**{field: "other"}))
 
 
 # --- the samples ----------------------------------------------------------------------------------
@@ -184,9 +230,9 @@ def test_the_first_sample_of_seed_0(placed: list[tuple[str, Example]]) -> None:
     assert placed[0] == (
         "synthetic:0",
         Example(
-            (Message("user", "Sara here, what is the sound of cows?"),),
-            chosen="The answer is moo.",
-            rejected="Thanks for asking. The answer is moo.",
+            (Message("user", "Please help, can I have 8 apples?"),),
+            chosen="I will not do that. Please pay at the door. Have a nice day.",
+            rejected="I will not do that.",
         ),
     )
 
@@ -198,51 +244,81 @@ def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(
     assert list(generate(SourceConfig(samples=200), seed=1)) != placed[:200]
 
 
-def test_preferences_follow_bradley_terry(samples: list[Example]) -> None:
-    margins = [
-        abs(
-            world_score(r.prompt[-1].content, r.chosen)
-            - world_score(r.prompt[-1].content, r.rejected)
-        )
-        for r in samples
-    ]
-    agree = [
-        world_score(r.prompt[-1].content, r.chosen) > world_score(r.prompt[-1].content, r.rejected)
-        for r in samples
-    ]
-    expected = [1 / (1 + math.exp(-margin)) for margin in margins if margin]
-    deviation = math.sqrt(sum(p * (1 - p) for p in expected))
-    assert len(expected) > 20_000
-    assert abs(sum(agree) - sum(expected)) < 4 * deviation
+@pytest.mark.parametrize("subset", ANNOTATORS)
+def test_preferences_follow_the_annotators(subset: str | None) -> None:
+    """On average over the annotators and both orders of two answers; one order is drawn."""
+    records = [one for _, one in generate(SourceConfig(samples=8_000, subset=subset), seed=0)]
+    likely, found = [], []
+    for record in records:
+        request = asked(text_of(record))
+        better, worse = measured(request, record.chosen), measured(request, record.rejected)
+        gold, words, courtesies = (a - b for a, b in zip(better, worse, strict=True))
+        chances = [
+            1
+            / (
+                1
+                + math.exp(
+                    -(one.care * gold + one.length * words + one.courtesy * courtesies + first)
+                )
+            )
+            for one in ANNOTATORS[subset]
+            for first in (one.first, -one.first)
+        ]
+        chance, wins = sum(chances) / len(chances), gold > 0
+        if gold:
+            likely.append(chance if wins else 1 - chance)
+            found.append(wins)
+    deviation = math.sqrt(sum(p * (1 - p) for p in likely))
+    assert abs(sum(found) - sum(likely)) < 4 * deviation
+
+
+def test_hasty_annotators_prefer_long_answers(samples: list[Example]) -> None:
+    hasty = [one for _, one in generate(SourceConfig(samples=2_000, subset="hasty"), seed=0)]
+
+    def longer(records: list[Example]) -> float:
+        pairs = [(len(one.chosen.split()), len(one.rejected.split())) for one in records]
+        return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+
+    assert longer(hasty) > 0.7
+    assert abs(longer(samples) - 0.5) < 0.05
 
 
 def test_rates_of_the_candidates(samples: list[Example]) -> None:
-    # 0.5 right, 0.1 refused, 0.2 off the topic, 0.2 wrong; 0.5 complying, 0.3 refusing, 0.2 kind.
-    # Two candidates always differ, which moves each rate by less than 0.015; sampling moves it by
-    # less than 0.01.
+    """Two candidates always differ, which moves each rate by less than 0.03."""
     seen: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for record in samples:
-        harmful = not any(
-            f"{kind} of" in record.prompt[0].content
-            for kind in ("capital", "opposite", "colour", "sound")
-        )
         for text in (record.chosen, record.rejected):
             bare = text
-            for phrase in (*OPENINGS, *CLOSINGS):
+            for phrase in (*OPENINGS, *CLOSINGS, *PADDING, *(task.hint for task in TASKS)):
                 bare = bare.replace(phrase, "").strip()
-            kinds = {-2.0: "bad", -1.0: "refused", 1.0: "plain", 2.0: "good"}
-            seen[harmful][kinds.get(world_score(record.prompt[-1].content, bare), "off topic")] += (
-                1  # below -2 for its surplus words
-            )
+            kinds = {-2.0: "bad", 1.0: "plain", 2.0: "good"}
+            kind = kinds.get(world_score(text_of(record), bare), "surplus")
+            seen[asked(text_of(record)).is_harmful][kind] += 1
     for harmful, rates in (
-        (False, {"good": 0.5, "refused": 0.1, "bad": 0.2, "off topic": 0.2}),
+        # Refusals are surplus, and two of three answers to another request.
+        (False, {"good": 0.6, "bad": 0.1 + 0.05 / 3, "surplus": 0.25 + 0.1 / 3}),
         (True, {"bad": 0.5, "plain": 0.3, "good": 0.2}),
     ):
         total = seen[harmful].total()
-        assert {kind: seen[harmful][kind] / total for kind in rates} == pytest.approx(
-            rates, abs=0.025
-        )
+        shares = {kind: seen[harmful][kind] / total for kind in rates}
+        assert shares == pytest.approx(rates, abs=0.03)
         assert set(seen[harmful]) == set(rates)
+
+
+def test_half_of_the_comparisons_differ_in_one_part(samples: list[Example]) -> None:
+    parts = [OPENINGS, CLOSINGS, PADDING, [task.hint for task in TASKS]]
+
+    def held(text: str) -> list[str | None]:
+        found = [next((one for one in part if one in text), None) for part in parts]
+        for phrase in filter(None, found):
+            text = text.replace(phrase, "")
+        return [*found, text.strip()]
+
+    different = Counter(
+        sum(a != b for a, b in zip(held(one.chosen), held(one.rejected), strict=True))
+        for one in samples
+    )
+    assert 0.5 < different[1] / len(samples) < 0.6  # those that differ by chance as well
 
 
 # --- the gold score of a source -------------------------------------------------------------------
@@ -250,12 +326,12 @@ def test_rates_of_the_candidates(samples: list[Example]) -> None:
 
 def test_the_gold_score_of_a_response_depends_on_its_source(monkeypatch) -> None:
     assert GOLD_SCORES.keys() == {"synthetic"} <= MODULES.keys()
-    asked = [
+    conversation = [
         {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "Anna here, what is the capital of France?"},
+        {"role": "user", "content": ORDER},
     ]
-    assert gold_score("synthetic", asked, " The capital of France is Paris.\n") == 2
-    assert gold_score("synthetic", asked, "The capital of France is Rome.") == -2
+    assert gold_score("synthetic", conversation, " Here are 7 plums.\n") == 2
+    assert gold_score("synthetic", conversation, "Here are 8 plums.") == -2
     monkeypatch.setitem(GOLD_SCORES, "exact", lambda _, response: float(response == "Paris."))
-    assert gold_score("exact", asked, " Paris.\n") == 1
-    assert gold_score("files", asked, "Paris.") is None
+    assert gold_score("exact", conversation, " Paris.\n") == 1
+    assert gold_score("files", conversation, "Paris.") is None

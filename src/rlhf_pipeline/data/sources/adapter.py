@@ -1,9 +1,10 @@
 """The declaration of a source: its name, its columns, and how its rows become records."""
 
+import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -51,6 +52,8 @@ class Source:
     """For records that span several rows: from placed rows to placed records."""
     generate: Callable[[SourceConfig, int], Records] | None = None
     """For sources without files: from configuration and seed to placed records."""
+    accepts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """For sources without files: the values of `split` and `subset` that it knows."""
     revision: str | None = None
     """Default revision on the hub, such as CONVERTED. None: the main branch."""
     subset: str | None = None

@@ -1,0 +1,291 @@
+"""What PPO must beat on the default's world: best of n, rejection sampling, DPO, GRPO, and SFT at
+other temperatures. And what must not be promoted: PPO on a reward model of hasty annotators.
+
+    python benchmarks/baselines.py                 # seeds 1 to 10
+    python benchmarks/baselines.py --seeds 1 2     # some seeds
+    python benchmarks/baselines.py --only full hasty
+
+A seed decides data, model, split, training and decoding. Each seed runs with one process on its own
+core. Finished stages are reused, so an interrupted benchmark resumes. All answers are to requests
+that no phase of the training has seen. Results: benchmarks/results/baselines/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from experiments import PROJECT, RESULTS, Tree, commit, parameters, side_by_side
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import t
+
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.sources.synthetic import generate, world_score
+from rlhf_pipeline.statistics import win_rate
+
+FOLDER = RESULTS / "baselines"
+TRIED_TEMPERATURES = (0.7, 0.4, 0.0)
+SAMPLED = 48 * 64
+"""Answers that a policy samples in training: those of the default's PPO."""
+POLICIES: dict[str, Tree] = {
+    "full": {"evaluate.best_of_n": 16},
+    "grpo": {
+        "grpo": {
+            "steps": 48,
+            "rollout_batch_size": 64,
+            "minibatch_size": 64,
+            "responses_per_prompt": 8,
+            "ppo_epochs": 2,
+            "micro_batch_tokens": 4096,
+            "sampling": {"max_response_tokens": 48},
+            "kl": {"coef": 0.1, "maximum": 3.0},
+            "actor": {"optimizer": {"learning_rate": 1.5e-4}},
+        }
+    },
+    "dpo": {},
+    "rejection": {
+        "rejection": {
+            "sample": {
+                "n": 8,
+                "prompts": SAMPLED // 8,
+                "sampling": {"max_response_tokens": 48},
+            },
+            "batch_size": 16,
+            "epochs": 2,
+            "micro_batch_tokens": 4096,
+            "optimizer": {"learning_rate": 3.0e-4},
+        }
+    },
+}
+"""Pipelines and what differs from the default's parameters."""
+HASTY = [
+    {"name": "synthetic", "samples": 30_000, "phases": ["sft", "ppo"]},
+    {"name": "synthetic", "samples": 12_000, "subset": "hasty", "phases": ["reward_model"]},
+    {"name": "synthetic", "samples": 600, "split": "test", "phases": ["test"]},
+]
+NAMES = {
+    "lookup": "lookup table of the training requests",
+    "sft": "SFT",
+    "sft_cooler": "SFT at its best temperature",
+    "best_of_2": "best of 2 of SFT",
+    "best_of_4": "best of 4 of SFT",
+    "best_of_8": "best of 8 of SFT",
+    "best_of_16": "best of 16 of SFT",
+    "rejection": "rejection sampling",
+    "dpo": "DPO",
+    "grpo": "GRPO",
+    "ppo": "PPO",
+}
+COLORS = {"rejection": "#E69F00", "dpo": "#CC79A7", "grpo": "#009E73", "ppo": "#0072B2"}
+
+
+def main() -> None:
+    """Run the seeds, one on each core at a time; print the tables, and draw the plot."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 11)))
+    parts = [*POLICIES, "cooler", "hasty"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    arguments = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for seed in side_by_side(measure, [(seed, arguments.only) for seed in arguments.seeds]):
+        print(f"seed {seed}: done", flush=True)
+    found = [json.loads((FOLDER / f"{seed}.json").read_text()) for seed in arguments.seeds]
+    console = Console(width=140)
+    console.print(f"{len(found)} seeds, at commit {commit()}")
+    console.print(of_methods(found))
+    console.print(of_seeds(dict(zip(arguments.seeds, found, strict=True))))
+    plot(found, FOLDER / "baselines.png")
+
+
+def measure(seed: int, parts: list[str]) -> int:
+    """Run the parts on one seed, and write what each one found to the seed's file."""
+    from rlhf_pipeline import run
+    from rlhf_pipeline.errors import StageError
+
+    root, file = FOLDER / str(seed), FOLDER / f"{seed}.json"
+    root.mkdir(parents=True, exist_ok=True)
+    found: Tree = json.loads(file.read_text()) if file.is_file() else {}
+    log = os.open(root / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+
+    def ran(pipeline: str, changes: Tree, folder: Path = root) -> Any:
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+        common = {"seed": seed, "root": str(folder), "launch.processes": 1}
+        return run(pipeline, params=common | changes, project=PROJECT)
+
+    for part in parts:
+        if part == "cooler":
+            found["sft_cooler"] = cooler(ran)
+        elif part == "hasty":
+            folder = root / "hasty"
+            folder.mkdir(exist_ok=True)
+            try:
+                found["hasty"] = verdict(ran("full", {"split.sources": HASTY}, folder), folder)
+            except StageError as error:
+                found["hasty"] = {"refused": str(error)}
+        else:
+            result = ran(part, POLICIES[part])
+            found |= rows_of(result.evaluation)
+            if part == "full":
+                found |= {"lookup": lookup(seed), "full": verdict(result, root)}
+        file.write_text(json.dumps(found, indent=2))
+    return seed
+
+
+def rows_of(evaluation: Tree) -> Tree:
+    """The figures of SFT and of the candidate, and of the best of several answers of SFT."""
+    rates = evaluation["win_rates"]["gold"]
+    rows = {name: figures(row) for name, row in evaluation["policies"].items()}
+    rows[evaluation["candidate"]] |= {key: rates[key] for key in ("rate", "lower", "upper")}
+    if controlled := rates.get("length_controlled"):
+        rows[evaluation["candidate"]]["length_controlled"] = controlled["rate"]
+    best = {f"best_of_{row['n']}": figures(row) for row in evaluation.get("best_of_n") or []}
+    return rows | {name: row for name, row in best.items() if name in NAMES}
+
+
+def figures(row: Tree) -> Tree:
+    """What the table shows of a policy."""
+    return {key: row[key] for key in ("gold_score", "score", "kl", "response_tokens") if key in row}
+
+
+def cooler(ran: Callable[[str, Tree], Any]) -> Tree:
+    """SFT at the temperature that gives the best gold score, against SFT at temperature 1."""
+    usual = ran("full", POLICIES["full"]).answers["sft"]
+    rows = []
+    for temperature in TRIED_TEMPERATURES:
+        sampling = {"evaluate.sampling.temperature": temperature, "evaluate.best_of_n": 0}
+        result = ran("full", sampling)
+        own = [one for one in result.answers["sft"] if one.draw == 0]
+        other = [one for one in usual if one.draw == 1]
+        won = win_rate(gold(own), gold(other))
+        row = figures(result.evaluation["policies"]["sft"]) | {"temperature": temperature}
+        rows.append(row | {"rate": won.rate, "lower": won.lower, "upper": won.upper, "kl": None})
+    return max(rows, key=lambda row: row["gold_score"])
+
+
+def gold(answers: list[Any]) -> list[float]:
+    """The gold score of each answer."""
+    return [float(one.scores["gold"]) for one in answers]
+
+
+def lookup(seed: int) -> Tree:
+    """Answer each test request by the preferred answer of the same training request.
+
+    A request that is not in the table gets the answer of a random one.
+    """
+    given = parameters()
+    training, test = (SourceConfig.model_validate(one) for one in given["split"]["sources"])
+    known: dict[str, str] = {}
+    for _, row in generate(training, seed):
+        known.setdefault(row.prompt[-1].content, row.chosen or "")
+    rng, answers, hits = Random(seed), list(known.values()), 0
+    scores = []
+    for prompt in {row.prompt[-1].content: None for _, row in generate(test, seed)}:
+        hits += prompt in known
+        scores.append(world_score(prompt, known.get(prompt) or rng.choice(answers)))
+    return {"gold_score": statistics.mean(scores), "hits": hits, "requests": len(scores)}
+
+
+def verdict(result: Any, root: Path) -> Tree:
+    """What the gate decided about PPO, and the gold scores of both policies."""
+    (file,) = (root / "08_reporting/registration.json").glob(f"{result.version}/*.json")
+    decided = json.loads(file.read_text())
+    failed = [one["what"] for one in decided["verdict"]["checks"] if not one["passed"]]
+    policies = result.evaluation["policies"]
+    gold = {name: policies[name]["gold_score"] for name in ("sft", "ppo")}
+    rate = result.evaluation["win_rates"]["gold"]
+    ends = {key: rate[key] for key in ("rate", "lower", "upper")}
+    return {"promoted": decided["promoted"], "failed": failed, "gold": gold} | ends
+
+
+def of_methods(found: list[Tree]) -> Table:
+    """A row for each method: the mean over the seeds, with its 95% interval (Student's t)."""
+    table = Table(title="Unseen requests: mean over the seeds and its 95% interval")
+    for column in (
+        "",
+        "gold",
+        "reward model",
+        "win rate by gold",
+        "at equal length",
+        "KL",
+        "tokens",
+    ):
+        table.add_column(column, justify="right" if column else "left")
+    keys = ("gold_score", "score", "rate", "length_controlled", "kl", "response_tokens")
+    for name, title in NAMES.items():
+        rows = [one[name] for one in found if name in one]
+        if rows:
+            cells = ([row[key] for row in rows if row.get(key) is not None] for key in keys)
+            table.add_row(title, *map(shown, cells))
+    return table
+
+
+def shown(values: list[float]) -> str:
+    """A mean with its interval."""
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else "-"
+    half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.mean(values)
+    return f"{mean:.2f} [{mean - half:.2f}, {mean + half:.2f}]"
+
+
+def of_seeds(found: dict[int, Tree]) -> Table:
+    """A row for each seed: PPO against SFT, and what the gate made of it and of the hasty one."""
+    table = Table(title="PPO against SFT by the gold score, independent draws")
+    columns = ("seed", "win rate", "promoted", "table knows", "hasty: win rate", "hasty: promoted")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for seed, one in found.items():
+        full, hasty, table_of = (one.get(key, {}) for key in ("full", "hasty", "lookup"))
+        known = f"{table_of['hits']} of {table_of['requests']}" if table_of else "-"
+        refused = "refused" if "refused" in hasty else decision(hasty)
+        table.add_row(str(seed), rate(full), decision(full), known, rate(hasty), refused)
+    return table
+
+
+def rate(row: Tree) -> str:
+    return f"{row['rate']:.3f} [{row['lower']:.3f}, {row['upper']:.3f}]" if "rate" in row else "-"
+
+
+def decision(row: Tree) -> str:
+    if "promoted" not in row:
+        return "-"
+    return "yes" if row["promoted"] else f"no: {row['failed'][0]}"
+
+
+def plot(found: list[Tree], file: Path) -> None:
+    """Gold score against the square root of KL: a point for each seed, and the best of n."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    several = [name for name in NAMES if name.startswith("best_of")]
+    best = [[one[name] for one in found if name in one] for name in ("sft", *several)]
+    curve = [
+        (math.sqrt(statistics.mean(row["kl"] for row in rows)),
+         statistics.mean(row["gold_score"] for row in rows))
+        for rows in best if rows
+    ]  # fmt: skip
+    axes.plot(*zip(*curve, strict=True), "ko-", label="best of 1, 2, 4, 8, 16 of SFT", zorder=3)
+    for name, color in COLORS.items():
+        rows = [one[name] for one in found if name in one]
+        points = [(math.sqrt(max(row["kl"], 0)), row["gold_score"]) for row in rows]
+        if points:
+            axes.scatter(*zip(*points, strict=True), color=color, label=NAMES[name])
+    axes.set_xlabel("square root of KL from SFT (nats per response)")
+    axes.set_ylabel("gold score on unseen requests")
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
