@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.source import MODULES, find_source, read
 from rlhf_pipeline.data.sources import several_rows
-from rlhf_pipeline.errors import ConfigError, DataError
+from rlhf_pipeline.errors import ConfigError
 
 Records = Callable[..., list[Any]]
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
@@ -26,7 +25,7 @@ WEBGPT, SHP = "openai/webgpt_comparisons", "stanfordnlp/SHP"
 DPO_MIX, ULTRAFEEDBACK = "argilla/dpo-mix-7k", "HuggingFaceH4/ultrafeedback_binarized"
 CLEANED = "argilla/ultrafeedback-binarized-preferences-cleaned"
 CAPYBARA = "argilla/distilabel-capybara-dpo-7k-binarized"
-HELPSTEER, OASST, WIKITEXT = "nvidia/HelpSteer2", "OpenAssistant/oasst1", "Salesforce/wikitext"
+HELPSTEER, WIKITEXT = "nvidia/HelpSteer2", "Salesforce/wikitext"
 ALPACA, GSM8K = "tatsu-lab/alpaca", "openai/gsm8k"
 
 
@@ -50,12 +49,6 @@ POST = asked(
 NOBEL = asked("In an interview right before receiving the 2013 Nobel prize, what did he say?")
 NOTE = Example(asked("c#"), "C# is a language of Microsoft.", "A musical note.")
 DIALOGUE = Example(asked("What is C#?", "A language.", "By whom?"), "Microsoft.", "Unknown.")
-BUYER = "A market with one buyer, who sets the price."
-FIRST = Example(asked("What is monopsony?"), BUYER, "A board game.")
-LATER = Example(
-    asked("What is monopsony?", BUYER, "Is it rare?"), "In labour markets it is not.", "No."
-)
-FEW = skipped("fewer than two ranked answers")
 VALKYRIA = Text(
     "= Valkyria =\nValkyria is a <unk> game .\nIt sold well .\n= = Plot = =\nx = 3 and y = 4 ."
 )
@@ -100,7 +93,6 @@ RECORDS: dict[str, list[Any]] = {
         Example(asked("A car costs $1,000 and a van costs $350 more. What does the van cost?"),
                 "The van costs $1000 + $350 = $1350.\n#### 1,350", reference="1350")],
     "trl-lib/tldr": [Example(POST, "My friend is always late, what now?")],
-    OASST: [FIRST, FEW, LATER, FEW],
     HELPSTEER: [NOTE, DIALOGUE, TIE],
     WIKITEXT: [VALKYRIA, TOWER],
 }  # fmt: skip
@@ -206,54 +198,9 @@ def test_white_space_where_a_dialogue_is_cut_does_not_matter(
 # --- records of several rows ----------------------------------------------------------------------
 
 NEXT = Unused("the next row answers another prompt")
-ONLY_TWO = replace(FIRST, chosen="A market with one buyer.")
-THREADS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[Any]]] = {
-    "a deleted answer does not compete": (
-        lambda tree: tree["i"].update(deleted=True),
-        [replace(FIRST, rejected="A market with one buyer."), FEW, LATER, FEW]),
-    "messages after a removed one are skipped": (
-        lambda tree: tree["e"].update(review_result=False),
-        [ONLY_TWO, FEW, skipped("a message of the thread was removed"), FEW]),
-    "a message that is not reviewed yet counts": (
-        lambda tree: tree["e"].update(review_result=None), [FIRST, FEW, LATER, FEW]),
-    "equal ranks are a tie": (lambda tree: tree["g"].update(rank=0), [FIRST, FEW, TIE, FEW]),
-    "one ranked answer is too few": (
-        lambda tree: tree["g"].update(rank=None), [FIRST, FEW, FEW, FEW]),
-    "a missing message makes its thread bad": (
-        lambda tree: tree.pop("e"),
-        [ONLY_TWO, FEW, Unused("the message that it answers is not listed before it"), FEW]),
-    **{
-        f"{column} {value}": (
-            lambda tree, column=column, value=value: tree["k"].update({column: value}),
-            [reason, FIRST, FEW, LATER])
-        for column, value, reason in (
-            ("role", "system", Unused("column 'role' is neither prompter nor assistant")),
-            ("text", None, missing("text", "NoneType")),
-            ("rank", "0", missing("rank", "str", "a whole number")),
-            ("message_tree_id", None, missing("message_tree_id", "NoneType")),
-            ("parent_id", 7, missing("parent_id", "int")))
-    },
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "expected"), THREADS.values(), ids=THREADS)
-def test_trees_of_messages(records: Records, source_rows: Any, change: Any, expected: Any) -> None:
-    """The messages have one-letter names; k is a separate tree."""
-    tree = {row["message_id"]: row for row in source_rows[OASST]}
-    change(tree)
-    assert records(OASST, *tree.values()) == expected
-
-
-def test_trees_in_separate_rows_are_refused(source_rows: Any) -> None:
-    *first, other = source_rows[OASST]
-    rows = enumerate([*first[:5], other, *first[5:]], start=1)
-    with pytest.raises(DataError, match=r"^a.jsonl:7: found tree tree-1 again, .* Fix: sort the"):
-        list(find_source(OASST).assemble((f"a.jsonl:{line}", row) for line, row in rows))
-
-
-@pytest.mark.parametrize(
-    ("name", "places"), [(OASST, [0, 2, 5, 9]), (HELPSTEER, [0, 2, 4]), (WIKITEXT, [1, 10])]
-)
+@pytest.mark.parametrize(("name", "places"), [(HELPSTEER, [0, 2, 4]), (WIKITEXT, [1, 10])])
 def test_a_record_has_the_place_of_its_first_row(
     source_rows: Any, name: str, places: list[int]
 ) -> None:
