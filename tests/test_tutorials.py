@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -86,13 +87,24 @@ def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
     assert planned > 0
 
 
-def test_the_generated_tasks_of_the_tutorial_pass_all_checks():
-    pytest.importorskip("reasoning_gym", reason="the extra `gym` is not installed")
-    page = (TUTORIALS / "grpo.md").read_text().partition("## A real task")[2]
+def checked_parameters(page: str) -> dict[str, Any]:
+    """The blocks of a configuration with the parameters that a page shows first."""
     changes = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     conf = str(PROJECT / "conf")
     loader = LayeredConfigLoader(conf, env="base", runtime_params=changes, **CONFIG_LOADER_ARGS)
-    blocks = check(loader["parameters"], gpus=1)
+    return check(loader["parameters"], gpus=1)
+
+
+def test_the_parameters_for_an_instruct_model_pass_all_checks():
+    blocks = checked_parameters((TUTORIALS / "instruct-model.md").read_text())
+    assert blocks["sft"] is None and blocks["reward_model"] is None
+    assert blocks["grpo"].actor.lora is not None
+
+
+def test_the_generated_tasks_of_the_tutorial_pass_all_checks():
+    pytest.importorskip("reasoning_gym", reason="the extra `gym` is not installed")
+    page = (TUTORIALS / "grpo.md").read_text().partition("## A real task")[2]
+    blocks = checked_parameters(page)
     assert blocks["grpo"].rewards[1].weight == 0.2 and blocks["sft"] is None
     assert blocks["split"].sources[0].tasks["spell_backward"]["max_word_len"] == 4
 

@@ -1,5 +1,6 @@
 """The message of a failed stage: the first cause, and the fix in the user's parameters."""
 
+import re
 import shutil
 import signal
 import sys
@@ -133,12 +134,15 @@ def test_every_failure_has_either_a_pattern_or_a_signal_and_advice_in_sentences(
 
 def as_markdown() -> str:
     """The known failures as a Markdown table."""
-    rows = [("failure", "recognised by", "cause", "fix"), ("---",) * 4]
+    rows = [("symptom", "cause", "fix"), ("---",) * 3]
     for hint in HINTS:
-        actions = [remedy.replace("{", "`").replace("}", "`") for remedy in hint.remedies]
-        fix = " ".join([*actions, *filter(None, [hint.advice])])
-        by = f"`{'|'.join(hint.patterns)}`" if hint.patterns else f"signal {hint.signal}"
-        rows.append((hint.name, by, hint.cause, fix))
+        fields: dict[tuple[str, str], list[str]] = {}  # by the words around them
+        for remedy in hint.remedies:
+            before, field, after = re.split("[{}]", remedy)
+            fields.setdefault((before, after), []).append(f"`{field}`")
+        changes = [f"{before}{', '.join(of)}{after}" for (before, after), of in fields.items()]
+        fix = " ".join([*changes, *filter(None, [hint.advice])])
+        rows.append((f"`{hint.patterns[0] if hint.patterns else hint.signal}`", hint.cause, fix))
     bar = "\\|"
     return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
 
