@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t
 
-from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.sources.synthetic import generate, world_score
 from rlhf_pipeline.statistics import win_rate
 
@@ -185,8 +185,7 @@ def lookup(seed: int) -> Tree:
 
     A request that is not in the table gets the answer of a random one.
     """
-    given = parameters()
-    training, test = (SourceConfig.model_validate(one) for one in given["split"]["sources"])
+    training, test = SplitConfig.model_validate(parameters()["split"]).sources
     known: dict[str, str] = {}
     for _, row in generate(training, seed):
         known.setdefault(row.prompt[-1].content, row.chosen or "")
