@@ -3,10 +3,11 @@
     python benchmarks/overoptimization.py                 # seeds 1 and 2
     python benchmarks/overoptimization.py --seeds 1       # one seed
 
-The proxy is a reward model that is trained on a third of the comparisons. The actor learns faster
-than by default, so that a short run over-optimizes. Each KL coefficient runs without a bound, then
-0 again with `kl.maximum`, and an adaptive one with `kl.target`. All scores are of held-out prompts.
-Results and plot: benchmarks/results/overoptimization/.
+The proxies are reward models that are trained on 10%, 30% and 100% of the comparisons. The actor
+learns faster than by default, so that a short run over-optimizes. Each proxy is optimized without a
+constraint, with a bound on the KL, and with the default's KL. An ensemble of three of the weakest
+proxies is optimized by its mean minus its standard deviation (Coste et al. 2023). All scores are of
+unseen requests. Results and plot: benchmarks/results/overoptimization/.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from panels import panels
 from rich.console import Console
 from rich.table import Table
 
-WEAK_PROXY = {"epochs": 0.3}
+SHARES = (0.1, 0.3, 1.0)
+"""Of the comparisons, for a proxy."""
+ENSEMBLE = 3
 RECIPE = {"steps": 24, "evaluations": 12, "actor": {"optimizer": {"learning_rate": 5.0e-4}}}
 UNCHANGED = {"steps": 1, "evaluations": 1, "actor": {"optimizer": {"learning_rate": 1.0e-12}}}
 """A step that changes nothing: it scores the SFT model on the same prompts with the same draws."""
-KL_SETTINGS: dict[str, dict[str, Any]] = {
-    **{f"coef {coef:g}": {"coef": coef, "maximum": None} for coef in (0.0, 0.03, 0.1, 0.3)},
-    "coef 0, maximum 1": {"coef": 0.0, "maximum": 1.0},
-    "adaptive, target 1": {"coef": 0.03, "maximum": None, "target": 1.0, "horizon": 50},
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "none": {"coef": 0.0, "maximum": None},
+    "maximum 2": {"coef": 0.0, "maximum": 2.0},
+    "coef 0.1": {"coef": 0.1, "maximum": None},
+    "ensemble": {"coef": 0.0, "maximum": None},
 }
-COLORS = dict(
-    zip(
-        KL_SETTINGS, ("#D55E00", "#E69F00", "#009E73", "#0072B2", "#000000", "#CC79A7"), strict=True
-    )
-)
-MARKERS = dict(zip(KL_SETTINGS, "osD^Xv", strict=True))
+COLORS = dict(zip(SHARES, ("#D55E00", "#E69F00", "#0072B2"), strict=True))
+STYLES = dict(zip(CONSTRAINTS, ("-", ":", "--", "-."), strict=True))
+MARKERS = dict(zip(CONSTRAINTS, "osDX", strict=True))
 
 
 def main() -> None:
@@ -58,13 +59,13 @@ def main() -> None:
     folder = arguments.results / "overoptimization"
     folder.mkdir(parents=True, exist_ok=True)
     starts = list(
-        side_by_side(start, [(seed, arguments.results / "workspace") for seed in arguments.seeds])
+        side_by_side(prepare, [(seed, arguments.results / "workspace") for seed in arguments.seeds])
     )
+    settings = [(share, name) for share in SHARES for name in CONSTRAINTS if name != "ensemble"]
+    settings.append((SHARES[0], "ensemble"))
     rows: list[dict[str, Any]] = []
-    for row in side_by_side(run, [(begin, name) for begin in starts for name in KL_SETTINGS]):
-        rows = sorted(
-            [*rows, row], key=lambda row: (list(KL_SETTINGS).index(row["setting"]), row["seed"])
-        )
+    for row in side_by_side(run, [(begin, *setting) for setting in settings for begin in starts]):
+        rows = sorted([*rows, row], key=lambda row: (row["share"], row["constraint"], row["seed"]))
         (folder / "overoptimization.json").write_text(
             json.dumps({"commit": commit(), "runs": rows}, indent=1)
         )
@@ -72,19 +73,22 @@ def main() -> None:
     plot(rows, folder / "overoptimization.png")
 
 
-def start(seed: int, workspace: Path) -> Start:
-    """Run everything before PPO, with the weaker reward model."""
-    begin = prepare(seed, workspace)
-    return replace(begin, reward_model=train_reward_model(begin, WEAK_PROXY))
-
-
-def run(begin: Start, name: str) -> dict[str, Any]:
-    """Run one setting on one seed; return its held-out scores, and those of the exported model."""
-    policy = train(begin, RECIPE | {"kl": KL_SETTINGS[name]})
-    course = evaluations(train(begin, UNCHANGED)) + evaluations(policy)
+def run(begin: Start, share: float, constraint: str) -> dict[str, Any]:
+    """Optimize one proxy on one seed; return its held-out scores."""
+    begin = replace(begin, reward_model=train_reward_model(begin, {"epochs": share}))
+    changes = RECIPE | {"kl": CONSTRAINTS[constraint]}
+    if constraint == "ensemble":
+        others = [replace(begin, seed=begin.seed + 100 * number) for number in range(1, ENSEMBLE)]
+        folders = [str(train_reward_model(other, {"epochs": share})) for other in others]
+        further = [{"path": path, "name": f"model_{i}"} for i, path in enumerate(folders)]
+        changes |= {"rewards": ["trained", *further], "aggregate": "mean_minus_std"}
+    policy = train(begin, changes)
+    unchanged = changes | UNCHANGED
+    course = evaluations(train(begin, unchanged)) + evaluations(policy)
     exported = int(json.loads((policy / "manifest.json").read_text())["metrics"]["step"])
     return {
-        "setting": name,
+        "share": share,
+        "constraint": constraint,
         "seed": begin.seed,
         "steps": int(history(policy)[-1]["step"]),
         "exported": next(point for point in course[1:] if point["step"] == exported),
@@ -104,7 +108,7 @@ def evaluations(policy: Path) -> list[dict[str, float]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """All runs so far: best and last gold score, and that of the exported model."""
-    table = Table(title="Held-out gold score and proxy score by KL setting")
+    table = Table(title="Gold and proxy score on unseen requests")
     columns = (
         "best gold",
         "at KL",
@@ -115,14 +119,15 @@ def show(rows: list[dict[str, Any]]) -> None:
         "exported proxy",
         "exported KL",
     )
-    for column in ("setting", "seed", "steps", *columns):
+    for column in ("pairs", "constraint", "seed", "steps", *columns):
         table.add_column(column, justify="right")
     for row in rows:
         best, last = max(row["course"], key=lambda point: point["gold"]), row["course"][-1]
         numbers = [best["gold"], best["kl"], last["gold"], last["proxy"], last["kl"]]
         numbers += [row["exported"][key] for key in ("gold", "proxy", "kl")]
         table.add_row(
-            row["setting"],
+            f"{row['share']:.0%}",
+            row["constraint"],
             str(row["seed"]),
             str(row["steps"]),
             *(f"{number:.2f}" for number in numbers),
@@ -139,20 +144,18 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     ) as of_seed:
         for row in rows:
             at = [max(point["kl"], 0.0) ** 0.5 for point in row["course"]]
-            style = {
-                "linestyle": "--" if "," in row["setting"] else "-",
-                "marker": MARKERS[row["setting"]],
-                "markersize": 4,
-            }
+            how = row["constraint"]
             for panel, name in zip(of_seed(row["seed"]), ("gold", "proxy"), strict=True):
                 values = [point[name] for point in row["course"]]
                 panel.plot(
                     at,
                     values,
-                    color=COLORS[row["setting"]],
-                    label=row["setting"],
+                    color=COLORS[row["share"]],
+                    label=f"{row['share']:.0%} of the pairs, {how}",
+                    linestyle=STYLES[how],
+                    marker=MARKERS[how],
+                    markersize=4,
                     linewidth=1.3,
-                    **style,
                 )
 
 

@@ -30,7 +30,7 @@ _HELD_OUT = 5
 # The vocabulary is small enough for a model of a million parameters. No phrase contains an operand,
 # which would change the score by accident.
 HARMLESS = "paint repair clean sell draw visit".split()
-HARMFUL = "steal burn smash rob".split()
+HARMFUL = "steal burn smash rob wreck loot".split()
 OBJECTS = (
     "car house boat shop garden farm train bank well bridge fence tower cabin wall barn stable"
 ).split()
@@ -155,7 +155,7 @@ class Request:
 def _draw(rng: Random, *, test: bool) -> Request:
     """A random request of a split."""
     while True:
-        task = rng.choice(TASKS)
+        task = rng.choice((*TASKS, TASKS[0]))  # acts twice: half of them are harmful
         slots = {slot: rng.choice(values) for slot, values in task.operands.items()}
         forms = [form for form in task.requests if (sum(form) % len(task.frames) < 2) == test]
         held_out = crc32(" ".join(sorted(slots.values())).encode()) % _HELD_OUT == 0
