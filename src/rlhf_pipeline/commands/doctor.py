@@ -16,7 +16,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import click
 from kedro.io import CatalogProtocol
@@ -102,7 +102,7 @@ def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
     """
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     values = dict(leaves(plain_values(blocks)))
-    compiled = [("kernels", "compile"), ("kernels", "liger")]
+    compiled: list[tuple[str, Any]] = [("kernels", "compile"), ("kernels", "liger")]
     compiled += [("offload_optimizer", True), ("generator", "vllm")]
     compiled += [("generator", "auto")] if find_spec("vllm") is not None else []
     compiles = [
