@@ -48,7 +48,7 @@ POLICIES: dict[str, Tree] = {
             "micro_batch_tokens": 4096,
             "sampling": {"max_response_tokens": 48},
             "kl": {"coef": 0.1, "maximum": 3.0},
-            "actor": {"optimizer": {"learning_rate": 1.5e-4}},
+            "actor": {"optimizer": {"learning_rate": 3.0e-4}},
         }
     },
     "dpo": {},

@@ -35,7 +35,7 @@ from rich.table import Table
 SHARES = (0.1, 0.3, 1.0)
 """Of the comparisons, for a proxy."""
 ENSEMBLE = 3
-RECIPE = {"steps": 24, "evaluations": 12, "actor": {"optimizer": {"learning_rate": 5.0e-4}}}
+RECIPE = {"steps": 24, "evaluations": 12, "actor": {"optimizer": {"learning_rate": 1.0e-3}}}
 UNCHANGED = {"steps": 1, "evaluations": 1, "actor": {"optimizer": {"learning_rate": 1.0e-12}}}
 """A step that changes nothing: it scores the SFT model on the same prompts with the same draws."""
 CONSTRAINTS: dict[str, dict[str, Any]] = {

@@ -295,3 +295,14 @@ def test_the_compiler_is_asked_for_by_the_parameters_that_need_it_on_a_gpu(
     assert found["found"] == "missing: headers of Python or C++"
     assert "sft.deepspeed.offload_optimizer (true)" in found["fix"]
     assert f'ppo.generator ("{generator}")' in found["fix"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kernels", "state"), [("compile", "failure"), ("null", "ok")])
+def test_kernels_of_torch_compile_need_the_compiler_without_a_gpu_too(tmp_path, kernels, state):
+    params = f"--params=root={tmp_path},sft.deepspeed.kernels={kernels}"
+    _, printed, log = doctor(tmp_path, "--json", params, DS_ACCELERATOR="cpu", CXX="false")
+    assert printed, log
+    (found,) = [each for each in json.loads(printed) if each["check"] == "compiler"]
+    assert found["state"] == state
+    assert ('sft.deepspeed.kernels ("compile")' in found["fix"]) is (state == "failure")

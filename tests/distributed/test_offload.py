@@ -47,6 +47,19 @@ def test_what_is_in_main_memory_already_stays(strict):
     assert found == [12]
 
 
+def test_they_are_back_before_another_stream_reads_them(strict, monkeypatch):
+    """The copies do not wait, and ZeRO-3 gathers weights on a stream that waits for no other."""
+    done, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *own, **how: (done.append("copy"), copy(*own, **how))
+    )
+    accelerator = offload.get_accelerator()
+    monkeypatch.setattr(type(accelerator), "synchronize", lambda *_: done.append("wait"))
+    with in_main_memory([torch.ones(3, device=strict.device)], staying=[]):
+        pass
+    assert done == ["copy", "copy", "wait"]
+
+
 def test_an_error_inside_the_block_brings_them_back(strict):
     tensor = torch.ones(3, device=strict.device)
     with pytest.raises(MemoryError), in_main_memory([tensor], staying=[]):

@@ -233,5 +233,7 @@ def test_compiled_layers_compute_the_same_in_few_graphs(make_model, world, trace
 
 def test_a_model_without_known_layers_is_not_compiled():
     unknown = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=0))
-    with pytest.raises(ConfigError, match="found compile for a model of type gpt2, expected a fam"):
+    with pytest.raises(
+        ConfigError, match=r"compile for a model of type gpt2, .* null, for a frozen model"
+    ):
         use_kernels(unknown, "compile", "fp32", CPU)

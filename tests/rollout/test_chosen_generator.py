@@ -6,6 +6,7 @@ The GPU and the package are stand-ins; `test_vllm_generator.py` chooses the real
 import json
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 from ppo_runs import ppo_config, run_ppo
@@ -15,12 +16,16 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.rollout import chosen_generator
+from rlhf_pipeline.rollout import chosen_generator, vllm_generator
 from rlhf_pipeline.rollout.generation import load_generator
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 from rlhf_pipeline.runtime.job import LaunchedJob
 
-CASES = {"a GPU on the first of two ranks": (True, False), "no GPU": (False, False)}
+CASES = {
+    "a GPU on the first of two ranks": ((True, False), "rank 1 has no GPU"),
+    "no GPU": ((False, False), "rank 0 has no GPU"),
+    "an engine on the first of two ranks": ((True, True), "vLLM makes no engine"),
+}
 
 
 class Fast:
@@ -35,10 +40,11 @@ def gpus(monkeypatch):
     """A rank with a GPU, the package vLLM, and a generator of its own."""
     monkeypatch.setattr(chosen_generator, "on_gpu", lambda: True)
     monkeypatch.setattr(chosen_generator, "find_spec", lambda name: name)
+    monkeypatch.setattr(chosen_generator, "make_engine", lambda *_, **__: None, raising=False)
     monkeypatch.setattr(chosen_generator, "VLLMGenerator", Fast)
 
 
-def load(folder, world, directory, *, versions=(("vllm", "0.32.0"),), begun=None, refused=None):
+def load(folder, world, directory, *, versions=(("vllm", "0.32.0"),), begun=None, **reasons):
     """The generator that `auto` becomes, and what the job notes."""
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}})
     engine = train_engine(partial(load_policy, folder), config, 2)
@@ -46,28 +52,34 @@ def load(folder, world, directory, *, versions=(("vllm", "0.32.0"),), begun=None
     generator = load_generator(
         "auto", SamplingConfig(batch_size_per_gpu=3), lambda: 40, policy=engine, world=world,
         contract=TokenContract.read(folder), gather=True, place="ppo.generator", job=job,
-        begun=begun, refused=refused,
+        begun=begun, **{"refused": None, "later": 0} | reasons,
     )  # fmt: skip
     return generator, job.choices["ppo.generator"]
 
 
-def case(lab, first, second):
-    """The reasons of both ranks."""
-    before = chosen_generator.on_gpu, chosen_generator.find_spec
-    chosen_generator.on_gpu = lambda: (first, second)[lab.world.rank]
-    chosen_generator.find_spec = lambda name: name
-    try:
+def case(lab, gpus, reason):
+    """The choices of both ranks, and how many computed with vLLM, which they can only together."""
+
+    def make(*_):
+        if lab.world.rank == 1:
+            raise ConfigError("vLLM makes no engine. Fix: set it to transformers")
+
+    parity = mock.Mock(return_value=True)
+    with (
+        mock.patch.multiple(
+            chosen_generator, on_gpu=lambda: gpus[lab.world.rank], find_spec=lambda name: name
+        ),
+        mock.patch.multiple(vllm_generator, _ENGINES={}, load_engine=make, has_parity=parity),
+    ):
         _, choice = load(lab.models["llama"], lab.world, lab.folder)
-    finally:
-        chosen_generator.on_gpu, chosen_generator.find_spec = before
-    return lab.world.gather(choice)
+    return lab.world.gather([choice, parity.called])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_choose_alike(cells, name):
-    rank = 1 if CASES[name][0] else 0
-    assert cells[name] == 2 * [{"value": "transformers", "reason": f"rank {rank} has no GPU"}]
+    choice = {"value": "transformers", "reason": CASES[name][1]}
+    assert cells[name] == 2 * [[choice, False]]
 
 
 def test_vllm_answers_where_nothing_speaks_against_it(policy, world, tmp_path, gpus, capsys):
@@ -108,10 +120,9 @@ def test_vllm_needs_memory_for_weights_and_pages(policy, world, tmp_path, gpus, 
     numbers = sum(weight.numel() for weight in load_policy(policy, "fp32").parameters())
     needed = 4 * (numbers + 2 * 2 * 4 * 8 * 128 * 4)
     accelerator = chosen_generator.get_accelerator()
-    monkeypatch.setattr(accelerator, "available_memory", lambda: needed)
-    assert load(policy, world, tmp_path)[1]["value"] == "vllm"
-    monkeypatch.setattr(accelerator, "available_memory", lambda: needed - 1)
-    _, choice = load(policy, world, tmp_path)
+    monkeypatch.setattr(accelerator, "available_memory", lambda: needed + 8)
+    assert load(policy, world, tmp_path, later=8)[1]["value"] == "vllm"
+    _, choice = load(policy, world, tmp_path, later=9)  # what training allocates at its first step
     assert choice == {
         "value": "transformers",
         "reason": "vLLM needs 0.0 GiB for weights and pages, of which 0.0 are free on rank 0",

@@ -16,7 +16,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import click
 from kedro.io import CatalogProtocol
@@ -71,7 +71,8 @@ class Setup:
     """Folder of all results."""
     launch: LaunchConfig
     compiles: tuple[str, ...]
-    """The parameters, with values, for which a machine with GPUs compiles code at first use."""
+    """The parameters, with values, for which a machine compiles code at first use; without GPUs,
+    only kernels of torch.compile."""
     precisions: Sequence[str] = ("fp32",)
     """The default precision, and those of the configuration."""
 
@@ -101,7 +102,8 @@ def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
     """
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     values = dict(leaves(plain_values(blocks)))
-    compiled = [("offload_optimizer", True), ("generator", "vllm")]
+    compiled: list[tuple[str, Any]] = [("kernels", "compile"), ("kernels", "liger")]
+    compiled += [("offload_optimizer", True), ("generator", "vllm")]
     compiled += [("generator", "auto")] if find_spec("vllm") is not None else []
     compiles = [
         name for name, value in values.items() if (name.rpartition(".")[2], value) in compiled
@@ -144,7 +146,7 @@ def examine(name: str, check: Callable[[Setup], str], setup: Setup) -> Finding:
 
 
 def compiler(setup: Setup) -> str:
-    """A C++ compiler, Python's headers and ninja, for DeepSpeed's CPU Adam and vLLM's kernels."""
+    """A C++ compiler, Python's headers and ninja, for DeepSpeed's CPU Adam and all kernels."""
     command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     missing = [] if command else ["a C++ compiler"]
     if command:
@@ -157,9 +159,10 @@ def compiler(setup: Setup) -> str:
     if not missing:
         return f"{command}, ninja"
     found = f"missing: {', '.join(missing)}"
-    if not (setup.compiles and setup.gpus > 0):
-        return f"{found}; only offload_optimizer and generator vllm on a GPU need them"
-    change = f"change {', '.join(setup.compiles)}"
+    needed = [name for name in setup.compiles if setup.gpus > 0 or name.endswith('("compile")')]
+    if not needed:
+        return f"{found}; only kernels, and on a GPU offload_optimizer and vllm, need them"
+    change = f"change {', '.join(needed)}"
     raise Unfit(found, f"apt-get install g++ python3-dev, pip install ninja; or {change}")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.distributed.engine import free_memory
+from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
 from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.runtime import heartbeat
 
@@ -51,3 +52,4 @@ def in_main_memory(tensors: Iterable[Tensor], staying: Iterable[Tensor]) -> Iter
             storage.resize_(size)
             torch._foreach_copy_(own, copies, non_blocking=True)
             heartbeat.tick()
+        get_accelerator().synchronize()  # ZeRO-3 gathers on a stream that waits for no other

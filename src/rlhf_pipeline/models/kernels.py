@@ -43,7 +43,7 @@ def use_kernels(
     if not known:
         raise ConfigError(
             f"deepspeed.kernels: found {kernels} for a model of type {family}, expected a family "
-            "that it knows. Fix: set it to null"
+            "that it knows. Fix: set it to null, for a frozen model that of its companion, too"
         )
     if kernels == "liger":
         found = compare_liger(network, DTYPES[precision], device)

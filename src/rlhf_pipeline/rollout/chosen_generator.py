@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from math import ceil
+from typing import Any, cast
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import free_memory
@@ -11,30 +12,32 @@ from rlhf_pipeline.distributed.zero import whole_shape
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.rollout.generation import Generator
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
-from rlhf_pipeline.rollout.vllm_generator import PAGE, VLLMGenerator
+from rlhf_pipeline.rollout.vllm_generator import PAGE, VLLMGenerator, make_engine
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 
 def chosen(
     policy: DeepSpeedEngine, contract: TokenContract, world: World, *, gather: bool, rows: int,
-    longest: int, place: str, job: LaunchedJob, begun: str | None, refused: str | None,
+    longest: int, place: str, job: LaunchedJob, begun: str | None, refused: str | None, later: int,
 ) -> Generator:  # fmt: skip
     """vLLM if no rank has a reason against it, else transformers. All ranks call this together.
 
     Rank 0 prints the choice with its reason, and `job.choices` has both. `begun` is the generator
     of the steps before the checkpoint, which a run keeps; `refused` says why vLLM cannot answer
-    with these parameters. Raises StageError if a run that began with vLLM cannot keep it.
+    with these parameters; `later` are the bytes that training allocates after the choice and keeps
+    during a rollout. Raises StageError if a run that began with vLLM cannot keep it.
     """
-    generator: Generator
+    generator: Any
     why = "the run began with it" if begun == "transformers" else refused
     if why is None:
-        why = _of_any_rank(_reason_against(policy, world, rows, longest, job), world)
-    if why is None:
-        try:
-            generator = VLLMGenerator(policy, contract, rows=rows, longest=longest, place=place)
-        except ConfigError as error:
-            why = error.message.partition(". Fix: ")[0]
-        why = _of_any_rank(why, world)
+        why = _of_any_rank(_reason_against(policy, world, rows, longest, job, later), world)
+    for make in (make_engine, VLLMGenerator):  # the generator computes with all ranks
+        if why is None:
+            try:
+                generator = make(policy, contract, rows=rows, longest=longest, place=place)
+            except ConfigError as error:
+                why = error.message.partition(". Fix: ")[0]
+            why = _of_any_rank(why, world)
     name = "vllm" if why is None else "transformers"
     if begun not in (None, name):
         raise StageError(
@@ -48,7 +51,7 @@ def chosen(
     job.choices[place] = {"value": name, "reason": why}
     if world.rank == 0:
         print(f"{place}: auto is {name}: {why}", flush=True)
-    return generator
+    return cast(Generator, generator)
 
 
 def _of_any_rank(reason: str | None, world: World) -> str | None:
@@ -57,7 +60,7 @@ def _of_any_rank(reason: str | None, world: World) -> str | None:
 
 
 def _reason_against(
-    policy: DeepSpeedEngine, world: World, rows: int, longest: int, job: LaunchedJob
+    policy: DeepSpeedEngine, world: World, rows: int, longest: int, job: LaunchedJob, later: int
 ) -> str | None:
     """Why vLLM cannot answer on this rank, or is not to."""
     if world.deterministic:
@@ -72,7 +75,7 @@ def _reason_against(
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pages = PAGE * (1 + rows * ceil(longest / PAGE)) * 2 * config.num_hidden_layers * heads * width
     weights = sum(whole_shape(parameter).numel() for parameter in policy.module.parameters())
-    needed, free = size * (weights + pages), get_accelerator().available_memory()
+    needed, free = size * (weights + pages), max(0, get_accelerator().available_memory() - later)
     if needed > free:
         sizes = f"{needed / 2**30:.1f} GiB for weights and pages, of which {free / 2**30:.1f}"
         return f"vLLM needs {sizes} are free on rank {world.rank}"

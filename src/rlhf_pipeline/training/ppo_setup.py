@@ -17,9 +17,10 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
+from rlhf_pipeline.distributed.engine_state import MOMENTS
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.distributed.zero import EMA
+from rlhf_pipeline.distributed.zero import EMA, fp32_shards
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
@@ -223,11 +224,17 @@ def load_ppo_models(
         job, config.rewards, contract, world, tokenizer, mean, score_clip=config.score_clip,
         aggregate=config.aggregate, micro_batch_tokens=config.micro_batch_tokens,
     )  # fmt: skip
+    later = sum(  # AdamW's moments, which the first step makes, and the average
+        shard.nbytes * (len(MOMENTS) + model.averaged)
+        for model in config.models() if isinstance(model, TrainedModel)
+        for shard in fp32_shards(models[model.name]) if shard.device.type != "cpu"
+    )  # fmt: skip
     generator = load_generator(
         config.generator, config.sampling, longest_prompt, policy=actor, contract=contract,
         world=world, gather=config.gather_for_generation, hybrid=config.hybrid,
         place=f"{config.stage}.generator", refused=next(config.refused_by_vllm(), None), job=job,
         begun=loop_state(job.checkpoints, job.resume_from).get("generator"),
+        later=0 if config.offload_during_rollout else later,
     )  # fmt: skip
     return PPOModels(
         actor=actor,

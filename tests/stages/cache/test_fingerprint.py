@@ -55,6 +55,20 @@ def test_library_versions_change_it(monkeypatch):
     assert key(job()) != before
 
 
+@pytest.mark.parametrize(
+    ("changes", "library"),
+    [
+        ({"deepspeed": {"kernels": "liger"}}, "liger_kernel"),
+        ({"deepspeed": {"kernels": "compile"}}, None),
+        ({"lora": {"quantize": "nf4"}}, "bitsandbytes"),
+    ],
+)
+def test_the_package_of_a_parameter_counts(monkeypatch, changes, library):
+    monkeypatch.setattr(fingerprint_module, "library_version", lambda name: "1")
+    found = recipe(job(**changes), digests={}, processes=2)["versions"].keys()
+    assert found - {*SPEC.libraries} == ({library} if library else set())
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package of three modules: a imports b inside a function, c imports nothing."""

@@ -58,6 +58,7 @@ PPO = {
         ("op_builder.builder.MissingCUDAException: CUDA_HOME does not exist", "no compiler"),
         ("RuntimeError: Failed to find C compiler. Please specify via CC environm", "no compiler"),
         ("main.c:5:10: fatal error: Python.h: No such file or directory", "no compiler"),
+        ("InvalidCxxCompiler: No working C++ compiler found in torch._inductor", "no compiler"),
         (
             "RuntimeError: The NVIDIA driver on your system is too old (found version 12020). "
             "Please update your GPU driver",

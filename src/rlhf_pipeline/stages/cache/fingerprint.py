@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.cache.code import code_digests, library_version
@@ -20,6 +21,8 @@ from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 FORM = 2
 """Version of the recipe's form. Recipes of different forms cannot be compared."""
+PACKAGES = {("kernels", "liger"): "liger_kernel", ("quantize", "nf4"): "bitsandbytes"}
+"""Libraries that one value of a parameter uses, by the last part of its name and the value."""
 
 
 def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> StageRun:
@@ -76,14 +79,17 @@ def recipe(
     loads_models = "transformers" in job.spec.libraries
     doors = (found for block in job.config.values() for found in at_doors(block))
     named = [place.partition(":")[0] for _, _, place in doors]
+    config = {name: block.recipe() for name, block in job.config.items()}
+    values = [(name.rpartition(".")[2], value) for name, value in leaves(config)]
+    used = [library for value, library in PACKAGES.items() if value in values]
     return {
         "form": FORM,
         "stage": job.spec.name,
         "seed": job.seed,
-        "config": {name: block.recipe() for name, block in job.config.items()},
+        "config": config,
         "inputs": dict(digests),
         "code": code_digests(job.spec.program, *job.modules, *named),
-        "versions": {name: library_version(name) for name in job.spec.libraries},
+        "versions": {name: library_version(name) for name in (*job.spec.libraries, *used)},
         "processes": processes if job.spec.distributed else 1,
         **({"trust_remote_code": True} if trust_remote_code and loads_models else {}),
         **({"deterministic": True} if deterministic and job.spec.distributed else {}),
