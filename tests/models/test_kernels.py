@@ -218,7 +218,8 @@ def test_compiled_layers_compute_the_same_in_few_graphs(make_model, world, trace
     for batch in batches(20):
         found, expected = (results(each.module, batch) for each in (engine, other))
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+            near = max(1e-5, 1e-6 * float(value.abs().max()))  # sums have another order
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=near, msg=name)
     assert traced() == 4
     with torch.no_grad():
         graphs = []
