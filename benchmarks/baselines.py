@@ -132,7 +132,7 @@ def measure(seed: int, parts: list[str]) -> int:
             folder = root / "hasty"
             folder.mkdir(exist_ok=True)
             try:
-                found["hasty"] = verdict(ran("full", {"split.sources": HASTY}, folder), folder)
+                found["hasty"] = verdict(ran("full", hasty(), folder), folder)
             except StageError as error:
                 found["hasty"] = {"refused": str(error)}
         else:
@@ -173,6 +173,16 @@ def cooler(ran: Callable[[str, Tree], Any]) -> Tree:
         row = figures(result.evaluation["policies"]["sft"]) | {"temperature": temperature}
         rows.append(row | {"rate": won.rate, "lower": won.lower, "upper": won.upper, "kl": None})
     return max(rows, key=lambda row: row["gold_score"])
+
+
+def hasty() -> Tree:
+    """The default with comparisons of hasty annotators for the reward model.
+
+    Other sources leave the parameters of the embedded data out, so they are repeated.
+    """
+    given = parameters()
+    phrases = given["register"]["max_phrase_rise"]
+    return {"split": given["split"] | {"sources": HASTY}, "register.max_phrase_rise": phrases}
 
 
 def gold(answers: list[Any]) -> list[float]:
