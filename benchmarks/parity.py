@@ -18,14 +18,15 @@ import argparse
 import json
 import math
 import os
+import runpy
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,6 +46,8 @@ MARGIN = 0.05
 FINAL = {"ppo": "proxy", "grpo": "score", "rloo": "score", "dpo": "accuracy"}
 """What each method maximizes, in the words of `parity_task.evaluate`."""
 WITHOUT_RANGE = {"dpo": ("kl", "margin", "loss")}
+CURVES = {"dpo": ("accuracy", "margin")}
+"""What each step of a method records; of the others, score and KL."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,12 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--results", type=Path, default=RESULTS / "parity")
     options = parser.parse_args()
+    os.environ |= {
+        "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    import parity_ours  # noqa: F401 -- torch and deepspeed, once for all runs
+
     runs = []
     for seed, method, side in product(options.seeds, options.methods, SIDES):
         runs.append(result(seed, method, side, options.results / str(seed)))
@@ -97,52 +106,49 @@ def main() -> None:
 
 def result(seed: int, method: str, side: str, root: Path) -> dict[str, Any]:
     """Train and evaluate, unless that is done; what is known of the run."""
-    from parity_task import evaluate, prepare  # here, because tests need no torch
-
     folder = root / f"{method}-{side}"
-    if (file := folder / "result.json").exists():
-        return dict(json.loads(file.read_text()))
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    inputs, begin = prepare(seed, root), time.monotonic()
-    run(seed, method, side, folder, inputs)
+    if not (file := folder / "result.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        process = get_context("fork").Process(target=run, args=(seed, method, side, folder))
+        process.start()
+        process.join()
+        if not file.exists():
+            raise SystemExit(
+                f"{folder}: found exit code {process.exitcode} and no result. See {folder / 'log'}"
+            )
+    found = dict(json.loads(file.read_text()))
+    print(f"seed {seed}, {method}, {side}: {found['seconds']:.0f} s, {found['final']}", flush=True)
+    return found
+
+
+def run(seed: int, method: str, side: str, folder: Path) -> None:
+    """Train in this process, a copy of one that has imported what takes long; then evaluate."""
+    from parity_task import evaluate, prepare
+
+    with (folder / "log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    inputs, begin = prepare(seed, folder.parent), time.monotonic()
+    if side == "trl":
+        sys.path.insert(0, str(install_trl("ppo" if method == "ppo" else "grpo")))
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job = {"method": method, "seed": seed, "folder": str(folder)}
+    job["inputs"] = {name: str(path) for name, path in inputs.items()}
+    program = str(Path(__file__).with_name(f"parity_{side}.py"))
+    sys.argv = [program, json.dumps(job)]
+    runpy.run_path(program, run_name="__main__")
     found = {
         "method": method, "side": side, "seed": seed, "commit": commit(),
         "seconds": time.monotonic() - begin,
         "steps": json.loads((folder / "steps.json").read_text()),
         "final": evaluate(folder / "final", inputs, seed),
-        "start": evaluate(inputs["sft_model"], inputs, seed),
     }  # fmt: skip
-    file.write_text(json.dumps(found))
-    print(f"seed {seed}, {method}, {side}: {found['seconds']:.0f} s, {found['final']}", flush=True)
-    return found
-
-
-def run(seed: int, method: str, side: str, folder: Path, inputs: dict[str, Path]) -> None:
-    """Train in a process of its own on one core."""
-    paths = [str(Path(__file__).parents[1] / "src")]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error",
-        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    if side == "trl":
-        paths.insert(0, str(install_trl({"ppo": "ppo"}.get(method, "grpo"))))
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    job = {"method": method, "seed": seed, "folder": str(folder)}
-    job["inputs"] = {name: str(path) for name, path in inputs.items()}
-    program = Path(__file__).with_name(f"parity_{side}.py")
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, str(program), json.dumps(job)],
-            env=environment, stdout=log, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{program.name}: found exit code {done.returncode}. See {folder / 'log'}")
+    (folder / "result.json").write_text(json.dumps(found))
 
 
 def comparisons(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Comparison]:
@@ -159,7 +165,8 @@ def comparisons(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Comparison]
         for name in (FINAL[method], *WITHOUT_RANGE.get(method, ("kl", "tokens"))):
             values = ([run["final"][name] for run in each] for each in (own, other))
             found[method, name] = Comparison.of(*values)
-        means = ([fmean(step["score"] for step in run["steps"]) for run in e] for e in (own, other))
+        curve, _ = CURVES.get(method, ("score", "kl"))
+        means = ([fmean(step[curve] for step in run["steps"]) for run in e] for e in (own, other))
         found[method, "mean of all steps"] = Comparison.of(*means)
     return found
 
@@ -188,7 +195,9 @@ def plot(runs: list[dict[str, Any]], file: Path) -> None:
     ) as of_method:
         for method, (side, color) in product(methods, SIDES.items()):
             own = [run["steps"] for run in runs if (run["method"], run["side"]) == (method, side)]
-            for panel, name in zip(of_method(method), ("score", "kl"), strict=True):
+            for panel, name in zip(
+                of_method(method), CURVES.get(method, ("score", "kl")), strict=True
+            ):
                 steps = [[step[name] for step in at] for at in zip(*own, strict=True)]
                 at = range(1, len(steps) + 1)
                 lowest, highest = [min(values) for values in steps], [max(v) for v in steps]

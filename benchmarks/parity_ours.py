@@ -1,6 +1,6 @@
 """A stage program of this project on the parity task; started by `parity.py`.
 
-Writes final/ and steps.json, the score and the KL of each step, into the folder of the job.
+Writes final/ and steps.json, the numbers of each step, into the folder of the job.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import parity_task
 from parity_recipe import ours
 from parity_task import PAIRS
 
@@ -16,7 +17,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import dpo, ppo
 
 NAMES = {
-    "dpo": {"score": "dpo/accuracy", "kl": "dpo/margin", "loss": "dpo/loss"},
+    "dpo": {"accuracy": "dpo/accuracy", "margin": "dpo/margin", "loss": "dpo/loss"},
     "ppo": {"score": "objective/score", "kl": "objective/kl", "tokens": "rollout/response_tokens"},
 }
 INPUTS = {"dpo": {"sft_model", "comparisons"}, "ppo": {"sft_model", "reward_model", "prompts"}}
@@ -27,6 +28,8 @@ if __name__ == "__main__":
     stage = {"rloo": "grpo"}.get(method, method)
     wanted = INPUTS.get(method, {"sft_model", "prompts"})
     inputs = {name: Path(path) for name, path in given["inputs"].items() if name in wanted}
+    if method in ("grpo", "rloo"):
+        inputs["rewards.0"] = Path(parity_task.__file__)
     config = {stage: ours(method, PAIRS)}
     job = LaunchedJob(stage, "f", given["seed"], config, inputs, {}, folder, 3600.0)
     (dpo if method == "dpo" else ppo).main(job)

@@ -38,7 +38,7 @@ class Recipe:
 
 RECIPES = {
     "ppo": Recipe(1e-3, 0.05, epochs=2, minibatches=2, max_grad_norm=NO_CLIP),
-    "grpo": Recipe(1e-3, 0.04, responses_per_prompt=4, epochs=2),
+    "grpo": Recipe(5e-4, 0.2, responses_per_prompt=4, epochs=2),
     "rloo": Recipe(1e-3, 0.05, responses_per_prompt=4, max_grad_norm=NO_CLIP),
     "dpo": Recipe(3e-4, 0.1),
 }

@@ -32,7 +32,7 @@ from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 
 LETTERS, GOOD = 62, 16
 PAD, EOS = LETTERS, LETTERS + 1
-PROMPTS, HELD_OUT, DRAWS = 800, 256, 8
+PROMPTS, HELD_OUT, DRAWS = 800, 256, 4
 PAIRS = 1600
 WARM_UP = {"policy": 200, "reward_model": 400}
 """Steps on 32 random answers that make the models a seed starts from."""

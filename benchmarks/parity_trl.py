@@ -1,10 +1,11 @@
 """A trainer of TRL on the parity task; started by `parity.py`.
 
-Writes final/ and steps.json, the score and the KL of each step, into the folder of the job.
+Writes final/ and steps.json, the numbers of each step, into the folder of the job.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -133,7 +134,7 @@ def of_dpo() -> Any:
             return SequentialSampler(self.train_dataset)
 
     pairs = Dataset.from_file(f"{given['inputs']['comparisons']}/train.arrow")
-    names = {"score": "rewards/accuracies", "kl": "rewards/margins", "loss": "loss"}
+    names = {"accuracy": "rewards/accuracies", "margin": "rewards/margins", "loss": "loss"}
     trainer = Trainer(
         model=POLICY, args=DPOConfig(**trl(METHOD, str(FOLDER), SEED)),
         train_dataset=ordered(pairs, BATCH), processing_class=tokenizer(),
@@ -144,6 +145,7 @@ def of_dpo() -> Any:
 
 if __name__ == "__main__":
     trainer, policy = {"ppo": of_ppo, "dpo": of_dpo}.get(METHOD, of_groups)()
+    gc.freeze()  # TRL's PPO collects garbage twice a step, and would look at every module
     trainer.train()
     policy.save_pretrained(FOLDER / "final")
     (FOLDER / "steps.json").write_text(json.dumps(steps))
