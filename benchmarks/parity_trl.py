@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     TrainerCallback,
+    set_seed,
 )
 
 from rlhf_pipeline.distributed.batches import step_rows
@@ -144,6 +145,7 @@ def of_dpo() -> Any:
 
 
 if __name__ == "__main__":
+    set_seed(SEED)  # TRL's PPO draws its minibatches from numpy, whose seed it does not set
     trainer, policy = {"ppo": of_ppo, "dpo": of_dpo}.get(METHOD, of_groups)()
     gc.freeze()  # TRL's PPO collects garbage twice a step, and would look at every module
     trainer.train()
