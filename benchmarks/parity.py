@@ -187,18 +187,20 @@ def show(runs: list[dict[str, Any]]) -> None:
 
 
 def plot(runs: list[dict[str, Any]], file: Path) -> None:
-    """Score and KL of each step: the mean over the seeds, and their range."""
-    labels = ("score; DPO: accuracy", "KL, nats; DPO: margin")
+    """Score and KL of each step: the mean over the seeds, and their range. DPO's margin is divided
+    by beta, so that it is in nats, too."""
+    y_labels = ("score; DPO: accuracy", "KL, nats; DPO: margin / beta")
     methods = list(dict.fromkeys(run["method"] for run in runs))
+    titles = [method.upper() for method in methods]
     with panels(
-        file, methods, y_labels=labels, x_label="step", size=(3.2, 5), title="{}"
+        file, titles, y_labels=y_labels, x_label="step", size=(3.2, 5), title="{}"
     ) as of_method:
         for method, (side, color) in product(methods, SIDES.items()):
             own = [run["steps"] for run in runs if (run["method"], run["side"]) == (method, side)]
-            for panel, name in zip(
-                of_method(method), CURVES.get(method, ("score", "kl")), strict=True
-            ):
-                steps = [[step[name] for step in at] for at in zip(*own, strict=True)]
+            unit = RECIPES[method].kl_coef if method == "dpo" else 1.0
+            curves = zip(CURVES.get(method, ("score", "kl")), (1.0, unit), strict=True)
+            for panel, (name, scale) in zip(of_method(method.upper()), curves, strict=True):
+                steps = [[step[name] / scale for step in at] for at in zip(*own, strict=True)]
                 at = range(1, len(steps) + 1)
                 lowest, highest = [min(values) for values in steps], [max(v) for v in steps]
                 panel.fill_between(at, lowest, highest, color=color, alpha=0.15, linewidth=0)
