@@ -89,8 +89,7 @@ def trl(method: str, folder: str, seed: int) -> dict[str, Any]:
         return common | {"max_steps": STEPS, "beta": recipe.kl_coef}
     if method == "ppo":
         return common | {
-            "per_device_train_batch_size": BATCH // recipe.minibatches,
-            "gradient_accumulation_steps": recipe.minibatches,
+            "gradient_accumulation_steps": 1,  # with more, it steps once for several minibatches
             "num_mini_batches": recipe.minibatches, "num_ppo_epochs": recipe.epochs,
             "local_rollout_forward_batch_size": BATCH, "total_episodes": STEPS * BATCH,
             "response_length": RESPONSE_TOKENS, "stop_token": "eos", "missing_eos_penalty": None,

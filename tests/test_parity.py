@@ -87,7 +87,9 @@ def test_both_sides_take_the_same_steps(load):
     recipe = load("parity_recipe")
     ppo = PPOConfig.model_validate(recipe.ours("ppo", 1600))
     theirs = recipe.trl("ppo", "folder", 1)
-    batch = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
+    # TRL's PPO steps once for `gradient_accumulation_steps` minibatches.
+    assert theirs["gradient_accumulation_steps"] == 1
+    batch = theirs["per_device_train_batch_size"]
     assert batch == ppo.rollout_batch_size
     assert theirs["total_episodes"] == ppo.steps * ppo.rollout_batch_size
     assert theirs["num_ppo_epochs"] == ppo.ppo_epochs
