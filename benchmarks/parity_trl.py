@@ -1,0 +1,153 @@
+"""A trainer of TRL on the parity task; started by `parity.py`.
+
+Writes final/ and steps.json, the numbers of each step, into the folder of the job.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from parity_recipe import BATCH, RECIPES, STEPS, trl
+from parity_task import share
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+    set_seed,
+)
+
+from rlhf_pipeline.distributed.batches import step_rows
+
+given = json.loads(sys.argv[1])
+METHOD, SEED, FOLDER = given["method"], given["seed"], Path(given["folder"])
+POLICY = given["inputs"]["sft_model"]
+steps: list[dict[str, float]] = []
+
+
+class Recording(TrainerCallback):
+    """Keeps the logged numbers of each step."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self.names = names
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        if all(name in logs for name in self.names.values()):
+            steps.append({own: float(logs[name]) for own, name in self.names.items()})
+
+
+def ordered(table: Dataset, size: int) -> Dataset:
+    """The rows in the order in which this project draws them, `size` of them a step."""
+    rows = [step_rows(len(table), size, step, SEED) for step in range(STEPS)]
+    return table.select(np.concatenate(rows))
+
+
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(POLICY, padding_side="left")
+
+
+def of_ppo() -> Any:
+    """The trainer and its policy."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    def scalar() -> Any:
+        folder = given["inputs"]["reward_model"]
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+
+    policy, start = (AutoModelForCausalLM.from_pretrained(POLICY) for _ in range(2))
+    prompts = Dataset.from_file(f"{given['inputs']['prompts']}/train.arrow")
+    prompts = prompts.rename_column("prompt_ids", "input_ids").select_columns(["input_ids"])
+    prompts = ordered(prompts, BATCH)
+    trainer = PPOTrainer(
+        args=PPOConfig(**trl(METHOD, str(FOLDER), SEED)), processing_class=tokenizer(),
+        model=policy, ref_model=start, reward_model=scalar(), value_model=scalar(),
+        train_dataset=prompts, eval_dataset=prompts.select(range(BATCH)),
+        callbacks=[Recording({"score": "objective/scores", "kl": "objective/kl"})],
+    )  # fmt: skip
+    trainer.dataloader = DataLoader(prompts, batch_size=BATCH, collate_fn=trainer.data_collator)
+    return trainer, policy
+
+
+def of_groups() -> Any:
+    """The same for GRPO and RLOO, whose own log has no KL of whole responses."""
+    import trl as library
+
+    base = {"grpo": library.GRPOTrainer, "rloo": library.RLOOTrainer}[METHOD]
+    config = {"grpo": library.GRPOConfig, "rloo": library.RLOOConfig}[METHOD]
+    table = Dataset.from_file(f"{given['inputs']['prompts']}/train.arrow")
+    all_ids = table["prompt_ids"][:]
+    shares: list[float] = []
+
+    class Trainer(base):
+        """Its prompts are tokens already; a prompt of the data set is the number of its row."""
+
+        def _tokenize_prompts(self, prompts: list[str]) -> Any:
+            return [all_ids[int(prompt)] for prompt in prompts], None, {}
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            found = super()._generate_and_score_completions(inputs)
+            ids = torch.cat([found["prompt_ids"], found["completion_ids"]], dim=1)
+            mask = torch.cat([found["prompt_mask"], found["completion_mask"]], dim=1)
+            width, chosen = found["completion_ids"].shape[1], found["completion_mask"]
+            with torch.no_grad():
+                own, start = (
+                    self._get_per_token_logps_and_entropies(model, ids, mask, width)[0]
+                    for model in (self.model, self.ref_model)
+                )
+            kl = float(((own - start) * chosen).sum(1).mean())
+            tokens = float(chosen.sum(1).float().mean())
+            steps.append({"score": float(np.mean(shares[-BATCH:])), "kl": kl, "tokens": tokens})
+            return found
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        shares.extend(map(share, completion_ids))
+        return shares[-len(completion_ids) :]
+
+    numbers = Dataset.from_dict({"row": list(range(len(table)))})
+    rows = ordered(numbers, BATCH // RECIPES[METHOD].responses_per_prompt)["row"][:]
+    trainer = Trainer(
+        model=POLICY, reward_funcs=reward, args=config(**trl(METHOD, str(FOLDER), SEED)),
+        train_dataset=Dataset.from_dict({"prompt": [str(row) for row in rows]}),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    return trainer, trainer.model
+
+
+def of_dpo() -> Any:
+    """The same for DPO."""
+    from trl import DPOConfig, DPOTrainer
+
+    class Trainer(DPOTrainer):
+        """Its rows are tokens already, in their order."""
+
+        def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
+            return dataset
+
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    pairs = Dataset.from_file(f"{given['inputs']['comparisons']}/train.arrow")
+    names = {"accuracy": "rewards/accuracies", "margin": "rewards/margins", "loss": "loss"}
+    trainer = Trainer(
+        model=POLICY, args=DPOConfig(**trl(METHOD, str(FOLDER), SEED)),
+        train_dataset=ordered(pairs, BATCH), processing_class=tokenizer(),
+        callbacks=[Recording(names)],
+    )  # fmt: skip
+    return trainer, trainer.model
+
+
+if __name__ == "__main__":
+    set_seed(SEED)  # TRL's PPO draws its minibatches from numpy, whose seed it does not set
+    trainer, policy = {"ppo": of_ppo, "dpo": of_dpo}.get(METHOD, of_groups)()
+    gc.freeze()  # TRL's PPO collects garbage twice a step, and would look at every module
+    trainer.train()
+    policy.save_pretrained(FOLDER / "final")
+    (FOLDER / "steps.json").write_text(json.dumps(steps))
