@@ -61,8 +61,12 @@ def test_each_limit_refuses_a_figure_just_beyond_it(acceptance, name):
 @pytest.mark.parametrize(
     ("name", "missed"),
     [
-        ("ppo", ["last reward", "accuracy after", "lower end of the gain"]),
-        ("grpo", ["accuracy after", "lower end of the gain"]),
+        pytest.param(
+            "ppo",
+            ["last reward", "accuracy after", "lower end of the gain"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param("grpo", ["accuracy after", "lower end of the gain"], marks=pytest.mark.long),
         ("dpo", []),  # `speed` would depend on what else this machine does
     ],
 )

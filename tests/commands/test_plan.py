@@ -70,8 +70,11 @@ def test_a_published_model_on_a_named_gpu_with_the_fix(tmp_path):
     assert "Fix: --params=sft.deepspeed." in text
 
 
+SLOW = "ppo.actor.optimizer.learning_rate=1.5e-4"
+
+
 def test_rates_that_cannot_move_the_policy_are_a_warning(tmp_path):
-    code, printed, log = plan(tmp_path, "--env=tiny", params=["ppo.steps=2"])
+    code, printed, log = plan(tmp_path, "--env=tiny", params=["ppo.steps=2", SLOW])
     assert code == 0, printed + log
     text = " ".join(printed.split())  # two updates with a cosine from 1.5e-4
     assert "ppo hardly trains: the learning rates of its 2 updates sum to 1.5e-04" in text

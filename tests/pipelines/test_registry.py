@@ -76,7 +76,7 @@ def test_an_environment_overrides_single_keys_of_a_block():
         ppo = session.load_context().params["ppo"]
     assert ppo.steps == 3  # tiny
     assert (ppo.kl.coef, ppo.kl.maximum) == (0.5, 3.0)  # command line over base
-    assert ppo.actor.optimizer.learning_rate == 1.5e-4  # embedded
+    assert ppo.actor.optimizer.learning_rate == 3e-4  # embedded
 
 
 @pytest.mark.parametrize("name", ["full", "dpo", "grpo"])
