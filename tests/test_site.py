@@ -23,7 +23,6 @@ EXTERNAL = {
     "kedro.org",
     "keepachangelog.com",
     "mlflow.org",
-    "semver.org",
 }
 """Hosts that pages link to. The tests do not fetch them: check such a link when you add it."""
 
