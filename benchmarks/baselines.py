@@ -162,14 +162,12 @@ def figures(row: Tree) -> Tree:
 
 def cooler(ran: Callable[[str, Tree], Any]) -> Tree:
     """SFT at the temperature that gives the best gold score, against SFT at temperature 1."""
-    usual = ran("full", POLICIES["full"]).answers["sft"]
+    usual = ran("full", POLICIES["full"]).answers["sft_again"]  # independent of the draws below
     rows = []
     for temperature in TRIED_TEMPERATURES:
         sampling = {"evaluate.sampling.temperature": temperature, "evaluate.best_of_n": 0}
         result = ran("full", sampling)
-        own = [one for one in result.answers["sft"] if one.draw == 0]
-        other = [one for one in usual if one.draw == 1]
-        won = win_rate(gold(own), gold(other))
+        won = win_rate(gold(result.answers["sft"]), gold(usual))
         row = figures(result.evaluation["policies"]["sft"]) | {"temperature": temperature}
         rows.append(row | {"rate": won.rate, "lower": won.lower, "upper": won.upper, "kl": None})
     return max(rows, key=lambda row: row["gold_score"])
