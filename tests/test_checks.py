@@ -127,10 +127,10 @@ def test_messages_do_not_repeat_possible_secrets(parameters):
 @pytest.mark.parametrize(
     ("architecture", "positions"),
     [
-        ({"model_type": "gpt2", "n_positions": 120}, 120),
-        ({"model_type": "gpt2", "max_position_embeddings": 120}, 120),
+        ({"model_type": "gpt2", "n_positions": 136}, 136),
+        ({"model_type": "gpt2", "max_position_embeddings": 136}, 136),
         *(
-            ({"model_type": name, "max_position_embeddings": 120}, 120)
+            ({"model_type": name, "max_position_embeddings": 136}, 136)
             for name in ("opt", "llama", "gpt_neox", "qwen2", "qwen3", "mistral")
         ),
         ({"model_type": "gpt2"}, 1024),
