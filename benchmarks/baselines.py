@@ -104,7 +104,9 @@ def main() -> None:
     console = Console(width=140)
     console.print(f"{len(found)} seeds, at commit {commit()}")
     console.print(of_methods(found))
-    console.print(of_seeds(dict(zip(arguments.seeds, found, strict=True))))
+    of = dict(zip(arguments.seeds, found, strict=True))
+    console.print(of_seeds(of))
+    console.print(of_temperatures(of))
     plot(found, FOLDER / "baselines.png")
 
 
@@ -127,7 +129,9 @@ def measure(seed: int, parts: list[str]) -> int:
 
     for part in parts:
         if part == "cooler":
-            found["sft_cooler"] = cooler(ran)
+            found["temperatures"] = temperatures(ran)
+            best = max(found["temperatures"], key=lambda row: row["gold_score"])
+            found["sft_cooler"] = best
         elif part == "hasty":
             folder = root / "hasty"
             folder.mkdir(exist_ok=True)
@@ -146,13 +150,18 @@ def measure(seed: int, parts: list[str]) -> int:
 
 def rows_of(evaluation: Tree) -> Tree:
     """The figures of SFT and of the candidate, and of the best of several answers of SFT."""
-    rates = evaluation["win_rates"]["gold"]
+    controlled = evaluation["win_rates"]["gold"].get("length_controlled")
     rows = {name: figures(row) for name, row in evaluation["policies"].items()}
-    rows[evaluation["candidate"]] |= {key: rates[key] for key in ("rate", "lower", "upper")}
-    if controlled := rates.get("length_controlled"):
+    rows[evaluation["candidate"]] |= ends(evaluation, "gold")
+    if controlled:
         rows[evaluation["candidate"]]["length_controlled"] = controlled["rate"]
     best = {f"best_of_{row['n']}": figures(row) for row in evaluation.get("best_of_n") or []}
     return rows | {name: row for name, row in best.items() if name in NAMES}
+
+
+def ends(evaluation: Tree, judge: str) -> Tree:
+    """The candidate's win rate by a judge with its interval."""
+    return {key: evaluation["win_rates"][judge][key] for key in ("rate", "lower", "upper")}
 
 
 def figures(row: Tree) -> Tree:
@@ -160,8 +169,8 @@ def figures(row: Tree) -> Tree:
     return {key: row[key] for key in ("gold_score", "score", "kl", "response_tokens") if key in row}
 
 
-def cooler(ran: Callable[[str, Tree], Any]) -> Tree:
-    """SFT at the temperature that gives the best gold score, against SFT at temperature 1."""
+def temperatures(ran: Callable[[str, Tree], Any]) -> list[Tree]:
+    """SFT at lower temperatures against SFT at temperature 1, and PPO against SFT at equal ones."""
     usual = ran("full", POLICIES["full"]).answers["sft_again"]  # independent of the draws below
     rows = []
     for temperature in TRIED_TEMPERATURES:
@@ -169,8 +178,10 @@ def cooler(ran: Callable[[str, Tree], Any]) -> Tree:
         result = ran("full", sampling)
         won = win_rate(gold(result.answers["sft"]), gold(usual))
         row = figures(result.evaluation["policies"]["sft"]) | {"temperature": temperature}
-        rows.append(row | {"rate": won.rate, "lower": won.lower, "upper": won.upper, "kl": None})
-    return max(rows, key=lambda row: row["gold_score"])
+        row |= {"rate": won.rate, "lower": won.lower, "upper": won.upper, "kl": None}
+        ppo = figures(result.evaluation["policies"]["ppo"]) | ends(result.evaluation, "gold")
+        rows.append(row | {"ppo": ppo})
+    return rows
 
 
 def hasty() -> Tree:
@@ -212,9 +223,9 @@ def verdict(result: Any, root: Path) -> Tree:
     failed = [one["what"] for one in decided["verdict"]["checks"] if not one["passed"]]
     policies = result.evaluation["policies"]
     gold = {name: policies[name]["gold_score"] for name in ("sft", "ppo")}
-    rate = result.evaluation["win_rates"]["gold"]
-    ends = {key: rate[key] for key in ("rate", "lower", "upper")}
-    return {"promoted": decided["promoted"], "failed": failed, "gold": gold} | ends
+    own = {"promoted": decided["promoted"], "failed": failed, "gold": gold}
+    by_reward_model = ends(result.evaluation, "score")
+    return own | ends(result.evaluation, "gold") | {"by_reward_model": by_reward_model}
 
 
 def of_methods(found: list[Tree]) -> Table:
@@ -251,14 +262,27 @@ def shown(values: list[float]) -> str:
 def of_seeds(found: dict[int, Tree]) -> Table:
     """A row for each seed: PPO against SFT, and what the gate made of it and of the hasty one."""
     table = Table(title="PPO against SFT by the gold score, independent draws")
-    columns = ("seed", "win rate", "promoted", "table knows", "hasty: win rate", "hasty: promoted")
-    for column in columns:
+    columns = ("seed", "win rate", "promoted", "table knows")
+    for column in (*columns, "hasty: win rate", "by its reward model", "promoted"):
         table.add_column(column, justify="right")
     for seed, one in found.items():
         full, hasty, table_of = (one.get(key, {}) for key in ("full", "hasty", "lookup"))
         known = f"{table_of['hits']} of {table_of['requests']}" if table_of else "-"
         refused = "refused" if "refused" in hasty else decision(hasty)
-        table.add_row(str(seed), rate(full), decision(full), known, rate(hasty), refused)
+        proxy = rate(hasty.get("by_reward_model", {}))
+        table.add_row(str(seed), rate(full), decision(full), known, rate(hasty), proxy, refused)
+    return table
+
+
+def of_temperatures(found: dict[int, Tree]) -> Table:
+    """A row for each seed and temperature: SFT and PPO, and their win rate."""
+    table = Table(title="SFT and PPO at equal temperatures")
+    for column in ("seed", "temperature", "SFT gold", "PPO gold", "win rate by gold"):
+        table.add_column(column, justify="right")
+    for seed, one in found.items():
+        for row in one.get("temperatures", []):
+            scores = (f"{each['gold_score']:.2f}" for each in (row, row["ppo"]))
+            table.add_row(str(seed), f"{row['temperature']:g}", *scores, rate(row["ppo"]))
     return table
 
 

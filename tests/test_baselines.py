@@ -1,0 +1,61 @@
+"""What `make baselines` reads from an evaluation, and its lookup table."""
+
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def baselines(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return pytest.importorskip("baselines", reason="matplotlib is not installed")
+
+
+def policy(gold, kl):
+    return {"gold_score": gold, "score": gold / 2, "kl": kl, "response_tokens": 9.0}
+
+
+def evaluation():
+    gold = {"rate": 0.7, "lower": 0.6, "upper": 0.8, "length_controlled": {"rate": 0.65}}
+    return {
+        "candidate": "ppo",
+        "policies": {"sft": policy(1.0, 0.0), "ppo": policy(2.0, 1.5)},
+        "win_rates": {"gold": gold, "score": {"rate": 0.9, "lower": 0.8, "upper": 0.95}},
+        "best_of_n": [policy(1.0, 0.0) | {"n": 1}, policy(1.5, 0.2) | {"n": 2}],
+    }
+
+
+def test_the_candidate_alone_has_a_win_rate(baselines):
+    rows = baselines.rows_of(evaluation())
+    assert rows.keys() == {"sft", "ppo", "best_of_2"}
+    assert rows["ppo"] == policy(2.0, 1.5) | {
+        "rate": 0.7, "lower": 0.6, "upper": 0.8, "length_controlled": 0.65,
+    }  # fmt: skip
+    assert rows["best_of_2"]["gold_score"] == 1.5 and "rate" not in rows["sft"]
+
+
+def test_the_tables_show_each_seed_and_temperature(baselines):
+    ends = {"rate": 0.7, "lower": 0.6, "upper": 0.8}
+    cool = policy(1.8, None) | {"temperature": 0.0, "ppo": policy(2.9, 1.0) | ends}
+    hasty = ends | {"promoted": False, "failed": ["gain"], "by_reward_model": ends}
+    found = {7: {"full": ends | {"promoted": True, "failed": []}, "hasty": hasty,
+                 "lookup": {"hits": 0, "requests": 5}, "temperatures": [cool]}}  # fmt: skip
+    of_seeds = baselines.of_seeds(found)
+    cells = [next(iter(column.cells)) for column in of_seeds.columns]
+    interval = "0.700 [0.600, 0.800]"
+    assert cells == ["7", interval, "yes", "0 of 5", interval, interval, "no: gain"]
+    cells = [next(iter(column.cells)) for column in baselines.of_temperatures(found).columns]
+    assert cells == ["7", "0", "1.80", "2.90", interval]
+
+
+def test_a_mean_has_the_interval_of_students_t(baselines):
+    assert baselines.shown([1.0, 2.0, 3.0]) == "2.00 [-0.48, 4.48]"  # 4.303 / sqrt(3)
+    assert (baselines.shown([1.0]), baselines.shown([])) == ("1.00", "-")
+
+
+def test_no_test_request_is_in_the_lookup_table(baselines):
+    found = baselines.lookup(1)
+    assert found["hits"] == 0 < found["requests"]
+    assert found["gold_score"] < -2  # the answers to other requests
