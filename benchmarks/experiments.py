@@ -90,13 +90,12 @@ def train(start: Start, changes: Tree) -> Path:
     return ppo(start.split, *models, trained, ppo_config(changes), start.seed, start.stages())
 
 
-def compare(start: Start, policy: Path) -> Tree:
-    """The result of stage evaluate for a policy, with the default parameters."""
-    config = EvaluateConfig.model_validate(parameters()["evaluate"])
+def compare(start: Start, policy: Path) -> Path:
+    """The export of stage evaluate for a policy, without the best of several answers of SFT."""
+    config = EvaluateConfig.model_validate(parameters()["evaluate"] | {"best_of_n": 0})
     models = start.sft_model, policy, start.reward_model
     trained = RewardModelConfig.model_validate(parameters()["reward_model"]), ppo_config({})
-    export = evaluate(PPO)(start.split, *models, *trained, config, start.seed, start.stages())
-    return dict(json.loads((export / "evaluation.json").read_text()))
+    return evaluate(PPO)(start.split, *models, *trained, config, start.seed, start.stages())
 
 
 def history(policy: Path) -> list[dict[str, float]]:

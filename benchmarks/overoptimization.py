@@ -7,7 +7,8 @@ The proxies are reward models that are trained on 10%, 30% and 100% of the compa
 learns faster than by default, so that a short run over-optimizes. Each proxy is optimized without a
 constraint, with a bound on the KL, and with the default's KL. An ensemble of three of the weakest
 proxies is optimized by its mean minus its standard deviation (Coste et al. 2023). All scores are of
-unseen requests. Results and plot: benchmarks/results/overoptimization/.
+unseen requests. The gate judges each exported policy twice: by the gold score, and by the proxy, as
+where nobody knows the gold score. Results and plot: benchmarks/results/overoptimization/.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from experiments import (
     RESULTS,
     Start,
     commit,
+    compare,
     history,
+    parameters,
     prepare,
     side_by_side,
     train,
@@ -31,6 +34,10 @@ from experiments import (
 from panels import panels
 from rich.console import Console
 from rich.table import Table
+
+from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, RegisterConfig
+from rlhf_pipeline.evaluation.comparison import read_answers, read_evaluation
+from rlhf_pipeline.evaluation.gate import Evidence, decide
 
 SHARES = (0.1, 0.3, 1.0)
 """Of the comparisons, for a proxy."""
@@ -92,7 +99,26 @@ def run(begin: Start, share: float, constraint: str) -> dict[str, Any]:
         "seed": begin.seed,
         "steps": int(history(policy)[-1]["step"]),
         "exported": next(point for point in course[1:] if point["step"] == exported),
+        "refused": refusals(begin, policy),
         "course": course,
+    }
+
+
+def refusals(begin: Start, policy: Path) -> dict[str, list[str]]:
+    """The conditions of the gate that a policy fails, by the judge that decides."""
+    export = compare(begin, policy)
+    evaluation, answers = read_evaluation(export), read_answers(export)
+    config = RegisterConfig.model_validate(parameters()["register"])
+    evidence = Evidence(
+        candidate=answers[evaluation["candidate"]],
+        baseline=answers["sft"],
+        judge=GOLD,
+        independent=True,
+        reward_model_accuracy=evaluation["reward_model_accuracy_lower"],
+    )
+    return {
+        judge: decide(replace(evidence, judge=judge), config).refusals
+        for judge in (GOLD, REWARD_MODEL)
     }
 
 
@@ -118,6 +144,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         "exported gold",
         "exported proxy",
         "exported KL",
+        "gate, gold",
+        "gate, proxy",
     )
     for column in ("pairs", "constraint", "seed", "steps", *columns):
         table.add_column(column, justify="right")
@@ -125,12 +153,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         best, last = max(row["course"], key=lambda point: point["gold"]), row["course"][-1]
         numbers = [best["gold"], best["kl"], last["gold"], last["proxy"], last["kl"]]
         numbers += [row["exported"][key] for key in ("gold", "proxy", "kl")]
+        conditions = (row["refused"][judge] for judge in (GOLD, REWARD_MODEL))
         table.add_row(
             f"{row['share']:.0%}",
             row["constraint"],
             str(row["seed"]),
             str(row["steps"]),
             *(f"{number:.2f}" for number in numbers),
+            *(f"no: {len(failed)}" if failed else "yes" for failed in conditions),
         )
     Console(width=140).print(table)
 

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.evaluation.comparison import read_evaluation
 
 PLAIN = "plain"
 ALL_THREE = {"ppo_epochs": 4, "rollout_batches": 4, "steps": 12, "minibatch_size": 32}
@@ -83,7 +84,7 @@ def run(start: Start, name: str) -> dict[str, Any]:
         policy = train(start, SETTINGS[name])
     except StageError as error:
         return {"setting": name, "seed": start.seed, "error": str(error)}
-    evaluation, steps = compare(start, policy), history(policy)
+    evaluation, steps = read_evaluation(compare(start, policy)), history(policy)
     config = json.loads((policy / "manifest.json").read_text())["config"]["ppo"]
     gold, ppo = evaluation["win_rates"]["gold"], evaluation["policies"]["ppo"]
     held_out = [step for step in steps if "validation/score" in step]
