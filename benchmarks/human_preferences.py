@@ -39,14 +39,14 @@ from rlhf_pipeline.stages.run import StageRunner
 UNTOUCHED, JUDGE, PROXY = "untouched", "judge", "proxy"
 TOKENS = 64
 SPLIT = {
-    "max_prompt_tokens": 192,
+    "max_prompt_tokens": 256,
     "max_response_tokens": 96,
     "over_long_prompts": "drop",
     "over_long_responses": "drop",
     "max_bad_fraction": 0.01,  # some dialogues of the file are malformed
 }
 HALVES: dict[str, Tree] = {
-    JUDGE: {"weights": [0, 1, 0], "validation_fraction": 0.2, "test_fraction": 0.0},
+    JUDGE: {"weights": [0, 1, 0], "validation_fraction": 0.15, "test_fraction": 0.0},
     PROXY: {"weights": [0, 6, 3], "validation_fraction": 0.1, "test_fraction": 0.2},
 }
 """How the half of each reward model is split."""
