@@ -51,7 +51,7 @@ SOURCE = run(stage="source", config={"source": {"name": "files"}})
                 "sft: running as abcdef01 in ws/sft/abc",
                 "sft: step 1/10  sft/loss 2.000",
                 "sft: step 4/10  sft/loss 1.500  12 s left",
-                "sft: finished in 0 s  sft/loss 1.500",
+                "sft: finished in 0 s  step 4/10  sft/loss 1.500",
             ],
         ),
         (
@@ -133,7 +133,7 @@ def test_the_live_line_is_cut_by_a_narrow_terminal_and_gone_after_an_interruptio
     line = "sft: step 4/10  0:00  0:12 left  scoring: length_reward, 12\N{HORIZONTAL ELLIPSIS}"
     assert shown() == [started, line]
     display.stage_ended(run(), "KILLED", {})
-    assert shown() == [started, "sft: interrupted after 0 s  sft/loss 1.500"]
+    assert shown() == [started, "sft: interrupted after 0 s  step 4/10  sft/loss 1.500"]
 
 
 def test_a_warning_beside_the_live_line_has_a_line_of_its_own(monkeypatch):

@@ -126,8 +126,9 @@ class ProgressDisplay(StageListener):
         self._close()
         if not run.cached:
             seconds = time.monotonic() - progress.started
-            numbers = "  ".join([f"{ENDS[status]} {seconds:.0f} s", *progress.numbers])
-            self._print(f"[bold]{run.title}[/]: {numbers}")
+            steps = [] if progress.total in (None, progress.step) else progress.steps
+            ended = "  ".join([f"{ENDS[status]} {seconds:.0f} s", *steps, *progress.numbers])
+            self._print(f"[bold]{run.title}[/]: {ended}")
 
     def _close(self) -> None:
         if self._live is not None:
