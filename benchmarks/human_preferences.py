@@ -174,7 +174,7 @@ def show(result: Tree) -> None:
     """A table of the policies, and the accuracies of the reward models."""
     console = Console(width=140)
     console.print(f"at commit {result['commit']}")
-    table = Table(title="Against the untouched instruct model, equal draws")
+    table = Table(title="Against the untouched instruct model, independent draws")
     columns = ("policy", "seed", "win rate by the judge", "at equal length", "by the proxy")
     for column in (*columns, "KL, nats", "tokens", "ended"):
         table.add_column(column, justify="right")
@@ -187,7 +187,7 @@ def show(result: Tree) -> None:
                 by_judge, by_proxy = (evaluation["win_rates"][j] for j in (JUDGE, PROXY))
                 rates = [rate(by_judge), rate(by_judge["length_controlled"]), rate(by_proxy)]
             numbers = (f"{summary['kl']:.2f}", f"{summary['response_tokens']:.1f}")
-            table.add_row(name, str(seed), *rates, *numbers, f"{summary['eos_rate']:.1%}")
+            table.add_row(name, str(seed), *rates, *numbers, f"{summary['eos_fraction']:.1%}")
     console.print(table)
     for name, values in result["accuracies"].items():
         console.print(f"{name}: {values}")

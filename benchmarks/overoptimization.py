@@ -162,7 +162,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             *(f"{number:.2f}" for number in numbers),
             *(f"no: {len(failed)}" if failed else "yes" for failed in conditions),
         )
-    Console(width=140).print(table)
+    Console(width=170).print(table)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:

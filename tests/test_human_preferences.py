@@ -40,7 +40,7 @@ def test_dialogues_with_one_first_turn_are_in_one_half(benchmark_script, tmp_pat
 
 def test_the_table_has_the_untouched_model_and_both_judges(benchmark_script, capsys):
     ends = {"lower": 0.4, "upper": 0.6}
-    policy = {"kl": 1.25, "response_tokens": 30.0, "eos_rate": 0.75}
+    policy = {"kl": 1.25, "response_tokens": 30.0, "eos_fraction": 0.75}
     evaluation = {
         "policies": {"untouched": policy | {"kl": 0.0}, "dpo": policy},
         "win_rates": {
