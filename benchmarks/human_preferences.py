@@ -17,7 +17,6 @@ import gzip
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from experiments import LAUNCH, RESULTS, Tree, commit, side_by_side
 from rich.console import Console
@@ -29,6 +28,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
+from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.ppo import ppo
 from rlhf_pipeline.pipelines.preparation import base_model, split
@@ -61,12 +61,12 @@ POLICY_OPTIMIZER = {"optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0}}
 DPO_CONFIG = DPOConfig.model_validate(SUPERVISED | POLICY_OPTIMIZER | {"epochs": 2})
 PPO_CONFIG = PPOConfig.model_validate(
     {
-        "steps": 15,
+        "steps": 10,
         "rollout_batch_size": 32,
         "minibatch_size": 16,
         "ppo_epochs": 2,
         "micro_batch_tokens": 2400,
-        "evaluations": 3,
+        "evaluations": 2,
         "evaluation_prompts": 32,
         "sampling": {"max_response_tokens": TOKENS},
         "kl": {"coef": 0.05, "maximum": 10.0},
@@ -88,19 +88,12 @@ def main() -> None:
     write_halves(given.comparisons, root)
     for name in (JUDGE, PROXY):
         prepare(name, given.model, root)
-    trained = [(JUDGE, 1), *((PROXY, seed) for seed in given.seeds)]
-    list(side_by_side(reward, [(name, seed, given.model, root) for name, seed in trained]))
-    policies = [(method, seed) for seed in given.seeds for method in ("ppo", "dpo")]
-    list(side_by_side(policy, [(method, seed, given.model, root) for method, seed in policies]))
-    compared = side_by_side(compare, [(seed, given.model, root) for seed in given.seeds])
-    found = dict(sorted(compared))
-    accuracies = {
-        f"{name}, seed {seed}": accuracy(reward(name, seed, given.model, root))
-        for name, seed in trained
-    }
-    result = {"commit": commit(), "accuracies": accuracies, "seeds": found}
-    (root / "human_preferences.json").write_text(json.dumps(result, indent=1))
-    show(result)
+    found: dict[str, Tree] = {}
+    for name, row in side_by_side(part, [(n, given.model, root) for n in (JUDGE, *given.seeds)]):
+        found[str(name)] = row
+        result = {"commit": commit(), "parts": found}
+        (root / "human_preferences.json").write_text(json.dumps(result, indent=1))
+        show(result)
 
 
 def write_halves(comparisons: Path, root: Path) -> None:
@@ -143,28 +136,33 @@ def policy(method: str, seed: int, model: str, root: Path) -> Path:
     return ppo(rows, base, scores, REWARD_MODEL, PPO_CONFIG, seed, stages)
 
 
-def compare(seed: int, model: str, root: Path) -> tuple[int, Tree]:
-    """The policies of a seed against the untouched model, by both reward models."""
+def part(name: str | int, model: str, root: Path) -> tuple[str | int, Tree]:
+    """Train the judge; or of a seed the proxy and the policies, which both reward models judge."""
+    if name == JUDGE:
+        return name, {"accuracy": accuracy(reward(JUDGE, 1, model, root))}
+    seed = int(name)
     base, rows, stages = prepare(PROXY, model, root)
-    judges = {JUDGE: reward(JUDGE, 1, model, root), PROXY: reward(PROXY, seed, model, root)}
-    found = {}
-    for method in ("dpo", "ppo"):
-        config = EvaluateConfig.model_validate(
-            {
-                "judges": [{"model": str(path), "name": name} for name, path in judges.items()],
-                "prompts": 160,
-                "precision": "bf16",
-                "sampling": {"max_response_tokens": TOKENS},
-            }
-        )
-        models = {UNTOUCHED: base, method: policy(method, seed, model, root)}
+    proxy = reward(PROXY, seed, model, root)
+    policies = {method: policy(method, seed, model, root) for method in ("dpo", "ppo")}
+    judges = {JUDGE: reward(JUDGE, 1, model, root), PROXY: proxy}
+    config = EvaluateConfig.model_validate(
+        {
+            "judges": [{"model": str(path), "name": name} for name, path in judges.items()],
+            "prompts": 200,
+            "precision": "bf16",
+            "sampling": {"max_response_tokens": TOKENS},
+        }
+    )
+    found: Tree = {"accuracy": accuracy(proxy)}
+    for method, trained in policies.items():
+        models = {UNTOUCHED: base, method: trained}
         prompts = dict.fromkeys(models, rows / "evaluation")
         export = evaluate_models(models, prompts, config, seed, stages)
-        found[method] = json.loads((export / "evaluation.json").read_text())
-    return seed, found
+        found[method] = read_evaluation(export)
+    return name, found
 
 
-def accuracy(model: Path) -> Any:
+def accuracy(model: Path) -> Tree:
     """What the manifest of a reward model says about held-out comparisons."""
     metrics = json.loads((model / "manifest.json").read_text())["metrics"]
     return {name: value for name, value in metrics.items() if "accuracy" in name}
@@ -178,19 +176,18 @@ def show(result: Tree) -> None:
     columns = ("policy", "seed", "win rate by the judge", "at equal length", "by the proxy")
     for column in (*columns, "KL, nats", "tokens", "ended"):
         table.add_column(column, justify="right")
-    for seed, of in result["seeds"].items():
-        rows = {UNTOUCHED: of["dpo"]} | of
-        for name, evaluation in rows.items():
-            summary = evaluation["policies"][name]
-            rates = ["", "", ""]
+    for seed, of in result["parts"].items():
+        console.print(f"{seed if seed == JUDGE else f'{PROXY} of seed {seed}'}: {of['accuracy']}")
+        methods = [name for name in of if name != "accuracy"]
+        for name in (UNTOUCHED, *methods) if methods else ():
+            evaluation = of[methods[0] if name == UNTOUCHED else name]
+            summary, rates = evaluation["policies"][name], ["", "", ""]
             if name != UNTOUCHED:
                 by_judge, by_proxy = (evaluation["win_rates"][j] for j in (JUDGE, PROXY))
                 rates = [rate(by_judge), rate(by_judge["length_controlled"]), rate(by_proxy)]
             numbers = (f"{summary['kl']:.2f}", f"{summary['response_tokens']:.1f}")
-            table.add_row(name, str(seed), *rates, *numbers, f"{summary['eos_fraction']:.1%}")
+            table.add_row(name, seed, *rates, *numbers, f"{summary['eos_fraction']:.1%}")
     console.print(table)
-    for name, values in result["accuracies"].items():
-        console.print(f"{name}: {values}")
 
 
 def rate(row: Tree | None) -> str:

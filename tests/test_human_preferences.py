@@ -49,9 +49,11 @@ def test_the_table_has_the_untouched_model_and_both_judges(benchmark_script, cap
         },
     }
     of = {"dpo": evaluation, "ppo": evaluation | {"policies": {"untouched": policy, "ppo": policy}}}
-    accuracies = {"judge, seed 1": {"validation/accuracy": 0.62}}
-    benchmark_script.show({"commit": "abc", "seeds": {1: of}, "accuracies": accuracies})
-    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    accuracy = {"accuracy": {"validation/accuracy": 0.62}}
+    benchmark_script.show({"commit": "abc", "parts": {"judge": accuracy, "1": accuracy | of}})
+    out = capsys.readouterr().out
+    assert "proxy of seed 1: {'validation/accuracy': 0.62}" in out
+    lines = [line.split("│")[1:-1] for line in out.splitlines() if "│" in line]
     rows = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
     assert rows["untouched"] == ["1", "", "", "", "0.00", "30.0", "75.0%"]
     assert rows["dpo"][1:4] == [
