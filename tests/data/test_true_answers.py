@@ -147,11 +147,21 @@ def test_a_split_of_an_earlier_version_suits_what_reads_no_true_answers(split: P
     require_true_answers(split, TypeAdapter(Rewards).validate_python(["trained"]), ())
 
 
-# --- the example of docs/ppo.md -------------------------------------------------------------------
+# --- the reward of docs/ppo.md --------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs/ppo.md").read_text()
 EXAMPLE = PAGE[PAGE.index("## Rewards") :]
-FUNCTION, PARAMETERS = re.findall(r"```(?:python|yaml)\n(.*?)```", EXAMPLE, re.DOTALL)[:2]
+(FUNCTION,) = re.findall(r"```python\n(.*?)```", EXAMPLE, re.DOTALL)
+PARAMETERS = """
+ppo:
+  rewards: ["my_rewards.py:exact_match"]
+split:
+  sources:
+    - {name: files, path: demonstrations.jsonl, columns: {prompt: question, response: solution}}
+    - {name: files, path: pairs.jsonl}
+    - {name: files, path: sums.jsonl, columns: {prompt: question, reference: answer}}
+  without_reference: drop
+"""
 ROWS = {
     "demonstrations": [{"question": f"How {n}?", "solution": "So."} for n in range(20)],
     "pairs": [{"prompt": f"Why {n}?", "chosen": "So.", "rejected": "No."} for n in range(20)],
@@ -200,7 +210,9 @@ def test_the_example_of_the_page_rewards_right_answers_alone(example, load, tmp_
     assert defined["exact_match"](prompts, wrong, references) == [0.0] * 16
 
 
-def test_the_example_of_the_page_is_refused_without_its_last_line(example, tmp_path) -> None:
+def test_prompts_without_true_answers_are_refused_unless_they_are_dropped(
+    example, tmp_path
+) -> None:
     rewards = example(without_reference="error")
     with pytest.raises(DataError, match=r"in ppo/train\.arrow \(files \(pairs\.jsonl\) \d+\), "):
         require_true_answers(tmp_path / "out", rewards, ())
