@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from documented_code import documented_files
+from extending_page import EXAMPLE
 
 PROJECT = Path(__file__).parents[1]
 PACKAGE = PROJECT / "src" / "rlhf_pipeline"
@@ -20,6 +20,7 @@ PATH = re.compile(r"(?<![\w./<{$-])(?:[\w-]+/)+[\w.-]*\.(?:py|md|ya?ml|ipynb|tom
 MODULE = re.compile(r"\brlhf_pipeline(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+EXCERPT = re.compile(r"^`([\w./-]+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TREE_LINE = re.compile(r"^((?:  )*)([\w./-]+)(?:  +\S.*)?$")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -31,7 +32,9 @@ def folders_of(root: Path) -> set[str]:
     return {path.name for path in folders if any(path.rglob("*.py"))}
 
 
-OWN_FOLDERS = folders_of(PACKAGE) | {"src", "docs", "tests", "conf", "benchmarks", "notebooks"}
+OWN_FOLDERS = folders_of(PACKAGE) | {
+    "src", "docs", "tests", "conf", "benchmarks", "examples", "notebooks",
+}  # fmt: skip
 RESULTS = ("conf/local/", "data/tiny/", "data/03_split/")
 """Files of the user, and of runs."""
 
@@ -58,25 +61,19 @@ def tree(page: Path) -> list[str]:
 
 @pages
 def test_files_exist(page):
-    created = documented_files(EXTENDING)
     for path in PATH.findall(page.read_text()):
         if path.split("/")[0] not in OWN_FOLDERS or path.startswith(RESULTS):
             continue
-        places = (PROJECT / path, PACKAGE / path, page.parent / path)
-        is_example = page == EXTENDING and (path in created or path.startswith("conf/base/"))
-        assert is_example or any(place.exists() for place in places), f"{page.name}: {path}"
+        places = (PROJECT / path, PACKAGE / path, page.parent / path, EXAMPLE / path)
+        assert any(place.exists() for place in places), f"{page.name}: {path}"
 
 
 @pages
 def test_modules_exist(page):
-    created = documented_files(EXTENDING)
     for name in MODULE.findall(FENCE.sub("", page.read_text())):
         path = Path("src", *name.split("."))
-        exists = any(
-            (PROJECT / file).exists() or str(file) in created
-            for file in (path, path.with_suffix(".py"), path.parent.with_suffix(".py"))
-        )
-        assert exists, f"{page.name}: {name}"
+        files = (path, path.with_suffix(".py"), path.parent.with_suffix(".py"))
+        assert any((PROJECT / file).exists() for file in files), f"{page.name}: {name}"
 
 
 @pages
@@ -107,24 +104,26 @@ def test_the_architecture_lists_every_module_outside_the_packages():
     assert {path.name for path in PACKAGE.glob("[!_]*.py")} <= listed
 
 
-@pytest.mark.parametrize("path", documented_files(EXTENDING))
-def test_the_examples_import_names_that_exist(path):
-    for node in ast.walk(ast.parse(documented_files(EXTENDING)[path])):
+def test_the_examples_are_parts_of_the_example_package():
+    excerpts = dict(EXCERPT.findall(EXTENDING.read_text()))
+    assert len(excerpts) > 3
+    for path, text in excerpts.items():
+        assert text in (EXAMPLE / path).read_text(), path
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLE.rglob("*.py")), ids=lambda path: path.name)
+def test_the_examples_import_names_that_exist(example):
+    for node in ast.walk(ast.parse(example.read_text())):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("rlhf_"):
             continue
         file = PROJECT / "src" / Path(*node.module.split("."))
-        if file.is_dir():
-            assert all(
-                (file / f"{a.name}.py").exists() or (file / a.name).is_dir() for a in node.names
-            )
-            continue
         text = file.with_suffix(".py").read_text()
         for alias in node.names:
             assert re.search(
                 rf"^(?:def |class )?{alias.name}\b|^ *from .* import [^)]*\b{alias.name}\b",
                 text,
                 re.M,
-            ), f"{path}: {node.module} has no {alias.name}"
+            ), f"{example.name}: {node.module} has no {alias.name}"
 
 
 def test_python_blocks_compile():

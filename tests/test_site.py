@@ -106,9 +106,7 @@ def test_every_parameter_and_command_is_on_its_page(site):
 
 def documented_metrics() -> dict[str, str]:
     """What healthy looks like, by metric or pattern of metrics."""
-    rows = re.findall(
-        r"^\| (`.+?`) \| .+? \| (.+?) \|$", (PROJECT / "docs/metrics.md").read_text(), re.M
-    )
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|$", (PROJECT / "docs/metrics.md").read_text(), re.M)
     return {name: healthy for names, healthy in rows for name in re.findall(r"`(.+?)`", names)}
 
 

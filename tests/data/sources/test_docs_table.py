@@ -11,7 +11,8 @@ from pathlib import Path
 from rlhf_pipeline.data.source import MODULES, find_source
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
-HEADER = ("source", "holds", "description")
+HEADER = ("holds", "sources")
+DESCRIBED = re.compile(r"`([\w./-]+)` \(((?:[^()]|\([^()]*\))*)\)")
 
 
 def documented() -> str:
@@ -23,12 +24,14 @@ def documented() -> str:
 
 
 def markdown_table() -> str:
-    """One row per source, in the order of the registry."""
-    rows = [line.strip("| ").split(" | ") for line in documented().splitlines()]
-    described = {name: description for name, *_, description in rows}
-    sources = map(find_source, MODULES)
+    """One row per kind; the sources are in the order of the registry."""
+    described = dict(DESCRIBED.findall(documented()))
+    kinds: dict[str, list[str]] = {}
+    for source in map(find_source, MODULES):
+        text = described.get(source.name, "DESCRIPTION")
+        kinds.setdefault(source.kind, []).append(f"`{source.name}` ({text})")
     lines = [HEADER, ("---",) * len(HEADER)]
-    lines += [(f"`{s.name}`", s.kind, described.get(f"`{s.name}`", "DESCRIPTION")) for s in sources]
+    lines += [(kind, ", ".join(sources)) for kind, sources in kinds.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -134,18 +134,24 @@ def test_every_failure_has_either_a_pattern_or_a_signal_and_advice_in_sentences(
 
 
 def as_markdown() -> str:
-    """The known failures as a Markdown table."""
-    rows = [("symptom", "cause", "fix"), ("---",) * 3]
+    """The known failures as a Markdown table, those with equal remedies in one row.
+
+    The message of a stage has the cause as well.
+    """
+    rows: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}  # symptoms and fixes, by remedies
     for hint in HINTS:
         fields: dict[tuple[str, str], list[str]] = {}  # by the words around them
         for remedy in hint.remedies:
             before, field, after = re.split("[{}]", remedy)
             fields.setdefault((before, after), []).append(f"`{field}`")
         changes = [f"{before}{', '.join(of)}{after}" for (before, after), of in fields.items()]
-        fix = " ".join([*changes, *filter(None, [hint.advice])])
-        rows.append((f"`{hint.patterns[0] if hint.patterns else hint.signal}`", hint.cause, fix))
+        symptoms, fixes = rows.setdefault((*hint.remedies,) or (hint.name,), ([], changes))
+        symptoms.append(f"`{hint.patterns[0] if hint.patterns else hint.signal}`")
+        fixes += filter(None, [hint.advice])
+    cells = [(", ".join(symptoms), " ".join(fixes)) for symptoms, fixes in rows.values()]
+    table = [("symptom", "fix"), ("---",) * 2, *cells]
     bar = "\\|"
-    return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in rows)
+    return "\n".join(f"| {' | '.join(cell.replace('|', bar) for cell in row)} |" for row in table)
 
 
 def test_the_documentation_contains_the_table():
