@@ -113,8 +113,8 @@ def test_a_phase_that_gets_no_prompt_is_an_error(prompts: int, empty: str, left:
         f"{empty}: found none of {prompts} distinct conversations, expected at least 1 "
         f"(sizes: test 0, validation 0, {left}; "
         f"able to serve: sft {prompts}, reward_model {prompts}, ppo {prompts}). "
-        "Fix: add data, or change weights, validation_fraction or test_fraction "
-        "(0 disables a part)."
+        "Fix: add data, set a phase's stages to null, or change weights, validation_fraction or "
+        "test_fraction (0 disables a part)."
     )
 
 

@@ -321,6 +321,7 @@ def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.
         )
         raise DataError(
             f"{', '.join(empty)}: found none of {len(parts)} distinct conversations, expected at "
-            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, or change "
-            "weights, validation_fraction or test_fraction (0 disables a part)."
+            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, set a "
+            "phase's stages to null, or change weights, validation_fraction or test_fraction (0 "
+            "disables a part)."
         )
