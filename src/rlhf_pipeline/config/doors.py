@@ -207,7 +207,7 @@ def source_file(place: str) -> Path:
     if location.endswith(".py"):
         path = Path(location).expanduser()
         if not path.is_file():
-            raise ConfigError(f"{place}: found no file {path.resolve()}")
+            raise ConfigError(f"{place}: found no file {path.resolve()}. Fix: check the spelling")
         return path
     folders: Sequence[str] | None = None
     names = location.split(".")
