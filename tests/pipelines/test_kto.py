@@ -1,4 +1,4 @@
-"""The pipeline `kto` by its command line: real launches on two CPU ranks."""
+"""The pipeline `kto` by its command line: real launches on one CPU rank."""
 
 import json
 import shutil
@@ -27,7 +27,8 @@ def test_kto_learns_from_thumbs_beside_comparisons(tmp_path):
     shutil.copytree(PROJECT / "conf", tmp_path / "conf")
     parameters = tmp_path / "conf" / "local" / "parameters.yml"
     parameters.write_text(json.dumps({"split": {"sources": sources}}))  # JSON is YAML
-    output = own.kedro("--pipeline=kto", f"--conf-source={tmp_path / 'conf'}")
+    conf = f"--conf-source={tmp_path / 'conf'}"
+    output = own.kedro("--pipeline=kto", conf, params="launch.processes=1")
     assert "evaluate_kto: running" in output and "dpo: running" not in output
     with pa.ipc.open_stream(own.newest("03_split/split") / "kto" / "train.arrow") as stream:
         rows = stream.read_all().to_pylist()

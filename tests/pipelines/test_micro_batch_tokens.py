@@ -3,6 +3,7 @@ number."""
 
 import json
 import os
+import shutil
 
 import pytest
 from conftest import Project
@@ -24,8 +25,13 @@ sys.addaudithook(fail)
 """
 
 
-def test_an_interrupted_run_resumes_with_the_number_that_it_began_with(tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_with_the_number_that_it_began_with(
+    project, tmp_path, monkeypatch
+):
     flag, own = tmp_path / "flag", Project(tmp_path / "own")
+    for stage in ("source", "base_model", "split"):
+        folder = own.root / "07_workspace" / stage
+        shutil.copytree(project.root / "07_workspace" / stage, folder)
     (tmp_path / "sitecustomize.py").write_text(FAILS_ONCE.format(flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     params = "sft.checkpoint_every=1,sft.micro_batch_tokens=auto"

@@ -1,4 +1,8 @@
-"""From the base model by GRPO, DPO, rejection sampling, distillation: launches on two CPU ranks."""
+"""From the base model by GRPO, DPO, rejection sampling, distillation: real launches.
+
+One rank trains, because `tests/strict/test_programs.py` runs the same programs on two; rejection
+sampling has two here.
+"""
 
 import json
 import re
@@ -33,6 +37,7 @@ def road(tmp_path):
                 "vocab_size": 512,
                 "architecture": {"hidden_size": 32, "num_hidden_layers": 2},
             },
+            "launch": {"processes": 1},
             "sft": None,
             "ppo": None,
             "split": {"sources": [source], "validation_fraction": 0.1, "test_fraction": 0.2},
@@ -117,6 +122,7 @@ def test_rejection_trains_the_base_model_on_the_best_of_its_answers(road, tmp_pa
     own = road(
         "rejection",
         [{"prompt": f"What is {n} + 1?"} for n in range(80)],
+        launch={"processes": 2},
         reward_model=None,
         rejection={
             "sample": {

@@ -221,7 +221,15 @@ def require_equal(directory: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ppo", [{}, GROUPS], indirect=True, ids=["gae", "resampled groups"])
+@pytest.mark.parametrize(
+    "ppo",
+    [
+        pytest.param({}, id="gae"),
+        # `tests/strict/test_programs.py` resumes resampled groups in the same processes.
+        pytest.param(GROUPS, id="resampled groups", marks=pytest.mark.long),
+    ],
+    indirect=True,
+)
 def test_resumed_ppo_equals_uninterrupted_ppo_after_its_driver_was_killed(ppo):
     directory = ppo.interrupt("interrupted", 1, kill_driver)
     assert not (directory / "export" / "manifest.json").exists()
