@@ -22,6 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 from experiments import PROJECT, RESULTS, Tree, commit, parameters, side_by_side
 from matplotlib import pyplot as plt
 from rich.console import Console
@@ -101,7 +102,7 @@ def main() -> None:
     for seed in side_by_side(measure, [(seed, arguments.only) for seed in arguments.seeds]):
         print(f"seed {seed}: done", flush=True)
     found = [json.loads((FOLDER / f"{seed}.json").read_text()) for seed in arguments.seeds]
-    console = Console(width=140)
+    console = Console(width=170)
     console.print(f"{len(found)} seeds, at commit {commit()}")
     console.print(of_methods(found))
     of = dict(zip(arguments.seeds, found, strict=True))
@@ -239,6 +240,7 @@ def of_methods(found: list[Tree]) -> Table:
         "at equal length",
         "KL",
         "tokens",
+        "gold minus best of n",
     ):
         table.add_column(column, justify="right" if column else "left")
     keys = ("gold_score", "score", "rate", "length_controlled", "kl", "response_tokens")
@@ -246,8 +248,23 @@ def of_methods(found: list[Tree]) -> Table:
         rows = [one[name] for one in found if name in one]
         if rows:
             cells = ([row[key] for row in rows if row.get(key) is not None] for key in keys)
-            table.add_row(title, *map(shown, cells))
+            above = [above_frontier(one, name) for one in found if name in one and name in COLORS]
+            table.add_row(title, *map(shown, [*cells, above]))
     return table
+
+
+def above_frontier(one: Tree, name: str) -> float:
+    """A policy's gold score minus that of the best of n of SFT at the same KL.
+
+    The frontier is linear in the square root of KL, and constant beyond its last point.
+    """
+    points = [
+        one[each] for each in ("sft", *(each for each in NAMES if each.startswith("best_of")))
+    ]
+    at = [math.sqrt(max(each["kl"], 0.0)) for each in points]
+    gold_scores = [each["gold_score"] for each in points]
+    frontier = np.interp(math.sqrt(max(one[name]["kl"], 0.0)), at, gold_scores)
+    return float(one[name]["gold_score"] - frontier)
 
 
 def shown(values: list[float]) -> str:
@@ -275,14 +292,21 @@ def of_seeds(found: dict[int, Tree]) -> Table:
 
 
 def of_temperatures(found: dict[int, Tree]) -> Table:
-    """A row for each seed and temperature: SFT and PPO, and their win rate."""
+    """A row for each temperature: means of SFT and PPO over the seeds, and the seeds' win rates."""
     table = Table(title="SFT and PPO at equal temperatures")
-    for column in ("seed", "temperature", "SFT gold", "PPO gold", "win rate by gold"):
+    for column in ("temperature", "SFT gold", "PPO gold", "win rates by gold", "lowest lower end"):
         table.add_column(column, justify="right")
-    for seed, one in found.items():
+    of: dict[float, list[tuple[Tree, Tree]]] = {}
+    for one in found.values():
+        if "full" in one:
+            of.setdefault(1.0, []).append((one["sft"], one["ppo"]))
         for row in one.get("temperatures", []):
-            scores = (f"{each['gold_score']:.2f}" for each in (row, row["ppo"]))
-            table.add_row(str(seed), f"{row['temperature']:g}", *scores, rate(row["ppo"]))
+            of.setdefault(row["temperature"], []).append((row, row["ppo"]))
+    for temperature, pairs in of.items():
+        scores = (shown([pair[of_ppo]["gold_score"] for pair in pairs]) for of_ppo in (0, 1))
+        rates, lowers = ([ppo[key] for _, ppo in pairs] for key in ("rate", "lower"))
+        spread = f"{min(rates):.3f} to {max(rates):.3f}"
+        table.add_row(f"{temperature:g}", *scores, spread, f"{min(lowers):.3f}")
     return table
 
 

@@ -41,13 +41,26 @@ def test_the_tables_show_each_seed_and_temperature(baselines):
     cool = policy(1.8, None) | {"temperature": 0.0, "ppo": policy(2.9, 1.0) | ends}
     hasty = ends | {"promoted": False, "failed": ["gain"], "by_reward_model": ends}
     found = {7: {"full": ends | {"promoted": True, "failed": []}, "hasty": hasty,
+                 "sft": policy(1.0, 0.0), "ppo": policy(2.0, 1.5) | ends,
                  "lookup": {"hits": 0, "requests": 5}, "temperatures": [cool]}}  # fmt: skip
     of_seeds = baselines.of_seeds(found)
     cells = [next(iter(column.cells)) for column in of_seeds.columns]
     interval = "0.700 [0.600, 0.800]"
     assert cells == ["7", interval, "yes", "0 of 5", interval, interval, "no: gain"]
-    cells = [next(iter(column.cells)) for column in baselines.of_temperatures(found).columns]
-    assert cells == ["7", "0", "1.80", "2.90", interval]
+    columns = baselines.of_temperatures(found).columns
+    rows = list(zip(*(column.cells for column in columns), strict=True))
+    spread = "0.700 to 0.700", "0.600"
+    assert rows == [("1", "1.00", "2.00", *spread), ("0", "1.80", "2.90", *spread)]
+
+
+def test_the_frontier_is_linear_in_the_root_of_kl_and_ends_at_its_last_point(baselines):
+    one = {"sft": policy(1.0, 0.0), "ppo": policy(2.0, 0.25), "dpo": policy(2.0, 9.0)}
+    for n, (gold, kl) in {2: (1.5, 0.25), 4: (2.0, 1.0), 8: (2.2, 2.25), 16: (2.5, 4.0)}.items():
+        one[f"best_of_{n}"] = policy(gold, kl)
+    assert baselines.above_frontier(one, "ppo") == 0.5
+    assert baselines.above_frontier(one, "dpo") == -0.5
+    one["ppo"]["kl"] = 0.5625  # the square root is halfway between those of best of 2 and of 4
+    assert baselines.above_frontier(one, "ppo") == pytest.approx(0.25)
 
 
 def test_a_mean_has_the_interval_of_students_t(baselines):
