@@ -58,7 +58,7 @@ MODEL: Tree = {
 SUPERVISED = MODEL | {"batch_size": 16, "micro_batch_tokens": 2400, "evaluations": 2}
 REWARD_MODEL = RewardModelConfig.model_validate(SUPERVISED | {"epochs": 2})
 POLICY_OPTIMIZER = {"optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0}}
-DPO_CONFIG = DPOConfig.model_validate(SUPERVISED | POLICY_OPTIMIZER | {"epochs": 2})
+DPO_CONFIG = DPOConfig.model_validate(SUPERVISED | POLICY_OPTIMIZER | {"epochs": 1})
 PPO_CONFIG = PPOConfig.model_validate(
     {
         "steps": 10,
