@@ -243,6 +243,8 @@ def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path):
             shown = page.find_element(By.TAG_NAME, "body").text
         for text in ("rlhf.verdict", "eval/win_rate", "0.61", "eval/score", "1.5"):
             assert text in shown, shown
+        started = [str(program.info["cmdline"]) for program in descendants(server.pid)]
+        assert not [line for line in started if "mlflow.server.jobs" in line]
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait()
