@@ -268,12 +268,11 @@ def above_frontier(one: Tree, name: str) -> float:
 
 
 def shown(values: list[float]) -> str:
-    """A mean with its interval."""
+    """A mean with the half width of its interval."""
     if len(values) < 2:
         return f"{values[0]:.2f}" if values else "-"
     half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.mean(values)
-    return f"{mean:.2f} [{mean - half:.2f}, {mean + half:.2f}]"
+    return f"{statistics.mean(values):.2f}±{half:.2f}"
 
 
 def of_seeds(found: dict[int, Tree]) -> Table:

@@ -64,7 +64,7 @@ def test_the_frontier_is_linear_in_the_root_of_kl_and_ends_at_its_last_point(bas
 
 
 def test_a_mean_has_the_interval_of_students_t(baselines):
-    assert baselines.shown([1.0, 2.0, 3.0]) == "2.00 [-0.48, 4.48]"  # 4.303 / sqrt(3)
+    assert baselines.shown([1.0, 2.0, 3.0]) == "2.00±2.48"  # 4.303 / sqrt(3)
     assert (baselines.shown([1.0]), baselines.shown([])) == ("1.00", "-")
 
 
