@@ -73,6 +73,13 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 20, 20)
 
 
+def pytest_runtest_teardown():
+    """Spare them what later imports made, too: programs collect the garbage of each model."""
+    if len(gc.get_objects()) > 20_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_ambient_tracking(monkeypatch, tmp_path):
     """Keep tests out of the MLflow store of the project."""
