@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
-from conftest import PROJECT, Project
+from conftest import PROJECT
 from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.cli import cli
@@ -19,9 +19,9 @@ JUDGE = (
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
+def project(new_project, tmp_path_factory):
     """A folder of results without a run."""
-    return Project(tmp_path_factory.mktemp("project"))
+    return new_project(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(scope="module")
