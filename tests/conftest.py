@@ -73,6 +73,13 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 20, 20)
 
 
+def pytest_runtest_teardown():
+    """Spare them what later imports made, too: programs collect the garbage of each model."""
+    if len(gc.get_objects()) > 20_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_ambient_tracking(monkeypatch, tmp_path):
     """Keep tests out of the MLflow store of the project."""
@@ -318,11 +325,40 @@ class Project:
 
 
 @pytest.fixture(scope="session")
-def _full_run(tmp_path_factory, request):
+def shared(tmp_path_factory, request):
+    """A temporary folder of all workers."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if hasattr(request.config, "workerinput") else own
+
+
+@pytest.fixture(scope="session")
+def empty_database(shared):
+    """A tracking store to copy, made by one worker, because its tables take a second."""
+    from rlhf_pipeline.tracking.store import connect
+
+    folder = shared / "database"
+    database = folder / "mlflow.db"
+    with FileLock(shared / "database.lock"):
+        if not database.exists():
+            connect(f"sqlite:///{database}", folder)
+    return database
+
+
+@pytest.fixture(scope="session")
+def new_project(empty_database):
+    """Makes a `Project` in a folder, with an empty tracking store."""
+
+    def make(root: Path) -> Project:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.copy(empty_database, root / "mlflow.db")
+        return Project(root)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _full_run(shared):
     """Two folders with the same full run, one to change and one to read, made by one worker."""
-    shared = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):
-        shared = shared.parent
     # A shell would split or execute the name.
     name = 'it\'s a "root"\nof $HOME; touch `executed` & # 100% <é>\\'
     root, copy, output = shared / "project" / name, shared / "copy" / name, shared / "project.log"

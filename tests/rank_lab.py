@@ -56,11 +56,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def _results(on_ranks, make_model, program_inputs, tmp_path_factory, request):
+def _results(on_ranks, make_model, program_inputs, shared):
     """The results of all cases by file, from one launch by whichever worker is first."""
-    shared = tmp_path_factory.getbasetemp()
-    if hasattr(request.config, "workerinput"):
-        shared = shared.parent
     with FileLock(shared / "rank_lab.lock"):
         found = shared / "rank_lab.json"
         if not found.exists():

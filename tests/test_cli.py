@@ -190,7 +190,8 @@ def test_a_pipe_gets_rows_in_one_line():
     assert ended.stdout.count(b"\n") == 1
 
 
-def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path):
+def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path, empty_database):
+    shutil.copy(empty_database, tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     tracker = MlflowTracker(uri, tmp_path)
     tracker.describe("full tiny", {})

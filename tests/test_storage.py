@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, Project, end_group
+from conftest import PROJECT, end_group
 from waiting import wait_until
 
 from rlhf_pipeline.runtime.manifest import content_digest
@@ -25,13 +25,12 @@ def finished_in(output: str) -> list[str]:
 
 
 @pytest.fixture
-def machine(bucket, tmp_path):
+def machine(bucket, new_project, tmp_path):
     """Makes machines with empty disks that share the store."""
     keys = {name: os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
 
     def make(name):
-        (tmp_path / name).mkdir()
-        made = Project(tmp_path / name)
+        made = new_project(tmp_path / name)
         made.secrets = keys
         return made
 

@@ -24,10 +24,12 @@ TIMES = [f"2026-01-0{day}T00.00.00.000Z" for day in (1, 2, 3)]
 class Shelf:
     """Three published versions of a model, none of which the workspace contains."""
 
-    def __init__(self, root) -> None:
+    def __init__(self, root, empty_database) -> None:
         self.root = root
         (root / "workspace").mkdir()
         self.models = [self.publish(time) for time in TIMES]
+        for name in ("team.db", "mlflow.db"):
+            shutil.copy(empty_database, root / name)
         self.registry = f"sqlite:///{root}/team.db"
 
     def publish(self, time):
@@ -76,9 +78,9 @@ class Shelf:
 
 
 @pytest.fixture
-def shelf(tmp_path):
+def shelf(tmp_path, empty_database):
     """Three versions of a model."""
-    return Shelf(tmp_path)
+    return Shelf(tmp_path, empty_database)
 
 
 def test_the_registry_of_the_runs_protects_its_versions(shelf, monkeypatch):

@@ -4,8 +4,11 @@ import json
 import shutil
 
 import pytest
-from conftest import Project
+from click.testing import CliRunner
+from conftest import PROJECT
+from kedro.framework.startup import bootstrap_project
 
+from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands.evaluate import evaluation_config, judge_of, labels, source_of
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError
@@ -16,9 +19,9 @@ JUDGE = (
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
+def project(new_project, tmp_path_factory):
     """A folder of results without a run."""
-    return Project(tmp_path_factory.mktemp("project"))
+    return new_project(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +80,14 @@ def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(projec
         (["/nowhere/one", "two", "--judge=exact"], "/nowhere/one"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_a_launch(project, arguments, message):
-    shown = project.kedro(*arguments, command="rlhf evaluate", check=False)
-    assert message in " ".join(shown.split())
-    assert "running" not in shown
+def test_what_cannot_be_compared_is_refused_before_a_launch(tmp_path, arguments, message):
+    options = ["--env=tiny", f"--params=root={tmp_path / 'root'}"]
+    done = CliRunner().invoke(
+        cli, ["rlhf", "evaluate", *arguments, *options], obj=bootstrap_project(PROJECT)
+    )
+    assert done.exit_code != 0
+    assert message in " ".join(done.output.split())
+    assert not (tmp_path / "root" / "07_workspace").exists()
 
 
 def test_models_have_short_names_of_their_own():

@@ -24,25 +24,34 @@ from rlhf_pipeline.sizing.hardware import named
 PROJECT = Path(__file__).parents[2]
 
 
-def plan(root, *options, python=(), params=()):
-    """Run the command; return its exit code and its output."""
+def parameters(root, params):
+    return f"--params={','.join([f'root={json.dumps(str(root))}', *params])}"
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path):
+    """Runs the command in this process; returns its exit code and its output."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def plan(*options, root=tmp_path, params=()):
+        arguments = ["rlhf", "plan", parameters(root, params), *options]
+        done = CliRunner().invoke(cli, arguments, obj=bootstrap_project(PROJECT))
+        return done.exit_code, done.stdout, done.stderr
+
+    return plan
+
+
+def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
+    command = [sys.executable, "-X", "importtime", "-m", "kedro", "rlhf", "plan"]
     done = subprocess.run(
-        [
-            *(sys.executable, *python, "-m", "kedro", "rlhf", "plan"),
-            f"--params={','.join([f'root={json.dumps(str(root))}', *params])}",
-            *options,
-        ],
+        [*command, "--env=tiny", "--json", parameters(tmp_path, [])],
         cwd=PROJECT,
         env=os.environ | {"PYTHONPATH": str(PROJECT / "src"), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
-    code, printed, log = plan(tmp_path, "--env=tiny", "--json", python=("-X", "importtime"))
-    assert code == 0, printed + log
+    printed, log = done.stdout, done.stderr
+    assert done.returncode == 0, printed + log
     found = json.loads(printed)
     assert found["hardware"]["ranks"] == 2
     assert found["lengths"] == "limits"
@@ -58,9 +67,9 @@ def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
     assert imported & {"torch", "transformers", "deepspeed"} == set()
 
 
-def test_a_published_model_on_a_named_gpu_with_the_fix(tmp_path):
+def test_a_published_model_on_a_named_gpu_with_the_fix(plan):
     """OPT-1.3B in fp32: 20 bytes for each of 1.316e9 weights, gradients included, on 24 GB."""
-    code, printed, log = plan(tmp_path, "--model=opt-1.3b", "--gpus=1x24")
+    code, printed, log = plan("--model=opt-1.3b", "--gpus=1x24")
     assert code == 0, printed + log
     lines = printed.splitlines()
     assert lines[0] == "opt-1.3b: 1.32 B parameters, on 1 x GPU, 24.0 GiB each"
@@ -73,13 +82,13 @@ def test_a_published_model_on_a_named_gpu_with_the_fix(tmp_path):
 SLOW = "ppo.actor.optimizer.learning_rate=1.5e-4"
 
 
-def test_rates_that_cannot_move_the_policy_are_a_warning(tmp_path):
-    code, printed, log = plan(tmp_path, "--env=tiny", params=["ppo.steps=2", SLOW])
+def test_rates_that_cannot_move_the_policy_are_a_warning(plan):
+    code, printed, log = plan("--env=tiny", params=["ppo.steps=2", SLOW])
     assert code == 0, printed + log
     text = " ".join(printed.split())  # two updates with a cosine from 1.5e-4
     assert "ppo hardly trains: the learning rates of its 2 updates sum to 1.5e-04" in text
     assert "Fix: raise ppo.steps, ppo.ppo_epochs or ppo.actor.optimizer.learning_rate" in text
-    assert "hardly trains" not in plan(tmp_path, "--env=tiny")[1]
+    assert "hardly trains" not in plan("--env=tiny")[1]
 
 
 def test_the_tables_of_a_large_model_fit_80_columns():
@@ -113,10 +122,9 @@ def test_the_plan_names_the_number_that_auto_stands_for():
     assert f"sft.micro_batch_tokens: auto is {number} here\nsft fits: " in output.getvalue()
 
 
-def test_parameters_that_this_machine_refuses_are_planned(tmp_path):
+def test_parameters_that_this_machine_refuses_are_planned(plan):
     """4-bit weights need a GPU, and two nodes another machine; a plan needs neither."""
     code, printed, log = plan(
-        tmp_path,
         "--model=opt-6.7b",
         "--gpus=2x8x80",
         "--json",
@@ -144,8 +152,8 @@ def test_parameters_that_this_machine_refuses_are_planned(tmp_path):
         (["--params=sft.epochs=none"], "sft.epochs (--params): found 'none', expected a number"),
     ],
 )
-def test_mistakes(tmp_path, options, message):
-    code, _, log = plan(tmp_path, *options)
+def test_mistakes(plan, options, message):
+    code, _, log = plan(*options)
     assert code != 0
     assert message in " ".join(log.split())
 
@@ -185,7 +193,7 @@ def test_the_parameters_are_checked_for_the_hardware(monkeypatch, options, param
 
 
 @pytest.mark.slow
-def test_rows_and_lengths_are_those_of_the_published_split(project):
-    code, printed, log = plan(project.root, "--env=tiny", "--json")
+def test_rows_and_lengths_are_those_of_the_published_split(plan, project):
+    code, printed, log = plan("--env=tiny", "--json", root=project.root)
     assert code == 0, printed + log
     assert json.loads(printed)["lengths"] == "published split"

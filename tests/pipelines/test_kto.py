@@ -5,16 +5,16 @@ import shutil
 
 import pyarrow as pa
 import pytest
-from conftest import PROJECT, Project
+from conftest import PROJECT
 
 from rlhf_pipeline.runtime.manifest import verify
 
 pytestmark = pytest.mark.slow
 
 
-def test_kto_learns_from_thumbs_beside_comparisons(tmp_path):
+def test_kto_learns_from_thumbs_beside_comparisons(new_project, tmp_path):
     """The thumbs are a file of TRL's unpaired preferences."""
-    own = Project(tmp_path / "data")
+    own = new_project(tmp_path / "data")
     thumbs = tmp_path / "thumbs.jsonl"
     thumbs.write_text(
         "".join(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from browser import chromium, press, text
-from conftest import PROJECT, Project, end_group
+from conftest import PROJECT, end_group
 from ports import reserved_port
 from selenium.webdriver.common.keys import Keys
 from waiting import wait_until
@@ -67,8 +67,8 @@ def documented_sources(page: Path, votes: Path) -> str:
     return block.replace("data/tiny/01_raw/votes.jsonl", str(votes))
 
 
-def test_ten_votes_become_comparisons_in_spite_of_a_killed_server(tmp_path):
-    project = Project(tmp_path / "data")
+def test_ten_votes_become_comparisons_in_spite_of_a_killed_server(new_project, tmp_path):
+    project = new_project(tmp_path / "data")
     rows = [
         {"prompt": f"What is {n}?", "first": f"It is {n}.", "second": f"No idea what {n} is."}
         for n in range(10)

@@ -6,7 +6,6 @@ import os
 import shutil
 
 import pytest
-from conftest import Project
 
 from rlhf_pipeline.runtime.manifest import Manifest
 
@@ -26,9 +25,9 @@ sys.addaudithook(fail)
 
 
 def test_an_interrupted_run_resumes_with_the_number_that_it_began_with(
-    project, tmp_path, monkeypatch
+    project, new_project, tmp_path, monkeypatch
 ):
-    flag, own = tmp_path / "flag", Project(tmp_path / "own")
+    flag, own = tmp_path / "flag", new_project(tmp_path / "own")
     for stage in ("source", "base_model", "split"):
         folder = own.root / "07_workspace" / stage
         shutil.copytree(project.root / "07_workspace" / stage, folder)

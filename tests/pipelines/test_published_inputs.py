@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-from conftest import Project
 
 pytestmark = pytest.mark.slow
 
@@ -50,10 +49,10 @@ def test_a_mixture_is_on_record_when_it_is_accepted(project):
 
 
 def test_another_data_file_and_changed_bytes_of_a_local_model_are_refused(
-    project, tmp_path, monkeypatch
+    project, new_project, tmp_path, monkeypatch
 ):
     """The paths of a source and of a model are no part of the recipe, but their bytes are."""
-    own, model = Project(tmp_path / "root"), tmp_path / "model"
+    own, model = new_project(tmp_path / "root"), tmp_path / "model"
     shutil.copytree(project.newest("02_base_model/base_model"), model)
     params = f"base_model.path={model},split.max_prompt_tokens=64,split.max_response_tokens=48"
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from conftest import Project
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -23,7 +22,7 @@ SMALL = {"batch_size": 16, "micro_batch_tokens": 256, "evaluations": 1}
 
 
 @pytest.fixture
-def road(tmp_path):
+def road(new_project, tmp_path):
     """Runs a pipeline with a file of rows and these parameters; returns its project."""
 
     def road(pipeline: str, rows: list[dict[str, str]], **parameters):
@@ -45,7 +44,7 @@ def road(tmp_path):
         }
         text = json.dumps(shared | parameters)  # YAML as well
         (tmp_path / "conf" / "road" / "parameters.yml").write_text(text)
-        own = Project(tmp_path / "root")
+        own = new_project(tmp_path / "root")
         own.arguments = f"--conf-source={tmp_path / 'conf'}", f"--pipeline={pipeline}"
         own.output = own.kedro(*own.arguments, env="road")
         return own

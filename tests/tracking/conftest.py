@@ -1,4 +1,4 @@
-"""A real MLflow database for each test, copied from one, because its tables take seconds."""
+"""A real MLflow database for each test."""
 
 import shutil
 import sys
@@ -6,13 +6,6 @@ import sys
 import pytest
 
 from rlhf_pipeline.tracking.store import connect
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory):
-    project = tmp_path_factory.mktemp("database")
-    connect(f"sqlite:///{project}/mlflow.db", project)
-    return project / "mlflow.db"
 
 
 @pytest.fixture

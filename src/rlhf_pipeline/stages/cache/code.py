@@ -31,9 +31,9 @@ def code_digests(*modules: str) -> dict[str, str]:
     theirs: by file, or by module in another package."""
     digests: dict[str, str] = {}
     packages = {PACKAGE, *(module.partition(".")[0] for module in modules)}
-    pending = list(modules)
+    pending, seen = {*modules}, {""}
     while pending:
-        module = pending.pop()
+        seen.add(module := pending.pop())
         package, _, inside = module.partition(".")
         if package not in packages or (path := _source(module)) is None:
             continue
@@ -41,8 +41,8 @@ def code_digests(*modules: str) -> dict[str, str]:
         if name not in digests:
             digests[name], imports = _parsed(path.read_text())
             parent = module if path.name == "__init__.py" else module.rpartition(".")[0]
-            pending += [resolve_name(each, parent) for each in imports]
-            pending += [module.rpartition(".")[0]] if package != PACKAGE and inside else []
+            around = {module.rpartition(".")[0]} if package != PACKAGE and inside else set()
+            pending |= around.union(resolve_name(each, parent) for each in imports) - seen
     return dict(sorted(digests.items()))
 
 
