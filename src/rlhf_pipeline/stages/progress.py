@@ -126,7 +126,7 @@ class ProgressDisplay(StageListener):
         self._close()
         if not run.cached:
             seconds = time.monotonic() - progress.started
-            steps = [] if progress.total in (None, progress.step) else progress.steps
+            steps = progress.steps if progress.metrics and progress.step != progress.total else []
             ended = "  ".join([f"{ENDS[status]} {seconds:.0f} s", *steps, *progress.numbers])
             self._print(f"[bold]{run.title}[/]: {ended}")
 
