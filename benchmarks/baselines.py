@@ -248,7 +248,10 @@ def of_methods(found: list[Tree]) -> Table:
         rows = [one[name] for one in found if name in one]
         if rows:
             cells = ([row[key] for row in rows if row.get(key) is not None] for key in keys)
-            above = [above_frontier(one, name) for one in found if name in one and name in COLORS]
+            compared = [
+                one for one in found if name in COLORS and {name, "best_of_2"} <= one.keys()
+            ]
+            above = [above_frontier(one, name) for one in compared]
             table.add_row(title, *map(shown, [*cells, above]))
     return table
 

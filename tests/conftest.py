@@ -7,6 +7,7 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed's import, which decides for the process
 
 import gc
+import importlib
 import json
 import shutil
 import signal
@@ -322,6 +323,13 @@ class Project:
     def runs(self):
         client = self.client()
         return client.search_runs([client.get_experiment_by_name("rlhf-pipeline").experiment_id])
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a module of `benchmarks/`."""
+    monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """benchmarks/acceptance.py: its runs fit eight GPUs, and its limits refuse."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -22,9 +21,8 @@ NAMES = ("ppo", "grpo", "speed", "dpo")
 
 
 @pytest.fixture
-def acceptance(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module("acceptance")
+def acceptance(benchmark):
+    return benchmark("acceptance")
 
 
 def test_every_acceptance_test_is_tested(acceptance):

@@ -1,16 +1,11 @@
 """What `make baselines` reads from an evaluation, and its lookup table."""
 
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def baselines(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("baselines", reason="matplotlib is not installed")
+def baselines(benchmark):
+    return benchmark("baselines")
 
 
 def policy(gold, kl):
@@ -61,6 +56,12 @@ def test_the_frontier_is_linear_in_the_root_of_kl_and_ends_at_its_last_point(bas
     assert baselines.above_frontier(one, "dpo") == -0.5
     one["ppo"]["kl"] = 0.5625  # the square root is halfway between those of best of 2 and of 4
     assert baselines.above_frontier(one, "ppo") == pytest.approx(0.25)
+
+
+def test_without_a_best_of_n_there_is_no_frontier(baselines):
+    found = [{"sft": policy(1.0, 0.0), "grpo": policy(2.0, 1.5)}]
+    last = baselines.of_methods(found).columns[-1]
+    assert list(last.cells) == ["-", "-"]
 
 
 def test_a_mean_has_the_interval_of_students_t(baselines):

@@ -118,7 +118,7 @@ def test_documented_commands_run_on_results(results, tmp_path):
             words = [re.sub(rf"^{re.escape(written)}(?=/|$)", used, word) for word in words]
         commands.append([*words, "--env=tiny", *given])
     printed = run_all(commands, MLFLOW_TRACKING_URI=uri, BROWSER="true")
-    assert len(printed) > 10
+    assert len(printed) > 12
     missing = [
         (words, text)
         for words, text in zip(commands, printed, strict=True)

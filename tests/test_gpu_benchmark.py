@@ -1,6 +1,5 @@
 """benchmarks/gpu.py where there is no GPU: its rows are valid, and it says what it lacks."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -23,25 +22,18 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def load(monkeypatch, tmp_path):
-    """Imports a module of the benchmark; its stages write to a folder of the test."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return lambda name: importlib.import_module(name)
+def rows(benchmark):
+    return benchmark("gpu_rows")
 
 
 @pytest.fixture
-def rows(load):
-    return load("gpu_rows")
+def gpu(benchmark):
+    return benchmark("gpu")
 
 
 @pytest.fixture
-def gpu(load):
-    return load("gpu")
-
-
-@pytest.fixture
-def stages(load, monkeypatch, tmp_path):
-    module = load("gpu_stages")
+def stages(benchmark, monkeypatch, tmp_path):
+    module = benchmark("gpu_stages")
     monkeypatch.setattr(module, "FOLDER", tmp_path)
     return module
 
@@ -140,13 +132,13 @@ def test_a_part_that_runs_again_keeps_rows_of_the_same_versions(gpu, rows, tmp_p
         assert measured == {"b": ["b"]}.get(name, ["a", "b"] if found is versions else ["a"])
 
 
-def test_the_page_merges_the_parts_that_have_run(load, rows, tmp_path):
+def test_the_page_merges_the_parts_that_have_run(benchmark, rows, tmp_path):
     for name, torch in (("trainer", "1"), ("generation", "2")):
         shown = [result("big", **{"MFU, %": 41.5}), result("no", "skip") | {"reason": "a | b"}]
         record = {"part": name, "measures": "what it does", "date": "2026-01-02", "seconds": 9.0}
         record |= {"versions": {"torch": torch, "GPUs": ["H100"] * 2}, "rows": shown}
         (tmp_path / f"{name}.json").write_text(json.dumps(record))
-    page = load("gpu_report").write(tmp_path).read_text()
+    page = benchmark("gpu_report").write(tmp_path).read_text()
     assert "generation: 2 x H100; torch 2." in page and "trainer: 2 x H100; torch 1." in page
     assert "| big | pass | 41.5 |  |" in page and "| no | skip |  | a / b |" in page
     assert "Parts that have not run: kernels" in page
@@ -159,9 +151,9 @@ def test_a_rank_that_does_not_end_is_ended(gpu):
     assert gpu.wait([sleeper], 0.5) is False and sleeper.poll() is not None
 
 
-def test_what_one_h100_measures_fits_it(load, rows):
+def test_what_one_h100_measures_fits_it(benchmark, rows):
     """By the plan; a row that does not fit would be skipped."""
-    worker = load("gpu_worker")
+    worker = benchmark("gpu_worker")
     config_of = {"sft": worker.sft_config, "ppo": worker.ppo_config}
     for row in (row for part in rows.PARTS.values() for row in part.rows if row.kind in config_of):
         ranks = row.at_least if row.gpus == 0 else 1

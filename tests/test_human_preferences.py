@@ -2,20 +2,9 @@
 
 import gzip
 import json
-from pathlib import Path
-
-import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-@pytest.fixture
-def benchmark_script(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return pytest.importorskip("human_preferences", reason="matplotlib is not installed")
-
-
-def test_dialogues_with_one_first_turn_are_in_one_half(benchmark_script, tmp_path):
+def test_dialogues_with_one_first_turn_are_in_one_half(benchmark, tmp_path):
     dialogues = [
         f"\n\nHuman: Question {number}?\n\nAssistant: Answer {answer}."
         for number in range(40)
@@ -24,7 +13,7 @@ def test_dialogues_with_one_first_turn_are_in_one_half(benchmark_script, tmp_pat
     file = tmp_path / "rows.jsonl.gz"
     with gzip.open(file, "wt") as opened:
         opened.writelines(json.dumps({"chosen": each}) + "\n" for each in dialogues)
-    benchmark_script.write_halves(file, tmp_path / "halves")
+    benchmark("human_preferences").write_halves(file, tmp_path / "halves")
     halves = {
         name: (tmp_path / "halves" / f"{name}.jsonl").read_text().splitlines()
         for name in ("judge", "proxy")
@@ -38,7 +27,7 @@ def test_dialogues_with_one_first_turn_are_in_one_half(benchmark_script, tmp_pat
     assert {len(lines) / len(first[name]) for name, lines in halves.items()} == {2}
 
 
-def test_the_table_has_the_untouched_model_and_both_judges(benchmark_script, capsys):
+def test_the_table_has_the_untouched_model_and_both_judges(benchmark, capsys):
     ends = {"lower": 0.4, "upper": 0.6}
     policy = {"kl": 1.25, "response_tokens": 30.0, "eos_fraction": 0.75}
     evaluation = {
@@ -50,7 +39,9 @@ def test_the_table_has_the_untouched_model_and_both_judges(benchmark_script, cap
     }
     of = {"dpo": evaluation, "ppo": evaluation | {"policies": {"untouched": policy, "ppo": policy}}}
     accuracy = {"accuracy": {"validation/accuracy": 0.62}}
-    benchmark_script.show({"commit": "abc", "parts": {"judge": accuracy, "1": accuracy | of}})
+    benchmark("human_preferences").show(
+        {"commit": "abc", "parts": {"judge": accuracy, "1": accuracy | of}}
+    )
     out = capsys.readouterr().out
     assert "proxy of seed 1: {'validation/accuracy': 0.62}" in out
     lines = [line.split("│")[1:-1] for line in out.splitlines() if "│" in line]

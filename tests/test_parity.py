@@ -1,8 +1,6 @@
 """benchmarks/parity.py without its runs: the statistics, the recipe in both words, the score."""
 
-import importlib
 import math
-from pathlib import Path
 
 import pytest
 
@@ -10,28 +8,23 @@ from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CONFIGS = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": GRPOConfig, "dpo": DPOConfig}
 
 
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
-
-
-def test_the_interval_is_that_of_paired_differences(load):
+def test_the_interval_is_that_of_paired_differences(benchmark):
     # Differences 1, 2, 3, 2, 2 hundredths: mean 2, standard deviation sqrt(2 / 4) = 0.70711; the
     # 95% quantile of Student's t with 4 degrees of freedom is 2.13185: 2.13185 * 0.70711 / sqrt(5)
     # = 0.67415.
-    found = load("parity").Comparison.of([0.51, 0.62, 0.73, 0.82, 0.92], [0.5, 0.6, 0.7, 0.8, 0.9])
+    found = benchmark("parity").Comparison.of(
+        [0.51, 0.62, 0.73, 0.82, 0.92], [0.5, 0.6, 0.7, 0.8, 0.9]
+    )
     assert found.ours - found.trl == pytest.approx(0.02)
     assert found.difference == pytest.approx(0.02)
     assert (found.lower, found.upper) == pytest.approx((0.0132585, 0.0267415), rel=1e-5)
 
 
-def test_one_seed_decides_nothing(load):
-    found = load("parity").Comparison.of([0.5], [0.5])
+def test_one_seed_decides_nothing(benchmark):
+    found = benchmark("parity").Comparison.of([0.5], [0.5])
     assert (found.lower, found.upper) == (-math.inf, math.inf)
     assert found.equivalent(0.05) == "undecided"
 
@@ -48,14 +41,14 @@ def test_one_seed_decides_nothing(load):
         (-0.07, -0.06, "no"),
     ],
 )
-def test_equivalence_needs_the_whole_interval_within_the_margin(load, lower, upper, expected):
-    found = load("parity").Comparison(0.5, 0.5, (lower + upper) / 2, lower, upper)
+def test_equivalence_needs_the_whole_interval_within_the_margin(benchmark, lower, upper, expected):
+    found = benchmark("parity").Comparison(0.5, 0.5, (lower + upper) / 2, lower, upper)
     assert found.equivalent(0.05) == expected
 
 
 @pytest.mark.parametrize("method", CONFIGS)
-def test_both_sides_have_the_same_optimizer(load, method):
-    recipe = load("parity_recipe")
+def test_both_sides_have_the_same_optimizer(benchmark, method):
+    recipe = benchmark("parity_recipe")
     config = CONFIGS[method].model_validate(recipe.ours(method, 1600))
     own = config.optimizer if method == "dpo" else config.actor.optimizer
     theirs = recipe.trl(method, "folder", 1)
@@ -71,8 +64,8 @@ def test_both_sides_have_the_same_optimizer(load, method):
 
 
 @pytest.mark.parametrize("method", ["ppo", "grpo", "rloo"])
-def test_both_sides_sample_and_clip_alike(load, method):
-    recipe = load("parity_recipe")
+def test_both_sides_sample_and_clip_alike(benchmark, method):
+    recipe = benchmark("parity_recipe")
     config = CONFIGS[method].model_validate(recipe.ours(method, 1600))
     theirs = recipe.trl(method, "folder", 1)
     assert theirs["temperature"] == config.sampling.temperature
@@ -83,8 +76,8 @@ def test_both_sides_sample_and_clip_alike(load, method):
     assert config.missing_eos_penalty == 0
 
 
-def test_both_sides_take_the_same_steps(load):
-    recipe = load("parity_recipe")
+def test_both_sides_take_the_same_steps(benchmark):
+    recipe = benchmark("parity_recipe")
     ppo = PPOConfig.model_validate(recipe.ours("ppo", 1600))
     theirs = recipe.trl("ppo", "folder", 1)
     # TRL's PPO steps once for `gradient_accumulation_steps` minibatches.
@@ -104,10 +97,10 @@ def test_both_sides_take_the_same_steps(load):
         assert theirs["max_steps"] == config.steps * config.ppo_epochs
 
 
-def test_dpo_takes_the_same_steps_on_both_sides(load):
+def test_dpo_takes_the_same_steps_on_both_sides(benchmark):
     from rlhf_pipeline.training.supervised import optimizer_steps
 
-    recipe, pairs = load("parity_recipe"), load("parity_task").PAIRS
+    recipe, pairs = benchmark("parity_recipe"), benchmark("parity_task").PAIRS
     config = DPOConfig.model_validate(recipe.ours("dpo", pairs))
     theirs = recipe.trl("dpo", "folder", 1)
     assert optimizer_steps(config, pairs) == theirs["max_steps"]
@@ -115,7 +108,7 @@ def test_dpo_takes_the_same_steps_on_both_sides(load):
     assert config.beta == theirs["beta"]
 
 
-def test_the_score_counts_every_token(load):
-    share = load("parity_task").share
+def test_the_score_counts_every_token(benchmark):
+    share = benchmark("parity_task").share
     assert share([0, 15, 16, 63]) == 0.5  # two of the first 16 letters, another one, EOS
     assert share([63]) == 0.0

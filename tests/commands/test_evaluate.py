@@ -87,6 +87,7 @@ def test_what_cannot_be_compared_is_refused_before_a_launch(tmp_path, arguments,
     )
     assert done.exit_code != 0
     assert message in " ".join(done.output.split())
+    assert "running" not in done.output
     assert not (tmp_path / "root" / "07_workspace").exists()
 
 
