@@ -7,7 +7,6 @@ import pytest
 from random_answers import PROMPTS, TEXTS, WORDS, policy
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
-from rlhf_pipeline.evaluation import gate
 from rlhf_pipeline.evaluation.gate import Evidence, allowed_error, decide
 
 CONFIG = RegisterConfig()
@@ -88,16 +87,16 @@ def test_wins_by_a_hair_are_no_improvement():
     ]
 
 
-def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows(monkeypatch):
+def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
     """By the win rate alone: 200 candidates, each the only try; 200 times ten on equal prompts."""
-    monkeypatch.setattr(gate, "_audits", lambda *_: ())  # most of the time goes into words
     rng = np.random.default_rng(5)
+    short = [" ".join(text.split()[:4]) for text in TEXTS]  # most of the time goes into words
 
     def equal():
-        return policy(rng, 0.0, kl=0.0, texts=TEXTS[:PROMPTS])
+        return policy(rng, 0.0, kl=0.0, texts=short[:PROMPTS])
 
     def promoted(tries, baseline):
-        candidate = policy(rng, 0.0, texts=TEXTS[PROMPTS:])
+        candidate = policy(rng, 0.0, texts=short[PROMPTS:])
         verdict = decide(Evidence(candidate, baseline, "gold", True, tries=tries), CONFIG)
         return not any("win rate" in refusal for refusal in verdict.refusals)
 
