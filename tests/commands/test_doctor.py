@@ -41,7 +41,8 @@ def check(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def check(name, **fields):
-        default = {"root": tmp_path / "data", "launch": LaunchConfig(), "compiles": ()}
+        default = {"root": tmp_path / "data", "launch": LaunchConfig(), "parameters": {}}
+        default["check_run"] = lambda: None
         probe = name if callable(name) else machine.CHECKS[name]
         return machine.examine(str(name), probe, machine.Setup(**default | fields))
 
@@ -115,7 +116,8 @@ def test_kernels_are_compared_in_a_process_of_their_own(
     (tmp_path / "stand_in.py").write_text(f"import sys\n{program}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(machine, "SELF_CHECK", "stand_in")
-    row = check("kernels", precisions=("bf16", "fp32"))
+    settings = [{"precision": name} for name in ("fp32", None, "bf16")]
+    row = check("kernels", parameters={"ppo": dict(zip("abc", settings, strict=True))})
     assert (row.check, row.state, row.found, row.fix) == ("kernels", state, found, fix)
 
 
@@ -169,16 +171,28 @@ def nothing_installed(monkeypatch, nvidia_smi, tmp_path):
     return tmp_path / "bin"
 
 
-@pytest.mark.parametrize("parameter", ["sft.deepspeed.offload_optimizer (true)", "ppo.generator"])
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"sft": {"offload_optimizer": True}}, "sft.offload_optimizer (true)"),
+        ({"ppo": {"generator": "vllm"}}, 'ppo.generator ("vllm")'),
+        ({"dpo": {"kernels": "liger"}}, 'dpo.kernels ("liger")'),
+    ],
+)
 def test_a_machine_without_a_compiler_needs_one_for_what_a_gpu_compiles(
-    check, nothing_installed, parameter
+    check, nothing_installed, parameters, named
 ):
     found = check("compiler")
     assert (found.state, found.fix) == ("ok", "")
     assert found.found.startswith("missing: a C++ compiler, ninja;")
-    found = check("compiler", compiles=(parameter,))
+    found = check("compiler", parameters=parameters)
     assert (found.state, found.found) == ("failure", "missing: a C++ compiler, ninja")
-    assert found.fix.endswith(f"; or change {parameter}")
+    assert found.fix.endswith(f"; or change {named}")
+
+
+def test_other_parameters_with_the_same_value_need_no_compiler(check, nothing_installed):
+    names = {"judges": ["compile"], "name": "compile", "generator": "transformers"}
+    assert check("compiler", parameters={"evaluate": names}).state == "ok"
 
 
 def test_neither_cudas_compiler_nor_an_activated_environment_is_needed(
@@ -189,7 +203,7 @@ def test_neither_cudas_compiler_nor_an_activated_environment_is_needed(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("CXX", shutil.which("g++", path=os.defpath))
-    assert check("compiler", compiles=("ppo.generator (vllm)",)).state == "ok"
+    assert check("compiler", parameters={"ppo": {"generator": "vllm"}}).state == "ok"
 
 
 @pytest.fixture
@@ -275,6 +289,21 @@ def test_a_sound_machine_has_no_failure_and_torch_stays_out_of_the_driver(tmp_pa
     imported = {line.rpartition("|")[2].strip() for line in log.splitlines()}
     assert "rlhf_pipeline.stages.launch.node_program" in imported
     assert imported & {"torch", "transformers", "deepspeed"} == set()
+
+
+def test_what_a_run_would_refuse_is_a_failure_with_the_same_fix(tmp_path):
+    """96 GiB for the weights of each rank: more than this machine has."""
+    place = tmp_path / "model"
+    place.mkdir()
+    sizes = {"vocab_size": 50000, "hidden_size": 20480, "intermediate_size": 81920}
+    sizes |= {"num_hidden_layers": 100, "num_attention_heads": 160, "max_position_embeddings": 2048}
+    (place / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
+    code, printed, log = doctor(tmp_path / "data", "--json", f"--params=base_model.path={place}")
+    assert code == 1, printed + log
+    (found,) = [each for each in json.loads(printed) if each["check"] == "run"]
+    assert found["state"] == "failure"
+    assert found["found"].startswith("invalid parameters:")
+    assert "use more or larger GPUs, or a smaller model" in found["fix"]
 
 
 @pytest.mark.long

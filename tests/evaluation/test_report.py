@@ -10,6 +10,7 @@ from rlhf_pipeline.evaluation.report import (
     caveat,
     metric_rows,
     print_summary,
+    road,
     summary,
     verdict,
 )
@@ -67,7 +68,7 @@ PPO against the SFT model.
 By the gold judge, no difference is shown: it prefers PPO's answer to SFT's on
 47.5% (95%: 42.7% to 52.4%) of 400 prompts, and on 50.0% (95%: 45.0% to 55.0%)
 with equal draws. The reward model prefers it on 77.5% (95%: 73.1% to 81.3%).
-PPO {WINS}{TIES}{LOSSES} SFT  180 wins, 20 ties, 200 losses
+PPO {WINS}{TIES}{LOSSES} SFT  wins 180, ties 20, losses 200
 """
 
 
@@ -137,6 +138,20 @@ def test_another_candidate_is_called_by_its_name():
     assert metric_rows(evaluation) == ROWS
     assert printed(EVALUATION) == TERMINAL
     assert printed(evaluation) == TERMINAL.replace("PPO", "DPO")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "baseline", "titles", "found"),
+    [
+        ("distill", "sft", {}, "Distillation against the SFT model"),
+        ("iterative_dpo", "sft", {}, "Iterative DPO against the SFT model"),
+        ("base_model", "sft", {}, "The base model against the SFT model"),
+        ("x", "y", {"x": "two", "y": "one"}, "two against one"),  # a user's own names
+    ],
+)
+def test_a_road_begins_with_a_capital_letter(candidate, baseline, titles, found):
+    policies = {baseline: SFT, candidate: PPO}
+    assert road({"policies": policies, "candidate": candidate, "titles": titles}) == found
 
 
 @pytest.mark.parametrize(

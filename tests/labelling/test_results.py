@@ -41,7 +41,7 @@ def test_a_pair_counts_once_by_the_mean_of_its_votes():
     # (1 + 2 / 2) / 4; Wilson's interval with ties: z^2 = 3.8415, variance = .25 - 2 / 16 = .125
     # centre (.5 + .48018) / 1.96037 = .5, half width sqrt(3.8415 (.03125 + .060023)) / 1.96037
     assert found["People prefer ppo to sft"] == (
-        "on 50.0% (95%: 19.8% to 80.2%) of 4 pairs: 1 wins, 2 ties, 1 losses"
+        "on 50.0% (95%: 19.8% to 80.2%) of 4 pairs: wins 1, ties 2, losses 1"
     )
     assert (found["Ann"], found["Bob"]) == ("4 of 5 pairs", "2 of 5 pairs")
 
@@ -50,7 +50,7 @@ def test_policies_that_a_file_names_are_compared_separately():
     pairs = [pair(0), pair(1, ("old", "new")), pair(2, ("old", "new"))]
     found = dict(results(pairs, [vote(0, "Ann", "first"), vote(1, "Ann", "second")]))
     assert found["People prefer ppo to sft"].startswith("on 0.0% ")
-    assert found["People prefer new to old"].endswith(" of 1 pairs: 1 wins, 0 ties, 0 losses")
+    assert found["People prefer new to old"].endswith(" of 1 pairs: wins 1, ties 0, losses 0")
 
 
 def test_agreement_with_a_judge_counts_pairs_on_which_both_have_a_preference():

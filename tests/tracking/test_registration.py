@@ -472,7 +472,7 @@ def test_without_a_champion_the_message_names_the_candidate(client, trained, sft
         registered_folder("champion", "rlhf-policy", tmp_path, tmp_path)
     assert refusal.value.message == (
         "no policy has been promoted yet, so rlhf-policy has no champion; candidate is version 2. "
-        "Fix: name it, as in `kedro rlhf chat candidate`"
+        "Fix: add the name candidate to the same command"
     )
     with pytest.raises(ArtifactError, match="found 'champ', expected a version or an alias"):
         registered_folder("champ", "rlhf-policy", tmp_path, tmp_path)

@@ -200,6 +200,22 @@ def test_the_weight_of_the_sampler_follows_whitening_and_spares_the_critic(exper
     assert torch.equal(found.returns, plain.returns)
 
 
+@pytest.mark.parametrize("options", [{}, {"advantage": "reinforce++"}])
+def test_whitening_counts_what_trains(experience_of, options):
+    """The third response was cut, so the others alone have mean 0 and variance 1."""
+
+    def made(scored, config, *, kl_coef, world):
+        cut = replace(scored, ended=torch.tensor([True, True, False, True]))
+        return make_experience(cut, config, kl_coef=kl_coef, world=world)
+
+    (found,) = experience_of(1, not options, made, truncated="mask", **options)
+    mask = found.sequences.action_mask
+    assert mask.any(1).tolist() == [True, True, False, True]
+    advantages = found.advantages[mask]
+    torch.testing.assert_close(advantages.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    torch.testing.assert_close(advantages.var(correction=0), torch.tensor(1.0))
+
+
 def test_the_critic_may_have_a_lambda_of_its_own(experience_of):
     """Values are 0: with lambda 0, a return is the reward of its token."""
     (found,) = experience_of(1, True, value_lam=0.0)

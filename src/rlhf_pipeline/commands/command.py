@@ -78,6 +78,8 @@ class Command(click.Command):
                 enter(given["project"])
             if "console" in self._named:
                 given["console"] = console()
+            if pipeline := ctx.params.get("pipeline"):
+                check_names([pipeline], {})
             if self._reads:
                 from kedro.framework.session import KedroSession
 

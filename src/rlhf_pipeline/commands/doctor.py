@@ -9,25 +9,27 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import click
+from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from rich.console import Console
 from rich.markup import escape
 
-from rlhf_pipeline.commands.command import Command, json_option, plain_table
+from rlhf_pipeline.commands.command import Command, json_option, pipeline_option, plain_table
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError, StageError, without_secrets
 from rlhf_pipeline.pipelines.table import parameter_blocks
+from rlhf_pipeline.preflight import check_pipeline
 from rlhf_pipeline.runtime.job import as_json as plain_values
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
@@ -38,8 +40,6 @@ from rlhf_pipeline.stages.launch.resources import node_layout, search_path, visi
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system, not a file
 START_S = 60.0
 """Seconds in which a rank must start on every machine: DeepSpeed's launchers import torch."""
-RANK = "platform"
-"""A module of Python that says where it runs, and needs neither torch nor a job."""
 PROBE = """
 import json, torch
 count = torch.cuda.device_count()
@@ -57,10 +57,7 @@ STYLES: Mapping[State, str] = {"ok": "green", "warning": "yellow", "failure": "b
 
 
 class Unfit(Exception):  # noqa: N818 - what a machine is, not an error
-    """What is wrong with a machine, what to do, and whether that is a failure."""
-
-    def __init__(self, found: str, fix: str, state: State = "failure") -> None:
-        super().__init__(found, fix, state)
+    """What is wrong with a machine, what to do, and "warning" if that is no failure."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,10 @@ class Setup:
     root: Path
     """Folder of all results."""
     launch: LaunchConfig
-    compiles: tuple[str, ...]
-    """The parameters, with values, for which a machine compiles code at first use; without GPUs,
-    only kernels of torch.compile."""
-    precisions: Sequence[str] = ("fp32",)
-    """The default precision, and those of the configuration."""
+    parameters: Mapping[str, Any]
+    """The blocks as plain values."""
+    check_run: Callable[[], None]
+    """The checks of `kedro run` before its first stage."""
 
     @cached_property
     def gpus(self) -> int:
@@ -87,34 +83,24 @@ class Finding:
     """One line of the table."""
 
     check: str
-    state: State
     found: str
     fix: str = ""
+    state: State = "failure"
 
 
 @click.command(cls=Command)
+@pipeline_option
 @json_option
-def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
-    """Check whether this machine can run the configuration.
+def doctor(catalog: CatalogProtocol, console: Console, pipeline: str, as_json: bool) -> None:
+    """Check whether this machine can run a pipeline.
 
     Each finding comes with its fix. The exit code is 1 if a check fails, and 0 if all checks pass
     or only warn.
     """
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
-    values = dict(leaves(plain_values(blocks)))
-    compiled: list[tuple[str, Any]] = [("kernels", "compile"), ("kernels", "liger")]
-    compiled += [("offload_optimizer", True), ("generator", "vllm")]
-    compiled += [("generator", "auto")] if find_spec("vllm") is not None else []
-    compiles = [
-        name for name, value in values.items() if (name.rpartition(".")[2], value) in compiled
-    ]
-    used = {value for name, value in values.items() if name.endswith(".precision")}
-    setup = Setup(
-        root=Path(catalog.load("workspace")).absolute().parent,
-        launch=blocks["launch"],
-        compiles=tuple(f"{name} ({json.dumps(values[name])})" for name in compiles),
-        precisions=sorted(used - {None}),
-    )
+    root = Path(catalog.load("workspace")).absolute().parent
+    check_run = partial(check_pipeline, pipelines[pipeline], catalog)
+    setup = Setup(root, blocks["launch"], plain_values(blocks), check_run)
     findings = [examine(name, check, setup) for name, check in CHECKS.items()]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -133,16 +119,15 @@ def doctor(catalog: CatalogProtocol, console: Console, as_json: bool) -> None:
 def examine(name: str, check: Callable[[Setup], str], setup: Setup) -> Finding:
     """What a check finds. An error of one check does not hide the findings of the others."""
     try:
-        return Finding(name, "ok", check(setup))
+        return Finding(name, check(setup), state="ok")
     except Unfit as unfit:
-        found, fix, state = unfit.args
-        return Finding(name, state, found, fix)
+        return Finding(name, *unfit.args)
     except PipelineError as error:
         found, _, fix = error.message.partition(" Fix: ")
     except Exception as error:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
         fix = "repair what the message names"
-    return Finding(name, "failure", without_secrets(found), without_secrets(fix))
+    return Finding(name, without_secrets(found), without_secrets(fix))
 
 
 def compiler(setup: Setup) -> str:
@@ -159,11 +144,21 @@ def compiler(setup: Setup) -> str:
     if not missing:
         return f"{command}, ninja"
     found = f"missing: {', '.join(missing)}"
-    needed = [name for name in setup.compiles if setup.gpus > 0 or name.endswith('("compile")')]
-    if not needed:
+    if not (needed := [*_compiled(setup)]):
         return f"{found}; only kernels, and on a GPU offload_optimizer and vllm, need them"
     change = f"change {', '.join(needed)}"
     raise Unfit(found, f"apt-get install g++ python3-dev, pip install ninja; or {change}")
+
+
+def _compiled(setup: Setup) -> Iterator[str]:
+    """The parameters, with values, for which this machine compiles code at first use."""
+    kinds: dict[str, list[Any]] = {"kernels": ["compile"]}
+    if setup.gpus > 0:
+        sampled = ["vllm", "auto"] if find_spec("vllm") is not None else ["vllm"]
+        kinds = {"kernels": ["compile", "liger"], "offload_optimizer": [True], "generator": sampled}
+    for name, value in leaves(setup.parameters):
+        if value in kinds.get(name.rpartition(".")[2], []):
+            yield f"{name} ({json.dumps(value)})"
 
 
 def gpu(setup: Setup) -> str:
@@ -199,7 +194,8 @@ def kernels(setup: Setup) -> str:
     """Each kind of GPU computes what the CPU computes."""
     if setup.gpus == 0:
         return "no GPU whose results need a comparison"
-    done = _run([sys.executable, "-P", "-m", SELF_CHECK, *setup.precisions])
+    found = {v for name, v in leaves(setup.parameters) if name.endswith(".precision")} - {None}
+    done = _run([sys.executable, "-P", "-m", SELF_CHECK, *sorted(found or {"fp32"})])
     passed = done.stdout.splitlines()
     if done.returncode != 0 or not passed:
         raise StageError((done.stderr.strip().splitlines() or ["torch sees no GPU"])[-1])
@@ -242,7 +238,8 @@ def nodes(setup: Setup) -> str:
     layout = node_layout(setup.launch, setup.gpus)
     setup.root.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="nodes-", dir=setup.root.resolve()) as folder:
-        program = on_several_machines(NodeProgram(RANK, folder), setup.launch, layout)
+        rank = NodeProgram("platform", folder)  # of Python: it needs neither torch nor a job
+        program = on_several_machines(rank, setup.launch, layout)
         code = None
         with program.running() as process, suppress(subprocess.TimeoutExpired):
             code = process.wait(START_S)
@@ -255,8 +252,14 @@ def nodes(setup: Setup) -> str:
         raise Unfit(cause, "correct what the output names; this machine must be the first one")
 
 
+def run(setup: Setup) -> str:
+    """The pipeline can start: stores answer, each phase has prompts, and each stage fits."""
+    setup.check_run()
+    return "it passes the checks before its first stage"
+
+
 CHECKS: Mapping[str, Callable[[Setup], str]] = {
     check.__name__.replace("_", " "): check
-    for check in (compiler, gpu, kernels, shared_memory, disk, nodes)
+    for check in (compiler, gpu, kernels, shared_memory, disk, nodes, run)
 }
 """All checks by their names, in the order of the table."""

@@ -14,7 +14,6 @@ from rlhf_pipeline.checks import check_values, length_faults, refuse
 from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
-    check_names,
     console,
     json_option,
     pipeline_option,
@@ -86,7 +85,6 @@ def plan(
 
     Nothing is loaded or downloaded. Without --gpu and --gpus, the plan is for this machine.
     """
-    check_names([pipeline], {})
     conf = Path(conf_source or project / settings.CONF_SOURCE)
     check_environment(conf, env)
     if model is not None:  # the parameters are then not those of the embedded model

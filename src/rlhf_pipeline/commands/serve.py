@@ -141,7 +141,8 @@ def ui(project: Path, console: Console, port: int) -> None:
     require_free(port, "ui", "open the link above")
     # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    command = [sys.executable, *f"-P -m mlflow ui --host {LOOPBACK} --port {port} -w 1".split()]
+    start = [sys.executable, "-P", "-m", "mlflow", "ui"]
+    command = [*start, f"--host={LOOPBACK}", f"--port={port}", "--workers=1"]
     # Every user of the machine can read a command line, and the store's address has a password.
     own = {"PATH": path, "MLFLOW_BACKEND_STORE_URI": uri, "PYTHONSAFEPATH": "1"}
     jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # seven processes that judge LLM traces

@@ -10,7 +10,7 @@ from kedro.pipeline import Pipeline
 from kedro.pipeline.node import Node
 from rich.console import Console
 
-from rlhf_pipeline.commands.command import Command, check_names, pipeline_option, plain_table
+from rlhf_pipeline.commands.command import Command, pipeline_option, plain_table
 from rlhf_pipeline.config.stages import shares_text
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.hooks import provide, run_context
@@ -47,7 +47,6 @@ def status(catalog: CatalogProtocol, console: Console, pipeline: str) -> None:
 
     A stage reuses its finished result, resumes from a checkpoint, or runs. Nothing is launched.
     """
-    check_names([pipeline], {})
     table = plain_table("stage", "would", "recipe")
     table.add_column("", overflow="fold")
     for row in planned_rows(pipelines[pipeline], catalog):

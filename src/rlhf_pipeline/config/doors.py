@@ -111,10 +111,7 @@ ADVANTAGE = Door(
 )
 POLICY_LOSS = Door(
     "policy_loss",
-    {
-        "clip": "rlhf_pipeline.rl.losses:policy_loss",
-        "cispo": "rlhf_pipeline.rl.losses:cispo_loss",
-    },
+    {"clip": "rlhf_pipeline.rl.losses:policy_loss", "cispo": "rlhf_pipeline.rl.losses:cispo_loss"},
     "logprobs old_logprobs advantages mask reduce",
 )
 REWARD_LOSS = Door(

@@ -50,6 +50,8 @@ METRICS = {  # label and number format; z: a rounded zero has no sign
 }
 
 ABSENT = "-"
+TITLES = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
+TITLES |= {"distill": "distillation"}
 BAR = 40  # columns of the bar of wins, ties and losses
 KINDS = {  # character and colour in the bar
     "wins": ("\N{FULL BLOCK}", "green"),
@@ -78,7 +80,7 @@ def road(evaluation: Mapping[str, Any]) -> str:
     """What was compared with what: "GRPO against the instruct model"."""
     names, policy = titles(evaluation), baseline_of(evaluation)
     baseline = f"the {names[policy]} model" if policy == BASELINE else names[policy]
-    return f"{names[evaluation['candidate']]} against {baseline}"
+    return sentence(f"{names[evaluation['candidate']]} against {baseline}")
 
 
 def summary(evaluation: dict[str, Any]) -> str:
@@ -137,12 +139,16 @@ class Evaluation(dict[str, Any]):
 def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
     """Whether training has optimized a judge, and by what, in a sentence."""
     policy, rewards = titles(evaluation)[evaluation["candidate"]], evaluation["rewards"]
-    policy = f"T{policy[1:]}" if policy.startswith("the ") else policy
     if judge not in evaluation["optimized"]:
-        return f"{policy} was not trained on this judge."
+        return sentence(f"{policy} was not trained on this judge.")
     how = f"was trained to maximize the score of {reward_title(rewards)}"
     how = how if rewards else "learned from the same comparisons as the reward model"
-    return f"{policy} {how}, so this judge is not independent."
+    return sentence(f"{policy} {how}, so this judge is not independent.")
+
+
+def sentence(text: str) -> str:
+    """The text with a capital letter, unless a user's own name is its first word."""
+    return text[0].upper() + text[1:] if text.startswith(("the ", *TITLES.values())) else text
 
 
 def counted(prompts: int, answers: int) -> str:
@@ -161,9 +167,8 @@ def _bar(rate: dict[str, float], candidate: str, baseline: str) -> Text:
         (character * (round(end) - round(start)), colour)
         for (character, colour), (start, end) in zip(KINDS.values(), edges, strict=True)
     ]
-    counts = ", ".join(f"{rate[kind]} {kind}" for kind in KINDS)
-    ends = (candidate, "bold"), (f" {baseline}", "bold")
-    return Text.assemble(ends[0], " ", *blocks, ends[1], f"  {counts}")
+    counts = ", ".join(f"{kind} {rate[kind]}" for kind in KINDS)
+    return Text.assemble((candidate, "bold"), " ", *blocks, (f" {baseline}", "bold"), f"  {counts}")
 
 
 def title(policy: str) -> str:
@@ -171,8 +176,7 @@ def title(policy: str) -> str:
     name = policy.replace("_", " ")
     if policy in (BASE_MODEL, "baseline", "candidate"):
         return f"the {name}"
-    named = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
-    return (named | {"distill": "distillation"}).get(policy, name.upper())
+    return TITLES.get(policy, name.upper())
 
 
 def titles(evaluation: Mapping[str, Any]) -> dict[str, str]:

@@ -122,7 +122,7 @@ def results(pairs: Sequence[Pair], votes: Sequence[Vote]) -> list[tuple[str, str
         if gains:
             rate = win_rate(gains, [0.0] * len(gains))
             text = _share(rate.wins + rate.ties / 2, rate.n, rate.ties)
-            counts = f"{rate.wins} wins, {rate.ties} ties, {rate.losses} losses"
+            counts = f"wins {rate.wins}, ties {rate.ties}, losses {rate.losses}"
             found.append((f"People prefer {policies[1]} to {policies[0]}", f"{text}: {counts}"))
         for judge in voted[0].judges if voted else ():
             signs = [gain * pair.judges[judge] for gain, pair in zip(gains, voted, strict=True)]

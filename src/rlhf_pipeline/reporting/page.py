@@ -26,6 +26,7 @@ from rlhf_pipeline.evaluation.report import (
     caveat,
     metric_rows,
     road,
+    sentence,
     summary,
     titles,
     verdict,
@@ -62,12 +63,11 @@ def evaluation_page(
     for answer in read_json_lines(evaluation / ANSWERS):
         answers.setdefault(answer["policy"], []).append(answer)
     names = titles(compared)
-    heading = verdict(
-        compared["judge"], compared["win_rates"][compared["judge"]], names[compared["candidate"]]
-    )
+    candidate, judge = names[compared["candidate"]], compared["judge"]
+    heading = verdict(judge, compared["win_rates"][judge], candidate)
     if registration is not None:
         promoted = outcome(registration["promoted"], registration["verdict"]["refusals"])
-        heading = f"{names[compared['candidate']]} is {promoted}."
+        heading = sentence(f"{candidate} is {promoted}.")
     return render(
         "evaluation.html.j2",
         heading=heading,

@@ -69,11 +69,7 @@ def reduced(
 
 
 def importance_ratios(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    importance: Importance = "token",
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, importance: Importance = "token"
 ) -> Tensor:
     """How much likelier the policy makes what was sampled, (B, R) float32; 1 outside the mask.
 

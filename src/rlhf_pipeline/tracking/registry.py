@@ -110,7 +110,7 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
     if candidate is not None:
         raise ArtifactError(
             f"no policy has been promoted yet, so {model} has no champion; candidate is version "
-            f"{candidate.version}. Fix: name it, as in `kedro rlhf chat candidate`"
+            f"{candidate.version}. Fix: add the name candidate to the same command"
         )
     raise ArtifactError(
         f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "

@@ -99,15 +99,15 @@ def make_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of a scored rollout.
 
-    Moments and means are over the rows of all ranks. Advantages of a critic are whitened; those
-    without one keep the unit of the score, or of its standard deviation, as in their papers. What
-    does not train is left out of the action mask of the result. Raises StageError if
-    `ppo.advantage` returns something else.
+    Moments and means are over the rows of all ranks. Advantages of a critic are whitened over what
+    trains; the others keep the unit of the score, or of its standard deviation. What does not train
+    is left out of the action mask. Raises StageError if `ppo.advantage` returns something else.
     """
     mask = scored.sequences.action_mask
+    trained = mask & trained_rows(scored, config)[:, None]
     experience = partial(
         Experience,
-        replace(scored.sequences, action_mask=mask & trained_rows(scored, config)[:, None]),
+        replace(scored.sequences, action_mask=trained),
         scored.logprobs,
         ref_logprobs=scored.ref_logprobs,
         sampler_logprobs=scored.sampler_logprobs,
@@ -125,7 +125,7 @@ def make_experience(
         returns=groups(scores - penalties, config),
         moments=lambda x: mean_and_variance(_moments(x, torch.ones_like(x).bool(), world)),
         rewards=token_rewards(scored, config, kl_coef=kl_coef, world=world),
-        whitened=lambda x: whiten(x, mask, _moments(x, mask, world)),
+        whitened=lambda x: whiten(x, trained, _moments(x, trained, world)),
         values=scored.values,
         mask=mask,
     )
@@ -144,7 +144,7 @@ def make_experience(
         advantages = found if is_of_tokens else to_tokens(found.flatten(), mask)
         return experience(advantages=weights * advantages)
     advantages, returns = found
-    white = whiten(advantages, mask, _moments(advantages, mask, world))
+    white = whiten(advantages, trained, _moments(advantages, trained, world))
     return experience(advantages=weights * white, old_values=scored.values, returns=returns)
 
 
