@@ -210,7 +210,7 @@ def test_distill_moves_the_base_model_to_a_larger_teacher(road, tmp_path):
     assert config["num_hidden_layers"] == 3
     assert list(evaluation_of(own, "distill")["policies"]) == ["base_model", "distill"]
     page = own.newest("08_reporting/distill_evaluation.html").read_text()
-    assert "KL from the teacher" in page and "distillation was not trained on this judge" in page
+    assert "KL from the teacher" in page and "Distillation was not trained on this judge" in page
     assert "KL from SFT, nats per response" not in page
     plan = json.loads(own.kedro(*arguments, "--json", command="rlhf plan", **options))
     sizes = plan["stages"][0]["models"]
