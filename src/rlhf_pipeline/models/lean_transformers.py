@@ -1,8 +1,8 @@
 """Model classes of transformers, imported in a quarter less of a core's time than by themselves.
 
-Garbage is collected neither during the import nor among its objects. accelerate imports boto3, and
-transformers up to 5.20 scikit-learn, for functions that no program here uses. All modules import
-model classes from here.
+Garbage is collected neither during the import nor among its objects. No program here needs boto3,
+scikit-learn and SciPy; they are left out, SciPy only if transformers cannot have found it before.
+All modules import model classes from here.
 """
 
 import gc
@@ -23,7 +23,7 @@ def hidden(*names: str) -> Iterator[None]:
 
 
 gc.disable()
-with hidden("boto3", "sklearn"):
+with hidden("boto3", "sklearn", *([] if "transformers" in vars(sys)["modules"] else ["scipy"])):
     from transformers import (  # noqa: F401
         AttentionInterface,
         AttentionMaskInterface,
