@@ -292,14 +292,11 @@ def test_a_sound_machine_has_no_failure_and_torch_stays_out_of_the_driver(tmp_pa
 
 
 def test_what_a_run_would_refuse_is_a_failure_with_the_same_fix(tmp_path):
-    """96 GiB for the weights of each rank: more than this machine has."""
-    place = tmp_path / "model"
-    place.mkdir()
-    sizes = {"vocab_size": 50000, "hidden_size": 20480, "intermediate_size": 81920}
-    sizes |= {"num_hidden_layers": 100, "num_attention_heads": 160, "max_position_embeddings": 2048}
-    (place / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
-    code, printed, log = doctor(tmp_path / "data", "--json", f"--params=base_model.path={place}")
-    assert code == 1, printed + log
+    """A model of 500 billion weights, whose training needs more memory than any machine of ours."""
+    sizes = {"hidden_size": 20480, "intermediate_size": 81920, "num_hidden_layers": 100}
+    params = ",".join(f"base_model.architecture.{name}={size}" for name, size in sizes.items())
+    code, printed, log = doctor(tmp_path, "--json", f"--params=root={tmp_path},{params}")
+    assert code == 1 and printed, log
     (found,) = [each for each in json.loads(printed) if each["check"] == "run"]
     assert found["state"] == "failure"
     assert found["found"].startswith("invalid parameters:")
