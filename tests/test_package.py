@@ -149,7 +149,7 @@ def extended(installed, my_rlhf, tmp_path_factory):
     """The folder of a run whose parameters name code of the package wherever they can."""
     folder = tmp_path_factory.mktemp("extended")
     (folder / "conf" / "local").mkdir(parents=True)
-    parameters = {}
+    parameters = {"launch": {"processes": 1}}  # the code of a rank does not depend on their number
     for place, value in DOORS.items():
         block, _, field = place.partition(".")
         parameters.setdefault(block, {})[field] = value

@@ -51,7 +51,7 @@ def asked(project):
 @pytest.mark.slow
 def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(project, models, asked):
     def run(*named):
-        shown = project.kedro(*named, *asked, command="rlhf evaluate")
+        shown = project.kedro(*named, *asked, params="launch.processes=1", command="rlhf evaluate")
         folder = max(project.recipes("evaluate_models"), key=lambda path: path.stat().st_mtime)
         return shown, json.loads((folder / "export" / "evaluation.json").read_text())
 
