@@ -57,7 +57,7 @@ MODEL: Tree = {
 }
 SUPERVISED = MODEL | {"batch_size": 16, "micro_batch_tokens": 2400, "evaluations": 2}
 REWARD_MODEL = RewardModelConfig.model_validate(SUPERVISED | {"epochs": 2})
-# At 1e-4, neither DPO in 23 steps nor PPO in 40 left the instruct model: margin 0.0, KL 0.3.
+# At 1e-4, neither DPO in 23 updates nor PPO in 40 left the instruct model: margin 0.0, KL 0.3.
 POLICY_OPTIMIZER = {"optimizer": {"learning_rate": 5e-4, "weight_decay": 0.0}}
 DPO_CONFIG = DPOConfig.model_validate(SUPERVISED | POLICY_OPTIMIZER | {"epochs": 3})
 PPO_CONFIG = PPOConfig.model_validate(

@@ -54,7 +54,7 @@ class Command(click.Command):
 
     Its function also gets those of `catalog`, `ledger` (of all artifacts), `project` (a folder) and
     `console` that it names. A command that names the catalog or the ledger has the options of
-    `kedro run` that choose one.
+    `kedro run` that choose one. The name in an option `--pipeline` is checked.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
