@@ -45,7 +45,7 @@ def mermaid() -> str:
     makers = {stage.makes: stage.name for stage in rows}
     lines = ["flowchart TD"]
     for stage in rows:
-        does = "<br>".join(wrap(stage.does.replace("`", ""), 44))
+        does = stage.does.replace("`", "")
         lines.append(f'    {stage.name}["<b>{stage.name}</b><br>{does}"]')
         lines += [f"    {makers[result]} --> {stage.name}" for result in stage.reads]
     return "\n".join(["```mermaid", *lines, "```"])

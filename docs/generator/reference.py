@@ -53,7 +53,7 @@ def parameters() -> str:
     for block, group in INHERITED.items():
         heirs = [found[0] for each, found in parts.items() if issubclass(each, block)]
         parts[block], groups[block], titles[block] = heirs, group, words(block)
-    texts = {OWN: ["\n".join(summary(part) for part in top_parts())]}
+    texts = {OWN: ["These are the blocks:", "\n".join(map(summary, top_parts()))]}
     for group in (OWN, KINDS, SHARED):
         texts.setdefault(group, [f"## {group}"])
         for block in parts:

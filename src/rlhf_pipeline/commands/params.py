@@ -88,7 +88,9 @@ def params(console: Console, place: str | None) -> None:
         console.print(Text(part.place, "bold cyan"), Text(part.block.document()))
         for each in chosen:
             line = Text.assemble("  ", (str(each), "bold"), "  ", (each.type, "dim"))
-            console.print(line, Padding(Text(each.meaning), (0, 0, 0, 6)))
+            console.print(line, Padding(Text(each.meaning), (0, 0, 0, 6), expand=False), sep="\n")
+        if len(chosen) > 1 and any("block" in each.type for each in chosen):
+            console.print(f"[dim]kedro rlhf params {part.place}.NAME shows a block of these.")
 
 
 def top_parts() -> list[Part]:
@@ -142,7 +144,7 @@ def _words(field: FieldInfo, schema: Mapping[str, Any]) -> tuple[str, str]:
     text = " ".join(str(schema.get("description", "")).split())
     if not text and (inner := next(blocks_in(field.annotation), None)):
         text = " ".join(inner.document().split())
-    outside = ", not in the recipe" if field.json_schema_extra == OPERATIONAL else ""
+    outside = "; not in the recipe" if field.json_schema_extra == OPERATIONAL else ""
     return _type(schema) + outside, text.replace("None:", "null:")
 
 
