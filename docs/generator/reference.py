@@ -181,7 +181,7 @@ def usage(name: str, command: click.Command) -> Iterator[str]:
     context = click.Context(command, info_name=name)
     pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
     yield f"## `{name}`"
-    yield f"```text\n{' '.join([name, *pieces, '[OPTIONS]'])}\n```"
+    yield f"`{' '.join([name, *pieces, '[OPTIONS]'])}`"
     yield inspect.cleandoc(command.help or "").replace("\b\n", "")
     items = []
     for each in command.get_params(context):
