@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -19,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands.command import CONFIGURATION
-from rlhf_pipeline.commands.params import Parameter, Part, top_parts
+from rlhf_pipeline.commands.params import Parameter, top_level
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.reward_blocks import RewardSource
 from rlhf_pipeline.config.training import SavingConfig
@@ -38,41 +37,99 @@ def filled(text: str) -> str:
     return PART.sub(lambda match: f"{match[1]}{match[2]}\n{PARTS[match[1]]()}\n\n", text)
 
 
+class ParameterPage:
+    """A section for each parameter block: first those that have one place, then the kinds of one
+    parameter, then those that occur in several places."""
+
+    def __init__(self) -> None:
+        self.places: dict[type[Block], list[Parameter]] = {}
+        for parameter in top_level():
+            self.visit(parameter)
+        self.groups: dict[type[Block], str] = {}
+        for block, found in self.places.items():
+            is_kind = len(found[0].blocks) > 1
+            self.groups[block] = KINDS if is_kind else SHARED if len(found) > 1 else OWN
+        for block, group in INHERITED.items():
+            heirs = [found[0] for each, found in self.places.items() if issubclass(each, block)]
+            self.places[block], self.groups[block] = heirs, group
+        self.titles = {
+            block: words(block) if group else f"`{self.places[block][0].place}`"
+            for block, group in self.groups.items()
+        }
+
+    def visit(self, parameter: Parameter) -> None:
+        """Note where blocks occur, and those inside them."""
+        for block in parameter.blocks:
+            self.places.setdefault(block, []).append(parameter)
+            for inner in parameter.inside(block):
+                self.visit(inner)
+
+    def text(self) -> str:
+        """The list of the top-level blocks, and all sections."""
+        listed = [f"- [`{each.place}`](#{each.place}): {each.meaning}" for each in top_level()]
+        texts = ["These are the blocks:", "\n".join(map(wrapped, listed))]
+        for group in (OWN, KINDS, SHARED):
+            texts += [f"## {group}"] if group else []
+            for block in self.places:
+                texts += self.section(block) if self.groups[block] == group else []
+        return "\n\n".join(texts)
+
+    def section(self, block: type[Block]) -> Iterator[str]:
+        """The section of a block: its parameters, but for those that a related block has, too."""
+        found = self.places[block]
+        is_top = not self.groups[block] and "." not in found[0].place
+        yield f"{'##' if is_top else '###'} {self.titles[block]}"
+        yield linked(inspect.cleandoc(block.__doc__ or ""))
+        if self.groups[block]:
+            yield wrapped(f"In {', '.join(f'`{each.place}`' for each in found)}.")
+        own = self.items(block)
+        shared = {each: own.items() & self.items(each).items() for each in self.related(block)}
+        base = max(shared, key=lambda each: len(shared[each]), default=None)
+        same = dict(shared[base]) if base else {}
+        if items := [text for name, text in own.items() if name not in same]:
+            yield "\n".join(items)
+        if same:
+            names = ", ".join(f"`{name}`" for name in own if name in same)
+            whose = f"{'Also those' if items else 'Those'} of {self.link(base, self.titles[base])}"
+            yield wrapped(f"{whose}, with its defaults: {names}.")
+
+    def items(self, block: type[Block]) -> dict[str, str]:
+        """The parameters of a block as items of a list, by name."""
+        found = self.places[block]
+        has_place = len(found) == 1 and block not in INHERITED
+        parameter = found[0] if has_place else found[0]._replace(default=None)
+        return {each.place.rpartition(".")[2]: self.item(each) for each in parameter.inside(block)}
+
+    def item(self, parameter: Parameter) -> str:
+        """A parameter as an item of a list."""
+        kind = parameter.values
+        if parameter.blocks:
+            kind = kind.replace("block", self.link(parameter.blocks[0], "block"))
+        if parameter.default is PydanticUndefined:
+            kind += ", required"
+        return wrapped(f"- `{parameter}` ({kind}): {linked(parameter.meaning)}")
+
+    def related(self, block: type[Block]) -> Iterator[type[Block]]:
+        """The blocks to which the section of this one may refer: those that it extends, and of
+        those before it with a place of their own also one that extends it."""
+        blocks = list(self.places)
+        for each in blocks:
+            is_before = blocks.index(each) < blocks.index(block) or each in INHERITED
+            is_extended = self.groups[block] == self.groups[each] == OWN and issubclass(each, block)
+            if is_before and block is not each and (is_extended or issubclass(block, each)):
+                yield each
+
+    def link(self, block: type[Block], text: str) -> str:
+        """A link to the section of a block, or to all kinds of the parameter."""
+        is_kind = self.groups[block] == KINDS and block not in INHERITED
+        heading = KINDS if is_kind else self.titles[block]
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        return f"[{text}](#{anchor})"
+
+
 def parameters() -> str:
-    """The list of the top-level blocks, and a section for each block: first those that have one
-    place, then the kinds of one parameter, then those that occur in several places."""
-    parts: dict[type[Block], list[Part]] = {}
-    for part in top_parts():
-        visit(part, parts)
-    alternatives = Counter(part.place for found in parts.values() for part in found)
-    groups, titles = dict.fromkeys(parts, ""), dict[type[Block], str]()
-    for block, found in parts.items():
-        is_kind = alternatives[found[0].place] > 1
-        groups[block] = KINDS if is_kind else SHARED if len(found) > 1 else OWN
-        titles[block] = words(block) if groups[block] else f"`{found[0].place}`"
-    for block, group in INHERITED.items():
-        heirs = [found[0] for each, found in parts.items() if issubclass(each, block)]
-        parts[block], groups[block], titles[block] = heirs, group, words(block)
-    texts = {OWN: ["These are the blocks:", "\n".join(map(summary, top_parts()))]}
-    for group in (OWN, KINDS, SHARED):
-        texts.setdefault(group, [f"## {group}"])
-        for block in parts:
-            if groups[block] == group:
-                texts[group] += section(block, parts, titles, groups)
-    return "\n\n".join(text for found in texts.values() for text in found)
-
-
-def visit(part: Part, parts: dict[type[Block], list[Part]]) -> None:
-    """Note where a block occurs, and the blocks of its parameters."""
-    parts.setdefault(part.block, []).append(part)
-    for parameter in part.parameters():
-        for inner in part.inside(parameter.name):
-            visit(inner, parts)
-
-
-def summary(part: Part) -> str:
-    """A top-level block as an item of the list."""
-    return wrapped(f"- [`{part.place}`](#{part.place}): {part.summary}")
+    """The list of the top-level blocks, and a section for each block."""
+    return ParameterPage().text()
 
 
 def words(block: type[Block]) -> str:
@@ -80,66 +137,6 @@ def words(block: type[Block]) -> str:
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", block.__name__.removesuffix("Config"))
     text = text.replace("Deep Speed", "DeepSpeed").replace("Lo RA", "LoRA")
     return text[0] + re.sub(r"\b[A-Z](?=[a-z]+\b)", lambda m: m[0].lower(), text[1:])
-
-
-def section(
-    block: type[Block],
-    parts: Mapping[type[Block], list[Part]],
-    titles: Mapping[type[Block], str],
-    groups: Mapping[type[Block], str],
-) -> Iterator[str]:
-    """The section of a block: its parameters, but for those that a related block has, too."""
-    found = parts[block]
-    part = found[0] if len(found) == 1 else Part("", block, {})
-    is_top = not groups[block] and "." not in part.place
-    yield f"{'##' if is_top else '###'} {titles[block]}"
-    yield linked(inspect.cleandoc(block.__doc__ or ""))
-    if groups[block]:
-        yield wrapped(f"In {', '.join(f'`{each.place}`' for each in found)}.")
-    own, same, base = part.parameters(), [], None
-    for each in related(block, list(parts), groups):
-        known = parts[each][0].parameters() if each not in INHERITED else of_class(each)
-        equal = [parameter for parameter in own if parameter in known]
-        if len(equal) > len(same):
-            same, base = equal, each
-    if items := [item(each, part, titles) for each in own if each not in same]:
-        yield "\n".join(items)
-    if base is not None:
-        names = ", ".join(f"`{each.name}`" for each in same)
-        goal = f"[{titles[base]}](#{anchor(titles[base])})"
-        yield wrapped(
-            f"{'Also those' if items else 'Those'} of {goal}, with its defaults: {names}."
-        )
-
-
-def of_class(block: type[Block]) -> list[Parameter]:
-    """The parameters of a block with the defaults of its class."""
-    return Part("", block, {}).parameters()
-
-
-def related(
-    block: type[Block], blocks: list[type[Block]], groups: Mapping[type[Block], str]
-) -> Iterator[type[Block]]:
-    """The blocks to which the section of this one may refer: those that it extends, and of those
-    before it with a place of their own also one that extends it."""
-    for each in blocks:
-        is_before = blocks.index(each) < blocks.index(block) or each in INHERITED
-        is_extended = groups[block] == groups[each] == OWN and issubclass(each, block)
-        if is_before and block is not each and (is_extended or issubclass(block, each)):
-            yield each
-
-
-def item(parameter: Parameter, part: Part, titles: Mapping[type[Block], str]) -> str:
-    """A parameter as an item of a list."""
-    inner = part.inside(parameter.name)
-    if inner:
-        goal = titles[inner[0].block] if len(inner) == 1 else KINDS
-        kind = parameter.type.replace("block", f"[block](#{anchor(goal)})")
-    else:
-        kind = parameter.type
-    if parameter.default is PydanticUndefined:
-        kind += ", required"
-    return wrapped(f"- `{parameter}` ({kind}): {linked(parameter.meaning)}")
 
 
 def linked(text: str) -> str:
@@ -157,11 +154,6 @@ def wrapped(text: str) -> str:
         if not any(re.match(r" *([-+*#>|]|\d+[.)] )", line) for line in lines[1:]):
             return "\n".join(lines)
     raise ValueError(f"found no width for {text}")
-
-
-def anchor(heading: str) -> str:
-    """The anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def commands() -> str:

@@ -8,7 +8,7 @@ import yaml
 from click.testing import CliRunner
 
 from rlhf_pipeline.cli import cli
-from rlhf_pipeline.commands.params import top_parts
+from rlhf_pipeline.commands.params import top_level
 from rlhf_pipeline.pipelines.table import parameter_blocks
 
 
@@ -31,7 +31,7 @@ def test_without_a_name_the_blocks_are_listed():
 
 def test_a_block_is_shown_with_defaults_types_and_meanings():
     found = lines("ppo.sampling")
-    assert found[0].startswith("ppo.sampling How responses are sampled")
+    assert found[0].startswith("ppo.sampling  How responses are sampled")
     place = found.index("temperature: 1.0  number > 0")
     assert found[place + 1] == "Softmax temperature in sampling and in every log-probability."
 
@@ -72,21 +72,24 @@ def test_what_a_block_refuses_is_not_shown(field):
     assert f"\n  {field}:" not in shown("grpo") + shown("distill")
 
 
-@pytest.mark.parametrize("part", top_parts(), ids=lambda part: part.place)
-def test_what_is_shown_is_yaml_with_a_meaning(part):
-    for each in part.parameters():
-        assert list(yaml.safe_load(str(each))) == [each.name]
+@pytest.mark.parametrize("top", top_level(), ids=lambda top: top.place)
+def test_what_is_shown_is_yaml_with_a_meaning(top):
+    for each in top.inside(top.blocks[0]):
+        assert list(yaml.safe_load(str(each))) == [each.place.rpartition(".")[2]]
         assert each.meaning
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("grop", "BLOCK: found 'grop', expected the name of a parameter (did you mean grpo?)"),
-        ("ppo.smapling", "ppo: found 'smapling', expected the name of a parameter (did you mean"),
-        ("ppo.kl.x", "ppo.kl: found 'x', expected the name of a parameter: coef, place, target,"),
-        ("ppo.steps.x", "ppo.steps.x: found no block at ppo.steps, expected one"),
-        ("distill.rewards", "distill: found 'rewards', expected the name of a parameter"),
+        ("grop", "grop: found 'grop', expected a block (did you mean grpo?)"),
+        (
+            "ppo.smapling",
+            "ppo.smapling: found 'smapling', expected a parameter (did you mean sampl",
+        ),
+        ("ppo.kl.x", "ppo.kl.x: found 'x', expected a parameter: coef, place, target, horizon,"),
+        ("ppo.steps.x", "ppo.steps.x: found 'x', expected a parameter: none"),
+        ("distill.rewards", "distill.rewards: found 'rewards', expected a parameter: "),
     ],
 )
 def test_an_unknown_name_is_refused(place, message):

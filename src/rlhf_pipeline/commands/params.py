@@ -1,9 +1,9 @@
 """What parameters mean, from their classes and conf/base: for the terminal, and for the manual."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import click
 import yaml
@@ -20,54 +20,45 @@ from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks
 
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+TYPES = {"null": "`null`", "boolean": "true or false", "string": "text", "object": "mapping"}
+
+_SENTENCE = re.compile(r"(?<! al)\.(?: |$)|: ")
+"""The end of the first sentence of a docstring, or of what stands before its colon."""
 
 
 class Parameter(NamedTuple):
-    """One parameter of a block."""
-
-    name: str
-    default: Any
-    """As JSON; `PydanticUndefined` if the user must set it. Of a block: what its class has not."""
-    type: str
-    meaning: str
-
-    def __str__(self) -> str:
-        """The default as a line of YAML."""
-        if self.default is PydanticUndefined:
-            return f"{self.name}:"
-        text = yaml.safe_dump(self.default, default_flow_style=True, width=1000, sort_keys=False)
-        text = text.removesuffix("...\n").strip()
-        return f"{self.name}: {text}".replace("e-0", "e-")
-
-
-class Part(NamedTuple):
-    """A block at a place of the parameters."""
+    """A parameter at its place; a top-level block is one, too."""
 
     place: str
-    block: type[Block]
-    given: Mapping[str, Any]
-    """The values that the place has instead of the defaults of the class."""
+    default: Any
+    """As JSON; `PydanticUndefined` if the user must set it. Of a block: what its class has not."""
+    values: str
+    meaning: str
+    blocks: Sequence[type[Block]]
+    """The kinds of blocks that it can be."""
 
-    @property
-    def summary(self) -> str:
-        """The beginning of the docstring."""
-        return re.split(r"(?<! al)\. |: ", self.block.document())[0].rstrip(".")
+    def __str__(self) -> str:
+        """The name and the default as a line of YAML."""
+        name, text = self.place.rpartition(".")[2], ""
+        if self.default is not PydanticUndefined:
+            style = {"default_flow_style": True, "sort_keys": False, "width": 1000}
+            text = yaml.safe_dump(self.default, **style).removesuffix("...\n")
+        return f"{name}: {text}".replace("e-0", "e-").strip()
 
-    def parameters(self) -> list[Parameter]:
-        """All parameters that a user can set."""
-        properties = self.block.model_json_schema()["properties"]
-        return [
-            Parameter(name, _default(field, self.given.get(name)), *_words(field, properties[name]))
-            for name, field in self.block.model_fields.items()
-            if name not in self.block.unused and field.annotation is not NoneType
-        ]
-
-    def inside(self, name: str) -> list["Part"]:
-        """The blocks that one parameter can have."""
-        field = self.block.model_fields[name]
-        given = _default(field, self.given.get(name))
-        given = given if isinstance(given, Mapping) else {}
-        return [Part(f"{self.place}.{name}", each, given) for each in blocks_in(field.annotation)]
+    def inside(self, block: type[Block]) -> list["Parameter"]:
+        """What the user can set in it if it is this kind of block."""
+        given = self.default if isinstance(self.default, Mapping) else {}
+        schema, found = block.model_json_schema()["properties"], []
+        for name, field in block.model_fields.items():
+            if name in block.unused or field.annotation is NoneType:
+                continue
+            blocks = list(blocks_in(field.annotation))
+            words = (field.description or document(blocks[0])).replace("None:", "null:")
+            outside = "; not in the recipe" if field.json_schema_extra == OPERATIONAL else ""
+            place, kind = f"{self.place}.{name}", _type(schema[name]) + outside
+            default = _default(field, given.get(name))
+            found.append(Parameter(place, default, kind, " ".join(words.split()), blocks))
+        return found
 
 
 @click.command(cls=Command)
@@ -80,51 +71,46 @@ def params(console: Console, place: str | None) -> None:
     if place is None:
         table = plain_table("block")
         table.add_column("")
-        for part in top_parts():
-            table.add_row(f"[bold]{part.place}", part.summary)
+        for each in top_level():
+            table.add_row(f"[bold]{each.place}", each.meaning)
         console.print(table)
         return
-    for part, chosen in _find(place):
-        console.print(Text(part.place, "bold cyan"), Text(part.block.document()))
-        for each in chosen:
-            line = Text.assemble("  ", (str(each), "bold"), "  ", (each.type, "dim"))
-            console.print(line, Padding(Text(each.meaning), (0, 0, 0, 6), expand=False), sep="\n")
-        if len(chosen) > 1 and any("block" in each.type for each in chosen):
-            console.print(f"[dim]kedro rlhf params {part.place}.NAME shows a block of these.")
+    for found in _found(place):
+        sections = [(document(block), found.inside(block)) for block in found.blocks]
+        for text, rows in sections or [("", [found])]:
+            console.print(Text.assemble((found.place, "bold cyan"), "  ", text))
+            for each in rows:
+                console.print(Text.assemble("  ", (str(each), "bold"), "  ", (each.values, "dim")))
+                console.print(Padding(Text(each.meaning), (0, 0, 0, 6), expand=False))
 
 
-def top_parts() -> list[Part]:
-    """The top-level blocks, with the values of conf/base."""
+def top_level() -> list[Parameter]:
+    """The top-level blocks, with the values of conf/base and the beginnings of their docstrings."""
     files = sorted((PACKAGED / "base").glob("parameters*.yml"))
     base = {k: v for file in files for k, v in yaml.safe_load(file.read_text("utf-8")).items()}
-    return [Part(name, block, base.get(name) or {}) for name, block in parameter_blocks().items()]
+    return [
+        Parameter(name, base.get(name), "block", _SENTENCE.split(document(block))[0], [block])
+        for name, block in parameter_blocks().items()
+    ]
 
 
-def _find(place: str) -> list[tuple[Part, list[Parameter]]]:
-    """The blocks at a place with their parameters, or with the one that the place names.
-
-    Raises ConfigError for an unknown name.
-    """
-    first, *names = place.split(".")
-    parts = [part for part in top_parts() if part.place == first]
-    if not parts:
-        _refuse("BLOCK", first, [part.place for part in top_parts()])
-    for index, name in enumerate(names):
-        found = [(part, each) for part in parts for each in part.parameters() if each.name == name]
-        if not found:
-            _refuse(parts[0].place, name, [each.name for p in parts for each in p.parameters()])
-        inner = [each for part, _ in found for each in part.inside(name)]
-        if not inner and names[index + 1 :]:
-            raise ConfigError(f"{place}: found no block at {parts[0].place}.{name}, expected one")
-        if not inner:
-            return [(part, [each]) for part, each in found]
-        parts = inner
-    return [(part, part.parameters()) for part in parts]
+def document(block: type[Block]) -> str:
+    """The first paragraph of the docstring of a class."""
+    return " ".join((block.__doc__ or "").split("\n\n")[0].split())
 
 
-def _refuse(place: str, name: str, known: list[str]) -> NoReturn:
-    hint = suggestion(name, known) or f": {', '.join(dict.fromkeys(known))}"
-    raise ConfigError(f"{place}: found {name!r}, expected the name of a parameter{hint}")
+def _found(place: str) -> list[Parameter]:
+    """The parameters at a place, of which kinds of blocks may have several; ConfigError if none."""
+    found, inside = list[Parameter](), top_level()
+    for name in place.split("."):
+        known = [each.place.rpartition(".")[2] for each in inside]
+        if name not in known:
+            hint = suggestion(name, known) or f": {', '.join(dict.fromkeys(known)) or 'none'}"
+            kind = "a parameter" if found else "a block"
+            raise ConfigError(f"{place}: found {name!r}, expected {kind}{hint}")
+        found = [each for each, its in zip(inside, known, strict=True) if its == name]
+        inside = [inner for each in found for kind in each.blocks for inner in each.inside(kind)]
+    return found
 
 
 def _default(field: FieldInfo, given: Any) -> Any:
@@ -139,15 +125,6 @@ def _default(field: FieldInfo, given: Any) -> Any:
     return default if given is None else given
 
 
-def _words(field: FieldInfo, schema: Mapping[str, Any]) -> tuple[str, str]:
-    """Type and meaning of a field."""
-    text = " ".join(str(schema.get("description", "")).split())
-    if not text and (inner := next(blocks_in(field.annotation), None)):
-        text = " ".join(inner.document().split())
-    outside = "; not in the recipe" if field.json_schema_extra == OPERATIONAL else ""
-    return _type(schema) + outside, text.replace("None:", "null:")
-
-
 def _type(schema: Mapping[str, Any]) -> str:
     """A JSON schema in words."""
     if "$ref" in schema:
@@ -160,5 +137,4 @@ def _type(schema: Mapping[str, Any]) -> str:
     if kind == "array":
         return f"list of {_type(schema['items'])}" if schema.get("items") else "list"
     bounds = ", ".join(f"{sign} {schema[key]:g}" for key, sign in BOUNDS.items() if key in schema)
-    names = {"null": "`null`", "boolean": "true or false", "string": "text", "object": "mapping"}
-    return f"{names.get(kind, kind)} {bounds}".strip()
+    return f"{TYPES.get(kind, kind)} {bounds}".strip()

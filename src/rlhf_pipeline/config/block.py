@@ -41,11 +41,6 @@ class Block(BaseModel):
     unused: ClassVar[Collection[str]] = ()
     """Inherited fields that the block refuses, which no list of parameters names."""
 
-    @classmethod
-    def document(cls) -> str:
-        """The first paragraph of the docstring, on one line."""
-        return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-
     def recipe(self) -> dict[str, Any]:
         """All values that can change the result, as JSON types, without operational fields."""
         return self.model_dump(mode="json", context=RECIPE)
