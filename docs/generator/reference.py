@@ -180,6 +180,7 @@ def usage(name: str, command: click.Command) -> Iterator[str]:
         record = each.get_help_record(context)
         if record and record[1] and (name == "kedro run" or SKIPPED.isdisjoint(each.opts)):
             option, meaning = (" ".join(part.split()) for part in record)
+            meaning = meaning.replace("__", r"\_\_")  # else Markdown makes it bold
             items.append(wrapped(f"- `{option}`: {meaning}"))
     if name != "kedro run" and set(CONFIGURATION) <= set(command.params):
         names = ", ".join(f"`{each.opts[0]}`" for each in CONFIGURATION)
