@@ -78,6 +78,14 @@ OTHER = {
     "score_clip": 1.0,
     "missing_eos_penalty": 1.0,
     "overlong_penalty": 1.0,
+    "old_logprobs": "recompute",
+    "policy_loss": "cispo",
+    "importance": "sequence",
+    "clip_range": 0.1,
+    "clip_range_high": 0.3,
+    "dual_clip": 3.0,
+    "sampler_correction": None,
+    "scale_rewards": "none",
 }
 """For each parameter a value that is not the default."""
 

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveI
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.doors import ADVANTAGE
-from rlhf_pipeline.config.ppo import ADVANTAGE_OF, GAE_ONLY, PPOConfig
+from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
 from rlhf_pipeline.config.ppo_blocks import KLConfig
 from rlhf_pipeline.config.rewards import Reward
 from rlhf_pipeline.config.training import (
@@ -25,7 +25,7 @@ class GRPOConfig(PPOConfig):
     responses."""
 
     stage = sampler = "grpo"
-    unused = ("critic", *GAE_ONLY)
+    unused = ("critic", *(name for name, readers in ADVANTAGE_OF.items() if readers == ("gae",)))
 
     steps: PositiveInt = 500
     """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""

@@ -321,10 +321,10 @@ _BY_ACTOR = ("auto", "transformers", "hybrid")
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
 _OF_TOKENS = ("gae", "reinforce++", "immediate")
 _WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
-GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
+_GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),
-    **dict.fromkeys(GAE_ONLY, ("gae",)),
+    **dict.fromkeys(_GAE_ONLY, ("gae",)),
     "scale_by_group_std": ("grpo",),
     "reinforce_baseline": ("reinforce",),
     "equal_groups": _OF_GROUPS,
