@@ -16,7 +16,7 @@ from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.hooks import PreflightHook, StagesHook
-from rlhf_pipeline.preflight import check_stores
+from rlhf_pipeline.preflight import LAYERS, check_stores
 from rlhf_pipeline.results import StageSummary
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -94,9 +94,10 @@ def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
 def said_before(nodes, caplog, **changes):
     """What a run of these nodes says before it starts."""
     conf = str(Path(__file__).parents[1] / "conf")
-    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    blocks = check_values(parameters | changes)
+    loader = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)
+    blocks = check_values(loader["parameters"] | changes)
     catalog = DataCatalog({f"params:{name}": MemoryDataset(blocks[name]) for name in blocks})
+    catalog[LAYERS] = MemoryDataset(loader, copy_mode="assign")
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
         PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
@@ -122,6 +123,17 @@ def test_a_run_says_which_win_rates_its_prompts_can_show(nodes, lines, caplog):
     said = said_before(nodes, caplog, evaluate={"prompts": 64})
     line = "evaluate: at most 64 prompts (evaluate.prompts), which show win rates from 67.5% up"
     assert said == [line] * lines
+
+
+def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
+    grpo = {"rewards": [{"reference": "exact"}], "actor": {"lora": {}}}
+    (said,) = said_before(["grpo"], caplog, grpo=grpo)
+    assert said == (
+        "grpo.actor.lora: the learning rate 1e-06 is the default for whole models, and adapters "
+        "need about ten times as much. Fix: set grpo.actor.optimizer.learning_rate to 1e-05"
+    )
+    caplog.clear()
+    assert said_before(["sft"], caplog, grpo=grpo) == []
 
 
 @pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])

@@ -10,7 +10,7 @@ from typing import Any
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
-from rlhf_pipeline.checks import length_faults, refuse
+from rlhf_pipeline.checks import batch_faults, length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward, as_judges
@@ -20,6 +20,7 @@ from rlhf_pipeline.config.stages import (
     BLOCKS,
     ON_PROMPTS,
     READERS,
+    adapter_rates,
     faults_without_reward_model,
     samplers,
     unused_phases,
@@ -34,10 +35,18 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import automatic, find_fit, micro_batch_tokens, size_text
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import base_model_shape
-from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand
+from rlhf_pipeline.stages.launch.resources import (
+    free_port,
+    gpu_count,
+    hardware_at_hand,
+    rank_count,
+)
 from rlhf_pipeline.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+LAYERS = "params:layers"
+"""The entry of the catalog with the loader of the configuration, which knows who set what."""
 
 
 def check_root(root: str) -> None:
@@ -89,12 +98,14 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     warnings = check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
+    launch, layers = blocks["launch"], catalog.load(LAYERS)
     check_blocks(blocks, nodes)
+    refuse(batch_faults(blocks, nodes, rank_count(launch, gpu_count())), layers.origin)
     check_phases(blocks, nodes)
     has_gold = all(source.name in GOLD_SCORES for source in blocks["split"].sources)
     refuse(faults_without_reward_model(blocks, nodes, has_gold=has_gold))
     warnings += unused_phases(blocks["split"], nodes)
-    launch = blocks["launch"]
+    warnings += adapter_rates(blocks, nodes, layers.chosen())
     free_port(launch.master_port)
     if launch.memory_check != "off":
         refuses, hardware = launch.memory_check == "refuse", hardware_at_hand(launch)

@@ -7,7 +7,12 @@ import pytest
 from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
-from rlhf_pipeline.config.stages import faults_without_reward_model, shares_text, unused_phases
+from rlhf_pipeline.config.stages import (
+    adapter_rates,
+    faults_without_reward_model,
+    shares_text,
+    unused_phases,
+)
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.preflight import check_blocks, check_phases
@@ -143,7 +148,7 @@ def test_a_policy_that_samples_needs_its_rewards_and_positions(parameters):
     message = str(error.value)
     assert "rejection.sample.sampling.max_response_tokens: found 256" in message
     centred = {"rewards": [{"path": "rm", "mean": 1.0}]}
-    with pytest.raises(ConfigError, match=r"sample: rewards.0.mean: found 1.0, expected null"):
+    with pytest.raises(ConfigError, match=r"sample\.rewards\.0\.mean: found 1.0, expected null"):
         check(parameters | {"rejection": {"sample": centred}}, gpus=0, elsewhere=True)
     few = {"sample": {"validation_prompts": 1}}
     with pytest.raises(ConfigError, match=r"validation_prompts: found 1, expected at least the 2"):
@@ -151,3 +156,13 @@ def test_a_policy_that_samples_needs_its_rewards_and_positions(parameters):
     sample = {"rewards": ["nowhere.py:f"], "sampling": {"max_response_tokens": 48}}
     with pytest.raises(ConfigError, match=r"rejection.sample.rewards.0: .*found no file"):
         check(parameters | {"rejection": {"sample": sample}}, gpus=0, elsewhere=True)
+
+
+def test_a_learning_rate_that_the_user_set_is_that_of_the_adapters(parameters):
+    parameters["sft"]["lora"] = {}
+    parameters["dpo"]["lora"] = {}
+    blocks = check_values(parameters)
+    rate = "sft.optimizer.learning_rate"
+    assert list(adapter_rates(blocks, ["sft", "evaluate"], [rate])) == []
+    (line,) = adapter_rates(blocks, ["sft", "evaluate"], ["dpo.optimizer.learning_rate"])
+    assert line.endswith(f"Fix: set {rate} to 0.03")  # that of the embedded model is 3e-3

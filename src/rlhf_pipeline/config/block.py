@@ -1,7 +1,7 @@
 """The base of every parameter block: strict, frozen, documented field by field."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal, Self, get_args
 
@@ -52,6 +52,18 @@ class Block(BaseModel):
         found = "a block" if isinstance(value, Block) else value
         return f"{place}: found {found}, expected {expected}" + (f". Fix: {fix}" if fix else "")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, given: Any) -> Any:
+        """An inner block is a layer over the default that this class has for it."""
+        if not isinstance(given, Mapping):
+            return given
+        fields = cls.model_fields
+        return {
+            name: _layered(fields[name].default, value) if name in fields else value
+            for name, value in given.items()
+        }
+
     @model_validator(mode="after")
     def _fit(self) -> Self:
         for fault in self._faults():
@@ -66,9 +78,22 @@ class Block(BaseModel):
         return {k: v for k, v in values.items() if fields[k].json_schema_extra != OPERATIONAL}
 
 
+def _layered(default: Any, given: Any) -> Any:
+    """A value over the default of its field: a block by its fields, another value as a whole."""
+    if not (isinstance(default, Block) and isinstance(given, Mapping)):
+        return given
+    layer = {name: getattr(default, name) for name in default.model_fields_set}
+    return layer | {name: _layered(layer.get(name), value) for name, value in given.items()}
+
+
 def operational(default: Any, **kwargs: Any) -> Any:
     """A field that does not change the result (log interval, port), and so no fingerprint."""
     return Field(default, json_schema_extra=OPERATIONAL, **kwargs)
+
+
+def nearest(value: int, allowed: Iterable[int]) -> str:
+    """The two allowed numbers that are nearest to a value, such as "6 or 8"."""
+    return " or ".join(map(str, sorted(sorted(allowed, key=lambda one: abs(one - value))[:2])))
 
 
 def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -136,6 +161,9 @@ def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
     found = without_secrets(repr(value))
     if expected is None or kind == "value_error":
         message = detail["msg"].removeprefix("Value error, ")
+        inner = message.partition(":")[0]
+        if inner.partition(".")[0] in _fields(block, parts):
+            return f"{place}.{message}"
         is_shown = not (isinstance(value, Mapping) or message.startswith("found "))
         return f"{place}: {message}" + (f" (found {found})" if is_shown else "")
     return f"{place}: found {found}, expected {expected.format(**detail.get('ctx', {}))}"
