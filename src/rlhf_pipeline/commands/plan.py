@@ -9,8 +9,8 @@ from kedro.framework.project import pipelines, settings
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.checks import check as check_parameters
 from rlhf_pipeline.checks import batch_faults, check_values, length_faults, refuse
+from rlhf_pipeline.checks import check as check_parameters
 from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
