@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.block import leaves, nearest, validated
+from rlhf_pipeline.config.block import leaves, meant, nearest, validated
 from rlhf_pipeline.config.doors import ADVANTAGE, defined, door_faults, parameters
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.policies import DistillConfig
@@ -29,7 +29,7 @@ from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.data.source import carried, column_faults, find_source
-from rlhf_pipeline.errors import ConfigError, install, suggestion
+from rlhf_pipeline.errors import ConfigError, install
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.job import forced_stages
@@ -65,9 +65,9 @@ def check_values(
 ) -> dict[str, Any]:
     """Check each parameter by itself, as `check` does on every machine; return the blocks."""
     kinds, blocks = parameter_blocks(), dict[str, Any]()
-    known = [*kinds, *OTHERS]
+    known = kinds | dict.fromkeys(OTHERS)
     faults = [
-        f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
+        f"{name}: unknown parameter{meant(name, known)}; the parameters are {', '.join(known)}"
         for name in parameters
         if name not in (*known, "root", "store")  # the catalog reads these two
     ]
@@ -359,7 +359,9 @@ def length_faults(
                 f"split.max_prompt_tokens {prompt}"
             )
     if prompt >= positions:
-        yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}"
+        room, half = positions - max(responses.values()), positions // 2
+        fix = f"use {room}" if room > 0 else f"use {half}, and {half} for {', '.join(responses)}"
+        yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}. Fix: {fix}"
     text = split.pretraining
     readers = (block for block in policies if isinstance(block, PPOConfig) and block.ptx)
     reader = next((f"{block.stage}.ptx" for block in readers), None)

@@ -2,9 +2,9 @@
 
 import json
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kedro.io import CatalogProtocol
@@ -35,15 +35,13 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import automatic, find_fit, micro_batch_tokens, size_text
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import base_model_shape
-from rlhf_pipeline.stages.launch.resources import (
-    free_port,
-    gpu_count,
-    hardware_at_hand,
-    rank_count,
-)
+from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand
 from rlhf_pipeline.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
+"""The smallest block of a policy, if not an empty one is enough."""
 
 LAYERS = "params:layers"
 """The entry of the catalog with the loader of the configuration, which knows who set what."""
@@ -62,12 +60,14 @@ def check_root(root: str) -> None:
         )
     whole = Path(root).absolute()
     folder = next(path for path in (whole, *whole.parents) if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        kind = "a folder that you cannot write to" if folder.is_dir() else "a file"
+    kind = "a folder that you cannot write to" if folder.is_dir() else "a file"
+    try:
+        TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
         raise ConfigError(
-            f"root: found {root!r}, but {folder} is {kind}. Fix: set another folder with "
-            "--params=root=FOLDER, or root in conf/local/globals.yml"
-        )
+            f"root: found {root!r}, but {folder} is {kind} ({error.strerror}). Fix: set another "
+            "folder with --params=root=FOLDER, or root in conf/local/globals.yml"
+        ) from None
 
 
 def sized(blocks: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +100,8 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
     launch, layers = blocks["launch"], catalog.load(LAYERS)
     check_blocks(blocks, nodes)
-    refuse(batch_faults(blocks, nodes, rank_count(launch, gpu_count())), layers.origin)
+    hardware = hardware_at_hand(launch)
+    refuse(batch_faults(blocks, nodes, hardware.world), layers.origin)
     check_phases(blocks, nodes)
     has_gold = all(source.name in GOLD_SCORES for source in blocks["split"].sources)
     refuse(faults_without_reward_model(blocks, nodes, has_gold=has_gold))
@@ -108,7 +109,7 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     warnings += adapter_rates(blocks, nodes, layers.chosen())
     free_port(launch.master_port)
     if launch.memory_check != "off":
-        refuses, hardware = launch.memory_check == "refuse", hardware_at_hand(launch)
+        refuses = launch.memory_check == "refuse"
         warnings += check_memory(as_json(blocks), nodes, hardware, refuses=refuses)
     for warning in warnings:
         logger.warning("%s", warning)
@@ -244,8 +245,9 @@ def check_blocks(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
             if one not in ON_PROMPTS or blocks[one] is not None
         ]
         raise ConfigError(
-            f"{name}: found null, expected the parameters of the node {name}. Fix: set {name}, or "
-            f"choose another pipeline: {' or '.join(others)}"
+            f"{name}: found null, expected the parameters of the node {name}. Fix: write `{name}: "
+            f"{EXAMPLES.get(name, '{}')}` into conf/local/parameters.yml, or choose another "
+            f"pipeline: {' or '.join(others)}"
         )
 
 

@@ -1,9 +1,11 @@
 """The base of every parameter block: strict, frozen, documented field by field."""
 
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal, Self, get_args
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -27,6 +29,10 @@ RECIPE = "recipe"
 """Context of a dump without operational fields."""
 OPERATIONAL: dict[str, Any] = {"operational": True}
 """Mark of an operational field in the JSON schema."""
+
+
+ELSEWHERE = ("split.", "base_model.", "root")
+"""How absolute places in `words.toml` begin."""
 
 
 class Block(BaseModel):
@@ -147,8 +153,8 @@ def validated(name: str, block: type[Block], value: Any) -> tuple[Block | None, 
 
 
 def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
-    # The names of alternatives in a union look like "literal[...]" or "list[str]".
-    parts = [part for part in detail["loc"] if not re.search(r"\W", str(part))]
+    # The names of alternatives in a union look like "literal[...]", "list[str]" or "str".
+    parts = [part for part in detail["loc"] if not re.search(r"\W|^str$", str(part))]
     place = ".".join([name, *map(str, parts)])
     kind, value = detail["type"], detail["input"]
     if kind == "missing":
@@ -156,7 +162,7 @@ def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         known = _fields(block, parts[:-1])
         listed = f"; the parameters there are {', '.join(known)}" if known else ""
-        return f"{place}: unknown parameter{suggestion(str(parts[-1]), known) or listed}"
+        return f"{place}: unknown parameter{meant(str(parts[-1]), known) or listed}"
     expected = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
     found = without_secrets(repr(value))
     if expected is None or kind == "value_error":
@@ -169,16 +175,42 @@ def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
     return f"{place}: found {found}, expected {expected.format(**detail.get('ctx', {}))}"
 
 
-def _fields(block: type[Block], parts: Sequence[str | int]) -> list[str]:
-    """The fields of the block at a place; empty if the place has several kinds of blocks."""
+def meant(word: str, known: Mapping[str, Any]) -> str:
+    """What the user may have meant by an unknown parameter, such as " (did you mean NAME?)".
+
+    `known` are the types of the parameters there. NAME may be that of a parameter in an inner
+    block; `words.toml` has those that other trainers call `word`.
+    """
+    words = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+    for name in (*words.get(word.lower(), ()), word):
+        if " " in name:
+            return f"; {name}"
+        if place := name if name.startswith(ELSEWHERE) else _place(name, known):
+            return f" (did you mean {place}?)"
+    return suggestion(word, known)
+
+
+def _place(name: str, known: Mapping[str, Any]) -> str | None:
+    """The place of a parameter in one of the known types, or in a block inside them."""
+    if name.partition(".")[0] in known:
+        return name
+    for field, kind in known.items():
+        blocks = [] if get_origin(kind) in (tuple, list) else [*_blocks(kind)]
+        if len(blocks) == 1 and (inner := _place(name, _fields(blocks[0], ()))):
+            return f"{field}.{inner}"
+    return None
+
+
+def _fields(block: type[Block], parts: Sequence[str | int]) -> dict[str, Any]:
+    """The types of the fields at a place; none if the place has several kinds of blocks."""
     for part in parts:
         if isinstance(part, str):
             field = block.model_fields.get(part)
             blocks = [] if field is None else list(_blocks(field.annotation))
             if len(blocks) != 1:
-                return []
+                return {}
             block = blocks[0]
-    return list(block.model_fields)
+    return {name: field.annotation for name, field in block.model_fields.items()}
 
 
 def _blocks(annotation: Any) -> Iterator[type[Block]]:
