@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.checks import batch_faults, check, check_values, path_faults
+from rlhf_pipeline.checks import batch_faults, check, check_values, length_faults, path_faults
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -183,6 +183,25 @@ def test_prompt_and_response_must_fit_the_positions_of_every_family(
         match=rf"evaluate\.sampling\.max_response_tokens: .* the model's {positions} positions",
     ):
         check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63), gpus=0)
+
+
+@pytest.mark.parametrize("positions", [256, 2048])
+def test_the_limits_of_the_fix_fit_the_positions(parameters, positions):
+    """Answers of 256 tokens leave no prompt in 256 positions, and 1,792 tokens in 2,048."""
+    split, evaluate = (
+        check_values(parameters)[name].model_copy(
+            update={"max_prompt_tokens": 4096, "max_response_tokens": 256}
+        )
+        for name in ("split", "evaluate")
+    )
+    (fault,) = length_faults(positions, split, [], evaluate)
+    fixed = {256: "128, and 128 for split.max_response_tokens, evaluate.", 2048: "1792"}
+    assert f"found 4096, expected fewer than the model's {positions} positions" in fault
+    assert f". Fix: use {fixed[positions]}" in fault
+    numbers = {256: (128, 128), 2048: (1792, 256)}[positions]
+    names = ("max_prompt_tokens", "max_response_tokens")
+    mended = split.model_copy(update=dict(zip(names, numbers, strict=True)))
+    assert list(length_faults(positions, mended, [], evaluate)) == []
 
 
 def test_all_faults_are_reported_at_once(parameters):

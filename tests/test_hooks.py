@@ -17,7 +17,7 @@ from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.hooks import PreflightHook, StagesHook
 from rlhf_pipeline.preflight import LAYERS, check_stores
-from rlhf_pipeline.results import StageSummary
+from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.job import StageRun
@@ -33,7 +33,8 @@ def export(folder: Path, content: str) -> Path:
 def registration(number: str) -> dict:
     verdict = {"judge": "gold", "independent": True, "tries": 1, "checks": [1, 2], "refusals": []}
     return {
-        "model": "policy", "versions": {}, "aliases": {"candidate": number}, "promoted": True, "verdict": verdict,
+        "model": "policy", "versions": {}, "aliases": {"candidate": number}, "promoted": True,
+        "verdict": verdict,
     }  # fmt: skip
 
 
@@ -76,6 +77,14 @@ def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(
     assert "candidate = version 7" in shown
     assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
     assert "version 8" not in shown and "2026-01-02" not in shown
+
+
+@pytest.mark.parametrize(("stage", "said"), [("base_model", " (not trained here)"), ("sft", "")])
+def test_a_baseline_that_no_stage_trained_is_not_called_sft(stage, said, capsys):
+    both = registration("2") | {"versions": {stage: "1", "ppo": "2"}}
+    both["aliases"] |= {"sft-baseline": "1"}
+    print_results({"registration": both}, Console(width=200))
+    assert f"candidate = version 2, sft-baseline = version 1{said}\n" in capsys.readouterr().out
 
 
 def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):

@@ -36,6 +36,13 @@ def parameters():
     return LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
 
 
+def test_a_root_in_which_no_folder_can_be_made_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^root: found '/proc/data', but /proc is a folder .*Fix"
+    ):
+        check_root("/proc/data")
+
+
 def refused(params, name="grpo"):
     """What the checks of a pipeline say about parameters of --params."""
     project = bootstrap_project(CONF.parent).project_path

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_pipeline.config.block import Block, nearest, validated
+from rlhf_pipeline.config import block
+from rlhf_pipeline.config.block import Block, meant, nearest, validated
 from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import IterativeDPOConfig, RejectionConfig
+from rlhf_pipeline.config.split import ColumnMap
+from rlhf_pipeline.pipelines.table import parameter_blocks
 
 TEACHER = {"teacher": "facebook/opt-1.3b"}
 
@@ -103,3 +108,33 @@ def test_every_fix_of_a_batch_is_accepted() -> None:
 def test_the_nearest_numbers() -> None:
     assert nearest(7, range(2, 11, 2)) == "6 or 8"
     assert nearest(1, [2]) == "2"
+
+
+def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
+    """A place that a block has, or a sentence."""
+    words = tomllib.loads((Path(block.__file__).parent / "words.toml").read_text())
+    blocks: dict[str, Any] = {**parameter_blocks(), "columns": ColumnMap, "root": str}
+    for place in {place for places in words.values() for place in places} - words.keys():
+        assert " " in place or f"{place}?)" in meant(place, blocks), place
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("dpo.lr", "(did you mean optimizer.learning_rate?)"),
+        ("grpo.learning_rate", "(did you mean actor.optimizer.learning_rate?)"),
+        ("grpo.beta", "(did you mean kl.coef?)"),
+        ("rejection.num_generations", "(did you mean sample.n?)"),
+        ("sft.bf16", "(did you mean deepspeed.precision?)"),
+        ("kto.betta", "(did you mean beta?)"),
+        ("model_name_or_path", "(did you mean base_model.path?)"),
+        ("wandb", "; only MLflow tracks runs, and needs no parameter"),
+        ("nonsense", ""),
+    ],
+)
+def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place: str, said: str) -> None:
+    kinds: dict[str, Any] = dict(parameter_blocks())
+    stage, _, word = place.rpartition(".")
+    fields = kinds[stage].model_fields if stage else {}
+    known = {name: field.annotation for name, field in fields.items()} or kinds
+    assert meant(word, known).strip() == said

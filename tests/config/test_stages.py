@@ -1,8 +1,10 @@
 """Which stages train, and on which rows, if some blocks are null."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.policies import GRPOConfig
@@ -127,8 +129,15 @@ def test_a_node_whose_block_is_null_needs_no_rows_and_a_policy_needs_its_block(p
     blocks = check_values(parameters | {"sft": None})
     check_phases(blocks, {"split", "sft", "ppo"})
     check_blocks(blocks, {"split", "ppo"})
-    with pytest.raises(ConfigError, match="grpo: found null, expected the parameters of the node"):
-        check_blocks(blocks, {"split", "grpo"})
+    for name, block in (
+        ("grpo", {"rewards": [{"reference": "last_number"}]}), ("rejection", {}),
+        ("distill", {"teacher": "FOLDER"}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{name}: found null, .* into conf/local/par") as e:
+            check_blocks(blocks, {"split", name})
+        written = re.search(r"write `(.+?)` into", str(e.value))
+        assert yaml.safe_load(written[1]) == {name: block}
+        check_blocks(check_values(parameters | {name: block}), {"split", name})
     blocks["split"] = blocks["split"].model_copy(update={"weights": (0, 0, 1)})
     with pytest.raises(ConfigError, match="with 0 for reward_model"):
         check_phases(blocks, {"split", "dpo"})

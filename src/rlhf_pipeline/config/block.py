@@ -64,11 +64,8 @@ class Block(BaseModel):
         """An inner block is a layer over the default that this class has for it."""
         if not isinstance(given, Mapping):
             return given
-        fields = cls.model_fields
-        return {
-            name: _layered(fields[name].default, value) if name in fields else value
-            for name, value in given.items()
-        }
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        return {name: _layered(defaults.get(name), value) for name, value in given.items()}
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
