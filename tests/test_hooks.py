@@ -16,7 +16,7 @@ from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.hooks import PreflightHook, StagesHook
-from rlhf_pipeline.preflight import LAYERS, check_stores
+from rlhf_pipeline.preflight import CONF, check_stores
 from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -106,7 +106,7 @@ def said_before(nodes, caplog, **changes):
     loader = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)
     blocks = check_values(loader["parameters"] | changes)
     catalog = DataCatalog({f"params:{name}": MemoryDataset(blocks[name]) for name in blocks})
-    catalog[LAYERS] = MemoryDataset(loader, copy_mode="assign")
+    catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
         PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)

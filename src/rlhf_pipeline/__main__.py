@@ -37,10 +37,7 @@ def command_line() -> None:
 
 
 def main(*args: Any, **kwargs: Any) -> Any:
-    """`python -m rlhf_pipeline ...`: the options of `kedro run`, as in any packaged project.
-
-    If the first word is `run` or `rlhf`, it is `rlhf-pipeline ...`.
-    """
+    """`python -m rlhf_pipeline` with the options of `kedro run`, as in any packaged project."""
     _configure()
     from rlhf_pipeline.cli import run
 

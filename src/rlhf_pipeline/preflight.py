@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
 """The smallest block of a policy, if not an empty one is enough."""
 
-LAYERS = "params:layers"
+CONF = "params:conf"
 """The entry of the catalog with the loader of the configuration, which knows who set what."""
 
 
@@ -98,7 +98,7 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     warnings = check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
-    launch, layers = blocks["launch"], catalog.load(LAYERS)
+    launch, layers = blocks["launch"], catalog.load(CONF)
     check_blocks(blocks, nodes)
     hardware = hardware_at_hand(launch)
     refuse(batch_faults(blocks, nodes, hardware.world), layers.origin)

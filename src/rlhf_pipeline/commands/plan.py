@@ -106,8 +106,7 @@ def plan(
 
 
 def check_on(hardware: Hardware | None, loader: LayeredConfigLoader, nodes: Collection[str]) -> int:
-    """Check the parameters as `kedro run` of some nodes does on some hardware; return the number
-    of all ranks.
+    """Check the parameters as a run of the nodes does on some hardware; return the number of ranks.
 
     None stands for this machine. Raises ConfigError for parameters that fit neither each other nor
     the hardware.

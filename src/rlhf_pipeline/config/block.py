@@ -173,11 +173,8 @@ def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
 
 
 def meant(word: str, known: Mapping[str, Any]) -> str:
-    """What the user may have meant by an unknown parameter, such as " (did you mean NAME?)".
-
-    `known` are the types of the parameters there. NAME may be that of a parameter in an inner
-    block; `words.toml` has those that other trainers call `word`.
-    """
+    """What an unknown parameter may mean, such as " (did you mean kl.coef?)", by `words.toml` and
+    the types of the known parameters."""
     words = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
     for name in (*words.get(word.lower(), ()), word):
         if " " in name:

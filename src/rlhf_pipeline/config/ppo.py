@@ -58,7 +58,7 @@ class PPOConfig(SavingConfig):
     minibatch_size: MinibatchSize = Field(default=None, validate_default=True)
     """Responses per optimizer step, over all ranks; must divide the responses of a step. None: all
     of them."""
-    micro_batch_tokens: MicroBatchTokens
+    micro_batch_tokens: MicroBatchTokens = 2048
     """As in `sft.micro_batch_tokens`."""
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step. Each draws its minibatches anew."""
@@ -250,9 +250,8 @@ class PPOConfig(SavingConfig):
             yield self._fault("rollout_batch_size", expected, fix)
         elif size % group:
             fix = f"use {nearest(group, (n for n in range(1, size + 1) if size % n == 0))}"
-            yield self._fault(
-                "responses_per_prompt", f"a divisor of rollout_batch_size {size}", fix
-            )
+            expected = f"a divisor of rollout_batch_size {size}"
+            yield self._fault("responses_per_prompt", expected, fix)
         if self.advantage == "gae" and self.critic is None:
             yield (
                 "critic: found none, expected a block for advantage gae. "

@@ -121,11 +121,7 @@ def choose(
 
 
 def write(
-    samples: Sequence[Sample],
-    folder: Path,
-    kind: Kind,
-    ranks: int,
-    min_score: float | None = None,
+    samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int, min_score: float | None = None
 ) -> dict[str, float]:
     """Write all answers, and the rows of both parts; return the metrics.
 

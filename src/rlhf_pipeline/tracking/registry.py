@@ -113,14 +113,10 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
             f"no policy has been promoted yet, so {model} has no champion; candidate is version "
             f"{candidate.version}. Fix: add the name candidate to the same command"
         )
-    if is_empty:
-        raise ArtifactError(
-            f"found {name!r}, but nothing is registered as {model} yet. Fix: train and register a "
-            "policy with `kedro run`, or name the folder of an artifact"
-        )
+    empty = f"nothing is registered as {model} yet; `kedro run` trains and registers a policy"
     raise ArtifactError(
         f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
-        "Fix: `kedro rlhf ui` lists the versions"
+        f"Fix: {empty if is_empty else '`kedro rlhf ui` lists the versions'}"
     )
 
 

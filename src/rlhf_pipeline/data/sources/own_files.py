@@ -34,16 +34,16 @@ _FORMS = (
     {"messages": "messages"},
 )
 """Column maps of TRL's formats."""
-_OTHER_FORMS = (
-    ColumnMap(messages="conversations"),
-    ColumnMap(prompt=("instruction", "input"), response="output"),
-    ColumnMap(prompt="instruction", response="output"),
-)
-"""Column maps to suggest for ShareGPT's and Alpaca's files."""
-_EXAMPLES = (
-    {"prompt": "COLUMN", "chosen": "COLUMN", "rejected": "COLUMN"},
-    {"prompt": "COLUMN", "response": "COLUMN"},
-)
+_EXAMPLES = {
+    ("conversations",): ["{messages: conversations}"],  # ShareGPT's and Alpaca's files
+    ("instruction", "input", "output"): ["{prompt: [instruction, input], response: output}"],
+    ("instruction", "output"): ["{prompt: instruction, response: output}"],
+    (): [
+        "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}",
+        "{prompt: COLUMN, response: COLUMN}",
+    ],
+}
+"""Column maps to suggest for a file with these columns, of which the first counts."""
 
 
 def known_columns(names: Collection[str]) -> ColumnMap:
@@ -64,9 +64,8 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     if len(whole) == 1 and ("label" in whole[0] or "label" not in names):
         tools = {"tools": "tools"} if "tools" in names else {}
         return ColumnMap.model_validate(whole[0] | tools)
-    known = [form for form in _OTHER_FORMS if {*columns_of(form)} <= {*names}][:1]
-    others = [form.model_dump(mode="json", exclude_none=True) for form in known]
-    lines = [f"columns: {form}".replace("'", "") for form in found or others or _EXAMPLES]
+    others = next(maps for columns, maps in _EXAMPLES.items() if {*columns} <= {*names})
+    lines = [f"columns: {form}".replace("'", "") for form in found or others]
     raise ColumnError(
         f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "
         f"Fix: add to the source a line such as {' or '.join(lines)}"
