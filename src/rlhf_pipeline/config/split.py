@@ -37,7 +37,9 @@ class ColumnMap(Block):
     """Two columns of answers. `scores` decides which one is preferred."""
     scores: tuple[str, str] | None = None
     """Two columns of numbers. The answer with the higher score is preferred; ties are skipped."""
-    response: str | None = Field(None, validation_alias=AliasChoices("response", "completion"))
+    response: str | None = Field(
+        default=None, validation_alias=AliasChoices("response", "completion")
+    )
     """A demonstration's answer, in the form of `chosen`. TRL's word `completion` does, too."""
     label: str | None = None
     """Whether the `response`, or with `scores` both `answers`, are good (true, 1) or bad (false,
