@@ -31,7 +31,7 @@ ALL_THREE = {"ppo_epochs": 4, "rollout_batches": 4, "steps": 12, "minibatch_size
 SETTINGS: dict[str, dict[str, Any]] = {
     PLAIN: {"ppo_epochs": 1},
     "4 epochs": {"ppo_epochs": 4},
-    "4 batches": {"ppo_epochs": 1, "rollout_batches": 4, "steps": 12},
+    "4 batches": {"ppo_epochs": 1, "rollout_batches": 4, "steps": 12, "minibatch_size": 64},
     "half minibatches": {"ppo_epochs": 1, "minibatch_size": 32},
     "all three": ALL_THREE,
     "all three, stop_update": ALL_THREE | {"kl": {"stop_update": 0.005}},

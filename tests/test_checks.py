@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.checks import check, path_faults
+from rlhf_pipeline.checks import batch_faults, check, check_values, length_faults, path_faults
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -32,17 +32,17 @@ FAULTS = [
     ("base_model.template_date", "today",
      "base_model.template_date: found 'today', expected a date like 2024-07-26"),
     ("sft.optimizer.lr", 1.0,
-     "sft.optimizer.lr: unknown parameter; the parameters there are learning_rate, "),
-    ("sft.batch_size", 33,
-     "sft.batch_size: found 33, expected a multiple of 2 ranks (launch.processes). Fix: use 32"
-     " or 34"),
+     "sft.optimizer.lr: unknown parameter (did you mean learning_rate?)"),
+    ("dpo.lr", 1e-5, "dpo.lr: unknown parameter (did you mean optimizer.learning_rate?)"),
+    ("ppo.lr", 1e-5, "ppo.lr: unknown parameter (did you mean actor.optimizer.learning_rate?)"),
+    ("ppo.batch", 64, "ppo.batch: unknown parameter (did you mean rollout_batch_size?)"),
+    ("dpo.max_length", 64, "unknown parameter (did you mean split.max_prompt_tokens?)"),
+    ("sft.gradient_accumulation_steps", 4, "(did you mean micro_batch_tokens?)"),
+    ("report_to", "wandb", "report_to: unknown parameter; only MLflow tracks runs, and needs no"),
+    ("split.sources", [{"name": "files", "path": "a.csv", "columns": {"answer": "output"}}],
+     "split.sources.0.columns.answer: unknown parameter (did you mean response?)"),
     ("dpo.reference.deepspeed", {"precision": "fp16"},
      "dpo.reference.deepspeed.precision: found fp16, which needs a GPU"),
-    ("sft.batch_size", 1,
-     "sft.batch_size: found 1, expected a multiple of 2 ranks (launch.processes). Fix: use 2"),
-    ("ppo.responses_per_prompt", 64,
-     "ppo.rollout_batch_size: found 64, expected a multiple of 128: 2 ranks (launch.processes)"
-     " times 64 responses (ppo.responses_per_prompt)"),
     ("sft.deepspeed.precision", "fp16",
      "sft.deepspeed.precision: found fp16, which needs a GPU; this machine has none. Fix: use "
      "bf16 or fp32"),
@@ -72,16 +72,14 @@ FAULTS = [
      "split.pretraining.sources.0: 'Anthropic/hh-rlhf' contains examples, expected plain text."
      " Fix: list it in split.sources"),
     ("split.max_prompt_tokens", 256,
-     "split.max_prompt_tokens: found 256, expected fewer than the model's 256 positions"),
+     "split.max_prompt_tokens: found 256, expected fewer than the model's 256 positions "
+     "(max_position_embeddings). Fix: use 192"),
     ("force", "pppo", "force: no stage 'pppo' (did you mean ppo?)"),
     ("split.max_response_tokens", 200,
      "split.max_response_tokens: found 200, expected at most 192: the model's 256 positions"),
     ("ppo.ptx", {"batch_size": 8},
      "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
      "block_tokens of split.pretraining, or set ppo.ptx to null"),
-    ("ppo.ptx", {"batch_size": 7},
-     "ppo.ptx.batch_size: found 7, expected a multiple of 2 ranks (launch.processes). Fix: use"
-     " 6 or 8"),
     ("ppo.ptx", {}, "ppo.ptx.batch_size: missing. Fix: set it"),
     ("evaluate.judges", [{"model": "org/reward-model"}],
      "evaluate.judges.0.retokenize: found false, expected true for org/reward-model, a model "
@@ -107,6 +105,43 @@ def test_each_fault_is_reported(parameters, place, value, message):
     with pytest.raises(ConfigError) as refusal:
         check(changed(parameters, place, value), gpus=0)
     assert message in str(refusal.value)
+
+
+BATCHES = [
+    ("sft.batch_size", 33, 2,
+     "sft.batch_size: found 33, expected a multiple of 2 ranks (launch.processes). Fix: use 32 or "
+     "34"),
+    ("sft.batch_size", 1, 2,
+     "sft.batch_size: found 1, expected a multiple of 2 ranks (launch.processes). Fix: use 2 or 4"),
+    ("ppo.responses_per_prompt", 64, 2,
+     "ppo.rollout_batch_size: found 64, expected a multiple of 128: 2 ranks (launch.processes) "
+     "times 64 responses (ppo.responses_per_prompt). Fix: use 128 or 256"),
+    ("grpo", {"rewards": [{"reference": "exact"}]}, 3,
+     "grpo.rollout_batch_size: found 64, expected a multiple of 24: 3 ranks (launch.processes) "
+     "times 8 responses (grpo.responses_per_prompt). Fix: use 48 or 72"),
+    ("ppo", {"rollout_batch_size": 96, "minibatch_size": 32}, 3,
+     "ppo.minibatch_size: found 32, expected a multiple of 3 ranks (launch.processes). Fix: use "
+     "24 or 48"),
+    ("ppo.ptx", {"batch_size": 7}, 2,
+     "ppo.ptx.batch_size: found 7, expected a multiple of 2 ranks (launch.processes). Fix: use 6 "
+     "or 8"),
+]  # fmt: skip
+"""Parameter, value, ranks, and the only fault of the node whose block it is."""
+
+
+@pytest.mark.parametrize(("place", "value", "ranks", "fault"), BATCHES)
+def test_the_ranks_share_the_batches_of_the_nodes_that_run(parameters, place, value, ranks, fault):
+    stage = place.partition(".")[0]
+    if place == "ppo":
+        value = parameters["ppo"] | value
+    blocks = check_values(changed(parameters, place, value))
+    assert list(batch_faults(blocks, [stage], ranks)) == [fault]
+    others = {"sft", "reward_model", "dpo", "kto", "ppo", "grpo", "distill"} - {stage}
+    assert not any(one.startswith(stage) for one in batch_faults(blocks, others, ranks))
+    name, fix = fault.partition(":")[0], fault.rpartition("Fix: use ")[2]
+    for size in map(int, fix.split(" or ")):  # each fix that is printed is accepted
+        mended = check_values(changed(changed(parameters, place, value), name, size))
+        assert list(batch_faults(mended, [stage], ranks)) == []
 
 
 def test_messages_do_not_repeat_possible_secrets(parameters):
@@ -148,6 +183,25 @@ def test_prompt_and_response_must_fit_the_positions_of_every_family(
         match=rf"evaluate\.sampling\.max_response_tokens: .* the model's {positions} positions",
     ):
         check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63), gpus=0)
+
+
+@pytest.mark.parametrize("positions", [256, 2048])
+def test_the_limits_of_the_fix_fit_the_positions(parameters, positions):
+    """Answers of 256 tokens leave no prompt in 256 positions, and 1,792 tokens in 2,048."""
+    split, evaluate = (
+        check_values(parameters)[name].model_copy(
+            update={"max_prompt_tokens": 4096, "max_response_tokens": 256}
+        )
+        for name in ("split", "evaluate")
+    )
+    (fault,) = length_faults(positions, split, [], evaluate)
+    fixed = {256: "128, and 128 for split.max_response_tokens, evaluate.", 2048: "1792"}
+    assert f"found 4096, expected fewer than the model's {positions} positions" in fault
+    assert f". Fix: use {fixed[positions]}" in fault
+    numbers = {256: (128, 128), 2048: (1792, 256)}[positions]
+    names = ("max_prompt_tokens", "max_response_tokens")
+    mended = split.model_copy(update=dict(zip(names, numbers, strict=True)))
+    assert list(length_faults(positions, mended, [], evaluate)) == []
 
 
 def test_all_faults_are_reported_at_once(parameters):

@@ -9,6 +9,15 @@ from rlhf_pipeline.errors import DataError, install, without_secrets
 
 
 @pytest.mark.parametrize(
+    ("program", "command"), [("kedro", "kedro"), ("rlhf-pipeline", "rlhf-pipeline")]
+)
+def test_a_fix_names_the_program_that_the_user_started(monkeypatch, program, command):
+    monkeypatch.setattr(sys, "argv", [f"/env/bin/{program}", "rlhf", "chat"])
+    error = DataError("kedro: x. Fix: `kedro run --env=a`, or `kedro rlhf clean`")
+    assert error.message == f"kedro: x. Fix: `{command} run --env=a`, or `{command} rlhf clean`"
+
+
+@pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("https://me:key@host/a.jsonl?sign=key&x=1", "https://...@host/a.jsonl?..."),

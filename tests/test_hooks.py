@@ -16,8 +16,8 @@ from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.hooks import PreflightHook, StagesHook
-from rlhf_pipeline.preflight import check_stores
-from rlhf_pipeline.results import StageSummary
+from rlhf_pipeline.preflight import CONF, check_stores
+from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.job import StageRun
@@ -33,7 +33,8 @@ def export(folder: Path, content: str) -> Path:
 def registration(number: str) -> dict:
     verdict = {"judge": "gold", "independent": True, "tries": 1, "checks": [1, 2], "refusals": []}
     return {
-        "model": "policy", "aliases": {"candidate": number}, "promoted": True, "verdict": verdict,
+        "model": "policy", "versions": {}, "aliases": {"candidate": number}, "promoted": True,
+        "verdict": verdict,
     }  # fmt: skip
 
 
@@ -78,6 +79,14 @@ def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(
     assert "version 8" not in shown and "2026-01-02" not in shown
 
 
+@pytest.mark.parametrize(("stage", "said"), [("base_model", " (not trained here)"), ("sft", "")])
+def test_a_baseline_that_no_stage_trained_is_not_called_sft(stage, said, capsys):
+    both = registration("2") | {"versions": {stage: "1", "ppo": "2"}}
+    both["aliases"] |= {"sft-baseline": "1"}
+    print_results({"registration": both}, Console(width=200))
+    assert f"candidate = version 2, sft-baseline = version 1{said}\n" in capsys.readouterr().out
+
+
 def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
     save = Version(None, "2026-01-01T00.00.00.000Z")
     catalog = DataCatalog(
@@ -94,9 +103,10 @@ def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
 def said_before(nodes, caplog, **changes):
     """What a run of these nodes says before it starts."""
     conf = str(Path(__file__).parents[1] / "conf")
-    parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    blocks = check_values(parameters | changes)
+    loader = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)
+    blocks = check_values(loader["parameters"] | changes)
     catalog = DataCatalog({f"params:{name}": MemoryDataset(blocks[name]) for name in blocks})
+    catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
         PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
@@ -122,6 +132,17 @@ def test_a_run_says_which_win_rates_its_prompts_can_show(nodes, lines, caplog):
     said = said_before(nodes, caplog, evaluate={"prompts": 64})
     line = "evaluate: at most 64 prompts (evaluate.prompts), which show win rates from 67.5% up"
     assert said == [line] * lines
+
+
+def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
+    grpo = {"rewards": [{"reference": "exact"}], "actor": {"lora": {}}}
+    (said,) = said_before(["grpo"], caplog, grpo=grpo)
+    assert said == (
+        "grpo.actor.lora: the learning rate 1e-06 is the default for whole models, and adapters "
+        "need about ten times as much. Fix: set grpo.actor.optimizer.learning_rate to 1e-05"
+    )
+    caplog.clear()
+    assert said_before(["sft"], caplog, grpo=grpo) == []
 
 
 @pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])

@@ -117,7 +117,9 @@ def test_parameters_in_conf_local_count_without_other_configuration(installed, t
     before = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY).splitlines()
     (tmp_path / "conf" / "local").mkdir(parents=True)
     (tmp_path / "conf" / "local" / "parameters.yml").write_text("ppo: {steps: 2}\n")
-    after = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY).splitlines()
+    after = installed(
+        tmp_path, "python", "-m", "rlhf_pipeline", "rlhf", "status", TINY
+    ).splitlines()
     changed = {new.split()[0] for old, new in zip(before, after, strict=True) if old != new}
     assert changed == {"ppo"}  # what follows has no fingerprint before PPO has finished
 

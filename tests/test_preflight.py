@@ -5,6 +5,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from kedro.framework.project import pipelines
+from kedro.framework.session import KedroSession
+from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline import preflight
 from rlhf_pipeline.checks import check_values
@@ -16,6 +19,7 @@ from rlhf_pipeline.preflight import (
     check_gate,
     check_inputs,
     check_memory,
+    check_pipeline,
     check_root,
     sized,
 )
@@ -30,6 +34,37 @@ CONF = Path(__file__).parents[1] / "conf"
 @pytest.fixture
 def parameters():
     return LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+
+
+def test_a_root_in_which_no_folder_can_be_made_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^root: found '/proc/data', but /proc is a folder .*Fix"
+    ):
+        check_root("/proc/data")
+
+
+def refused(params, name="grpo"):
+    """What the checks of a pipeline say about parameters of --params."""
+    project = bootstrap_project(CONF.parent).project_path
+    with KedroSession.create(project, env="tiny", runtime_params=params) as session:
+        catalog = session.load_context().catalog
+        with pytest.raises(ConfigError) as refusal:
+            check_pipeline(pipelines[name], catalog)
+    return str(refusal.value)
+
+
+def test_only_the_blocks_of_the_pipeline_are_at_fault_and_the_file_is_named(tmp_path):
+    """Three ranks divide neither the batches of DPO, KTO and PPO, nor those of GRPO."""
+    rewards = {"rewards": [{"reference": "exact"}], "rollout_batch_size": 32}
+    rewards |= {"sampling": {"max_response_tokens": 16}}
+    message = refused(
+        {"root": str(tmp_path), "launch": {"processes": 3}, "grpo": rewards, "ppo": None,
+         "reward_model": None, "sft": None}
+    )  # fmt: skip
+    assert message == (
+        "grpo.rollout_batch_size (--params): found 32, expected a multiple of 24: 3 ranks "
+        "(launch.processes) times 8 responses (grpo.responses_per_prompt). Fix: use 24 or 48"
+    )
 
 
 @pytest.mark.parametrize("character", "*?[]{}:")

@@ -1,8 +1,10 @@
 """Names, tags and commands of runs from the options of `kedro run`."""
 
 import pytest
+from click.testing import CliRunner
 from kedro.pipeline import Pipeline, node
 
+from rlhf_pipeline.cli import cli
 from rlhf_pipeline.hooks import NAME_LENGTH, run_name, whole_run
 
 
@@ -51,3 +53,9 @@ def test_the_command_for_all_stages_keeps_environment_and_parameters(nodes, opti
 def test_name_and_command_contain_no_secret():
     options = {"runtime_params": {"path": "https://me:canary@host/a?sig=canary"}}
     assert "canary" not in run_name(options) + whole_run(options, Pipeline([]))
+
+
+def test_the_help_of_run_names_the_sign_that_params_need():
+    """Kedro's own help allows a colon, too, which Kedro refuses."""
+    shown = " ".join(CliRunner().invoke(cli, ["run", "--help"]).output.split())
+    assert "colon" not in shown and "Example: seed=5,ppo.steps=100" in shown

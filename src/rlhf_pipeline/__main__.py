@@ -5,6 +5,7 @@ the configuration is that of the package, with the layer `conf/local` of the cur
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def command_line() -> None:
 
 
 def main(*args: Any, **kwargs: Any) -> Any:
-    """`python -m rlhf_pipeline ...`: the options of `kedro run`, as in any packaged project."""
+    """`python -m rlhf_pipeline` with the options of `kedro run`, as in any packaged project."""
     _configure()
     from rlhf_pipeline.cli import run
 
@@ -55,4 +56,4 @@ def _configure() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line() if sys.argv[1:2] in (["run"], ["rlhf"]) else main()

@@ -4,13 +4,13 @@ A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.block import leaves, validated
+from rlhf_pipeline.config.block import leaves, meant, nearest, validated
 from rlhf_pipeline.config.doors import ADVANTAGE, defined, door_faults, parameters
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.policies import DistillConfig
@@ -29,7 +29,7 @@ from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.data.source import carried, column_faults, find_source
-from rlhf_pipeline.errors import ConfigError, install, suggestion
+from rlhf_pipeline.errors import ConfigError, install
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.job import forced_stages
@@ -65,9 +65,9 @@ def check_values(
 ) -> dict[str, Any]:
     """Check each parameter by itself, as `check` does on every machine; return the blocks."""
     kinds, blocks = parameter_blocks(), dict[str, Any]()
-    known = [*kinds, *OTHERS]
+    known = kinds | dict.fromkeys(OTHERS)
     faults = [
-        f"{name}: unknown parameter{suggestion(name, known)}; the parameters are {', '.join(known)}"
+        f"{name}: unknown parameter{meant(name, known)}; the parameters are {', '.join(known)}"
         for name in parameters
         if name not in (*known, "root", "store")  # the catalog reads these two
     ]
@@ -116,7 +116,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
     policies = samplers(blocks)
     by_ppo = [policy for policy in policies if isinstance(policy, PPOConfig)]
-    yield from _batch_sizes(values, sum(layout.ranks), by_ppo)
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
@@ -166,29 +165,26 @@ def _absent(need: str, package: str, extra: str) -> Iterator[str]:
         yield f"{need}, which is not installed. Fix: {install(extra)}"
 
 
-def _batch_sizes(
-    values: Mapping[str, Any], processes: int, policies: Sequence[PPOConfig]
-) -> Iterator[str]:
-    """Global batches that the ranks cannot share evenly."""
-    places = [place for spec in stage_specs().values() for place in spec.batch_sizes]
-    uneven = [place for place in places if (values.get(place) or 0) % processes]  # no such block
-    for place in uneven:
-        size = values[place]
-        lower = size - size % processes
-        fix = f"{lower} or {lower + processes}" if lower else str(processes)
-        yield (
-            f"{place}: found {size}, expected a multiple of {processes} ranks "
-            f"(launch.processes). Fix: use {fix}"
-        )
-    for policy in policies:
-        group, size = policy.responses_per_prompt, policy.rollout_batch_size
-        unit, stage = processes * group, policy.stage
-        if not uneven and size % unit:  # one rank generates all responses to a prompt
-            yield (
-                f"{stage}.rollout_batch_size: found {size}, expected a multiple of {unit}: "
-                f"{processes} ranks (launch.processes) times {group} responses "
-                f"({stage}.responses_per_prompt)"
-            )
+def batch_faults(blocks: Mapping[str, Any], nodes: Collection[str], ranks: int) -> Iterator[str]:
+    """Global batches of these nodes that the ranks cannot share evenly."""
+    values = dict(leaves(as_json(blocks)))
+    specs = [spec for name, spec in stage_specs().items() if name in nodes]
+    for place in [place for spec in specs for place in spec.batch_sizes]:
+        if not (size := values.get(place)):  # no such block
+            continue
+        block, name = blocks[place.partition(".")[0]], place.rpartition(".")[2]
+        # One rank generates all responses to a prompt.
+        group = block.responses_per_prompt if name == "rollout_batch_size" else 1
+        unit, expected = ranks * group, f"{ranks} ranks (launch.processes)"
+        if group > 1:
+            expected = f"{unit}: {expected} times {group} responses ({block.stage}."
+            expected += "responses_per_prompt)"
+        allowed: Iterable[int] = range(unit, 2 * (size + unit), unit)
+        if name == "minibatch_size":  # none is allowed if the rollout is at fault
+            allowed = [one for one in allowed if block.responses_per_step % one == 0]
+        if size % unit and allowed:
+            fix = nearest(size, allowed)
+            yield f"{place}: found {size}, expected a multiple of {expected}. Fix: use {fix}"
 
 
 def _critic(ppo: PPOConfig) -> Iterator[str]:
@@ -363,7 +359,9 @@ def length_faults(
                 f"split.max_prompt_tokens {prompt}"
             )
     if prompt >= positions:
-        yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}"
+        room, half = positions - max(responses.values()), positions // 2
+        fix = f"use {room}" if room > 0 else f"use {half}, and {half} for {', '.join(responses)}"
+        yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}. Fix: {fix}"
     text = split.pretraining
     readers = (block for block in policies if isinstance(block, PPOConfig) and block.ptx)
     reader = next((f"{block.stage}.ptx" for block in readers), None)

@@ -10,7 +10,7 @@ import click
 from kedro.framework.cli.project import run as kedro_run
 from kedro.framework.cli.utils import LazyGroup
 
-from rlhf_pipeline.commands.command import Command, check_names
+from rlhf_pipeline.commands.command import CONFIGURATION, Command, check_names
 from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.errors import ConfigError
 
@@ -64,7 +64,11 @@ def cli() -> None:
     """Commands of this project."""
 
 
-@cli.command(cls=Command, params=list(kedro_run.params), help=kedro_run.help)
+# Kedro's help of --params still allows a colon, which Kedro refuses.
+PARAMS = [*(option for option in kedro_run.params if option.name != "params"), CONFIGURATION[-1]]
+
+
+@cli.command(cls=Command, params=PARAMS, help=kedro_run.help)
 def run(pipeline: str | None, pipelines: list[str], **options: Any) -> Any:
     """Call Kedro's own `run` after a check of the names in its options."""
     if pipeline and pipelines:

@@ -26,7 +26,7 @@ class PipelineError(click.ClickException):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        super().__init__(as_typed(printable(message)))
 
 
 class ConfigError(PipelineError):
@@ -57,6 +57,12 @@ class Interrupted(PipelineError):  # noqa: N818 - not an error
     def show(self, file: IO[str] | None = None) -> None:
         """Print the message without the word "Error": the user wanted the end."""
         click.echo(self.format_message(), file=file, err=file is None)
+
+
+def as_typed(text: str) -> str:
+    """The text with `rlhf-pipeline` in place of `kedro` if the user started that program."""
+    is_kedro = Path(sys.argv[0]).name != "rlhf-pipeline"
+    return text if is_kedro else re.sub(r"\bkedro (?=run|rlhf)", "rlhf-pipeline ", text)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

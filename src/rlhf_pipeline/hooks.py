@@ -16,13 +16,13 @@ from rich.console import Console
 
 from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config_loader import check_environment
+from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages, stage_specs
-from rlhf_pipeline.preflight import check_inputs, check_pipeline, check_root, sized, store_of
+from rlhf_pipeline.preflight import CONF, check_inputs, check_pipeline, check_root, sized, store_of
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -120,16 +120,22 @@ class PreflightHook:
 
     def __init__(self) -> None:
         self._nodes: set[str] = set()
+        self._conf: LayeredConfigLoader | None = None
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Check environment and parameters; nodes and commands get the blocks validated here."""
-        loader = context.config_loader
+        loader = self._conf = context.config_loader
         check_environment(Path(loader.conf_source), context.env)
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
         parameters = loader["parameters"]
         blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
         loader["parameters"] = parameters | sized(blocks)
+
+    @hook_impl
+    def after_catalog_created(self, catalog: CatalogProtocol) -> None:
+        """Let checks name the file that set a parameter."""
+        provide(catalog, CONF, self._conf)
 
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:

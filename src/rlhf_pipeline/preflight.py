@@ -2,15 +2,15 @@
 
 import json
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
-from rlhf_pipeline.checks import length_faults, refuse
+from rlhf_pipeline.checks import batch_faults, length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward, as_judges
@@ -20,6 +20,7 @@ from rlhf_pipeline.config.stages import (
     BLOCKS,
     ON_PROMPTS,
     READERS,
+    adapter_rates,
     faults_without_reward_model,
     samplers,
     unused_phases,
@@ -39,6 +40,12 @@ from rlhf_pipeline.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
+EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
+"""The smallest block of a policy, if not an empty one is enough."""
+
+CONF = "params:conf"
+"""The entry of the catalog with the loader of the configuration, which knows who set what."""
+
 
 def check_root(root: str) -> None:
     """Check the folder for all results: its name, and whether files can be written there.
@@ -53,12 +60,14 @@ def check_root(root: str) -> None:
         )
     whole = Path(root).absolute()
     folder = next(path for path in (whole, *whole.parents) if path.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        kind = "a folder that you cannot write to" if folder.is_dir() else "a file"
+    kind = "a folder that you cannot write to" if folder.is_dir() else "a file"
+    try:
+        TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
         raise ConfigError(
-            f"root: found {root!r}, but {folder} is {kind}. Fix: set another folder with "
-            "--params=root=FOLDER, or root in conf/local/globals.yml"
-        )
+            f"root: found {root!r}, but {folder} is {kind} ({error.strerror}). Fix: set another "
+            "folder with --params=root=FOLDER, or root in conf/local/globals.yml"
+        ) from None
 
 
 def sized(blocks: dict[str, Any]) -> dict[str, Any]:
@@ -89,15 +98,18 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     warnings = check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
     blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
+    launch, layers = blocks["launch"], catalog.load(CONF)
     check_blocks(blocks, nodes)
+    hardware = hardware_at_hand(launch)
+    refuse(batch_faults(blocks, nodes, hardware.world), layers.origin)
     check_phases(blocks, nodes)
     has_gold = all(source.name in GOLD_SCORES for source in blocks["split"].sources)
     refuse(faults_without_reward_model(blocks, nodes, has_gold=has_gold))
     warnings += unused_phases(blocks["split"], nodes)
-    launch = blocks["launch"]
+    warnings += adapter_rates(blocks, nodes, layers.chosen())
     free_port(launch.master_port)
     if launch.memory_check != "off":
-        refuses, hardware = launch.memory_check == "refuse", hardware_at_hand(launch)
+        refuses = launch.memory_check == "refuse"
         warnings += check_memory(as_json(blocks), nodes, hardware, refuses=refuses)
     for warning in warnings:
         logger.warning("%s", warning)
@@ -233,8 +245,9 @@ def check_blocks(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
             if one not in ON_PROMPTS or blocks[one] is not None
         ]
         raise ConfigError(
-            f"{name}: found null, expected the parameters of the node {name}. Fix: set {name}, or "
-            f"choose another pipeline: {' or '.join(others)}"
+            f"{name}: found null, expected the parameters of the node {name}. Fix: write `{name}: "
+            f"{EXAMPLES.get(name, '{}')}` into conf/local/parameters.yml, or choose another "
+            f"pipeline: {' or '.join(others)}"
         )
 
 

@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.data.split_report import print_summary as print_split
-from rlhf_pipeline.errors import short_path
-from rlhf_pipeline.evaluation.comparison import judge_title, read_evaluation
+from rlhf_pipeline.errors import as_typed, short_path
+from rlhf_pipeline.evaluation.comparison import BASE_MODEL, judge_title, read_evaluation
 from rlhf_pipeline.evaluation.gate import outcome
 from rlhf_pipeline.evaluation.report import print_summary
 from rlhf_pipeline.stages.job import StageListener, StageRun, Status
@@ -63,7 +63,9 @@ def print_results(results: dict[str, Any], console: Console, env: str | None = N
 def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
     """The aliases of the model, the verdict of the gate, and how to compare the policies."""
     aliases = ", ".join(
-        f"{alias} = version {version}" for alias, version in sorted(registration["aliases"].items())
+        f"{alias} = version {version}"
+        + " (not trained here)" * (version == registration["versions"].get(BASE_MODEL))
+        for alias, version in sorted(registration["aliases"].items())
     )
     verdict = registration["verdict"]
     conditions, refusals = len(verdict["checks"]), verdict["refusals"]
@@ -77,5 +79,5 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
         f"{'registry':>12}  {registration['model']}: {aliases}",
         f"{'gate':>12}  {found}: {held} (judge: {judge}; try {verdict['tries']} on this test set)",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
-        f"{'compare':>12}  kedro rlhf compare {rivals} candidate{option}",
+        f"{'compare':>12}  {as_typed('kedro rlhf compare')} {rivals} candidate{option}",
     ]

@@ -87,9 +87,9 @@ def test_every_judge_compares_the_answers_to_the_same_prompts(make):
         "better and worse: the gold judge",
     ]
     # Two judges, a win rate and a gain: 5% / 4, and a third of that for three pairs.
-    assert "% (98.75%: " in lines[0]
+    assert "% (98.75% for each of 4 intervals, 95% for all: " in lines[0]
     assert " of 200 prompts, with equal draws; gain +0." in lines[0]
-    assert "% (99.58%: " in verdicts(better, worse, 3)[0]
+    assert "% (99.58% for each of 12 intervals, 95% for all: " in verdicts(better, worse, 3)[0]
 
 
 def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):
@@ -97,7 +97,7 @@ def test_several_answers_to_a_prompt_are_compared_draw_by_draw(make):
     draws = [replace(a, draw=draw) for a in one for draw in range(2)]
     better = [replace(a, scores=dict.fromkeys(a.scores, 1e3 * (a.draw - 0.5))) for a in draws]
     lines = verdicts(make("better", 0, answers=better), make("one", 0, answers=draws), 1)
-    assert all("better on 50.0% (98.75%: " in line for line in lines)
+    assert all("better on 50.0% (98.75% for each of 4 intervals" in line for line in lines)
     assert " 2 answers of each policy, with equal draws; gain " in lines[0]
 
 

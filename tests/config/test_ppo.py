@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
@@ -123,3 +124,13 @@ def test_a_limit_that_is_off_restricts_nothing():
 def test_a_sampler_is_corrected_where_it_is_not_the_policy(fields, level):
     found = PPOConfig.model_validate(RLOO | fields).correction
     assert level == (found and found.level)
+
+
+def test_a_minibatch_is_the_whole_step_unless_it_is_set():
+    without = {name: value for name, value in RLOO.items() if name != "minibatch_size"}
+    config = PPOConfig.model_validate(without | {"rollout_batches": 3})
+    assert (config.minibatch_size, config.updates_per_epoch) == (24, 1)
+    # A recipe contains the number, so that null and the same number are one result.
+    same = PPOConfig.model_validate(without | {"rollout_batches": 3, "minibatch_size": 24})
+    assert config.recipe() == same.recipe()
+    assert GRPOConfig.model_validate({"rollout_batch_size": 32}).minibatch_size == 32

@@ -1,13 +1,20 @@
 """Which stages train, and on which rows, if some blocks are null."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
-from rlhf_pipeline.config.stages import faults_without_reward_model, shares_text, unused_phases
+from rlhf_pipeline.config.stages import (
+    adapter_rates,
+    faults_without_reward_model,
+    shares_text,
+    unused_phases,
+)
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.preflight import check_blocks, check_phases
@@ -122,8 +129,15 @@ def test_a_node_whose_block_is_null_needs_no_rows_and_a_policy_needs_its_block(p
     blocks = check_values(parameters | {"sft": None})
     check_phases(blocks, {"split", "sft", "ppo"})
     check_blocks(blocks, {"split", "ppo"})
-    with pytest.raises(ConfigError, match="grpo: found null, expected the parameters of the node"):
-        check_blocks(blocks, {"split", "grpo"})
+    for name, block in (
+        ("grpo", {"rewards": [{"reference": "last_number"}]}), ("rejection", {}),
+        ("distill", {"teacher": "FOLDER"}),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{name}: found null, .* into conf/local/par") as e:
+            check_blocks(blocks, {"split", name})
+        written = re.search(r"write `(.+?)` into", str(e.value))
+        assert yaml.safe_load(written[1]) == {name: block}
+        check_blocks(check_values(parameters | {name: block}), {"split", name})
     blocks["split"] = blocks["split"].model_copy(update={"weights": (0, 0, 1)})
     with pytest.raises(ConfigError, match="with 0 for reward_model"):
         check_phases(blocks, {"split", "dpo"})
@@ -143,7 +157,7 @@ def test_a_policy_that_samples_needs_its_rewards_and_positions(parameters):
     message = str(error.value)
     assert "rejection.sample.sampling.max_response_tokens: found 256" in message
     centred = {"rewards": [{"path": "rm", "mean": 1.0}]}
-    with pytest.raises(ConfigError, match=r"sample: rewards.0.mean: found 1.0, expected null"):
+    with pytest.raises(ConfigError, match=r"sample\.rewards\.0\.mean: found 1.0, expected null"):
         check(parameters | {"rejection": {"sample": centred}}, gpus=0, elsewhere=True)
     few = {"sample": {"validation_prompts": 1}}
     with pytest.raises(ConfigError, match=r"validation_prompts: found 1, expected at least the 2"):
@@ -151,3 +165,13 @@ def test_a_policy_that_samples_needs_its_rewards_and_positions(parameters):
     sample = {"rewards": ["nowhere.py:f"], "sampling": {"max_response_tokens": 48}}
     with pytest.raises(ConfigError, match=r"rejection.sample.rewards.0: .*found no file"):
         check(parameters | {"rejection": {"sample": sample}}, gpus=0, elsewhere=True)
+
+
+def test_a_learning_rate_that_the_user_set_is_that_of_the_adapters(parameters):
+    parameters["sft"]["lora"] = {}
+    parameters["dpo"]["lora"] = {}
+    blocks = check_values(parameters)
+    rate = "sft.optimizer.learning_rate"
+    assert list(adapter_rates(blocks, ["sft", "evaluate"], [rate])) == []
+    (line,) = adapter_rates(blocks, ["sft", "evaluate"], ["dpo.optimizer.learning_rate"])
+    assert line.endswith(f"Fix: set {rate} to 0.03")  # that of the embedded model is 3e-3

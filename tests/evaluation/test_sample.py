@@ -121,13 +121,23 @@ def test_a_round_has_other_prompts_until_all_are_used_and_other_answers(inputs, 
     assert held_out[0]["responses"] != held_out[1]["responses"]
 
 
-def test_no_pair_at_all_is_refused(inputs, world, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "cut. Fix: .*, or use rewards that tell answers apart"),
+        ({"min_score": 0.0}, "cut. Fix: .*, or use rewards that tell answers apart"),
+        ({"min_score": 1.0},
+         "no answer reached min_score 1: the best one has 0. Fix: .*, or lower min_score"),
+    ],
+)  # fmt: skip
+def test_no_pair_at_all_is_refused(inputs, world, tmp_path, changes, reason):
     (tmp_path / "my.py").write_text("def a(prompts, responses): return [0.0 for r in responses]")
-    with pytest.raises(StageError, match="sample: found 0 rows for train, expected at least 1"):
+    with pytest.raises(StageError, match=f"^sample: found 0 rows for train, .* 1, .*{reason}$"):
         run(
             inputs | {"judges.0": tmp_path / "my.py"},
             tmp_path / "f",
             rewards=[f"{tmp_path}/my.py:a"],
+            **changes,
         )
 
 

@@ -476,3 +476,7 @@ def test_without_a_champion_the_message_names_the_candidate(client, trained, sft
     )
     with pytest.raises(ArtifactError, match="found 'champ', expected a version or an alias"):
         registered_folder("champ", "rlhf-policy", tmp_path, tmp_path)
+    with pytest.raises(
+        ArtifactError, match=r"Fix: nothing is registered as other yet; `kedro run` tra"
+    ):
+        registered_folder("candidate", "other", tmp_path, tmp_path)

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rlhf_pipeline.commands.artifacts import Ledger, datasets_of
 from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.datasets.artifact import PageDataset
-from rlhf_pipeline.errors import ArtifactError, without_secrets
+from rlhf_pipeline.errors import ArtifactError, as_typed, without_secrets
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
@@ -75,7 +75,8 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool, version
     if not leftovers:
         show("Nothing to remove.")
     elif not yes:
-        show(f"Nothing was removed. `kedro rlhf clean --yes` frees {decimal(freed)}.")
+        command = as_typed("kedro rlhf clean --yes")
+        show(f"Nothing was removed. `{command}` frees {decimal(freed)}.")
     else:
         for leftover in leftovers:
             if holder := remove(leftover, workspace):

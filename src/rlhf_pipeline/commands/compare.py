@@ -41,7 +41,7 @@ def compare(ledger: Ledger, console: Console, policies: Sequence[str]) -> None:
     pairs = list(combinations(found, 2))
     for baseline, candidate in pairs:
         for line in verdicts(candidate, baseline, len(pairs)):
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, soft_wrap=True)
 
 
 def recipes(policy: Policy) -> dict[str, str]:
@@ -98,13 +98,15 @@ def verdicts(candidate: Policy, baseline: Policy, pairs: int) -> list[str]:
         return [f"{pair}: no comparison, because no evaluation had the same prompts and judges"]
     ours, theirs = found
     judges, lines = complete_judges([*ours, *theirs]), []
-    alpha = ALPHA / (pairs * len(judges) * 2)  # a win rate and a gain for each judge
+    intervals = pairs * len(judges) * 2  # a win rate and a gain for each judge
+    alpha = ALPHA / intervals
+    level = f"{100 * (1 - alpha):.4g}% for each of {intervals} intervals, 95% for all"
     for judge in judges:
         scores = scores_by(ours, judge), scores_by(theirs, judge)
         rate, (gain, lower, upper) = win_rate(*scores, alpha), standardized_gain(*scores, alpha)
         lines.append(
             f"{pair}: {judge_title(judge)} prefers {candidate.name} on {rate.rate:.1%} "
-            f"({100 * (1 - alpha):.4g}%: {rate.lower:.1%} to {rate.upper:.1%}) of "
+            f"({level}: {rate.lower:.1%} to {rate.upper:.1%}) of "
             f"{counted(rate.n, len(ours) // rate.n)}, with equal draws; gain {gain:+.2f} "
             f"({lower:+.2f} to {upper:+.2f}) of the scores' spread"
         )

@@ -9,8 +9,8 @@ from kedro.framework.project import pipelines, settings
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.checks import batch_faults, check_values, length_faults, refuse
 from rlhf_pipeline.checks import check as check_parameters
-from rlhf_pipeline.checks import check_values, length_faults, refuse
 from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
@@ -93,20 +93,20 @@ def plan(
         str(conf), env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
     )
     hardware = None if gpu is None and gpus is None else named(gpu, gpus)
+    nodes = {node.name for node in pipelines[pipeline].nodes}
     if check:
-        ranks = check_on(hardware, loader)
+        ranks = check_on(hardware, loader, nodes)
         print(f"The parameters are valid for {ranks} rank{'s' * (ranks > 1)}.")
         return
     # The check accepts what only other machines can run.
     parameters = plain(check_values(loader["parameters"], loader.origin))
-    nodes = {node.name for node in pipelines[pipeline].nodes}
     splits = Path(loader["catalog"]["split"]["filepath"])
     found = make_plan(parameters, nodes, splits, model=model, hardware=hardware)
     print(to_json(found)) if as_json else show(found, console(width=100))
 
 
-def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
-    """Check the parameters as `kedro run` does on some hardware; return the number of all ranks.
+def check_on(hardware: Hardware | None, loader: LayeredConfigLoader, nodes: Collection[str]) -> int:
+    """Check the parameters as a run of the nodes does on some hardware; return the number of ranks.
 
     None stands for this machine. Raises ConfigError for parameters that fit neither each other nor
     the hardware.
@@ -127,6 +127,7 @@ def check_on(hardware: Hardware | None, loader: LayeredConfigLoader) -> int:
             f" expected {hardware.world}: {hardware.ranks} on each of {hardware.nodes} nodes. Fix: "
             f"set launch.processes to {hardware.ranks}, and launch.mode to {mode}"
         )
+    refuse(batch_faults(blocks, nodes, ranks), loader.origin)
     return ranks
 
 
@@ -224,14 +225,15 @@ def show(plan: Plan, output: Console) -> None:
     source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
     output.print(f"[dim]Rows and lengths: {source}. {shares_text(plan.split)}.\n")
     for name, number in plan.numbers.items():
-        output.print(f"{name}: auto is {number} here", highlight=False)
+        output.print(f"{name}: auto is {number} here", highlight=False, soft_wrap=True)
     for stage, fit in plan.fits.items():
-        output.print(verdict(stage, fit), highlight=False)
+        output.print(verdict(stage, fit), highlight=False, soft_wrap=True)
     for stage, work in plan.works.items():
         if work.generator == "auto" and hardware.on_gpu:
             output.print(
                 f"[dim]{stage}.generator is auto, counted as transformers: the ranks choose vllm "
-                f"if its copy fits, too. --params={stage}.generator=vllm shows that."
+                f"if its copy fits, too. --params={stage}.generator=vllm shows that.",
+                soft_wrap=True,
             )
         if stage in POLICIES and work.cannot_move:
             output.print(
@@ -239,6 +241,7 @@ def show(plan: Plan, output: Console) -> None:
                 f"updates sum to {work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: "
                 f"raise {stage}.steps, {stage}.ppo_epochs or {stage}.actor.optimizer.learning_rate",
                 highlight=False,
+                soft_wrap=True,
             )
 
 

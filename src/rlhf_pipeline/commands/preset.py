@@ -4,7 +4,7 @@ import click
 from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, plain_table
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, as_typed
 from rlhf_pipeline.presets.placement import Method
 from rlhf_pipeline.presets.preset import (
     HARDWARE,
@@ -84,7 +84,7 @@ def preset(
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_atomically(folder / name, text)
-    command = f"kedro rlhf plan --env={folder.name} --gpus={gpus}"
+    command = f"{as_typed('kedro rlhf')} plan --env={folder.name} --gpus={gpus}"
     own_road = "" if road == "full" else f" --pipeline={road}"
     console.out(f"{folder} is written. Next: {command}{own_road}")
 

@@ -1,9 +1,11 @@
 """The base of every parameter block: strict, frozen, documented field by field."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, Self, get_args
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -27,6 +29,10 @@ RECIPE = "recipe"
 """Context of a dump without operational fields."""
 OPERATIONAL: dict[str, Any] = {"operational": True}
 """Mark of an operational field in the JSON schema."""
+
+
+ELSEWHERE = ("split.", "base_model.", "root")
+"""How absolute places in `words.toml` begin."""
 
 
 class Block(BaseModel):
@@ -55,6 +61,15 @@ class Block(BaseModel):
         found = "a block" if isinstance(value, Block) else value
         return f"{place}: found {found}, expected {expected}" + (f". Fix: {fix}" if fix else "")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, given: Any) -> Any:
+        """An inner block is a layer over the default that this class has for it."""
+        if not isinstance(given, Mapping):
+            return given
+        defaults = {name: field.default for name, field in cls.model_fields.items()}
+        return {name: _layered(defaults.get(name), value) for name, value in given.items()}
+
     @model_validator(mode="after")
     def _fit(self) -> Self:
         for fault in self._faults():
@@ -69,9 +84,22 @@ class Block(BaseModel):
         return {k: v for k, v in values.items() if fields[k].json_schema_extra != OPERATIONAL}
 
 
+def _layered(default: Any, given: Any) -> Any:
+    """A value over the default of its field: a block by its fields, another value as a whole."""
+    if not (isinstance(default, Block) and isinstance(given, Mapping)):
+        return given
+    layer = {name: getattr(default, name) for name in default.model_fields_set}
+    return layer | {name: _layered(layer.get(name), value) for name, value in given.items()}
+
+
 def operational(default: Any, **kwargs: Any) -> Any:
     """A field that does not change the result (log interval, port), and so no fingerprint."""
     return Field(default, json_schema_extra=OPERATIONAL, **kwargs)
+
+
+def nearest(value: int, allowed: Iterable[int]) -> str:
+    """The two allowed numbers that are nearest to a value, such as "6 or 8"."""
+    return " or ".join(map(str, sorted(sorted(allowed, key=lambda one: abs(one - value))[:2])))
 
 
 def leaves(parameters: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -125,8 +153,8 @@ def validated(name: str, block: type[Block], value: Any) -> tuple[Block | None, 
 
 
 def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
-    # The names of alternatives in a union look like "literal[...]" or "list[str]".
-    parts = [part for part in detail["loc"] if not re.search(r"\W", str(part))]
+    # The names of alternatives in a union look like "literal[...]", "list[str]" or "str".
+    parts = [part for part in detail["loc"] if not re.search(r"\W|^str$", str(part))]
     place = ".".join([name, *map(str, parts)])
     kind, value = detail["type"], detail["input"]
     if kind == "missing":
@@ -134,26 +162,52 @@ def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         known = _fields(block, parts[:-1])
         listed = f"; the parameters there are {', '.join(known)}" if known else ""
-        return f"{place}: unknown parameter{suggestion(str(parts[-1]), known) or listed}"
+        return f"{place}: unknown parameter{meant(str(parts[-1]), known) or listed}"
     expected = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
     found = without_secrets(repr(value))
     if expected is None or kind == "value_error":
         message = detail["msg"].removeprefix("Value error, ")
+        inner = message.partition(":")[0]
+        if inner.partition(".")[0] in _fields(block, parts):
+            return f"{place}.{message}"
         is_shown = not (isinstance(value, Mapping) or message.startswith("found "))
         return f"{place}: {message}" + (f" (found {found})" if is_shown else "")
     return f"{place}: found {found}, expected {expected.format(**detail.get('ctx', {}))}"
 
 
-def _fields(block: type[Block], parts: Sequence[str | int]) -> list[str]:
-    """The fields of the block at a place; empty if the place has several kinds of blocks."""
+def meant(word: str, known: Mapping[str, Any]) -> str:
+    """What an unknown parameter may mean, such as " (did you mean kl.coef?)", by `words.toml` and
+    the types of the known parameters."""
+    words = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+    for name in (*words.get(word.lower(), ()), word):
+        if " " in name:
+            return f"; {name}"
+        if place := name if name.startswith(ELSEWHERE) else _place(name, known):
+            return f" (did you mean {place}?)"
+    return suggestion(word, known)
+
+
+def _place(name: str, known: Mapping[str, Any]) -> str | None:
+    """The place of a parameter in one of the known types, or in a block inside them."""
+    if name.partition(".")[0] in known:
+        return name
+    for field, kind in known.items():
+        blocks = [] if get_origin(kind) in (tuple, list) else [*blocks_in(kind)]
+        if len(blocks) == 1 and (inner := _place(name, _fields(blocks[0], ()))):
+            return f"{field}.{inner}"
+    return None
+
+
+def _fields(block: type[Block], parts: Sequence[str | int]) -> dict[str, Any]:
+    """The types of the fields at a place; none if the place has several kinds of blocks."""
     for part in parts:
         if isinstance(part, str):
             field = block.model_fields.get(part)
             blocks = [] if field is None else list(blocks_in(field.annotation))
             if len(blocks) != 1:
-                return []
+                return {}
             block = blocks[0]
-    return list(block.model_fields)
+    return {name: field.annotation for name, field in block.model_fields.items()}
 
 
 def blocks_in(annotation: Any) -> Iterator[type[Block]]:

@@ -12,7 +12,6 @@ from rlhf_pipeline.config.ppo_blocks import KLConfig
 from rlhf_pipeline.config.rewards import Reward
 from rlhf_pipeline.config.training import (
     FrozenModelConfig,
-    MicroBatchTokens,
     OptimizerConfig,
     SamplingConfig,
     TrainedModelConfig,
@@ -33,10 +32,6 @@ class GRPOConfig(PPOConfig):
     """Responses per generated batch, over all ranks: those to 8 prompts."""
     responses_per_prompt: PositiveInt = 8
     """Independent responses to each prompt; must divide `rollout_batch_size`."""
-    minibatch_size: PositiveInt = 64
-    """Responses per optimizer step, over all ranks; must divide the responses of a step."""
-    micro_batch_tokens: MicroBatchTokens = 2048
-    """As in `sft.micro_batch_tokens`."""
     advantage: Annotated[str, ADVANTAGE] = "grpo"
     """Advantage estimator, as in `ppo.advantage`: any without a critic, or a function of yours."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
@@ -110,10 +105,6 @@ class DistillConfig(PPOConfig):
     """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt = 64
     """Responses per generated batch, over all ranks."""
-    minibatch_size: PositiveInt = 64
-    """Responses per optimizer step, over all ranks; must divide the responses of a step."""
-    micro_batch_tokens: MicroBatchTokens = 2048
-    """As in `sft.micro_batch_tokens`."""
     advantage: Annotated[str, ADVANTAGE] = "immediate"
     """immediate: the advantage of a token is its own reverse KL. Another value is refused."""
     rewards: tuple[Reward, ...] = ()

@@ -12,7 +12,7 @@ from pydantic import (
     field_validator,
 )
 
-from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.config.block import Block, nearest, operational
 from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR
 from rlhf_pipeline.config.ppo_blocks import (
     CurriculumConfig,
@@ -27,6 +27,7 @@ from rlhf_pipeline.config.training import (
     FrozenModelConfig,
     HybridConfig,
     MicroBatchTokens,
+    MinibatchSize,
     SamplingConfig,
     SavingConfig,
     StageModel,
@@ -54,9 +55,10 @@ class PPOConfig(SavingConfig):
     `generation_batches`). n batches of m responses equal one batch of n * m exactly."""
     responses_per_prompt: PositiveInt = 1
     """Independent responses to each prompt; must divide `rollout_batch_size`."""
-    minibatch_size: PositiveInt
-    """Responses per optimizer step, over all ranks; must divide the responses of a step."""
-    micro_batch_tokens: MicroBatchTokens
+    minibatch_size: MinibatchSize = Field(default=None, validate_default=True)
+    """Responses per optimizer step, over all ranks; must divide the responses of a step. None: all
+    of them."""
+    micro_batch_tokens: MicroBatchTokens = 2048
     """As in `sft.micro_batch_tokens`."""
     ppo_epochs: PositiveInt = 1
     """Passes over the responses of each step. Each draws its minibatches anew."""
@@ -206,6 +208,13 @@ class PPOConfig(SavingConfig):
     def updates_per_epoch(self) -> int:
         return self.responses_per_step // self.minibatch_size
 
+    @field_validator("minibatch_size")
+    @classmethod
+    def _whole_step(cls, size: int | None, info: ValidationInfo) -> int | None:
+        if size is not None or "rollout_batch_size" not in info.data:  # another fault
+            return size
+        return int(info.data["rollout_batch_size"] * info.data.get("rollout_batches", 1))
+
     @field_validator("generator")
     @classmethod
     def _chosen(cls, generator: str, info: ValidationInfo) -> str:
@@ -232,10 +241,17 @@ class PPOConfig(SavingConfig):
         if self.responses_per_step % self.minibatch_size:
             batches = f"{self.rollout_batches} * " if self.rollout_batches > 1 else ""
             whole = f"{batches}rollout_batch_size {self.rollout_batch_size}"
-            yield self._fault("minibatch_size", f"a divisor of {whole}")
-        if self.rollout_batch_size % self.responses_per_prompt:
-            whole = f"rollout_batch_size {self.rollout_batch_size}"
-            yield self._fault("responses_per_prompt", f"a divisor of {whole}")
+            fix = "set it to null, which is all responses of a step"
+            yield self._fault("minibatch_size", f"a divisor of {whole}", fix)
+        size, group = self.rollout_batch_size, self.responses_per_prompt
+        if size % group and "responses_per_prompt" not in self.model_fields_set:
+            fix = f"use {nearest(size, range(group, size + 2 * group, group))}"
+            expected = f"a multiple of responses_per_prompt {group}"
+            yield self._fault("rollout_batch_size", expected, fix)
+        elif size % group:
+            fix = f"use {nearest(group, (n for n in range(1, size + 1) if size % n == 0))}"
+            expected = f"a divisor of rollout_batch_size {size}"
+            yield self._fault("responses_per_prompt", expected, fix)
         if self.advantage == "gae" and self.critic is None:
             yield (
                 "critic: found none, expected a block for advantage gae. "

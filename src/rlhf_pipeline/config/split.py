@@ -2,7 +2,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, PositiveInt, field_validator
+from pydantic import AliasChoices, ConfigDict, Field, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
 
@@ -25,9 +25,10 @@ class ColumnMap(Block):
     `label`; `messages`; `text`; or `prompt` alone.
     """
 
-    prompt: str | None = None
-    """The prompt: a string (one user turn) or a list of messages. Optional if the answers are lists
-    of messages that begin with the prompt."""
+    prompt: str | tuple[str, ...] | None = None
+    """The prompt: a string (one user turn) or a list of messages. Several columns of text, such as
+    [instruction, input], are joined by an empty line where they are not blank. Optional if the
+    answers are lists of messages that begin with the prompt."""
     chosen: str | None = None
     """The preferred answer: a string, or a list of messages that ends with it."""
     rejected: str | None = None
@@ -36,8 +37,10 @@ class ColumnMap(Block):
     """Two columns of answers. `scores` decides which one is preferred."""
     scores: tuple[str, str] | None = None
     """Two columns of numbers. The answer with the higher score is preferred; ties are skipped."""
-    response: str | None = None
-    """A demonstration's answer, in the form of `chosen`."""
+    response: str | None = Field(
+        default=None, validation_alias=AliasChoices("response", "completion")
+    )
+    """A demonstration's answer, in the form of `chosen`. TRL's word `completion` does, too."""
     label: str | None = None
     """Whether the `response`, or with `scores` both `answers`, are good (true, 1) or bad (false,
     0): feedback for KTO alone. Null leaves it to the scores."""

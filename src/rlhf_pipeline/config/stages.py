@@ -10,7 +10,7 @@ from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 from rlhf_pipeline.config.rewards import as_judges
 from rlhf_pipeline.config.sample import IterativeDPOConfig, RejectionConfig, SampledConfig
 from rlhf_pipeline.config.split import PHASES, Phase, SplitConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, TrainedModel
 from rlhf_pipeline.errors import ConfigError
 
 SupervisedStage = SFTConfig | RewardModelConfig | DPOConfig | KTOConfig
@@ -102,6 +102,24 @@ def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
             yield (
                 f"split: phase {phase} gets {share:.0%} of the training conversations, which "
                 f"pipeline {' and '.join(policies)} does not use. Fix: set {blocks} to null"
+            )
+
+
+def adapter_rates(
+    blocks: Mapping[str, Any], nodes: Collection[str], chosen: Collection[str]
+) -> Iterator[str]:
+    """Models of these nodes whose adapters train at the default rate, which suits whole models.
+
+    `chosen` are the names of the parameters that the user set.
+    """
+    named = [name for name in BLOCKS if name in nodes and name != "evaluate" and blocks[name]]
+    for model in [model for name in named for model in blocks[name].models()]:
+        place = f"{model.block}.optimizer.learning_rate"
+        if isinstance(model, TrainedModel) and model.config.lora and place not in chosen:
+            rate = model.config.optimizer.learning_rate
+            yield (
+                f"{model.block}.lora: the learning rate {rate:g} is the default for whole models, "
+                f"and adapters need about ten times as much. Fix: set {place} to {10 * rate:g}"
             )
 
 

@@ -17,8 +17,10 @@ LIVE = 1_000_000_000
 
 if TYPE_CHECKING:
     MicroBatchTokens = int  # programs get a number, see `preflight.sized`
+    MinibatchSize = int
 else:
     MicroBatchTokens = PositiveInt | Literal["auto"]
+    MinibatchSize = PositiveInt | None
 
 
 class SamplingConfig(Block):

@@ -80,7 +80,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
         if chosen is not None and len({texts[n] for n in chosen}) < len(chosen):
             chosen = None  # equal answers, which were scored apart
         samples[row] |= {"responses": texts, "scores": scores, "ended": finished, "chosen": chosen}
-    metrics = write([samples[row] for row in sorted(samples)], job.export, table.kind, world.size)
+    written = [samples[row] for row in sorted(samples)]
+    metrics = write(written, job.export, table.kind, world.size, config.min_score)
     contract.write(job.export)
     MetricsFile(job.metrics_file, 1).write(1, metrics)
     return metrics
@@ -119,7 +120,9 @@ def choose(
     return (best, worst) if scores[best] > scores[worst] else None
 
 
-def write(samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int) -> dict[str, float]:
+def write(
+    samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int, min_score: float | None = None
+) -> dict[str, float]:
     """Write all answers, and the rows of both parts; return the metrics.
 
     Raises StageError if a part has fewer rows than the ranks that are to train on it.
@@ -134,10 +137,14 @@ def write(samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int) -> di
     for part in PARTS:
         rows = [row_of(one) for one in used if one["part"] == part]
         if len(rows) < ranks:
+            best = max(score for one in samples if one["part"] == part for score in one["scores"])
+            why, fix = f"{cut:.0%} of the answers were cut", "use rewards that tell answers apart"
+            if min_score is not None and best < min_score:
+                why += f", and no answer reached min_score {min_score:g}: the best one has {best:g}"
+                fix = "lower min_score"
             raise StageError(
                 f"sample: found {len(rows)} rows for {part}, expected at least {ranks}, one for "
-                f"each rank; {cut:.0%} of the answers were cut. Fix: raise prompts, n or "
-                "sampling.max_response_tokens, or use rewards that tell answers apart"
+                f"each rank; {why}. Fix: raise prompts, n or sampling.max_response_tokens, or {fix}"
             )
         schema = DEMONSTRATION if kind == "demonstrations" else COMPARISON
         writer = ArrowWriter(folder / f"{part}.arrow", schema)

@@ -71,6 +71,12 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
         ({"prompt": "q", "response": "a"}, {"q": "Why?", "a": "Because."},
          Example(QUESTION, "Because.")),
         ({"response": "a"}, {"a": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
+        ({"prompt": "q", "completion": "a"}, {"q": "Why?", "a": "Because."},
+         Example(QUESTION, "Because.")),
+        *(({"prompt": ["q", "input"], "response": "a"}, {"q": "Sum up.", "input": more, "a": "4"},
+           Example((Message("user", prompt),), "4"))
+          for more, prompt in (("2 and 2", "Sum up.\n\n2 and 2"), (" ", "Sum up."),
+                               ("", "Sum up."), (None, "Sum up."))),
         *(({"prompt": "q", "response": "a", "label": "up"},
            {"q": "Why?", "a": "Because.", "up": value}, Example(QUESTION, "Because.", label=label))
           for value, label in ((True, True), (0, False), ("1", True), ("False", False))),
@@ -238,9 +244,14 @@ def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example |
          "columns: {messages: messages}"),
         # The label may mark the bad ones.
         (["messages", "label"], "columns: {messages: messages}"),
-        (["prompt", "answer"], "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"),
-        (["prompt", " chosen", "rejected"],
-         "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"),
+        *((names, "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN} or columns: "
+           "{prompt: COLUMN, response: COLUMN}")
+          for names in (["prompt", "answer"], ["prompt", " chosen", "rejected"])),
+        # ShareGPT and Alpaca.
+        (["id", "conversations"], "columns: {messages: conversations}"),
+        (["instruction", "input", "output"],
+         "columns: {prompt: [instruction, input], response: output}"),
+        (["instruction", "output", "text"], "columns: {prompt: instruction, response: output}"),
     ],
 )  # fmt: skip
 def test_other_columns_need_a_line_which_the_message_states(names: list[str], lines: str) -> None:

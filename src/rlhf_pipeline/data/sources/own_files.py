@@ -17,6 +17,7 @@ from rlhf_pipeline.data.sources.adapter import (
     number,
     parsed_json,
     preferred,
+    question,
     text,
 )
 
@@ -33,7 +34,16 @@ _FORMS = (
     {"messages": "messages"},
 )
 """Column maps of TRL's formats."""
-_EXAMPLE = {"prompt": "COLUMN", "chosen": "COLUMN", "rejected": "COLUMN"}
+_EXAMPLES = {
+    ("conversations",): ["{messages: conversations}"],  # ShareGPT's and Alpaca's files
+    ("instruction", "input", "output"): ["{prompt: [instruction, input], response: output}"],
+    ("instruction", "output"): ["{prompt: instruction, response: output}"],
+    (): [
+        "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}",
+        "{prompt: COLUMN, response: COLUMN}",
+    ],
+}
+"""Column maps to suggest for a file with these columns, of which the first counts."""
 
 
 def known_columns(names: Collection[str]) -> ColumnMap:
@@ -54,7 +64,8 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     if len(whole) == 1 and ("label" in whole[0] or "label" not in names):
         tools = {"tools": "tools"} if "tools" in names else {}
         return ColumnMap.model_validate(whole[0] | tools)
-    lines = [f"columns: {form}".replace("'", "") for form in found or [_EXAMPLE]]
+    others = next(maps for columns, maps in _EXAMPLES.items() if {*columns} <= {*names})
+    lines = [f"columns: {form}".replace("'", "") for form in found or others]
     raise ColumnError(
         f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "
         f"Fix: add to the source a line such as {' or '.join(lines)}"
@@ -81,8 +92,11 @@ def _record(row: Row, named: ColumnMap) -> Record:
     columns = named.answers or [column for column in given if column is not None]
     answers = [_dialogue(row[column], column, "assistant") for column in columns]
     prompts = [dialogue[:-1] for dialogue in answers if dialogue[1:]]
-    if named.prompt is not None:
+    if isinstance(named.prompt, str):
         prompts.append(_dialogue(row[named.prompt], named.prompt, "user"))
+    elif named.prompt is not None:
+        parts = (column for column in named.prompt if row[column] is not None)
+        prompts.append(question(*(text(row, column) for column in parts)))
     if not prompts:
         raise ColumnError("no mapped column contains the prompt: set columns.prompt")
     if any(prompt != prompts[0] for prompt in prompts):

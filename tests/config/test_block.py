@@ -1,0 +1,140 @@
+"""A block that is given is a layer over its default, and a fault names the field that is wrong."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_pipeline.config import block
+from rlhf_pipeline.config.block import Block, meant, nearest, validated
+from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.sample import IterativeDPOConfig, RejectionConfig
+from rlhf_pipeline.config.split import ColumnMap
+from rlhf_pipeline.pipelines.table import parameter_blocks
+
+TEACHER = {"teacher": "facebook/opt-1.3b"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "kept"),
+    [
+        (GRPOConfig, {"actor": {"lora": {}}}, ["actor.optimizer"]),
+        (GRPOConfig, {"actor": {"gradient_checkpointing": True}}, ["actor.optimizer"]),
+        (GRPOConfig, {"actor": {"deepspeed": {"precision": "bf16"}}}, ["actor.optimizer"]),
+        (GRPOConfig, {"actor": {"optimizer": {"warmup_fraction": 0.1}}},
+         ["actor.optimizer.learning_rate"]),
+        (GRPOConfig, {"kl": {"maximum": 9.0}}, ["kl.coef", "kl.place"]),
+        (GRPOConfig, {"sampling": {"temperature": 0.7}}, ["sampling.max_response_tokens"]),
+        (DistillConfig, TEACHER | {"actor": {"lora": {}}}, ["actor.optimizer"]),
+        (DistillConfig, TEACHER | {"actor": {"deepspeed": {"precision": "bf16"}}},
+         ["actor.optimizer"]),
+        (RejectionConfig, {"optimizer": {"warmup_fraction": 0.1}}, ["optimizer.learning_rate"]),
+        (RejectionConfig, {"sample": {"sampling": {"temperature": 0.7}}},
+         ["sample.sampling.max_response_tokens"]),
+        (IterativeDPOConfig, {"optimizer": {"weight_decay": 0.1}}, ["optimizer.learning_rate"]),
+        (IterativeDPOConfig, {"lora": {}}, ["optimizer"]),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_set_leaves_the_published_defaults_beside_it(
+    kind: type[Block], given: dict[str, Any], kept: list[str]
+) -> None:
+    def value(block: Any, place: str) -> Any:
+        for name in place.split("."):
+            block = getattr(block, name)
+        return block
+
+    published = kind.model_validate(TEACHER if kind is DistillConfig else {})
+    found, faults = validated("block", kind, given)
+    assert faults == []
+    assert {place: value(found, place) for place in kept} == {
+        place: value(published, place) for place in kept
+    }
+    assert found != published
+    assert kind.model_validate(found.model_dump(mode="json")) == found  # as in job.json
+
+
+def test_values_win_over_the_defaults_of_their_class() -> None:
+    given = {"actor": {"optimizer": {"learning_rate": 3e-5}}, "kl": {"coef": 0.1}}
+    found = GRPOConfig.model_validate(given)
+    assert (found.actor.optimizer.learning_rate, found.kl.coef, found.kl.place) == (
+        3e-5,
+        0.1,
+        "loss",
+    )
+
+
+MODEL = {"optimizer": {"learning_rate": 1e-3}}
+PPO = {
+    "steps": 4, "rollout_batch_size": 12, "micro_batch_tokens": 4, "actor": MODEL, "critic": MODEL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "fault"),
+    [
+        (GRPOConfig, {"responses_per_prompt": 7},
+         "grpo.responses_per_prompt: found 7, expected a divisor of rollout_batch_size 64. "
+         "Fix: use 4 or 8"),
+        (GRPOConfig, {"rollout_batch_size": 20},
+         "grpo.rollout_batch_size: found 20, expected a multiple of responses_per_prompt 8. "
+         "Fix: use 16 or 24"),
+        (PPOConfig, PPO | {"minibatch_size": 8},
+         "grpo.minibatch_size: found 8, expected a divisor of rollout_batch_size 12. Fix: set it "
+         "to null, which is all responses of a step"),
+        (GRPOConfig, {"kl": {"maximum": 200}},
+         "grpo.kl.explosion: found 100, expected more than maximum 200. Fix: raise it, or set it "
+         "to null for no limit"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_two_values_names_the_field_whose_file_is_looked_up(
+    kind: type[Block], given: dict[str, Any], fault: str
+) -> None:
+    assert validated("grpo", kind, given)[1] == [fault]
+
+
+def test_every_fix_of_a_batch_is_accepted() -> None:
+    for given in (
+        {"responses_per_prompt": 4}, {"responses_per_prompt": 8},
+        {"rollout_batch_size": 16}, {"rollout_batch_size": 24},
+    ):  # fmt: skip
+        GRPOConfig.model_validate(given)
+    PPOConfig.model_validate(PPO | {"minibatch_size": None})
+
+
+def test_the_nearest_numbers() -> None:
+    assert nearest(7, range(2, 11, 2)) == "6 or 8"
+    assert nearest(1, [2]) == "2"
+
+
+def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
+    """A place that a block has, or a sentence."""
+    words = tomllib.loads((Path(block.__file__).parent / "words.toml").read_text())
+    blocks: dict[str, Any] = {**parameter_blocks(), "columns": ColumnMap, "root": str}
+    for place in {place for places in words.values() for place in places} - words.keys():
+        assert " " in place or f"{place}?)" in meant(place, blocks), place
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("dpo.lr", "(did you mean optimizer.learning_rate?)"),
+        ("grpo.learning_rate", "(did you mean actor.optimizer.learning_rate?)"),
+        ("grpo.beta", "(did you mean kl.coef?)"),
+        ("rejection.num_generations", "(did you mean sample.n?)"),
+        ("sft.bf16", "(did you mean deepspeed.precision?)"),
+        ("kto.betta", "(did you mean beta?)"),
+        ("model_name_or_path", "(did you mean base_model.path?)"),
+        ("wandb", "; only MLflow tracks runs, and needs no parameter"),
+        ("nonsense", ""),
+    ],
+)
+def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place: str, said: str) -> None:
+    kinds: dict[str, Any] = dict(parameter_blocks())
+    stage, _, word = place.rpartition(".")
+    fields = kinds[stage].model_fields if stage else {}
+    known = {name: field.annotation for name, field in fields.items()} or kinds
+    assert meant(word, known).strip() == said
