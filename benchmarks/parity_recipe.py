@@ -71,7 +71,7 @@ def ours(method: str, pairs: int) -> dict[str, Any]:
     policy["rewards"] = [{"callable": "parity_task:reward"}]
     if method == "rloo":
         return policy | {"advantage": "rloo", "denominator": "constant"}
-    return policy | {"scale_by_group_std": True, "denominator": "tokens"}
+    return policy | {"scale_rewards": "group", "denominator": "tokens"}
 
 
 def trl(method: str, folder: str, seed: int) -> dict[str, Any]:
