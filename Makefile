@@ -131,6 +131,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 $(VENV)/dev.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps trl   # the tests compare its losses with ours; the environment has what they need
 	touch $@ $(VENV)/run.stamp
 
 $(VENV)/gguf.stamp: $(VENV)/run.stamp

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhf_pipeline.config.doors import DPO_LOSS, by_name
 from rlhf_pipeline.config.policies import GRPOConfig
@@ -24,7 +25,8 @@ from rlhf_pipeline.training.experience import make_experience
 from rlhf_pipeline.training.ppo_update import actor_loss, number_of_terms, reduction
 
 pytestmark = pytest.mark.skipif(
-    find_spec("trl") is None, reason="needs TRL: pip install --no-deps trl==1.16.0"
+    find_spec("trl") is None,
+    reason="needs TRL: pip install --no-deps --constraint constraints.txt trl",
 )
 PROMPTS, ANSWERS, LONGEST = 4, 4, 7
 ROWS = PROMPTS * ANSWERS
@@ -114,9 +116,13 @@ DPO_SETTINGS = {
     "sigmoid_norm": {"beta": 5.0},
 }
 """The same words on both sides."""
+SUPERVISED = {
+    "batch_size": 8, "micro_batch_tokens": 64, "optimizer": {"learning_rate": 1e-6}
+}  # fmt: skip
 KTO_SETTINGS = {
-    "kto": {},
-    "weights": {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7},
+    "kto": ({}, {}),
+    "kto, weights": ({"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7},) * 2,
+    "apo_zero_unpaired": ({"kl": "none"}, {"loss_type": "apo_zero_unpaired"}),
 }
 
 
@@ -140,7 +146,7 @@ class Batch:
 
     @classmethod
     def random(cls, seed: int, eos: int) -> "Batch":
-        """The log-probabilities of policy, old policy, reference and sampler are near each other."""
+        """Policy, old policy, reference and sampler are near each other; some rows have a cut."""
         draw = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, LONGEST + 1, (ROWS,), generator=draw)
         lengths[0] = LONGEST  # the width of TRL's batch
@@ -189,17 +195,16 @@ def answering(base: type) -> type:
 
 @pytest.fixture(scope="module")
 def trainer_of(make_model, tmp_path_factory):
-    """Makes a trainer of TRL."""
-    trl = pytest.importorskip("trl")
+    """Makes a trainer of TRL, whose import takes seconds."""
+    import trl
     from datasets import Dataset
 
     model, folder = str(make_model()), str(tmp_path_factory.mktemp("trl"))
-    pair = {"prompt": ["a"] * 2, "chosen": ["b"] * 2, "rejected": ["c"] * 2}
-    rows = {
-        "DPO": pair,
-        "KTO": {"prompt": ["a"] * 2, "completion": ["b"] * 2, "label": [True, False]},
-        "GRPO": {"prompt": ["a"] * ROWS}, "RLOO": {"prompt": ["a"] * ROWS},
-    }  # fmt: skip
+    prompts = {"prompt": ["a"] * ROWS}
+    columns = {
+        "DPO": {"chosen": ["b"] * ROWS, "rejected": ["c"] * ROWS},
+        "KTO": {"completion": ["b"] * ROWS, "label": [True, False] * (ROWS // 2)},
+    }
 
     def make(method: str, **options):
         base, given = getattr(trl, f"{method}Trainer"), {}
@@ -214,7 +219,7 @@ def trainer_of(make_model, tmp_path_factory):
                 "gradient_accumulation_steps": 1, "reward_weights": list(REWARD_WEIGHTS),
             }  # fmt: skip
         config = getattr(trl, f"{method}Config")(**options)
-        table = Dataset.from_dict(rows[method])
+        table = Dataset.from_dict(prompts | columns.get(method, {}))
         trainer = base(model=model, args=config, train_dataset=table, **given)
         trainer.current_gradient_accumulation_steps = 1
         return trainer
@@ -262,7 +267,8 @@ def of_ours(config: GRPOConfig, batch: Batch, on_threads) -> tuple[Tensor, Tenso
 
 def config_of(**options) -> GRPOConfig:
     model = {"optimizer": {"learning_rate": 1e-6}}
-    rewards = [{"regex": name, "name": name, "weight": w} for name, w in zip("ab", REWARD_WEIGHTS)]
+    named = zip("ab", REWARD_WEIGHTS, strict=True)
+    rewards = [{"regex": name, "name": name, "weight": weight} for name, weight in named]
     return GRPOConfig.model_validate(
         {
             "rollout_batch_size": ROWS, "minibatch_size": ROWS, "responses_per_prompt": ANSWERS,
@@ -307,16 +313,8 @@ def test_rloo(trainer_of, on_threads, name):
         check((None, LONGEST * gradient), of_trl(trainer, batch), loss=False)
 
 
-def answer_outputs(logprobs: Tensor):
-    """What TRL reads of a model."""
-    none = torch.zeros_like(logprobs)
-    return SimpleNamespace(
-        log_probs=logprobs, entropy=none, mean_logits=none, is_top1=none.bool(), aux_loss=None
-    )
-
-
-def answers_of_pairs(batch: Batch) -> dict[str, Tensor]:
-    """The inputs of TRL's trainers of comparisons: each row has a prompt of one token."""
+def rows_of(batch: Batch) -> dict[str, Tensor]:
+    """What TRL's DPO and KTO read; each prompt has one token."""
     prompt, mask = torch.full((ROWS, 1), 5), batch.mask.long()
     return {
         "input_ids": torch.cat([prompt, batch.ids], 1),
@@ -330,31 +328,72 @@ def test_dpo(trainer_of, name):
     """The first half of the rows are chosen answers."""
     options = DPO_SETTINGS[name]
     trainer = trainer_of("DPO", loss_type=[name], **options)
-    config = DPOConfig.model_validate(
-        {
-            "loss": name,
-            "batch_size": 8,
-            "micro_batch_tokens": 64,
-            "optimizer": {"learning_rate": 1e-6},
-        }
-        | options
-    )
+    config = DPOConfig.model_validate(SUPERVISED | {"loss": name} | options)
     for seed in SEEDS:
         batch = Batch.random(seed, trainer.processing_class.eos_token_id)
-        leaves = [batch.logprobs.clone().requires_grad_() for _ in range(2)]
-        own, other = (torch.where(batch.mask, leaf, 0.0) for leaf in leaves)
-        ref = torch.where(batch.mask, batch.reference, 0.0)
-        trainer.ref_model = lambda **_: answer_outputs(ref)  # noqa: B023
-        model = lambda **_: answer_outputs(other)  # noqa: B023, E731
-        theirs = trainer._compute_loss(model, answers_of_pairs(batch), return_outputs=False)
-        (chosen, rejected), (ref_chosen, ref_rejected) = own.sum(1).chunk(2), ref.sum(1).chunk(2)
-        lengths = batch.mask.sum(1).chunk(2)
-        total, pairs = by_name(
-            DPO_LOSS.load(config.loss), config, chosen_logprobs=chosen, rejected_logprobs=rejected,
-            ref_chosen_logprobs=ref_chosen, ref_rejected_logprobs=ref_rejected,
-            chosen_log_ratios=chosen - ref_chosen, rejected_log_ratios=rejected - ref_rejected,
-            chosen_lengths=lengths[0], rejected_lengths=lengths[1],
-        )  # fmt: skip
-        (ours := total / pairs).backward()
-        theirs.backward()
-        check((ours.detach(), leaves[0].grad), (theirs.detach(), leaves[1].grad))
+
+        def ours(logprobs, reference, batch=batch):
+            log_ratios, names = logprobs - reference, ("chosen", "rejected")
+            given = {
+                "logprobs": logprobs, "log_ratios": log_ratios, "lengths": batch.mask.sum(1),
+            }  # fmt: skip
+            sides = {
+                f"{side}_{name}": half
+                for name, values in given.items()
+                for side, half in zip(names, values.chunk(2), strict=True)
+            }
+            halves = zip(names, reference.chunk(2), strict=True)
+            sides |= {f"ref_{side}_logprobs": half for side, half in halves}
+            return by_name(DPO_LOSS.load(config.loss), config, **sides)
+
+        check_answers(trainer, batch, rows_of(batch), ours)
+
+
+@pytest.mark.parametrize("name", KTO_SETTINGS)
+def test_kto(trainer_of, name):
+    """A wider batch has the answers to other prompts: each is likelier by 0.57 nats than in the
+    reference."""
+    own_words, words_of_trl = KTO_SETTINGS[name]
+    trainer = trainer_of("KTO", **words_of_trl)
+    config = KTOConfig.model_validate(SUPERVISED | own_words)
+    mismatched = torch.full((ROWS, LONGEST + 1), 0.5 / LONGEST)
+    kl = mismatched.sum(1).mean() if config.kl == "mismatched" else torch.zeros(())
+    for seed in SEEDS:
+        batch = Batch.random(seed, trainer.processing_class.eos_token_id)
+        is_good = batch.rewards[:, 0] > 0.4
+        inputs = rows_of(batch) | {"label": is_good}
+        inputs |= {f"KL_{key}": pad(value, (0, 1)) for key, value in rows_of(batch).items()}
+
+        def ours(logprobs, reference, is_good=is_good):
+            return kto_loss(
+                logprobs - reference, is_good, kl, beta=config.beta,
+                desirable_weight=config.desirable_weight,
+                undesirable_weight=config.undesirable_weight,
+            )  # fmt: skip
+
+        check_answers(trainer, batch, inputs, ours, mismatched)
+
+
+def check_answers(trainer, batch: Batch, inputs: dict, ours, mismatched: Tensor | None = None):
+    """Compare a loss of whole answers. The models of TRL give log-probabilities, and for the wider
+    batch of KTO the policy gives those of `mismatched`, and the reference 0."""
+    leaves = [batch.logprobs.clone().requires_grad_() for _ in range(2)]
+    policy, other = (torch.where(batch.mask, leaf, 0.0) for leaf in leaves)
+    reference = torch.where(batch.mask, batch.reference, 0.0)
+
+    def model(found: Tensor, of_others: Tensor | None):
+        def forward(input_ids, **_):
+            logprobs = found if input_ids.shape[1] == LONGEST + 1 else of_others
+            none = torch.zeros_like(logprobs)
+            return SimpleNamespace(
+                log_probs=logprobs, entropy=none, mean_logits=none, is_top1=none.bool()
+            )
+
+        return forward
+
+    trainer.ref_model = model(reference, None if mismatched is None else 0 * mismatched)
+    loss = trainer._compute_loss(model(other, mismatched), inputs, return_outputs=False)
+    loss.backward()
+    total, count = ours(policy.sum(1), reference.sum(1))
+    (total / count).backward()
+    check(((total / count).detach(), leaves[0].grad), (loss.detach(), leaves[1].grad))

@@ -1,7 +1,7 @@
 """DPO and KTO: a policy learns from preferences beside its frozen start."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -86,6 +86,10 @@ class KTOConfig(ReferencedConfig):
 
     stage = "kto"
 
+    kl: Literal["mismatched", "none"] = "mismatched"
+    """The log ratio from which an answer is a gain. mismatched: the mean of prompts with answers to
+    others, at least 0, for which each step has a further pass of both models; none: 0, without it
+    (APO-zero without pairs, D'Oosterlinck et al. 2024)."""
     desirable_weight: NonNegativeFloat = 1.0
     """Weight of good answers; in all they should weigh as much as bad ones, or a little more."""
     undesirable_weight: NonNegativeFloat = 1.0
@@ -93,6 +97,6 @@ class KTOConfig(ReferencedConfig):
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
-        if self.batch_size == 1:
+        if self.batch_size == 1 and self.kl != "none":
             expected = "at least 2: the KL of a step needs answers to other prompts"
             yield self._fault("batch_size", expected, "raise it")
