@@ -40,7 +40,8 @@ class SampleConfig(AnsweringConfig):
     """Largest number of held-out prompts, whose answers become the held-out rows."""
     rewards: SampleRewards = (TrainedReward(),)
     """Sources of the score, the sum of weight * (score - mean), as in `ppo.rewards`. A chat model
-    alone (`openai`) compares each answer with the next one: 1 for each win, -1 for each loss."""
+    alone (`openai`) finds the best and the worst answer by knock-out, with about 3n/2 comparisons:
+    1 for each win, -1 for each loss."""
     min_score: float | None = Field(default=None, allow_inf_nan=False)
     """A prompt whose best answer has a lower score leaves no row. None: any best answer will do."""
     cut_answers: Literal["drop", "keep"] = "drop"

@@ -8,12 +8,12 @@ neither transformers nor DeepSpeed, whose imports take seconds.
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -61,6 +61,7 @@ class AnswerBatch:
     sources: list[str]  # name of each prompt's source
 
 
+Key = TypeVar("Key", bound=Hashable)
 Judge = Callable[[AnswerBatch], Sequence[float | None]]
 """Scores each answer; higher is better. None for a prompt that it cannot judge."""
 
@@ -216,12 +217,18 @@ def judge_pairs(
     server fails, or most replies of a judge are unusable.
     """
     reports = {}
+    known, draws = {(a.row, a.draw): a for a in drawn}, len({a.draw for a in drawn})
+    pairs = {
+        (policy, a.row, a.draw): (a.prompt, a.response, known[a.row, (a.draw + 1) % draws].response)
+        for policy in [*answers][1:]
+        for a in answers[policy]
+    }
     for judge in config.judges:
         if not isinstance(judge, PairwiseJudge):
             continue
         name, model = judge.label, ChatModel(judge.openai, cache, config.place_of(judge))
         with heartbeat.scored_by(name):
-            outcomes = _outcomes(answers, drawn, model, judge.openai.template or TEMPLATE)
+            outcomes = outcomes_of(pairs, model, judge.openai.template or TEMPLATE)
         answers = {
             policy: [
                 replace(a, scores=a.scores | {name: outcomes.get((policy, a.row, a.draw), 0.0)})
@@ -234,19 +241,18 @@ def judge_pairs(
     return answers, drawn, reports
 
 
-def _outcomes(
-    answers: dict[str, list[Answer]], drawn: list[Answer], model: ChatModel, template: str
-) -> dict[tuple[str, int, int], float]:
-    """The scores by policy, row and draw; answers that are not asked about have none."""
-    questions: dict[tuple[str, int, int], list[str]] = {}
-    known, draws = {(a.row, a.draw): a for a in drawn}, len({a.draw for a in drawn})
-    for policy, ours in ((name, a) for name in [*answers][1:] for a in answers[name]):
-        both = ours.response, known[ours.row, (ours.draw + 1) % draws].response
+def outcomes_of(
+    pairs: Mapping[Key, tuple[str, str, str]], model: ChatModel, template: str
+) -> dict[Key, float]:
+    """The outcome of each pair, a prompt with two answers, as in `judge_pairs`: 1 if the first
+    answer wins. A pair that is not asked about has none."""
+    questions: dict[Key, list[str]] = {}
+    for place, (prompt, *both) in pairs.items():
         model.counts["pairs"] += 1
         model.counts["equal"] += both[0] == both[1]
         if both[0] != both[1]:
-            questions[policy, ours.row, ours.draw] = [
-                filled(template, prompt=ours.prompt, first=first, second=second)
+            questions[place] = [
+                filled(template, prompt=prompt, first=first, second=second)
                 for first, second in (both, both[::-1])
             ]
     verdicts = model.verdicts(chain.from_iterable(questions.values()), _verdict)
