@@ -32,10 +32,15 @@ class ReferencedConfig(SupervisedConfig):
         """Whether a reference scores the answers, too."""
         return True
 
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the reference is a model of its own."""
+        return self.has_reference and not self.is_own_reference
+
     def models(self) -> list[StageModel]:
         """The policy, and its reference if that is a model of its own."""
         policy, frozen = TrainedModel(self.stage, self), self.reference.beside(self.deepspeed)
-        if self.is_own_reference or not self.has_reference:
+        if not self.loads_reference:
             return [policy]
         return [policy, FrozenModel(f"{self.stage}.reference", frozen)]
 

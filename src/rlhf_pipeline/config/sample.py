@@ -106,14 +106,27 @@ class RejectionConfig(SampledConfig, SFTConfig):
 
 class IterativeDPOConfig(SampledConfig, DPOConfig):
     """Iterative DPO: in each round, DPO on the best and the worst of n own answers (Xu et al.
-    2023), with the values of RLHF Workflow (Dong et al. 2024). The reference is the policy at the
-    start of the round (Yuan et al. 2024)."""
+    2023), with the values of RLHF Workflow (Dong et al. 2024)."""
 
     stage, sampler = "iterative_dpo", "iterative_dpo.sample"
     kind = "comparisons"
 
     rounds: PositiveInt = 3
     """As in `rejection.rounds`."""
+    fixed_reference: bool = False
+    """Reference of the later rounds. True: the SFT model, as in RLHF Workflow and TRL's online DPO,
+    so that `beta` limits the KL of all rounds together; False: the policy at the start of the round
+    (Yuan et al. 2024), so that it limits that of each."""
     batch_size: PositiveInt = 64
     """Comparisons per optimizer step, over all ranks and micro batches."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
+
+    @property
+    def loads_reference(self) -> bool:
+        return super().loads_reference or (self.has_reference and self.fixed_reference)
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        if self.fixed_reference and not self.has_reference:
+            expected = f"false for loss {self.loss}, which has no reference"
+            yield self._fault("fixed_reference", expected, "remove fixed_reference")
