@@ -2,18 +2,18 @@
 
 import torch
 
-from rlhf_pipeline.evaluation.knockout import Player, knock_out
+from rlhf_pipeline.evaluation.knockout import knock_out
 
 
 def played(quality, decide):
-    """Points (fields, players), and the matches of each round."""
-    rounds = []
+    """Points (fields, players), and the matches of each round. Players have numbers in order."""
+    rounds, width = [], len(quality[0])
 
     def recorded(matches):
         rounds.append(list(matches))
         return decide(matches)
 
-    fields = [[Player(row, draw) for draw in range(len(own))] for row, own in enumerate(quality)]
+    fields = [range(row * width, (row + 1) * width) for row in range(len(quality))]
     points = knock_out(fields, recorded)
     return [[points[player] for player in field] for field in fields], rounds
 
@@ -21,11 +21,11 @@ def played(quality, decide):
 def by_quality(quality, gain, seed=0):
     """A judge that is asked in both orders; each answer prefers the better one with probability
     sigmoid(gain * difference), and a win needs both."""
-    draw = torch.Generator().manual_seed(seed)
+    draw, known = torch.Generator().manual_seed(seed), torch.tensor(quality).flatten()
 
     def decide(matches):
-        better = [quality[one.row][one.draw] - quality[two.row][two.draw] for one, two in matches]
-        likely = torch.sigmoid(gain * torch.tensor(better))
+        one, two = torch.tensor(matches).T
+        likely = torch.sigmoid(gain * (known[one] - known[two]))
         first, second = (torch.rand(len(matches), generator=draw) < likely for _ in range(2))
         return (first.float() + second.float() - 1).tolist()
 
@@ -61,13 +61,12 @@ def test_after_a_draw_the_player_with_more_points_goes_on():
     which 3 has lost, 3 stays for the worst place."""
 
     def decide(matches):
-        return [float({one.draw, two.draw} == {2, 3}) for one, two in matches]
+        return [float(match == (2, 3)) for match in matches]
 
     points, rounds = played([[0] * 8], decide)
     assert points == [[0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]]
-    last = [[player.draw for player in match] for match in rounds[-1]]
-    assert last == [[2, 4], [3, 7]]
+    assert rounds[-1] == [(2, 4), (3, 7)]
 
 
 def test_single_players_and_empty_fields_have_no_points():
-    assert not knock_out([[Player(0, 0)], []], lambda matches: [1.0 for _ in matches])
+    assert not knock_out([[0], []], lambda matches: [1.0 for _ in matches])

@@ -46,5 +46,5 @@ def test_a_reference_that_stays_is_a_model_of_its_own_also_with_lora():
 
 
 def test_a_reference_stays_only_where_a_loss_has_one():
-    with pytest.raises(ValueError, match=r"fixed_reference: found True, expected false for loss s"):
+    with pytest.raises(ValueError, match=r"fixed_reference: found True with loss simpo"):
         IterativeDPOConfig.model_validate(BLOCK | {"loss": "simpo", "fixed_reference": True})

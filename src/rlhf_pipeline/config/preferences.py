@@ -75,7 +75,8 @@ class DPOConfig(ReferencedConfig):
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         unused = {"label_smoothing", "target_margin"} - self.asked
-        unused |= set() if self.has_reference else {"reference"}
+        unused |= set() if self.has_reference else {"reference", "fixed_reference"}
+        unused &= type(self).model_fields.keys()
         for name in sorted(unused):
             default, value = type(self).model_fields[name].default, getattr(self, name)
             if value != default:

@@ -114,9 +114,8 @@ class IterativeDPOConfig(SampledConfig, DPOConfig):
     rounds: PositiveInt = 3
     """As in `rejection.rounds`."""
     fixed_reference: bool = False
-    """Reference of the later rounds. True: the SFT model, as in RLHF Workflow and TRL's online DPO,
-    so that `beta` limits the KL of all rounds together; False: the policy at the start of the round
-    (Yuan et al. 2024), so that it limits that of each."""
+    """Reference of the later rounds. True: the SFT model, as in RLHF Workflow and TRL's online DPO;
+    False: the policy at the start of the round (Yuan et al. 2024)."""
     batch_size: PositiveInt = 64
     """Comparisons per optimizer step, over all ranks and micro batches."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
@@ -124,9 +123,3 @@ class IterativeDPOConfig(SampledConfig, DPOConfig):
     @property
     def loads_reference(self) -> bool:
         return super().loads_reference or (self.has_reference and self.fixed_reference)
-
-    def _faults(self) -> Iterator[str]:
-        yield from super()._faults()
-        if self.fixed_reference and not self.has_reference:
-            expected = f"false for loss {self.loss}, which has no reference"
-            yield self._fault("fixed_reference", expected, "remove fixed_reference")

@@ -8,12 +8,12 @@ neither transformers nor DeepSpeed, whose imports take seconds.
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -61,7 +61,6 @@ class AnswerBatch:
     sources: list[str]  # name of each prompt's source
 
 
-Key = TypeVar("Key", bound=Hashable)
 Judge = Callable[[AnswerBatch], Sequence[float | None]]
 """Scores each answer; higher is better. None for a prompt that it cannot judge."""
 
@@ -217,18 +216,15 @@ def judge_pairs(
     server fails, or most replies of a judge are unusable.
     """
     reports = {}
-    known, draws = {(a.row, a.draw): a for a in drawn}, len({a.draw for a in drawn})
-    pairs = {
-        (policy, a.row, a.draw): (a.prompt, a.response, known[a.row, (a.draw + 1) % draws].response)
-        for policy in [*answers][1:]
-        for a in answers[policy]
-    }
+    known, draws = {(a.row, a.draw): a.response for a in drawn}, len({a.draw for a in drawn})
+    ours = {(name, a.row, a.draw): a for name in [*answers][1:] for a in answers[name]}
+    pairs = [(a.prompt, a.response, known[a.row, (a.draw + 1) % draws]) for a in ours.values()]
     for judge in config.judges:
         if not isinstance(judge, PairwiseJudge):
             continue
         name, model = judge.label, ChatModel(judge.openai, cache, config.place_of(judge))
         with heartbeat.scored_by(name):
-            outcomes = outcomes_of(pairs, model, judge.openai.template or TEMPLATE)
+            outcomes = dict(zip(ours, outcomes_of(pairs, model), strict=True))
         answers = {
             policy: [
                 replace(a, scores=a.scores | {name: outcomes.get((policy, a.row, a.draw), 0.0)})
@@ -241,13 +237,12 @@ def judge_pairs(
     return answers, drawn, reports
 
 
-def outcomes_of(
-    pairs: Mapping[Key, tuple[str, str, str]], model: ChatModel, template: str
-) -> dict[Key, float]:
-    """The outcome of each pair, a prompt with two answers, as in `judge_pairs`: 1 if the first
-    answer wins. A pair that is not asked about has none."""
-    questions: dict[Key, list[str]] = {}
-    for place, (prompt, *both) in pairs.items():
+def outcomes_of(pairs: Sequence[tuple[str, str, str]], model: ChatModel) -> list[float]:
+    """The outcomes of pairs, a prompt with two answers each: 1 if the first one wins, as in
+    `judge_pairs`."""
+    questions: dict[int, list[str]] = {}
+    template = model.config.template or TEMPLATE
+    for place, (prompt, *both) in enumerate(pairs):
         model.counts["pairs"] += 1
         model.counts["equal"] += both[0] == both[1]
         if both[0] != both[1]:
@@ -256,7 +251,7 @@ def outcomes_of(
                 for first, second in (both, both[::-1])
             ]
     verdicts = model.verdicts(chain.from_iterable(questions.values()), _verdict)
-    outcomes = {}
+    outcomes = [0.0] * len(pairs)
     for place, orders in questions.items():
         straight, swapped = (verdicts[question] for question in orders)
         if straight is not None and swapped is not None:

@@ -1,32 +1,19 @@
-"""The best and the worst of several answers to a prompt, by judges that compare two.
-
-n answers need about 3n/2 comparisons.
-"""
+"""The best and the worst of several answers to a prompt, by judges that compare two."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.rewards import PairwiseJudge
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.judges import TEMPLATE, outcomes_of
+from rlhf_pipeline.evaluation.judges import outcomes_of
 from rlhf_pipeline.rollout.chat_model import ChatModel
 from rlhf_pipeline.runtime import heartbeat
 
-
-class Player(NamedTuple):
-    """An answer to the prompt of a row."""
-
-    row: int
-    draw: int
-
-
-Match = tuple[Player, Player]
+Match = tuple[int, int]
 
 
 def judge_groups(
@@ -34,76 +21,53 @@ def judge_groups(
 ) -> list[Answer]:
     """Let chat models compare the answers of a policy to the same prompt, on rank 0 alone.
 
-    An answer gets 1 for each win and -1 for each loss, by both orders as in `judge_pairs`, which
-    raises the same. Answers that were cut play only if `cut` is set.
+    An answer gets 1 for each win and -1 for each loss, as in `judge_pairs`, which raises the same.
+    Answers that were cut play only if `cut` is set.
     """
-    known = {Player(one.row, one.draw): one for one in drawn}
-    playing = [player for player, one in known.items() if cut or one.ended]
-    fields = [list(players) for _, players in groupby(playing, key=lambda player: player.row)]
+    playing = [i for i, one in enumerate(drawn) if cut or one.ended]
+    fields = [list(own) for _, own in groupby(playing, key=lambda i: drawn[i].row)]
+    texts, answers = [(one.prompt, one.response) for one in drawn], list(drawn)
     for judge in config.judges:
-        if not isinstance(judge, PairwiseJudge):
-            continue
-        model = ChatModel(judge.openai, cache, config.place_of(judge))
-        template = judge.openai.template or TEMPLATE
-        with heartbeat.scored_by(judge.label):
-            points = knock_out(fields, partial(_decide, known, model, template))
-        known = {
-            player: replace(one, scores=one.scores | {judge.label: points[player]})
-            for player, one in known.items()
-        }
-    return [*known.values()]
-
-
-def _decide(
-    known: Mapping[Player, Answer], model: ChatModel, template: str, matches: Sequence[Match]
-) -> list[float]:
-    pairs = {
-        match: (known[match[0]].prompt, *(known[player].response for player in match))
-        for match in matches
-    }
-    outcomes = outcomes_of(pairs, model, template)
-    return [outcomes.get(match, 0.0) for match in matches]
+        if isinstance(judge, PairwiseJudge):
+            model = ChatModel(judge.openai, cache, config.place_of(judge))
+            with heartbeat.scored_by(judge.label):
+                points = knock_out(
+                    fields,
+                    lambda found, model=model: outcomes_of(
+                        [(*texts[one], texts[two][1]) for one, two in found], model
+                    ),
+                )
+            answers = [
+                replace(one, scores=one.scores | {judge.label: points[i]})
+                for i, one in enumerate(answers)
+            ]
+    return answers
 
 
 def knock_out(
-    fields: Iterable[Sequence[Player]], decide: Callable[[Sequence[Match]], Sequence[float]]
-) -> Counter[Player]:
-    """Wins minus losses of all players; the fields play at once, in rounds.
+    fields: Sequence[Sequence[int]], decide: Callable[[Sequence[Match]], Sequence[float]]
+) -> Counter[int]:
+    """Wins minus losses of all players; n of a field play about 3n/2 matches.
 
     `decide` gives 1 for a match that the first player wins, -1 for the second one, 0 for a draw.
-    The winners of the first round play on for the best place, its losers for the worst one. After a
-    draw, the player with more points counts as the winner. One of an odd number waits, and plays
-    first in the next round.
+    All fields play a round together. The winners of the first one play on for the best place, its
+    losers for the worst one. After a draw, the player with more points counts as the winner. One of
+    an odd number waits, and plays first in the next round.
     """
-    points: Counter[Player] = Counter()
-
-    def ranked(brackets: Sequence[Sequence[Player]]) -> list[list[Match]]:
-        """The pairs of a round by bracket, the better player first."""
-        pairs = [list(zip(each[::2], each[1::2], strict=False)) for each in brackets]
-        matches = [match for own in pairs for match in own]
-        better = {}
-        for match, outcome in zip(matches, decide(matches), strict=True):
-            one, two = match
+    points: Counter[int] = Counter()
+    # With the places in a pair, better and worse, from which players stay.
+    brackets = [(field, (0, 1)) for field in fields]
+    while brackets := [each for each in brackets if len(each[0]) > 1]:
+        pairs = [list(zip(field[::2], field[1::2], strict=False)) for field, _ in brackets]
+        matches, ranked = [match for own in pairs for match in own], {}
+        for (one, two), outcome in zip(matches, decide(matches), strict=True):
             points[one] += outcome
             points[two] -= outcome
             lead = outcome or points[one] - points[two]
-            better[match] = match if lead >= 0 else (two, one)
-        return [[better[match] for match in own] for own in pairs]
-
-    def remaining(bracket: Sequence[Player], pairs: Sequence[Match], side: int) -> list[Player]:
-        return [*bracket[2 * len(pairs) :], *(pair[side] for pair in pairs)]
-
-    first = list(fields)
-    # Brackets with the side of a pair that stays: 0, the better player, or 1, the worse one.
-    playing = [
-        (remaining(bracket, pairs, side), side)
-        for bracket, pairs in zip(first, ranked(first), strict=True)
-        for side in (0, 1)
-    ]
-    while playing := [each for each in playing if len(each[0]) > 1]:
-        rounds = ranked([bracket for bracket, _ in playing])
-        playing = [
-            (remaining(bracket, pairs, side), side)
-            for (bracket, side), pairs in zip(playing, rounds, strict=True)
+            ranked[one, two] = (one, two) if lead >= 0 else (two, one)
+        brackets = [
+            ([*field[2 * len(own) :], *(ranked[match][place] for match in own)], (place,))
+            for (field, places), own in zip(brackets, pairs, strict=True)
+            for place in places
         ]
     return points
