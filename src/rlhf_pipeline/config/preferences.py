@@ -40,9 +40,8 @@ class ReferencedConfig(SupervisedConfig):
     def models(self) -> list[StageModel]:
         """The policy, and its reference if that is a model of its own."""
         policy, frozen = TrainedModel(self.stage, self), self.reference.beside(self.deepspeed)
-        if not self.loads_reference:
-            return [policy]
-        return [policy, FrozenModel(f"{self.stage}.reference", frozen)]
+        reference = FrozenModel(f"{self.stage}.reference", frozen)
+        return [policy, reference] if self.loads_reference else [policy]
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()

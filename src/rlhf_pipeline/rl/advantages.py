@@ -11,7 +11,6 @@ All functions raise ValueError if a shape is wrong.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -94,26 +93,16 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
 
 
 @torch.no_grad()
-def grpo(
-    scores: Tensor,
-    penalties: Tensor,
-    moments: Moments,
-    *,
-    scale_rewards: Literal["group", "batch", "none"],
-) -> Tensor:
+def grpo(scores: Tensor, penalties: Tensor, moments: Moments, *, scale_rewards: str) -> Tensor:
     """GRPO with a KL penalty beside the score; all are (K, G), like `group_relative`.
 
-        A_i = (S_i - mean(S)) / (std + 1e-4) - (penalty_i - mean(penalty))
-
-    std is that of the group, or, with `batch`, that of all scores of the step, which keeps the
-    weights of easy and hard prompts equal; with `none`, nothing is divided. Only scores are scaled:
-    a group of equal scores would learn from the penalty's noise in full.
-
-    Source of `batch`: Liu et al., https://arxiv.org/abs/2508.08221.
+    The divisor is that of the `group`, that of all scores of the step (`batch`: Liu et al.,
+    https://arxiv.org/abs/2508.08221), or `none`. Only scores are scaled: a group of equal scores
+    would learn from the penalty's noise in full.
     """
     relative = group_relative(scores, scale=scale_rewards == "group")
     if scale_rewards == "batch":
-        relative = relative / (moments(scores)[1].float().sqrt() + 1e-4)
+        relative /= moments(scores)[1].float().sqrt() + 1e-4
     return relative - group_relative(penalties, scale=False)
 
 
@@ -126,11 +115,9 @@ def gdpo(
         S_i = sum_s w_s * (R_si - mean(R_s)) / (std(R_s) + 1e-4) + shaping_i - mean(shaping)
         A_i = (S_i - mean(S)) / (std(S) + 1e-4) - (penalty_i - mean(penalty))
 
-    Parts are (S, K, G), weights (S,), penalties of the KL (K, G). Shaping, (K, G), lowers the score
-    of cut and long responses, and is not scaled: a small one would act like a large one. So its
-    unit is a standard deviation of a reward.
-
-    Source: Liu et al., https://arxiv.org/abs/2601.05242, equations 4 to 6.
+    Source: Liu et al., https://arxiv.org/abs/2601.05242, equations 4 to 6. Parts are (S, K, G),
+    weights (S,), penalties of the KL (K, G). Shaping (K, G), which lowers scores of cut and long
+    responses, is not scaled, because a small one would act like a large one.
     """
     scaled = torch.stack([group_relative(part, scale=True) for part in parts])
     total = (weights.view(-1, 1, 1) * scaled).sum(0) + group_relative(shaping, scale=False)
