@@ -1,8 +1,9 @@
 """The best and the worst of several answers to a prompt, by judges that compare two."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -31,22 +32,23 @@ def judge_groups(
         if isinstance(judge, PairwiseJudge):
             model = ChatModel(judge.openai, cache, config.place_of(judge))
             with heartbeat.scored_by(judge.label):
-                points = knock_out(
-                    fields,
-                    lambda found, model=model: outcomes_of(
-                        [(*texts[one], texts[two][1]) for one, two in found], model
-                    ),
-                )
+                points = knock_out(fields, partial(_decide, texts, model))
             answers = [
-                replace(one, scores=one.scores | {judge.label: points[i]})
+                replace(one, scores=one.scores | {judge.label: points.get(i, 0.0)})
                 for i, one in enumerate(answers)
             ]
     return answers
 
 
+def _decide(
+    texts: Sequence[tuple[str, str]], model: ChatModel, matches: Sequence[Match]
+) -> list[float]:
+    return outcomes_of([(*texts[one], texts[two][1]) for one, two in matches], model)
+
+
 def knock_out(
     fields: Sequence[Sequence[int]], decide: Callable[[Sequence[Match]], Sequence[float]]
-) -> Counter[int]:
+) -> Mapping[int, float]:
     """Wins minus losses of all players; n of a field play about 3n/2 matches.
 
     `decide` gives 1 for a match that the first player wins, -1 for the second one, 0 for a draw.
@@ -54,9 +56,9 @@ def knock_out(
     losers for the worst one. After a draw, the player with more points counts as the winner. One of
     an odd number waits, and plays first in the next round.
     """
-    points: Counter[int] = Counter()
+    points: dict[int, float] = defaultdict(float)
     # With the places in a pair, better and worse, from which players stay.
-    brackets = [(field, (0, 1)) for field in fields]
+    brackets: list[tuple[Sequence[int], tuple[int, ...]]] = [(field, (0, 1)) for field in fields]
     while brackets := [each for each in brackets if len(each[0]) > 1]:
         pairs = [list(zip(field[::2], field[1::2], strict=False)) for field, _ in brackets]
         matches, ranked = [match for own in pairs for match in own], {}
