@@ -1,11 +1,11 @@
 """Does this project learn as TRL does? Both train on the same task with the same recipe.
 
-    python benchmarks/parity.py                              # four methods, five seeds
+    python benchmarks/parity.py                              # five methods, five seeds
     python benchmarks/parity.py --seeds 1 --methods ppo dpo  # some of them
 
 The task is in `parity_task.py`, the recipe in `parity_recipe.py`. PPO is that of the last TRL that
-has it; GRPO, RLOO and DPO are those of the newest one. Both sides start from the same files and
-read the same prompts or pairs in the same order; each draws its own responses. One evaluator
+has it; the others are those of the newest one. Both sides start from the same files and read the
+same prompts, pairs or answers in the same order; each draws its own responses. One evaluator
 measures the final policies of both on held-out prompts and pairs.
 
 Runs take turns on one core, and finished ones are reused. Results: a table, and in
@@ -33,7 +33,7 @@ from typing import Any
 
 from experiments import RESULTS, commit
 from panels import panels
-from parity_recipe import RECIPES
+from parity_recipe import ON_ROWS, RECIPES
 from ppo_iteration import install_trl
 from rich.console import Console
 from rich.table import Table
@@ -43,10 +43,10 @@ from rlhf_pipeline.statistics import mean_with_interval
 SIDES = {"ours": "#0072B2", "trl": "#D55E00"}  # Okabe and Ito
 MARGIN = 0.05
 """Two means are equivalent if they differ by less than 5% of the range of the score, which is 1."""
-FINAL = {"ppo": "proxy", "grpo": "score", "rloo": "score", "dpo": "accuracy"}
+FINAL = {"ppo": "proxy", "grpo": "score", "rloo": "score", "dpo": "accuracy", "kto": "accuracy"}
 """What each method maximizes, in the words of `parity_task.evaluate`."""
-WITHOUT_RANGE = {"dpo": ("kl", "margin", "loss")}
-CURVES = {"dpo": ("accuracy", "margin")}
+WITHOUT_RANGE = dict.fromkeys(ON_ROWS, ("kl", "margin", "loss"))
+CURVES = {"dpo": ("accuracy", "margin"), "kto": ("loss", "good")}
 """What each step of a method records; of the others, score and KL."""
 
 
@@ -187,9 +187,9 @@ def show(runs: list[dict[str, Any]]) -> None:
 
 
 def plot(runs: list[dict[str, Any]], file: Path) -> None:
-    """Score and KL of each step: the mean over the seeds, and their range. DPO's margin is divided
-    by beta, so that it is in nats, too."""
-    y_labels = ("score; DPO: accuracy", "KL, nats; DPO: margin / beta")
+    """Score and KL of each step: the mean over the seeds, and their range. The rewards of DPO and
+    KTO are divided by beta, so that they are in nats, too."""
+    y_labels = ("score; accuracy (DPO); loss (KTO)", "nats: KL; margin (DPO); good answers (KTO)")
     methods = list(dict.fromkeys(run["method"] for run in runs))
     titles = [method.upper() for method in methods]
     with panels(
@@ -197,7 +197,7 @@ def plot(runs: list[dict[str, Any]], file: Path) -> None:
     ) as of_method:
         for method, (side, color) in product(methods, SIDES.items()):
             own = [run["steps"] for run in runs if (run["method"], run["side"]) == (method, side)]
-            unit = RECIPES[method].kl_coef if method == "dpo" else 1.0
+            unit = RECIPES[method].kl_coef if method in ON_ROWS else 1.0
             curves = zip(CURVES.get(method, ("score", "kl")), (1.0, unit), strict=True)
             for panel, (name, scale) in zip(of_method(method.upper()), curves, strict=True):
                 steps = [[step[name] / scale for step in at] for at in zip(*own, strict=True)]

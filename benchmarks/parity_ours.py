@@ -11,16 +11,23 @@ from pathlib import Path
 
 import parity_task
 from parity_recipe import ours
-from parity_task import PAIRS
+from parity_task import LABELLED, PAIRS
 
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training import dpo, ppo
+from rlhf_pipeline.training import dpo, kto, ppo
 
 NAMES = {
     "dpo": {"accuracy": "dpo/accuracy", "margin": "dpo/margin", "loss": "dpo/loss"},
+    "kto": {"loss": "kto/loss", "good": "kto/good_reward"},
     "ppo": {"score": "objective/score", "kl": "objective/kl", "tokens": "rollout/response_tokens"},
 }
-INPUTS = {"dpo": {"sft_model", "comparisons"}, "ppo": {"sft_model", "reward_model", "prompts"}}
+INPUTS = {
+    "dpo": {"sft_model", "comparisons"},
+    "kto": {"sft_model", "comparisons", "labelled"},
+    "ppo": {"sft_model", "reward_model", "prompts"},
+}
+PROGRAMS = {"dpo": dpo, "kto": kto}
+ROWS = {"kto": 2 * PAIRS + LABELLED}
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
@@ -30,9 +37,9 @@ if __name__ == "__main__":
     inputs = {name: Path(path) for name, path in given["inputs"].items() if name in wanted}
     if method in ("grpo", "rloo"):
         inputs["rewards.0"] = Path(parity_task.__file__)
-    config = {stage: ours(method, PAIRS)}
+    config = {stage: ours(method, ROWS.get(method, PAIRS))}
     job = LaunchedJob(stage, "f", given["seed"], config, inputs, {}, folder, 3600.0)
-    (dpo if method == "dpo" else ppo).main(job)
+    PROGRAMS.get(method, ppo).main(job)
     job.export.rename(folder / "final")
     steps = [json.loads(line)["metrics"] for line in job.metrics_file.read_text().splitlines()]
     names = NAMES.get(method, NAMES["ppo"])

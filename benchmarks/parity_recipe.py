@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 STEPS = 100
-"""Rollouts of PPO, GRPO and RLOO; batches of DPO."""
+"""Rollouts of PPO, GRPO and RLOO; batches of DPO and KTO."""
 BATCH = 32
-"""Responses of a rollout; pairs of a batch."""
+"""Responses of a rollout; pairs or answers of a batch."""
 RESPONSE_TOKENS = 16
 BETAS, EPS = (0.9, 0.95), 1e-8
 CLIP, GAMMA, LAM = 0.2, 1.0, 0.95
@@ -27,7 +27,7 @@ class Recipe:
 
     learning_rate: float
     kl_coef: float
-    """DPO: beta."""
+    """DPO and KTO: beta."""
     responses_per_prompt: int = 1
     epochs: int = 1
     """Passes over the responses of a rollout."""
@@ -41,12 +41,15 @@ RECIPES = {
     "grpo": Recipe(5e-4, 0.2, responses_per_prompt=4, epochs=2),
     "rloo": Recipe(1e-3, 0.05, responses_per_prompt=4, max_grad_norm=NO_CLIP),
     "dpo": Recipe(3e-4, 0.1),
+    "kto": Recipe(3e-4, 0.1),
 }
+ON_ROWS = ("dpo", "kto")
+"""Methods without rollouts."""
 
 
-def ours(method: str, pairs: int) -> dict[str, Any]:
-    """The parameter block of `ppo`, `grpo` (also for RLOO) or `dpo`; `pairs`: DPO's training
-    pairs."""
+def ours(method: str, rows: int) -> dict[str, Any]:
+    """The parameter block of `ppo`, `grpo` (also for RLOO), `dpo` or `kto`; `rows`: the training
+    pairs or answers of the last two."""
     recipe = RECIPES[method]
     optimizer = {
         "learning_rate": recipe.learning_rate, "schedule": "constant", "warmup_fraction": 0.0,
@@ -54,8 +57,8 @@ def ours(method: str, pairs: int) -> dict[str, Any]:
     }  # fmt: skip
     model = {"optimizer": optimizer, "deepspeed": {"zero_stage": 0, "precision": "fp32"}}
     common = {"evaluations": 1, "micro_batch_tokens": 100_000}
-    if method == "dpo":
-        epochs = STEPS * BATCH / pairs
+    if method in ON_ROWS:
+        epochs = STEPS * BATCH / rows
         return model | common | {"beta": recipe.kl_coef, "batch_size": BATCH, "epochs": epochs}
     policy = common | {
         "actor": model, "steps": STEPS, "rollout_batch_size": BATCH,
@@ -71,11 +74,11 @@ def ours(method: str, pairs: int) -> dict[str, Any]:
     policy["rewards"] = [{"callable": "parity_task:reward"}]
     if method == "rloo":
         return policy | {"advantage": "rloo", "denominator": "constant"}
-    return policy | {"scale_by_group_std": True, "denominator": "tokens"}
+    return policy | {"scale_rewards": "group", "denominator": "tokens"}
 
 
 def trl(method: str, folder: str, seed: int) -> dict[str, Any]:
-    """The arguments of PPOConfig, GRPOConfig, RLOOConfig or DPOConfig."""
+    """The arguments of PPOConfig, GRPOConfig, RLOOConfig, DPOConfig or KTOConfig."""
     recipe = RECIPES[method]
     common = {
         "output_dir": folder, "seed": seed, "per_device_train_batch_size": BATCH,
@@ -85,7 +88,7 @@ def trl(method: str, folder: str, seed: int) -> dict[str, Any]:
         "use_cpu": True, "save_strategy": "no", "report_to": "none", "logging_steps": 1,
         "disable_tqdm": True,
     }  # fmt: skip
-    if method == "dpo":
+    if method in ON_ROWS:
         return common | {"max_steps": STEPS, "beta": recipe.kl_coef}
     if method == "ppo":
         return common | {

@@ -3,7 +3,8 @@
 A response scores the share of its tokens that are among the first `GOOD` of 62 letters; EOS counts
 as a token. A start policy answers with 6 to 15 random letters. PPO maximizes a reward model that
 was trained to predict the share; GRPO and RLOO maximize the share itself; DPO prefers the answer
-with the larger share. A seed decides models and data.
+with the larger share, and KTO has both of them, and single answers whose label says whether their
+share is above that of random letters. A seed decides models and data.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 LETTERS, GOOD = 62, 16
 PAD, EOS = LETTERS, LETTERS + 1
 PROMPTS, HELD_OUT, DRAWS = 800, 256, 4
-PAIRS = 1600
+PAIRS, LABELLED = 1600, 800
 WARM_UP = {"policy": 200, "reward_model": 400}
 """Steps on 32 random answers that make the models a seed starts from."""
 
@@ -54,19 +55,17 @@ def reward(prompts: Any, responses: Any, scored: Any) -> list[float]:
 
 def prepare(seed: int, folder: Path) -> dict[str, Path]:
     """The inputs of a seed, by the names of the stages; they are made once."""
-    found = {
-        name: folder / name for name in ("sft_model", "reward_model", "prompts", "comparisons")
-    }
+    rows = {"prompts": prompt_row, "comparisons": pair_row, "labelled": labelled_row}
+    found = {name: folder / name for name in ("sft_model", "reward_model", *rows)}
     if not (folder / "done").exists():
         draw = random.Random(seed)
         torch.manual_seed(seed)
         make_policy(draw, found["sft_model"])
         make_reward_model(draw, found["sft_model"], found["reward_model"])
         contract = TokenContract.read(found["sft_model"])
-        for name, size in {"prompts": PROMPTS, "comparisons": PAIRS}.items():
-            row = prompt_row if name == "prompts" else pair_row
+        for name, size in zip(rows, (PROMPTS, PAIRS, LABELLED), strict=True):
             for part, count in {"train": size, "validation": HELD_OUT}.items():
-                write([row(draw) for _ in range(count)], found[name] / f"{part}.arrow")
+                write([rows[name](draw) for _ in range(count)], found[name] / f"{part}.arrow")
             contract.write(found[name])
         (folder / "done").touch()
     return found
@@ -86,6 +85,13 @@ def pair_row(draw: random.Random) -> dict[str, Any]:
         if share(worse) < share(better):
             prompt = letters(draw, draw.randint(4, 8))
             return {"prompt_ids": prompt, "chosen_ids": better, "rejected_ids": worse}
+
+
+def labelled_row(draw: random.Random) -> dict[str, Any]:
+    """A single answer of the start policy's kind."""
+    own = answer(draw)
+    prompt = letters(draw, draw.randint(4, 8))
+    return {"prompt_ids": prompt, "response_ids": own, "label": share(own) > GOOD / LETTERS}
 
 
 def answer(draw: random.Random, good: float = GOOD / LETTERS) -> Ids:

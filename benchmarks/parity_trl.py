@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from parity_recipe import BATCH, RECIPES, STEPS, trl
 from parity_task import share
 from torch.utils.data import DataLoader, SequentialSampler
@@ -42,6 +42,16 @@ class Recording(TrainerCallback):
     def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
         if all(name in logs for name in self.names.values()):
             steps.append({own: float(logs[name]) for own, name in self.names.items()})
+
+
+class OfTokens:
+    """A trainer whose rows are tokens already, in their order."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
+        return dataset
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
 
 
 def ordered(table: Dataset, size: int) -> Dataset:
@@ -125,14 +135,8 @@ def of_dpo() -> Any:
     """The same for DPO."""
     from trl import DPOConfig, DPOTrainer
 
-    class Trainer(DPOTrainer):
-        """Its rows are tokens already, in their order."""
-
-        def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
-            return dataset
-
-        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
+    class Trainer(OfTokens, DPOTrainer):
+        pass
 
     pairs = Dataset.from_file(f"{given['inputs']['comparisons']}/train.arrow")
     names = {"accuracy": "rewards/accuracies", "margin": "rewards/margins", "loss": "loss"}
@@ -144,9 +148,44 @@ def of_dpo() -> Any:
     return trainer, trainer.model
 
 
+def of_kto() -> Any:
+    """The same for KTO. Its KL is that of prompts with the answer of the row before."""
+    from trl import KTOConfig, KTOTrainer
+
+    class Trainer(OfTokens, KTOTrainer):
+        pass
+
+    def others(rows: dict[str, Any]) -> dict[str, Any]:
+        answers = rows["completion_ids"]
+        return {"KL_completion_ids": [answers[-1], *answers[:-1]]}
+
+    pairs, labelled = (
+        Dataset.from_file(f"{given['inputs'][name]}/train.arrow")
+        for name in ("comparisons", "labelled")
+    )
+    prompts = pairs.select_columns("prompt_ids")
+    sides = [
+        prompts.add_column("completion_ids", pairs[name][:]).add_column(
+            "label", [label] * len(pairs)
+        )
+        for name, label in (("chosen_ids", True), ("rejected_ids", False))
+    ]
+    rows = ordered(
+        concatenate_datasets([*sides, labelled.rename_column("response_ids", "completion_ids")]),
+        BATCH,
+    )
+    trainer = Trainer(
+        model=POLICY, args=KTOConfig(**trl(METHOD, str(FOLDER), SEED)),
+        train_dataset=rows.map(others, batched=True, batch_size=BATCH),
+        processing_class=tokenizer(),
+        callbacks=[Recording({"loss": "loss", "good": "rewards/chosen"})],
+    )  # fmt: skip
+    return trainer, trainer.model
+
+
 if __name__ == "__main__":
     set_seed(SEED)  # TRL's PPO draws its minibatches from numpy, whose seed it does not set
-    trainer, policy = {"ppo": of_ppo, "dpo": of_dpo}.get(METHOD, of_groups)()
+    trainer, policy = {"ppo": of_ppo, "dpo": of_dpo, "kto": of_kto}.get(METHOD, of_groups)()
     gc.freeze()  # TRL's PPO collects garbage twice a step, and would look at every module
     trainer.train()
     policy.save_pretrained(FOLDER / "final")

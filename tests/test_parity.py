@@ -6,9 +6,11 @@ import pytest
 
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 
-CONFIGS = {"ppo": PPOConfig, "grpo": GRPOConfig, "rloo": GRPOConfig, "dpo": DPOConfig}
+CONFIGS = {
+    "ppo": PPOConfig, "grpo": GRPOConfig, "rloo": GRPOConfig, "dpo": DPOConfig, "kto": KTOConfig
+}  # fmt: skip
 
 
 def test_the_interval_is_that_of_paired_differences(benchmark):
@@ -50,7 +52,7 @@ def test_equivalence_needs_the_whole_interval_within_the_margin(benchmark, lower
 def test_both_sides_have_the_same_optimizer(benchmark, method):
     recipe = benchmark("parity_recipe")
     config = CONFIGS[method].model_validate(recipe.ours(method, 1600))
-    own = config.optimizer if method == "dpo" else config.actor.optimizer
+    own = config.optimizer if method in recipe.ON_ROWS else config.actor.optimizer
     theirs = recipe.trl(method, "folder", 1)
     assert theirs["lr_scheduler_type"] == own.schedule == "constant"
     assert own.warmup_fraction == 0  # TRL's default
@@ -97,13 +99,14 @@ def test_both_sides_take_the_same_steps(benchmark):
         assert theirs["max_steps"] == config.steps * config.ppo_epochs
 
 
-def test_dpo_takes_the_same_steps_on_both_sides(benchmark):
+@pytest.mark.parametrize(("method", "rows"), [("dpo", 1600), ("kto", 4000)])
+def test_methods_on_rows_take_the_same_steps_on_both_sides(benchmark, method, rows):
     from rlhf_pipeline.training.supervised import optimizer_steps
 
-    recipe, pairs = benchmark("parity_recipe"), benchmark("parity_task").PAIRS
-    config = DPOConfig.model_validate(recipe.ours("dpo", pairs))
-    theirs = recipe.trl("dpo", "folder", 1)
-    assert optimizer_steps(config, pairs) == theirs["max_steps"]
+    recipe = benchmark("parity_recipe")
+    config = CONFIGS[method].model_validate(recipe.ours(method, rows))
+    theirs = recipe.trl(method, "folder", 1)
+    assert optimizer_steps(config, rows) == theirs["max_steps"]
     assert config.batch_size == theirs["per_device_train_batch_size"]
     assert config.beta == theirs["beta"]
 

@@ -27,7 +27,9 @@ def test_sizes_of_a_step():
     )
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "grpo", "gdpo", "reinforce", "reinforce++"])
+@pytest.mark.parametrize(
+    "advantage", ["rloo", "grpo", "gdpo", "reinforce", "reinforce++", "reinforce++-baseline"]
+)
 def test_no_critic_is_needed(advantage):
     config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
     assert config.critic is None
@@ -60,15 +62,14 @@ def test_no_critic_is_needed(advantage):
          "whiten_rewards: found True, expected the default False: only advantage gae reads it"),
         (RLOO | {"critic_warmup_steps": 1},
          "critic_warmup_steps: found 1, expected the default 0: only advantage gae reads it"),
-        (GAE | {"scale_by_group_std": False},
-         "scale_by_group_std: found False, expected the default True: only advantage grpo reads "
-         "it"),
+        (GAE | {"scale_rewards": "batch"},
+         "scale_rewards: found batch, expected the default group: only advantage grpo reads it"),
         (RLOO | {"reinforce_baseline": "none"},
          "reinforce_baseline: found none, expected the default batch_mean: only advantage "
          "reinforce reads it"),
         (GAE | {"equal_groups": "drop"},
          "equal_groups: found drop, expected the default keep: only advantage rloo or grpo or gdpo "
-         "reads it"),
+         "or reinforce++-baseline reads it"),
         (RLOO | {"gamma": 0.9},
          "gamma: found 0.9, expected the default 1.0: only advantage gae or reinforce++ reads it"),
         (GAE | {"importance": "sequence"},
@@ -90,6 +91,9 @@ def test_no_critic_is_needed(advantage):
          "minimum: found 0.5, expected less than maximum 0.5"),
         (RLOO | {"old_logprobs": "rollout", "sampler_correction": {}},
          "sampler_correction: found a block, expected null for old_logprobs rollout"),
+        (RLOO | {"importance": "sequence", "sampler_correction": {}},
+         "sampler_correction.level: found token, expected sequence for importance sequence, which "
+         "weighs whole responses. Fix: set it to sequence"),
         (GAE | {"critic_warmup_steps": 4},
          "critic_warmup_steps: found 4, expected less than steps 4"),
         (GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},
@@ -119,6 +123,7 @@ def test_a_limit_that_is_off_restricts_nothing():
         ({"generator": "vllm", "sampler_correction": None}, None),
         ({"actor": MODEL | {"deepspeed": {"precision": "bf16"}}}, "token"),
         ({"sampler_correction": {"level": "sequence"}}, "sequence"),
+        ({"generator": "vllm", "importance": "sequence"}, "sequence"),
     ],
 )
 def test_a_sampler_is_corrected_where_it_is_not_the_policy(fields, level):

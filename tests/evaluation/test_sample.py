@@ -57,8 +57,8 @@ def inputs(make_model, tmp_path_factory):
 
 
 def run(inputs, folder, number=1, **changes):
-    changes |= {"n": 3, "cut_answers": "keep", "sampling": {"max_response_tokens": 6}}
-    config = SampleConfig(**changes)
+    given = {"n": 3, "cut_answers": "keep", "sampling": {"max_response_tokens": 6}}
+    config = SampleConfig(**given | changes)
     table = TableConfig(kind="comparisons", round=number, rewards=config.rewards)
     blocks = as_json({"iterative_dpo.sample": config, "table": table})
     folder.mkdir(parents=True)
@@ -86,10 +86,9 @@ def test_a_chat_model_and_a_function_choose_the_pairs(inputs, world, tmp_path):
         def won(a, b, lengths=lengths):
             return (lengths[a] > lengths[b]) - (lengths[a] < lengths[b])
 
-        neighbours = [won(0, 1) + won(0, 2), won(1, 2) + won(1, 0), won(2, 0) + won(2, 1)]
-        expected = [
-            w - 0.5 * r.count("a") for w, r in zip(neighbours, line["responses"], strict=True)
-        ]
+        # Three answers make three pairs: 0 and 1, then 2 and the winner, 2 and the loser.
+        wins = [won(0, 1) + won(0, 2), won(1, 2) + won(1, 0), won(2, 0) + won(2, 1)]
+        expected = [w - 0.5 * r.count("a") for w, r in zip(wins, line["responses"], strict=True)]
         assert line["scores"] == expected
     tokenizer, paired = (
         load_tokenizer(inputs["policy"]),
@@ -102,6 +101,15 @@ def test_a_chat_model_and_a_function_choose_the_pairs(inputs, world, tmp_path):
             for name in ("chosen_ids", "rejected_ids")
         ]
         assert texts == [line["responses"][number] for number in line["chosen"]]
+
+
+def test_answers_that_were_cut_are_not_compared(inputs, world, tmp_path):
+    """The tiny model ends no answer by itself."""
+    with chat_server(longer) as (url, requests):
+        rewards = [{"openai": {"base_url": url, "model": "judge"}}]
+        with pytest.raises(StageError, match="found 0 rows for train"):
+            run(inputs, tmp_path / "w" / "s" / "f", rewards=rewards, cut_answers="drop")
+    assert not requests
 
 
 def test_a_round_has_other_prompts_until_all_are_used_and_other_answers(inputs, world, tmp_path):

@@ -1,6 +1,7 @@
 """The node `iterative_dpo`: real launches on one CPU rank."""
 
 import json
+import math
 import shutil
 
 import pyarrow as pa
@@ -80,6 +81,11 @@ def run(make_model, tmp_path):
     return run
 
 
+def first_step(export):
+    with (export.parent / "metrics.jsonl").open() as file:
+        return json.loads(file.readline())["metrics"]
+
+
 def test_rounds_are_cached_jobs_and_a_killed_run_resumes_exactly(run, tmp_path):
     whole, launched = run("whole")
     rounds = [f"{stage} round {n}" for n in (1, 2) for stage in ("sample", "iterative_dpo")]
@@ -105,3 +111,8 @@ def test_rounds_are_cached_jobs_and_a_killed_run_resumes_exactly(run, tmp_path):
     assert file_digest(resumed / "model.safetensors") == file_digest(whole / "model.safetensors")
     first, launched = run("whole", rounds=1)  # round 1 is the same for any number of rounds
     assert launched == [] and first != whole
+    other, launched = run("whole", fixed_reference=True)
+    assert launched == ["iterative_dpo round 2"]
+    started = [first_step(folder)["iterative_dpo/loss"] for folder in (first, whole, other)]
+    assert started[:2] == pytest.approx([math.log(2)] * 2)  # the policy is its own reference
+    assert started[2] != pytest.approx(math.log(2), abs=1e-3)

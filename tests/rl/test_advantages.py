@@ -9,8 +9,10 @@ from rlhf_pipeline.rl.advantages import (
     gae,
     gdpo,
     group_relative,
+    grpo,
     leave_one_out,
     reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     to_tokens,
 )
 
@@ -76,6 +78,14 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens():
     close(found, torch.tensor([[5.0, 10.0, 20.0], [8.0, 0.0, 0.0]]))
 
 
+def test_reinforce_plus_plus_baseline_whitens_what_is_above_the_mean_of_the_prompt():
+    """Means 2 and 5, so -1, 2 and 1, -2; rows are a first response to each prompt, then more."""
+    mask = torch.tensor([[True, True], [True, False], [True, False], [False, True]])
+    returns = torch.tensor([[1.0, 7.0], [3.0, 3.0]])
+    found = reinforce_plus_plus_baseline(returns, mask, lambda x: 2 * x)
+    close(found, torch.tensor([[-2.0, -2.0], [4.0, 0.0], [2.0, 0.0], [0.0, -4.0]]))
+
+
 def test_bfloat16_arguments_are_computed_in_float32_without_gradient():
     """Deltas 0 + 0.9 * 3 - 0 and 0 - 3; bfloat16 would round 2.7 to 2.703125."""
     values = torch.tensor([[0.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
@@ -106,21 +116,50 @@ def test_group_relative_compares_with_all_responses():
     assert group_relative(torch.tensor([[0.0], [1e-7]]), scale=True).abs().max() < 1e-3
 
 
+def moments(x):
+    return x.double().mean(), x.double().var()
+
+
+@pytest.mark.parametrize(
+    ("scale_rewards", "divisor"),
+    # The scores 1, 2, 6, 4, 4, 4 have the mean 3.5 and the deviation sqrt(15.5 / 5) = 1.7606817.
+    [("group", 2.6458513), ("batch", 1.7607817), ("none", 1.0)],
+)
+def test_grpo_scales_scores_alone(scale_rewards, divisor):
+    """The penalties 1, 0, 2 cost the first prompt's responses 0, -1, 1."""
+    penalties = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 0.0]])
+    found = grpo(GROUPS, penalties, moments, scale_rewards=scale_rewards)
+    expected = [[-2 / divisor, 0.0], [-1 / divisor + 1, 0.0], [3 / divisor - 1, 0.0]]
+    close(found, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+
+
 def test_gdpo_scales_each_reward_before_the_sum():
     """The second reward is 100 times larger, differs in the other group, and counts twice.
 
     Its group 100, 0, -100 has the deviation 100, so 2 * 100 / 100.0001 = 1.999998. The first is
-    as above. The mean of all six is 0, the variance (1.9998488 + 7.999984) / 6 = 1.6666388, so all
-    are divided by 1.2909836 + 1e-4. The penalties 1, 0, 2 cost the first prompt 0, -1, 1.
+    as above. The mean of all six is 0, the variance (1.9998488 + 7.999984) / 5 = 1.9999666, so all
+    are divided by 1.4142020 + 1e-4. The penalties 1, 0, 2 cost the first prompt 0, -1, 1.
     """
     parts = torch.stack([GROUPS, torch.tensor([[0.0, 100.0], [0.0, 0.0], [0.0, -100.0]])])
     penalties = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 0.0]])
-    found = gdpo(
-        parts, torch.tensor([1.0, 2.0]), penalties,
-        lambda x: (x.double().mean(), x.double().var(correction=0)),
-    )  # fmt: skip
-    expected = [[-0.5854774, 1.5490848], [-0.2927388 + 1, 0.0], [0.8782162 - 1, -1.5490848]]
+    none = torch.zeros_like(penalties)
+    found = gdpo(parts, torch.tensor([1.0, 2.0]), none, penalties, moments)
+    expected = [[-0.5344691, 1.4141238], [-0.2672345 + 1, 0.0], [0.8017036 - 1, -1.4141238]]
     close(found, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo_does_not_scale_what_cut_and_long_responses_lose():
+    """0.5 / (0.7071068 + 1e-4) = 0.7070068 each way, less -1 and +1 of the penalty 2: 0.2929932.
+
+    The deviation of these four, whose mean is 0, is sqrt(4 * 0.0858450 / 3) = 0.3383193 + 1e-4.
+    """
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    shaping = torch.tensor([[-2.0, 0.0], [0.0, -2.0]])
+    none = torch.zeros_like(rewards)
+    found = gdpo(rewards[None], torch.ones(1), shaping, none, moments)
+    close(
+        found, torch.tensor([[-0.8657697, 0.8657697], [0.8657697, -0.8657697]]), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one", "no groups"])

@@ -52,11 +52,16 @@ def test_moments_of_two_ranks_add_up_to_those_of_the_batch():
     )
 
 
-def test_mean_and_population_variance():
+def test_mean_and_variance():
     mean, variance = mean_and_variance(MOMENTS)
     torch.testing.assert_close(mean, torch.tensor(3.0, dtype=torch.float64))
     torch.testing.assert_close(variance, torch.tensor(3.5, dtype=torch.float64))
     assert mean_and_variance(torch.zeros(3, dtype=torch.float64)) == (0.0, 0.0)
+    # Count 4, sum of squares about the mean 14.
+    _, unbiased = mean_and_variance(MOMENTS, correction=1)
+    torch.testing.assert_close(unbiased, torch.tensor(14 / 3, dtype=torch.float64))
+    one = torch.tensor([1.0, 3.0, 9.0], dtype=torch.float64)
+    assert mean_and_variance(one, correction=1) == (3.0, 0.0)
 
 
 def test_whitened_batch():

@@ -1,6 +1,7 @@
 """Advantages by every estimator, on one rank and on two ranks that are threads."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rlhf_pipeline.training.experience import (
     make_experience,
     value_offset,
 )
+from rlhf_pipeline.training.ppo_update import policy_loss
 
 NAN = float("nan")
 # Two responses each to the prompts a and b, in the order a, b, a, b.
@@ -83,7 +85,12 @@ def experience_of(on_threads):
         # a: 3 - 1, 1 - 3; b: 1.5 - 2, 2 - 1.5.
         ({"advantage": "rloo"}, [2.0, -0.5, -2.0, 0.5]),
         # Means 2 and 1.75.
-        ({"advantage": "grpo", "scale_by_group_std": False}, [1.0, -0.25, -1.0, 0.25]),
+        ({"advantage": "grpo", "scale_rewards": "none"}, [1.0, -0.25, -1.0, 0.25]),
+        # Over the deviation of all scores, 0.9273618 + 1e-4; the penalties as below.
+        (
+            {"advantage": "grpo", "scale_rewards": "batch"},
+            [1.0821221, -0.2695529, -1.0821221, 0.2695529],
+        ),
         # Scores 3.3, 1.2 and 1.5, 2: deviations 1.4849242 and 0.3535534, so 1.05 / 1.4850242 and
         # 0.25 / 0.3536534. The penalties 0.3, 0.2 and 0, 0 cost a's responses 0.05 and -0.05.
         ({"advantage": "grpo"}, [0.6570592, -0.7069069, -0.6570592, 0.7069069]),
@@ -131,6 +138,21 @@ def test_reinforce_plus_plus_is_white_over_the_tokens_of_all_ranks(experience_of
         [[1.1754583, 1.3085289], [-0.8206029, 0.0], [-1.4859566, 0.0], [-0.1552492, -0.0221784]]
     )
     found = experience_of(ranks, values=False, advantage="reinforce++")
+    for rank, experience in enumerate(found):
+        own = expected[rank::ranks]
+        torch.testing.assert_close(experience.advantages, own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reinforce_plus_plus_baseline_is_white_over_the_tokens_of_all_ranks(experience_of, ranks):
+    """Tokens 1, 1; -0.25; -1; 0.25, 0.25: mean 1.25 / 6, variance 3.1875 / 6 - 0.0434028.
+
+    0.7916667 twice; -0.4583333; -1.2083333; 0.0416667 twice, over 0.6984606.
+    """
+    expected = torch.tensor(
+        [[1.1334450, 1.1334450], [-0.6562050, 0.0], [-1.7299950, 0.0], [0.0596550, 0.0596550]]
+    )
+    found = experience_of(ranks, values=False, advantage="reinforce++-baseline")
     for rank, experience in enumerate(found):
         own = expected[rank::ranks]
         torch.testing.assert_close(experience.advantages, own, rtol=1e-5, atol=1e-6)
@@ -193,6 +215,33 @@ def test_advantages_have_the_weight_of_the_sampler(experience_of, level, share):
     torch.testing.assert_close(found.advantages[1], 0.5 * plain.advantages[1])
 
 
+def test_the_gradient_of_gspo_stays_that_of_gspo_where_a_sampler_is_corrected(experience_of):
+    """Each response has w * s / |y| * A times the gradient of its log-probability: w is the weight
+    of its sampler, 1/4 or 1/2, s, the ratio of the response, is 1. `auto` alone gives a weight to
+    each response.
+    """
+    gspo = {"importance": "sequence", "denominator": "sequences", "clip_range": 3e-4}
+    bf16 = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"precision": "bf16"}}
+    options = gspo | {"advantage": "rloo", "actor": bf16}
+
+    def uneven(scored, config, kl_coef, world):
+        halves = torch.tensor([[0.5, 0.8], [0.5, 1.0], [0.5, 1.0], [0.8, 0.5]])
+        scored = replace(scored, sampler_logprobs=scored.logprobs - halves.log())
+        return make_experience(scored, config, kl_coef=kl_coef, world=world)
+
+    (found,) = experience_of(1, False, uneven, **options)
+    logprobs = torch.where(MASK, LOGPROBS, 0.0).requires_grad_()
+    total, rows = policy_loss(
+        config_of(critic=None, **options), logprobs=logprobs, old_logprobs=LOGPROBS,
+        advantages=found.advantages, mask=MASK,
+    )  # fmt: skip
+    total.backward()
+    weights, advantages = torch.tensor([0.4, 0.5, 0.5, 0.4]), torch.tensor([2.0, -0.5, -2.0, 0.5])
+    expected = -(weights * advantages / MASK.sum(1))[:, None] * MASK
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-5, atol=1e-6)
+    assert rows == 4
+
+
 def test_the_weight_of_the_sampler_follows_whitening_and_spares_the_critic(experience_of):
     (found,) = experience_of(1, True, sampled_elsewhere, sampler_correction={})
     (plain,) = experience_of(1, True)
@@ -252,12 +301,13 @@ def of_three_sources(trained, regex, exact, ended, function=make_experience):
 def test_gdpo_gets_clipped_scores_weights_and_penalties(experience_of):
     """The third response was cut. A pair that differs has +-0.5 / 0.7072068 = +-0.7070068.
 
-    a: the model's scores are equal once clipped; the pattern counts three times and the penalty
-    once, 2.8280272. b: the model's scores alone. All over the deviation 2.0612613 plus 1e-4.
+    a: the model's scores are equal once clipped; the pattern counts three times, 2.1210204, and the
+    penalty of 1 takes +-0.5, unscaled: 2.6210204. b: the model's scores alone. All over the
+    deviation sqrt(14.7392121 / 3) = 2.2165461 plus 1e-4.
     """
     made = of_three_sources([9.0, 2.0, 5.0, 1.0], [1.0] * 2 + [0.0, 1.0], [0.0] * 4, [1, 1, 0, 1])
     (found,) = experience_of(1, False, made, **THREE)
-    first, second = 1.3719221, 0.3429805
+    first, second = 1.1824258, 0.3189538
     expected = torch.tensor([[first, first], [second, 0.0], [-first, 0.0], [-second, -second]])
     torch.testing.assert_close(found.advantages, expected, rtol=1e-5, atol=1e-6)
 
@@ -275,6 +325,35 @@ def test_a_group_is_equal_to_gdpo_if_every_source_with_a_weight_gives_equal_scor
     assert found.tolist() == [False, True]
 
 
+def test_a_small_penalty_acts_like_none_on_gdpo_and_a_large_one_acts_more(experience_of):
+    """512 answers in groups of 8 with one reward of 0 or 1, of which 15% were cut."""
+    draw = torch.Generator().manual_seed(0)
+    right = (torch.rand(512, generator=draw) < 0.5).float()
+    ended = torch.rand(512, generator=draw) > 0.15
+    mask = torch.ones(512, 1, dtype=torch.bool)
+    config = config_of(
+        advantage="gdpo", critic=None, rollout_batch_size=512, responses_per_prompt=8
+    )
+
+    def make(scored, _, kl_coef, world, *, penalty):
+        ids = mask.long()
+        answers = Sequences(ids, ids, ids, mask, mask)
+        none, nats = torch.zeros(512), torch.zeros(512, 1)
+        given = Scored(
+            sequences=answers, logprobs=nats, ref_logprobs=nats, values=None, scores=none,
+            clipped_scores=right, ended=ended, parts={"right": right},
+        )  # fmt: skip
+        own = config.model_copy(update={"missing_eos_penalty": penalty})
+        return make_experience(given, own, kl_coef=kl_coef, world=world)
+
+    sizes = (0.0, 0.001, 1.0, 10.0)
+    made = (experience_of(1, False, partial(make, penalty=p), advantage="rloo")[0] for p in sizes)
+    found = {p: experience.advantages for p, experience in zip(sizes, made, strict=True)}
+    assert ((found[0.001] - found[0.0]).abs() <= 0.01 * found[0.0].abs()).all()
+    none, _, one, ten = (float(x[~ended & right.bool()].mean()) for x in found.values())
+    assert none > 0.9 > one > 0 > -1 > ten
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     score=floats(-5, 5, width=32),
@@ -283,8 +362,12 @@ def test_a_group_is_equal_to_gdpo_if_every_source_with_a_weight_gives_equal_scor
 )
 def test_equal_scores_teach_grpo_nothing_but_their_own_kl(score, kl, kl_coef):
     nats = torch.tensor(kl).unsqueeze(1)
-    advantages = grpo(torch.full_like(nats, score), kl_coef * nats, scale_by_group_std=True)
-    assert (advantages.abs() <= kl_coef * (nats - nats.mean()).abs() + 1e-5).all()
+    scores = torch.full_like(nats, score)
+    for scale in ("group", "batch"):
+        advantages = grpo(
+            scores, kl_coef * nats, lambda x: torch.var_mean(x)[::-1], scale_rewards=scale
+        )
+        assert (advantages.abs() <= kl_coef * (nats - nats.mean()).abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

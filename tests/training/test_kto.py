@@ -71,23 +71,19 @@ def test_the_kl_is_that_of_all_rows_with_the_answers_of_others(
 ):
     """Of five rows, row i meets the answer of row OTHERS[i]; no rank has the same number of rows.
 
-    Policy and reference are exchanged if the mean is negative.
+    Policy and reference are exchanged if the mean is not negative, which it may be.
     """
     freeze(model)
     mean = sum(ratio_by_hand(model, task.reference, row, OTHERS[row]) for row in range(5)) / 5
-    policy, reference = (model, task.reference) if mean > 0 else (task.reference, model)
+    policy, reference = (model, task.reference) if mean < 0 else (task.reference, model)
 
-    def kl_of(policy, reference):
-        def at_step(world):
-            trained, frozen = copy.deepcopy((policy, reference))  # a thread has its own models
-            own = KTOTask(task.contract, frozen, CONFIG)
-            setup = setup_of(own, trained, world, tokens)
-            return own.at_step(setup, TABLE, np.arange(5)).kl.item()
+    def at_step(world):
+        trained, frozen = copy.deepcopy((policy, reference))  # a thread has its own models
+        own = KTOTask(task.contract, frozen, CONFIG)
+        setup = setup_of(own, trained, world, tokens)
+        return own.at_step(setup, TABLE, np.arange(5)).kl.item()
 
-        return on_threads(ranks, at_step)
-
-    assert kl_of(policy, reference) == pytest.approx([abs(mean.item())] * ranks, rel=1e-4)
-    assert kl_of(reference, policy) == [0.0] * ranks  # a negative mean is no KL
+    assert on_threads(ranks, at_step) == pytest.approx([-abs(mean.item())] * ranks, rel=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 1000])
@@ -109,6 +105,28 @@ def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, toke
     assert metrics["kl"] == pytest.approx(0.7)
     good = sum(ratio_by_hand(model, task.reference, row, row).item() for row in (0, 3, 4)) / 3
     assert metrics["good_reward"] == pytest.approx(0.5 * good, rel=1e-3)
+
+
+def test_a_negative_mean_counts_as_0_and_is_logged_as_it_is(task, model):
+    found = {}
+    for kl in (-0.7, 0.0):
+        own = KTOTask(task.contract, task.reference, CONFIG, torch.tensor(kl))
+        batch = own.collate(ROWS)
+        loss, sums = own.loss(model, batch, own.weight(batch))
+        found[kl] = own.metrics({name: value.item() for name, value in sums.items()})
+        assert loss.item() == pytest.approx(found[kl]["loss"])
+    assert found[-0.7] == pytest.approx(found[0.0] | {"kl": -0.7})
+
+
+def test_without_the_kl_nothing_is_computed_for_it(task, model, on_threads):
+    """There is no engine for a pass."""
+    config = CONFIG.model_copy(update={"kl": "none"})
+    own = KTOTask(task.contract, task.reference, config)
+    assert own.at_step(None, TABLE, np.arange(5)) is own
+    batch = own.collate(ROWS)
+    loss, sums = own.loss(model, batch, own.weight(batch))
+    assert loss.item() == pytest.approx(loss_by_hand(model, task.reference, 0.0).item())
+    assert "kl" not in own.metrics({name: value.item() for name, value in sums.items()})
 
 
 def test_a_policy_equal_to_the_reference_is_at_the_kl(task, on_threads):

@@ -105,9 +105,10 @@ ADVANTAGE = Door(
         "gdpo": "rlhf_pipeline.rl.advantages:gdpo",
         "reinforce": "rlhf_pipeline.rl.advantages:reinforce",
         "reinforce++": "rlhf_pipeline.rl.advantages:reinforce_plus_plus",
+        "reinforce++-baseline": "rlhf_pipeline.rl.advantages:reinforce_plus_plus_baseline",
         "immediate": "rlhf_pipeline.rl.advantages:immediate",
     },
-    "scores parts weights penalties returns moments rewards whitened values mask",
+    "scores parts weights shaping penalties returns moments rewards whitened values mask",
 )
 POLICY_LOSS = Door(
     "policy_loss",

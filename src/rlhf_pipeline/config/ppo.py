@@ -71,21 +71,24 @@ class PPOConfig(SavingConfig):
     """Training fails if the log-probabilities of sampler and training differ by more on average, in
     nats per token, because another policy has answered. None: no limit."""
     sampler_correction: SamplerCorrectionConfig | Literal["auto"] | None = "auto"
-    """Weights for responses whose sampler is not the policy that trains. auto: the default values
-    if generator is vllm or a class of yours, or the actor's precision is not fp32. None: none."""
+    """Weights for responses whose sampler is not the policy that trains. auto: the default values,
+    with the level of `importance`, if generator is vllm or a class of yours, or the actor's
+    precision is not fp32. None: none."""
     advantage: Annotated[str, ADVANTAGE] = "gae"
     """Advantage estimator (docs/ppo.md has formulas and sources): gae with a critic; rloo, grpo,
-    gdpo, reinforce, reinforce++ or immediate without one; or a function of yours
-    (docs/extending.md), which has a critic if it reads `values`."""
+    gdpo, reinforce, reinforce++, reinforce++-baseline or immediate without one; or a function of
+    yours (docs/extending.md), which has a critic if it reads `values`."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
-    """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores. drop: no
-    loss counts them; resample: others replace them (dynamic sampling, Yu et al. 2025)."""
+    """What happens to a prompt whose responses all have equal scores, for an advantage that
+    compares them. drop: no loss counts them, not even their KL penalty; resample: others replace
+    them (dynamic sampling, Yu et al. 2025)."""
     maximum_resamples: PositiveInt = 10
     """With `equal_groups: resample`: further rounds, before what is equal counts as with drop."""
     curriculum: CurriculumConfig | None = None
     """Prompts to leave out because they were always or never solved. None: all come again."""
-    scale_by_group_std: bool = True
-    """grpo only: divide by the standard deviation of the prompt's responses."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """grpo only: the standard deviation that divides scores. group: that of the prompt's responses;
+    batch: that of all responses of the step; none: 1, as in Dr. GRPO."""
     reinforce_baseline: Literal["batch_mean", "none"] = "batch_mean"
     """reinforce only: baseline subtracted from a response's return."""
     sampling: SamplingConfig = SamplingConfig()
@@ -235,7 +238,9 @@ class PPOConfig(SavingConfig):
             return self.sampler_correction
         exact = self.generator in _BY_ACTOR
         exact &= self.actor.deepspeed.precision == "fp32"
-        return None if exact or self.old_logprobs == "rollout" else SamplerCorrectionConfig()
+        if exact or self.old_logprobs == "rollout":
+            return None
+        return SamplerCorrectionConfig(level=self.importance)
 
     def _faults(self) -> Iterator[str]:
         if self.responses_per_step % self.minibatch_size:
@@ -300,6 +305,10 @@ class PPOConfig(SavingConfig):
         if isinstance(self.sampler_correction, Block) and self.old_logprobs == "rollout":
             expected = "null for old_logprobs rollout, whose ratios contain the correction"
             yield self._fault("sampler_correction", expected, "remove sampler_correction")
+        of_tokens = self.correction is not None and self.correction.level == "token"
+        if of_tokens and self.importance == "sequence":
+            expected = "sequence for importance sequence, which weighs whole responses"
+            yield self._fault("sampler_correction.level", expected, "set it to sequence")
 
     def refused_by_vllm(self) -> Iterator[str]:
         """Why vLLM cannot sample with these parameters."""
@@ -334,14 +343,14 @@ class PPOConfig(SavingConfig):
 
 _BY_ACTOR = ("auto", "transformers", "hybrid")
 """Generators that compute as training does. `auto` is transformers until the ranks choose."""
-_OF_GROUPS = ("rloo", "grpo", "gdpo")
+_OF_GROUPS = ("rloo", "grpo", "gdpo", "reinforce++-baseline")
 _OF_TOKENS = ("gae", "reinforce++", "immediate")
 _WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
 _GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),
     **dict.fromkeys(_GAE_ONLY, ("gae",)),
-    "scale_by_group_std": ("grpo",),
+    "scale_rewards": ("grpo",),
     "reinforce_baseline": ("reinforce",),
     "equal_groups": _OF_GROUPS,
 }

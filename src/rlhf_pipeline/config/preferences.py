@@ -1,7 +1,7 @@
 """DPO and KTO: a policy learns from preferences beside its frozen start."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -32,12 +32,16 @@ class ReferencedConfig(SupervisedConfig):
         """Whether a reference scores the answers, too."""
         return True
 
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the reference is a model of its own."""
+        return self.has_reference and not self.is_own_reference
+
     def models(self) -> list[StageModel]:
         """The policy, and its reference if that is a model of its own."""
         policy, frozen = TrainedModel(self.stage, self), self.reference.beside(self.deepspeed)
-        if self.is_own_reference or not self.has_reference:
-            return [policy]
-        return [policy, FrozenModel(f"{self.stage}.reference", frozen)]
+        reference = FrozenModel(f"{self.stage}.reference", frozen)
+        return [policy, reference] if self.loads_reference else [policy]
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
@@ -70,7 +74,8 @@ class DPOConfig(ReferencedConfig):
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         unused = {"label_smoothing", "target_margin"} - self.asked
-        unused |= set() if self.has_reference else {"reference"}
+        unused |= set() if self.has_reference else {"reference", "fixed_reference"}
+        unused &= type(self).model_fields.keys()
         for name in sorted(unused):
             default, value = type(self).model_fields[name].default, getattr(self, name)
             if value != default:
@@ -86,6 +91,10 @@ class KTOConfig(ReferencedConfig):
 
     stage = "kto"
 
+    kl: Literal["mismatched", "none"] = "mismatched"
+    """The log ratio from which an answer is a gain. mismatched: the mean of prompts with answers to
+    others, at least 0, for which each step has a further pass of both models; none: 0, without it
+    (APO-zero without pairs, D'Oosterlinck et al. 2024)."""
     desirable_weight: NonNegativeFloat = 1.0
     """Weight of good answers; in all they should weigh as much as bad ones, or a little more."""
     undesirable_weight: NonNegativeFloat = 1.0
@@ -93,6 +102,6 @@ class KTOConfig(ReferencedConfig):
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
-        if self.batch_size == 1:
+        if self.batch_size == 1 and self.kl != "none":
             expected = "at least 2: the KL of a step needs answers to other prompts"
             yield self._fault("batch_size", expected, "raise it")

@@ -40,7 +40,8 @@ class SampleConfig(AnsweringConfig):
     """Largest number of held-out prompts, whose answers become the held-out rows."""
     rewards: SampleRewards = (TrainedReward(),)
     """Sources of the score, the sum of weight * (score - mean), as in `ppo.rewards`. A chat model
-    alone (`openai`) compares each answer with the next one: 1 for each win, -1 for each loss."""
+    alone (`openai`) finds the best and the worst answer by knock-out, with about 3n/2 comparisons:
+    1 for each win, -1 for each loss."""
     min_score: float | None = Field(default=None, allow_inf_nan=False)
     """A prompt whose best answer has a lower score leaves no row. None: any best answer will do."""
     cut_answers: Literal["drop", "keep"] = "drop"
@@ -105,14 +106,20 @@ class RejectionConfig(SampledConfig, SFTConfig):
 
 class IterativeDPOConfig(SampledConfig, DPOConfig):
     """Iterative DPO: in each round, DPO on the best and the worst of n own answers (Xu et al.
-    2023), with the values of RLHF Workflow (Dong et al. 2024). The reference is the policy at the
-    start of the round (Yuan et al. 2024)."""
+    2023), with the values of RLHF Workflow (Dong et al. 2024)."""
 
     stage, sampler = "iterative_dpo", "iterative_dpo.sample"
     kind = "comparisons"
 
     rounds: PositiveInt = 3
     """As in `rejection.rounds`."""
+    fixed_reference: bool = False
+    """Reference of the later rounds. True: the SFT model, as in RLHF Workflow and TRL's online DPO;
+    False: the policy at the start of the round (Yuan et al. 2024)."""
     batch_size: PositiveInt = 64
     """Comparisons per optimizer step, over all ranks and micro batches."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-7)
+
+    @property
+    def loads_reference(self) -> bool:
+        return super().loads_reference or (self.has_reference and self.fixed_reference)

@@ -216,12 +216,15 @@ def judge_pairs(
     server fails, or most replies of a judge are unusable.
     """
     reports = {}
+    known, draws = {(a.row, a.draw): a.response for a in drawn}, len({a.draw for a in drawn})
+    ours = {(name, a.row, a.draw): a for name in [*answers][1:] for a in answers[name]}
+    pairs = [(a.prompt, a.response, known[a.row, (a.draw + 1) % draws]) for a in ours.values()]
     for judge in config.judges:
         if not isinstance(judge, PairwiseJudge):
             continue
         name, model = judge.label, ChatModel(judge.openai, cache, config.place_of(judge))
         with heartbeat.scored_by(name):
-            outcomes = _outcomes(answers, drawn, model, judge.openai.template or TEMPLATE)
+            outcomes = dict(zip(ours, outcomes_of(pairs, model), strict=True))
         answers = {
             policy: [
                 replace(a, scores=a.scores | {name: outcomes.get((policy, a.row, a.draw), 0.0)})
@@ -234,23 +237,21 @@ def judge_pairs(
     return answers, drawn, reports
 
 
-def _outcomes(
-    answers: dict[str, list[Answer]], drawn: list[Answer], model: ChatModel, template: str
-) -> dict[tuple[str, int, int], float]:
-    """The scores by policy, row and draw; answers that are not asked about have none."""
-    questions: dict[tuple[str, int, int], list[str]] = {}
-    known, draws = {(a.row, a.draw): a for a in drawn}, len({a.draw for a in drawn})
-    for policy, ours in ((name, a) for name in [*answers][1:] for a in answers[name]):
-        both = ours.response, known[ours.row, (ours.draw + 1) % draws].response
+def outcomes_of(pairs: Sequence[tuple[str, str, str]], model: ChatModel) -> list[float]:
+    """The outcomes of pairs, a prompt with two answers each: 1 if the first one wins, as in
+    `judge_pairs`."""
+    questions: dict[int, list[str]] = {}
+    template = model.config.template or TEMPLATE
+    for place, (prompt, *both) in enumerate(pairs):
         model.counts["pairs"] += 1
         model.counts["equal"] += both[0] == both[1]
         if both[0] != both[1]:
-            questions[policy, ours.row, ours.draw] = [
-                filled(template, prompt=ours.prompt, first=first, second=second)
+            questions[place] = [
+                filled(template, prompt=prompt, first=first, second=second)
                 for first, second in (both, both[::-1])
             ]
     verdicts = model.verdicts(chain.from_iterable(questions.values()), _verdict)
-    outcomes = {}
+    outcomes = [0.0] * len(pairs)
     for place, orders in questions.items():
         straight, swapped = (verdicts[question] for question in orders)
         if straight is not None and swapped is not None:

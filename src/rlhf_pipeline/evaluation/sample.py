@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL
-from rlhf_pipeline.config.rewards import PairwiseJudge, SampleReward, TrainedReward
+from rlhf_pipeline.config.rewards import SampleReward, TrainedReward
 from rlhf_pipeline.config.sample import Kind, SampleConfig, TableConfig
 from rlhf_pipeline.data.phase_files import COMPARISON, DEMONSTRATION
 from rlhf_pipeline.data.record_files import ArrowWriter
@@ -29,7 +29,8 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.answering import Setup, answer_all, in_order, judge_all
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges
+from rlhf_pipeline.evaluation.judges import load_judges
+from rlhf_pipeline.evaluation.knockout import judge_groups
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.rollout.chat_model import reply_folder
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -69,10 +70,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
     gathered = world.gather(shared)
     if world.rank != 0:
         return {}
-    answers = {"": [], "policy": in_order("policy", draws, config.n)}
-    answers, *_ = judge_pairs(answers, answers["policy"], judging, reply_folder(job))
+    answers, cut = in_order("policy", draws, config.n), config.cut_answers == "keep"
+    answers = judge_groups(answers, judging, reply_folder(job), cut=cut)
     samples: dict[int, Sample] = {int(row): one for part in gathered for row, one in part.items()}
-    for row, group in groupby(answers["policy"], lambda answer: answer.row):
+    for row, group in groupby(answers, lambda answer: answer.row):
         found = list(group)
         scores, finished = totals(found, config), [bool(one.ended) for one in found]
         chosen = choose(scores, finished, table.kind, config)
@@ -88,17 +89,13 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 
 def totals(answers: Sequence[Answer], config: SampleConfig) -> list[float]:
-    """The score of each answer to a prompt: the weighted sum of all sources of rewards.
+    """The score of each answer to a prompt: the weighted sum of all sources of rewards."""
 
-    A chat model has compared every answer with the next one, the last one with the first.
-    """
-
-    def score(number: int, reward: SampleReward) -> float:
+    def score(answer: Answer, reward: SampleReward) -> float:
         name = REWARD_MODEL if isinstance(reward, TrainedReward) else reward.label
-        before, own = (answers[i].scores[name] or 0.0 for i in (number - 1, number))
-        return reward.weight * (own - before if isinstance(reward, PairwiseJudge) else own)
+        return reward.weight * (answer.scores[name] or 0.0)
 
-    return [sum(score(i, reward) for reward in config.rewards) for i in range(len(answers))]
+    return [sum(score(answer, reward) for reward in config.rewards) for answer in answers]
 
 
 def choose(

@@ -60,6 +60,8 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
             samples = stages.run(Job(spec, blocks, inputs, seed, identities))
             blocks = {policy.name: block.model_validate(own), "table": table}
             inputs = {start: model, config.kind: samples} | rewards
+            if isinstance(config, IterativeDPOConfig) and config.fixed_reference and number > 1:
+                inputs["reference"] = sft_model  # in the first round, the policy starts as it
             model = stages.run(Job(policy, blocks, inputs, seed, known))
         return model
 

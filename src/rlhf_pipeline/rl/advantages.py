@@ -4,6 +4,9 @@ Shapes: B sequences, R response tokens, G prompts with K responses each, S sourc
 mask is (B, R) bool, True = the policy chose the token. The other tokens, padding or a turn of a
 tool, may stand anywhere: they get 0, and a step leads from one chosen token to the next.
 
+`moments(x)` gives mean and variance (divisor N - 1) of numbers over all ranks, 0-dim each.
+`whitened(x)` gives x, (B, R), mean 0 and variance 1 over the tokens of all ranks.
+
 All functions raise ValueError if a shape is wrong.
 """
 
@@ -14,6 +17,8 @@ from torch import Tensor
 
 from rlhf_pipeline.rl.masking import check_shapes
 from rlhf_pipeline.rl.rewards import check_one_a_row
+
+Moments = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
@@ -87,32 +92,35 @@ def group_relative(returns: Tensor, *, scale: bool) -> Tensor:
     return (centred / (returns.std(dim=0) + 1e-4) if scale else centred).float()
 
 
-def grpo(scores: Tensor, penalties: Tensor, *, scale_by_group_std: bool) -> Tensor:
+@torch.no_grad()
+def grpo(scores: Tensor, penalties: Tensor, moments: Moments, *, scale_rewards: str) -> Tensor:
     """GRPO with a KL penalty beside the score; all are (K, G), like `group_relative`.
 
-    Only scores are scaled: a group of equal scores would learn from the penalty's noise in full.
+    The divisor is that of the `group`, that of all scores of the step (`batch`: Liu et al.,
+    https://arxiv.org/abs/2508.08221), or `none`. Only scores are scaled: a group of equal scores
+    would learn from the penalty's noise in full.
     """
-    relative = group_relative(scores, scale=scale_by_group_std)
+    relative = group_relative(scores, scale=scale_rewards == "group")
+    if scale_rewards == "batch":
+        relative /= moments(scores)[1].float().sqrt() + 1e-4
     return relative - group_relative(penalties, scale=False)
 
 
 @torch.no_grad()
 def gdpo(
-    parts: Tensor,
-    weights: Tensor,
-    penalties: Tensor,
-    moments: Callable[[Tensor], tuple[Tensor, Tensor]],
+    parts: Tensor, weights: Tensor, shaping: Tensor, penalties: Tensor, moments: Moments
 ) -> Tensor:
     """GDPO: scale each reward within its group before the sum, and the sum over the step.
 
-        S_i = sum_s w_s * (R_si - mean(R_s)) / (std(R_s) + 1e-4)
+        S_i = sum_s w_s * (R_si - mean(R_s)) / (std(R_s) + 1e-4) + shaping_i - mean(shaping)
         A_i = (S_i - mean(S)) / (std(S) + 1e-4) - (penalty_i - mean(penalty))
 
     Source: Liu et al., https://arxiv.org/abs/2601.05242, equations 4 to 6. Parts are (S, K, G),
-    weights (S,), penalties (K, G); `moments` as in `reinforce`.
+    weights (S,), penalties of the KL (K, G). Shaping (K, G), which lowers scores of cut and long
+    responses, is not scaled, because a small one would act like a large one.
     """
     scaled = torch.stack([group_relative(part, scale=True) for part in parts])
-    total = (weights.view(-1, 1, 1) * scaled).sum(0)
+    total = (weights.view(-1, 1, 1) * scaled).sum(0) + group_relative(shaping, scale=False)
     mean, variance = moments(total)
     normalized = (total - mean.float()) / (variance.float().sqrt() + 1e-4)
     return normalized - group_relative(penalties, scale=False)
@@ -128,19 +136,31 @@ def reinforce_plus_plus(
         A_t = whitened(G_t)
 
     Source: Hu, https://arxiv.org/abs/2501.03262, equations 4 and 5. Rewards include score and KL
-    penalty; `whitened` gives them mean 0 and variance 1 over the tokens of all ranks.
+    penalty.
     """
     return whitened(gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)[1])
 
 
 @torch.no_grad()
-def reinforce(
-    returns: Tensor, moments: Callable[[Tensor], tuple[Tensor, Tensor]], *, reinforce_baseline: str
+def reinforce_plus_plus_baseline(
+    returns: Tensor, mask: Tensor, whitened: Callable[[Tensor], Tensor]
 ) -> Tensor:
+    """REINFORCE++-baseline: compare with the prompt's other responses, scale by the whole step.
+
+        A_t = whitened(R_i - mean(R))     for each token t of response i, (B, R)
+
+    Source: Hu et al., https://arxiv.org/abs/2501.03262; whitened over tokens, as in OpenRLHF and
+    verl. Returns are (K, G), and include the KL penalty.
+    """
+    return whitened(to_tokens(group_relative(returns, scale=False).flatten(), mask))
+
+
+@torch.no_grad()
+def reinforce(returns: Tensor, moments: Moments, *, reinforce_baseline: str) -> Tensor:
     """REINFORCE: compare each response with the mean of the step, or with nothing.
 
     Source: Williams 1992, https://doi.org/10.1007/BF00992696. Returns are (K, G), and include the
-    KL penalty; `moments` gives the mean and the variance over all ranks.
+    KL penalty.
     """
     return returns if reinforce_baseline == "none" else returns - moments(returns)[0].float()
 

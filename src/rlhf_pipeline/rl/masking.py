@@ -52,11 +52,15 @@ def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([mask.sum().double(), real.sum(), real.square().sum()])
 
 
-def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and population variance from `masked_moments`, 0-dim each; 0 if the count is 0."""
+def mean_and_variance(moments: Tensor, *, correction: int = 0) -> tuple[Tensor, Tensor]:
+    """Mean and variance from `masked_moments`, 0-dim each; 0 if the count is 0.
+
+    The variance divides by the count minus `correction`.
+    """
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
-    return mean, (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
+    variance = (squares / count.clamp(min=1) - mean.square()).clamp(min=0)
+    return mean, variance * (count / (count - correction).clamp(min=1))
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, shift_mean: bool = True) -> Tensor:

@@ -236,7 +236,7 @@ def _supervised(config: SupervisedStage, load: Load, shape: Shape) -> dict[str, 
     flops = training_flops(config, shape, tokens, context, head=head)
     if isinstance(config, ReferencedConfig) and config.has_reference:
         # KTO: also both models on mismatched pairs
-        passes = 3 if isinstance(config, KTOConfig) else 1
+        passes = 3 if isinstance(config, KTOConfig) and config.kl != "none" else 1
         flops += passes * forward_flops(shape, tokens, context)
     if isinstance(config, SampledConfig):  # generation and scoring of all answers, in each round
         answers = config.sample.n * load.lengths.rows * context

@@ -123,7 +123,9 @@ def make_experience(
         **separate(scored, config),
         penalties=groups(penalties, config),
         returns=groups(scores - penalties, config),
-        moments=lambda x: mean_and_variance(_moments(x, torch.ones_like(x).bool(), world)),
+        moments=lambda x: mean_and_variance(
+            _moments(x, torch.ones_like(x).bool(), world), correction=1
+        ),
         rewards=token_rewards(scored, config, kl_coef=kl_coef, world=world),
         whitened=lambda x: whiten(x, trained, _moments(x, trained, world)),
         values=scored.values,
@@ -160,7 +162,7 @@ def trained_rows(scored: Scored, config: PPOConfig) -> Tensor:
 
 def equal_groups(scored: Scored, config: PPOConfig) -> Tensor:
     """For which prompts (G,) all responses have equal scores; for gdpo, equal ones of every source
-    that has a weight.
+    that has a weight, and equal penalties.
 
     A small spread is not an equal group, and a mean of 0 or 1 says nothing if scores are not 0 or
     1 (https://github.com/OpenRLHF/OpenRLHF/issues/1270).
@@ -168,13 +170,13 @@ def equal_groups(scored: Scored, config: PPOConfig) -> Tensor:
     by_prompt = groups(training_scores(scored, config), config)[None]
     if config.advantage == "gdpo":
         found = separate(scored, config)
-        by_prompt = found["parts"][found["weights"] != 0]
+        by_prompt = torch.cat([found["parts"][found["weights"] != 0], found["shaping"][None]])
     return (by_prompt == by_prompt[:, :1]).all(1).all(0)
 
 
 def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
-    """The clipped score of each source (S, K, G) and its weight (S,). The last ones are the
-    penalties for cut and long responses."""
+    """The clipped score of each source (S, K, G), its weight (S,), and what cut and long responses
+    add to the score (K, G), which is at most 0."""
     assert scored.clipped_scores is not None
     weights, parts = [1.0], [scored.clipped_scores]
     if scored.parts:
@@ -182,10 +184,10 @@ def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
         limits = (clip_of(one, config.score_clip) for one in config.rewards)
         found = zip(scored.parts.values(), limits, strict=True)
         parts = [part.clamp(-limit, limit) for part, limit in found]
-    parts.append(training_scores(scored, config) - scored.clipped_scores)
     return {
         "parts": torch.stack([groups(part, config) for part in parts]),
-        "weights": torch.tensor([*weights, 1.0]),
+        "weights": torch.tensor(weights),
+        "shaping": groups(training_scores(scored, config) - scored.clipped_scores, config),
     }
 
 

@@ -62,7 +62,8 @@ class KTOTask(Task):
     contract: TokenContract
     reference: nn.Module | None  # None: the policy with its adapters off
     config: KTOConfig
-    kl: Tensor = field(default_factory=lambda: torch.zeros(()))  # 0-dim, from `at_step`
+    kl: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """0-dim, from `at_step`; a negative one counts as 0."""
     name: str = "kto"
 
     def collate(self, rows: dict[str, list[Any]]) -> LabelledAnswers:
@@ -71,11 +72,14 @@ class KTOTask(Task):
 
     @torch.no_grad()
     def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
-        """The task with the KL of the rows: the mean log ratio of mismatched pairs, at least 0.
+        """The task with the KL of the rows, the mean log ratio of mismatched pairs, if `kto.kl`
+        asks for it.
 
         A pair is the prompt of one row with the answer of the row before it in a fixed permutation:
         neighbours of a table may answer one prompt.
         """
+        if self.config.kl == "none":
+            return self
         engine, world, tokens = setup.engine, setup.world, setup.config.micro_batch_tokens
         order = np.random.default_rng(0).permutation(len(rows))
         others = np.empty_like(rows)
@@ -94,20 +98,19 @@ class KTOTask(Task):
                 ratios = self.log_ratios(engine, pairs.rows(index).to(world.device).sequences)
                 total += ratios.double().where(is_own, 0.0).sum()
                 heartbeat.tick()
-        mean = world.sum(total) / len(rows)
-        return replace(self, kl=mean.clamp(min=0).float())
+        return replace(self, kl=(world.sum(total) / len(rows)).float())
 
     def loss(
         self, model: nn.Module, batch: LabelledAnswers, answers: Tensor
     ) -> tuple[Tensor, Sums]:
         config, is_good = self.config, batch.is_good
-        ratios = self.log_ratios(model, batch.sequences)
+        ratios, kl = self.log_ratios(model, batch.sequences), self.kl.clamp(min=0)
         total, count = kto_loss(
-            ratios, is_good, self.kl, beta=config.beta,
+            ratios, is_good, kl, beta=config.beta,
             desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight,
         )  # fmt: skip
         rewards = config.beta * ratios.detach().double()
-        side = (rewards - config.beta * self.kl).sign()
+        side = (rewards - config.beta * kl).sign()
         return total / answers, {
             "answers": count,
             "loss": total,
@@ -123,7 +126,8 @@ class KTOTask(Task):
         return log_ratios(answer_logprobs(model, answers, self.contract), ref_logprobs)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Loss; KL in nats; agreement; mean implicit rewards of good and bad answers, if there are.
+        """Loss; mean log ratio of mismatched pairs, nats; agreement; mean implicit rewards of good
+        and bad answers, if there are.
 
         Agreement is the share of answers on the side of the KL that their label says; one at the KL
         counts half.
@@ -132,8 +136,8 @@ class KTOTask(Task):
         rewards = {
             f"{kind}_reward": sums[f"{kind}_reward"] / count[kind] for kind in count if count[kind]
         }
-        means = {name: sums[name] / sums["answers"] for name in ("loss", "kl", "agreement")}
-        return means | rewards
+        names = ("loss", "agreement") if self.config.kl == "none" else ("loss", "kl", "agreement")
+        return {name: sums[name] / sums["answers"] for name in names} | rewards
 
 
 def main(job: LaunchedJob) -> dict[str, float]:

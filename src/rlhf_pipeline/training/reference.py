@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.preferences import ReferencedConfig
-from rlhf_pipeline.config.training import FrozenModel
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.world import World
@@ -19,10 +18,13 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 
 
 def load_reference(job: LaunchedJob, config: ReferencedConfig, world: World) -> nn.Module | None:
-    """The SFT model, frozen; None if the stage has no such model of its own."""
-    load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
-    frozen = [model.config for model in config.models() if isinstance(model, FrozenModel)]
-    return frozen_model(load, frozen[0], world) if frozen else None
+    """The input `reference`, or else the start of the policy, frozen; None if the stage needs no
+    model of its own."""
+    folder = job.inputs.get("reference", job.inputs["sft_model"])
+    if "reference" not in job.inputs and not config.loads_reference:
+        return None
+    load = partial(load_policy, folder, trust_remote_code=job.trust_remote_code)
+    return frozen_model(load, config.reference.beside(config.deepspeed), world)
 
 
 def answer_logprobs(policy: nn.Module, answers: Sequences, contract: TokenContract) -> Tensor:

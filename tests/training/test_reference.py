@@ -1,0 +1,50 @@
+"""Which model DPO loads as its reference, on one rank."""
+
+import pytest
+import torch
+
+from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.sample import IterativeDPOConfig
+from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training.reference import load_reference
+
+BLOCK = {
+    "batch_size": 2, "micro_batch_tokens": 64, "optimizer": {"learning_rate": 1e-3}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "expected"),
+    [
+        ({}, (), "sft_model"),
+        ({"lora": {}}, (), None),  # the policy with its adapters off
+        ({"loss": "simpo"}, (), None),
+        ({}, ("reference",), "reference"),
+        ({"lora": {}}, ("reference",), "reference"),  # which is not the start of the adapters
+    ],
+)
+def test_the_reference_is_the_start_unless_another_model_is_given(
+    make_model, world, tmp_path, changes, given, expected
+):
+    models = {name: make_model(seed=n) for n, name in enumerate(("sft_model", *given))}
+    job = LaunchedJob("dpo", "f", 1, {}, models, {}, tmp_path, 60.0)
+    found = load_reference(job, DPOConfig.model_validate(BLOCK | changes), world)
+    if expected is None:
+        assert found is None
+        return
+    weights, others = found.state_dict(), load_policy(models[expected], "fp32").state_dict()
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+
+
+def test_a_reference_that_stays_is_a_model_of_its_own_also_with_lora():
+    """So the plan counts it."""
+    own = IterativeDPOConfig.model_validate(BLOCK | {"lora": {}})
+    fixed = own.model_copy(update={"fixed_reference": True})
+    assert [model.name for model in own.models()] == ["iterative_dpo"]
+    assert [model.name for model in fixed.models()] == ["iterative_dpo", "reference"]
+
+
+def test_a_reference_stays_only_where_a_loss_has_one():
+    with pytest.raises(ValueError, match=r"fixed_reference: found True with loss simpo"):
+        IterativeDPOConfig.model_validate(BLOCK | {"loss": "simpo", "fixed_reference": True})
