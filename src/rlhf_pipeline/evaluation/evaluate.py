@@ -16,6 +16,7 @@ from torch import nn
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_PREFIX,
+    OWN_MODELS,
     SFT_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
@@ -37,7 +38,8 @@ from rlhf_pipeline.evaluation.comparison import (
     with_ends,
     write_answers,
 )
-from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges, optimized_judges
+from rlhf_pipeline.evaluation.independence import own_rewards, standings
+from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.rollout.chat_model import REPLIES, reply_folder
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -81,8 +83,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     answers, drawn, replies = judge_pairs(answers, drawn, config, reply_folder(job))
     for name in counts:
         replies[name] = {one: sum(own[name].get(one, 0) for own in counted) for one in REPLIES}
-    optimized, rewards = optimized_judges(job, candidate.name, config)
-    evaluation = compare(answers, config, optimized, drawn, rewards)
+    compared = {name: folders[name] for name in (baseline, candidate.name)}
+    stand, rewards = standings(job, compared, config), own_rewards(folders[candidate.name])
+    evaluation = compare(answers, config, stand, drawn, rewards)
     writer = MetricsFile(job.metrics_file, len(answers))
     for step, (name, given) in enumerate(evaluation["policies"].items(), start=1):
         writer.write(step, {f"{name}/{key}": value for key, value in given.items()})
@@ -95,9 +98,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
         evaluation["titles"] = {name: name for name in candidate.models}
     elif Manifest.read(folders[baseline]).metrics.get("base_model/has_chat_template"):
         evaluation["titles"] = {baseline: INSTRUCT}
-    model = job.inputs.get("reward_model")
-    trained = {} if model is None else Manifest.read(model).metrics
-    evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
+    models = {name: job.inputs[place] for name, place in OWN_MODELS.items() if place in job.inputs}
+    evaluation["accuracy_lower"] = {
+        name: Manifest.read(model).metrics.get("validation/accuracy_lower")
+        for name, model in models.items()
+    }
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
