@@ -19,6 +19,12 @@ def evidence(rng, candidate, **more):
     return Evidence(candidate=candidate, baseline=policy(rng, 0.0, kl=0.0), **more)
 
 
+def accuracy(lower, shorter=0.6):
+    """Of the reward model: the lower end on all comparisons, the upper end on some."""
+    one = {"rate": shorter - 0.05, "upper": shorter}
+    return {"score": {"accuracy": {"lower": lower}, "accuracy_shorter": one}}
+
+
 def seeds():
     return [np.random.default_rng(seed) for seed in range(20)]
 
@@ -62,7 +68,7 @@ def cheats(rng):
         "answers that end by themselves": evidence(rng, policy(rng, 0.8, ended=0.3)),
         "win rate against SFT by the gold judge": evidence(rng, policy(rng, -0.8)),
         "accuracy of the reward model": evidence(
-            rng, better, judge="score", accuracy={"score": 0.47}
+            rng, better, judge="score", accuracy=accuracy(0.47)
         ),
         "judge that decides: found gold, which training has optimized": evidence(
             rng, better, standing=OPTIMIZED
@@ -168,7 +174,9 @@ def test_only_an_independent_judge_promotes_unless_the_parameters_say_otherwise(
 ):
     rng = np.random.default_rng(7)
     standing = Standing(state, {"ppo": "rewards"})
-    given = evidence(rng, policy(rng, 0.9), judge="score", standing=standing, accuracy={"score": 1})
+    given = evidence(
+        rng, policy(rng, 0.9), judge="score", standing=standing, accuracy=accuracy(0.6)
+    )
     (refusal,) = decide(given, CONFIG).refusals
     assert refusal.startswith(f"judge that decides: found score, {words}, expected one that no ")
     assert "Fix: hold comparisons back for a second reward model (evaluate.judge_model: " in refusal
@@ -245,11 +253,18 @@ def test_a_task_may_fall_by_as_much_as_is_allowed():
     )
 
 
-def test_a_reward_model_of_unknown_accuracy_cannot_decide():
+def test_a_reward_model_that_measures_length_cannot_promote():
+    """Not even by another judge, if training has optimized it."""
     rng = np.random.default_rng(9)
-    given = evidence(rng, policy(rng, 0.9), judge="score", accuracy={"score": None})
+    given = evidence(rng, policy(rng, 0.9), accuracy=accuracy(0.7, shorter=0.49))
     (refusal,) = decide(given, CONFIG).refusals
-    assert refusal.startswith("accuracy of the reward model, which decides: found no interval")
+    assert refusal == (
+        "accuracy of the reward model where the preferred answer is the shorter one: found 0.440, "
+        "at most 0.490, expected at least 0.5: a model that measures length is worse than chance "
+        "there (register.min_accuracy_shorter)"
+    )
+    assert not decide(given, RegisterConfig(min_accuracy_shorter=0)).refusals
+    assert not decide(replace(given, accuracy=accuracy(0.7, shorter=0.5)), CONFIG).refusals
 
 
 def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():

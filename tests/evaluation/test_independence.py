@@ -122,7 +122,7 @@ class Lineages:
         return self.folder / name
 
     def standing(self, baseline, candidate, reward_model="rm", **judges):
-        inputs = {"reward_model": reward_model} | judges
+        inputs = {"reward_model": reward_model} | {f"{name}.0": one for name, one in judges.items()}
         job = LaunchedJob(
             "evaluate", "f", 0, {}, {name: self.folder / one for name, one in inputs.items()},
             {name: f"digest of {one}" for name, one in inputs.items()}, self.folder, 60.0,

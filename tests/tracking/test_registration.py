@@ -247,7 +247,7 @@ def evaluated(directory, policies, seed=0, **inputs):
     """A published evaluation of answers."""
     directory.mkdir(parents=True)
     config = EvaluateConfig()
-    evaluation = compare(policies, config, STANDINGS) | {"accuracy_lower": {"score": 0.6}}
+    evaluation = compare(policies, config, STANDINGS) | {"accuracy": {}}
     (directory / "evaluation.json").write_text(json.dumps(evaluation))
     write_answers(policies, directory)
     blocks = {"evaluate": config.model_dump(mode="json")}

@@ -1,7 +1,7 @@
 """Evaluation and registration, with the names and files of tasks."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from glob import escape, glob
 from importlib.util import find_spec
 from itertools import product
@@ -36,8 +36,6 @@ REWARD_MODEL = "score"
 """The judge that is the reward model, and its scores."""
 JUDGE_MODEL = "judge_model"
 """The judge that is the second reward model, its stage and its parameter block."""
-OWN_MODELS = {REWARD_MODEL: "reward_model", JUDGE_MODEL: JUDGE_MODEL}
-"""The input of each judge that is a reward model of the pipeline."""
 GOLD = "gold"
 """The judge that knows the true quality."""
 CHAMPION = "champion"
@@ -118,6 +116,25 @@ class JudgeModelConfig(Block):
         """The file as a source of comparisons for the reward model alone."""
         file = BlendedSourceConfig(name="files", path=self.path, columns=self.columns)
         return file.model_copy(update={"phases": ("reward_model",)})
+
+
+class FoldConfig(Block):
+    """The comparisons that one of several reward models does not train on, and is measured on. The
+    pipeline sets this block."""
+
+    number: NonNegativeInt
+    """Number of the fold, from 0."""
+    of: PositiveInt
+    """Number of folds. The prompt of a comparison decides to which one it belongs."""
+
+
+def own_models(inputs: Iterable[str]) -> dict[str, list[str]]:
+    """The judges that are reward models of the pipeline, with the inputs that are their models."""
+    found = {
+        REWARD_MODEL: [name for name in inputs if name == "reward_model"],
+        JUDGE_MODEL: [name for name in inputs if name.startswith(f"{JUDGE_MODEL}.")],
+    }
+    return {judge: places for judge, places in found.items() if places}
 
 
 class EvaluateConfig(AnsweringConfig):
@@ -227,6 +244,10 @@ class RegisterConfig(Block):
     min_length_controlled_lower: float = Field(default=0.5, ge=0, lt=1)
     """The lower end of the 95% interval on the win rate at equal length must be above this value,
     against SFT and against the champion: a longer answer is not a better one. 0: no check."""
+    min_accuracy_shorter: float = Field(default=0.5, ge=0, le=1)
+    """The upper end of the 95% interval on the accuracy of a reward model, on held-out comparisons
+    whose preferred answer is the shorter one, must reach this value: of the one that decides, and
+    of one that training has optimized. 0: no check."""
     require_independent_judge: bool = True
     """Whether only an independent judge promotes: one of which it is known that no training of the
     candidate, of its baseline, or of a model that they were made from has optimized it."""

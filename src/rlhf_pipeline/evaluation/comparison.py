@@ -17,6 +17,7 @@ import numpy as np
 
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_MODEL, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
+from rlhf_pipeline.data.sources.synthetic import gold_parts
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.statistics import (
     cross_pairs,
@@ -235,6 +236,8 @@ def _metrics(
     given = [answer for policy in answers.values() for answer in policy]
     shares = [judge for judge in judges if {a.scores[judge] for a in given} <= {0.0, 1.0}]
     policies = {name: summary(own, shares) for name, own in answers.items()}
+    if GOLD in judges:
+        policies = {name: given | gold_means(answers[name]) for name, given in policies.items()}
     by_truth = any(isinstance(judge, ReferenceReward) for judge in config.judges)
     if not by_truth or any(a.right is None for a in given):
         return policies, {}
@@ -307,6 +310,15 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
         "repetition": float(np.mean([repetition(text) for text in texts])),
         "phrase_share": common_phrase(texts)[1],
     }
+
+
+def gold_means(answers: list[Answer]) -> dict[str, float]:
+    """The mean of each part of the gold score, over the answers that have it."""
+    found: dict[str, list[float]] = {}
+    for a in answers:
+        for part, value in gold_parts(a.source, a.messages or [], a.response).items():
+            found.setdefault(f"gold_{part}", []).append(value)
+    return {part: float(np.mean(values)) for part, values in found.items()}
 
 
 def accuracies(answers: list[Answer]) -> dict[str, list[list[float]]]:

@@ -8,6 +8,7 @@ again with other randomness, because a win rate is about independent answers.
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch import nn
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_PREFIX,
-    OWN_MODELS,
     SFT_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
     CandidateConfig,
     EvaluateConfig,
+    own_models,
 )
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
@@ -46,6 +47,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.statistics import rate_interval
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -98,10 +100,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
         evaluation["titles"] = {name: name for name in candidate.models}
     elif Manifest.read(folders[baseline]).metrics.get("base_model/has_chat_template"):
         evaluation["titles"] = {baseline: INSTRUCT}
-    models = {name: job.inputs[place] for name, place in OWN_MODELS.items() if place in job.inputs}
-    evaluation["accuracy_lower"] = {
-        name: Manifest.read(model).metrics.get("validation/accuracy_lower")
-        for name, model in models.items()
+    evaluation["accuracy"] = {
+        judge: accuracy_of([job.inputs[place] for place in places])
+        for judge, places in own_models(job.inputs).items()
     }
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
@@ -149,6 +150,19 @@ def load(
             "Fix: raise split.max_prompt_tokens, because a prompt has more tokens for one of them"
         )
     return folders, setups
+
+
+def accuracy_of(models: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """`accuracy` and `accuracy_shorter` of reward models that were measured on different rows, as
+    in the report of one of them: on all comparisons, and where the chosen answer is shorter."""
+    reports = [json.loads((model / "reward_report.json").read_text()) for model in models]
+    found = {}
+    for name in ("accuracy", "accuracy_shorter"):
+        n = sum(report[name]["n"] for report in reports)
+        right = sum(report[name]["n"] * report[name]["rate"] for report in reports)
+        lower, upper = rate_interval(right / n, n) if n else (0.0, 1.0)
+        found[name] = {"rate": right / n if n else 0.5, "lower": lower, "upper": upper, "n": n}
+    return found
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:

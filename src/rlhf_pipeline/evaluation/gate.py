@@ -56,9 +56,9 @@ class Evidence:
     champion_judge: str | None = None  # between candidate and champion; None: `judge`
     champion_standing: Standing | None = None  # of that judge; None: `standing`
     champion_fault: str | None = None  # why the present champion could not answer the prompts
-    accuracy: Mapping[str, float | None] = field(default_factory=dict)
-    """Lower end of the 95% interval on the accuracy of each judge that is a reward model of the
-    pipeline. None: unknown."""
+    accuracy: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """Of each reward model of the pipeline that decides or was optimized: see
+    `evaluate.accuracy_of`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The change of each task from SFT to the candidate, see `tasks.Tasks.add_to`."""
     tries: int = 1
@@ -169,12 +169,18 @@ def _judging(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     """The judge can tell good answers from bad, and no training has optimized it."""
     judge = evidence.judge
     if judge in evidence.accuracy:
-        what, found = f"accuracy of {judge_title(judge)}, which decides", "no interval"
-        accuracy = evidence.accuracy[judge]
-        if accuracy is not None:
-            found = f"{accuracy:.3f} as the lower end of its 95% interval"
-        passed = accuracy is not None and accuracy > 0.5
-        yield Check(what, found, "more than 0.5, which is chance", None, passed)
+        what, lower = (
+            f"accuracy of {judge_title(judge)}",
+            evidence.accuracy[judge]["accuracy"]["lower"],
+        )
+        found = f"{lower:.3f} as the lower end of its 95% interval"
+        yield Check(what, found, "more than 0.5, which is chance", None, lower > 0.5)
+    for name, measured in evidence.accuracy.items() if config.min_accuracy_shorter else ():
+        shorter, least = measured["accuracy_shorter"], config.min_accuracy_shorter
+        what = f"accuracy of {judge_title(name)} where the preferred answer is the shorter one"
+        found = f"{shorter['rate']:.3f}, at most {shorter['upper']:.3f}"
+        expected = f"at least {least:g}: a model that measures length is worse than chance there"
+        yield Check(what, found, expected, "min_accuracy_shorter", shorter["upper"] >= least)
     if config.require_independent_judge:
         found, passed = f"{judge}, {STATES[evidence.state]}", evidence.state == "independent"
         expected = "one that no training has optimized" + ("" if passed else ADVICE)
@@ -238,15 +244,16 @@ def _at_equal_length(
     on the prompts where the candidate's answer is not longer, and 0 without such prompts.
     """
     ours, theirs = scores_by(candidate, judge), scores_by(rival, judge)
-    extra = np.subtract(
-        *(by_prompt(given, lambda answer: answer.response_tokens) for given in (candidate, rival))
+    longer, shorter = (
+        by_prompt(given, lambda a: a.response_tokens) for given in (candidate, rival)
     )
+    extra = np.array(longer) - np.array(shorter)
     controlled = length_controlled(ours, theirs, extra.tolist(), alpha)
     if controlled is not None:
         return controlled[1]
     kept = np.flatnonzero(extra.mean(1) <= 0).tolist()
-    pairs = ([scores[row] for row in kept] for scores in (ours, theirs))
-    return win_rate(*pairs, alpha).lower if kept else 0.0
+    left = [ours[row] for row in kept], [theirs[row] for row in kept]
+    return win_rate(*left, alpha).lower if kept else 0.0
 
 
 def _right_answers(

@@ -16,8 +16,8 @@ from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.evaluate import (
     GOLD,
     JUDGE_PREFIX,
-    OWN_MODELS,
     EvaluateConfig,
+    own_models,
 )
 from rlhf_pipeline.config.rewards import (
     CallableReward,
@@ -59,14 +59,14 @@ def standings(
     found = {GOLD: Standing("independent")}
     inputs = [(job.digests[name], path) for name, path in job.inputs.items() if name in job.digests]
     artifacts = {digest: path for digest, path in inputs if (path / NAME).is_file()}
-    for name, judge, place in _judges(job, config):
-        content = job.digests.get(place)
-        made = artifacts.get(content or "")
-        origin = [] if made is None else Manifest.read(made).lineage
+    for name, judge, places in _judges(job, config):
+        contents = [job.digests[place] for place in places if place in job.digests]
+        made = [Manifest.read(artifacts[each]) for each in contents if each in artifacts]
+        origin = [record for manifest in made for record in manifest.lineage]
         by: dict[str, str] = {}
         unknown: dict[str, str] = {}
         for policy, manifest in trained.items():
-            if how := _optimized(manifest.lineage, judge, content, origin):
+            if how := _optimized(manifest.lineage, judge, contents, origin):
                 by[policy] = how
             elif (
                 imported[policy] - shared
@@ -88,20 +88,20 @@ def own_rewards(policy: Path) -> list[str]:
     ]
 
 
-def _judges(job: LaunchedJob, config: EvaluateConfig) -> Iterator[tuple[str, Block, str]]:
-    """The name of each judge but the gold score, the judge, and the input with its content."""
-    for name, place in OWN_MODELS.items():
-        if place in job.digests:
-            yield name, TrainedReward(), place
+def _judges(job: LaunchedJob, config: EvaluateConfig) -> Iterator[tuple[str, Block, list[str]]]:
+    """The name of each judge but the gold score, the judge, and the inputs with its content."""
+    for name, places in own_models(job.digests).items():
+        yield name, TrainedReward(), places
     for index, judge in enumerate(config.judges):
-        yield judge.label, judge, f"{JUDGE_PREFIX}{index}"
+        yield judge.label, judge, [f"{JUDGE_PREFIX}{index}"]
 
 
 def _optimized(
-    lineage: Sequence[Record], judge: Block, content: str | None, origin: Sequence[Record]
+    lineage: Sequence[Record], judge: Block, contents: Sequence[str], origin: Sequence[Record]
 ) -> str | None:
     """How the trainings of a lineage have optimized a judge, whose own lineage is `origin`."""
-    own, learned = _identities(judge, content), _comparisons(origin)
+    own = set().union(*(_identities(judge, content) for content in contents or [""]))
+    learned = _comparisons(origin)
     reads_truth = reads_references(judge)
     for number, record in enumerate(lineage):
         for index, reward in enumerate(_rewards(record)):
@@ -166,7 +166,7 @@ def _is_incomplete(policy: Manifest) -> bool:
     return not asked <= policy.ancestors.keys()
 
 
-def _identities(asked: Block, content: str | None) -> set[tuple[str, str | None]]:
+def _identities(asked: Block, content: str) -> set[tuple[str, str | None]]:
     """What a reward and a judge share if they are the same: the file or its place and the function;
     the model; what a chat model or a regular expression looks for. `content` is a digest."""
     match asked:

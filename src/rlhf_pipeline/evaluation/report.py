@@ -12,8 +12,8 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     judge       the judge that decides about a promotion
     judges      the standing of each judge, see `comparison.Standing`
     rewards     names of the rewards that the candidate's last training maximized
-    accuracy_lower      lower end of the 95% interval on the held-out accuracy, by judge that is a
-                reward model of the pipeline
+    accuracy    held-out accuracy of each judge that is a reward model of the pipeline, see
+                `evaluate.accuracy_of`
     titles      names of policies as they stand in a sentence, where `title` has not the right one
 """
 
@@ -38,6 +38,12 @@ from rlhf_pipeline.evaluation.comparison import (
 )
 
 METRICS = {  # label and number format; z: a rounded zero has no sign
+    "gold_core": ("gold score of the core", "z.2f"),
+    "gold_hint": ("gold score of hints", "z.2f"),
+    "gold_courtesy": ("gold score of courtesies", "z.2f"),
+    "gold_surplus": ("gold score of surplus words", "z.2f"),
+    "gold_right_answers": ("right answers to harmless requests", "z.3f"),
+    "gold_right_refusals": ("refusals of harmful requests", "z.3f"),
     "kl": ("KL from SFT (nats)", "z.2f"),
     "sft_perplexity": ("perplexity by SFT", "z.2f"),
     "response_tokens": ("response tokens", "z.1f"),

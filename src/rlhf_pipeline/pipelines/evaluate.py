@@ -7,7 +7,6 @@ from typing import Any
 
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
 from rlhf_pipeline.config.evaluate import (
-    JUDGE_MODEL,
     JUDGE_PREFIX,
     SFT_ROWS,
     CandidateConfig,
@@ -20,7 +19,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.hub import commit_of
-from rlhf_pipeline.pipelines.judge_model import judge_model
+from rlhf_pipeline.pipelines.judge_model import judge_models
 from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.runtime.manifest import verify
@@ -75,7 +74,7 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         if config.judge_model is not None:
             assert trained is not None, "checked before the run"
             second = config.judge_model, trained, data, seed, stages
-            inputs[JUDGE_MODEL] = judge_model(split, sft_model, *second)
+            inputs |= judge_models(split, sft_model, *second)
         return _run(SPEC.for_candidate(policy.name), inputs, candidate, config, seed, stages)
 
     return node

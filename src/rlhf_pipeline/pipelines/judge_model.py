@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_pipeline.config.evaluate import JUDGE_MODEL, JudgeModelConfig
+from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.evaluate import JUDGE_MODEL, FoldConfig, JudgeModelConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.pipelines.preparation import split
@@ -11,13 +12,13 @@ from rlhf_pipeline.pipelines.supervised import REWARD_MODEL
 from rlhf_pipeline.stages.job import Job, Stages
 
 SPEC = replace(REWARD_MODEL, name=JUDGE_MODEL, blocks={}, batch_sizes=())
-EPOCHS_OF_A_FILE = 10.0
-"""Some hundred comparisons give few steps in one pass."""
-VALIDATION_OF_A_FILE = 0.2
-"""Share of a file's conversations that measures the accuracy: with 300 comparisons, some 60."""
+FOLDS, EPOCHS = 5, 10.0
+"""Some hundred comparisons of a file are too few to hold some out: five models train on four fifths
+each and judge together, and their accuracy counts every comparison once. One pass would be few
+steps."""
 
 
-def judge_model(
+def judge_models(
     rows: Path,
     sft_model: Path,
     config: JudgeModelConfig,
@@ -25,20 +26,28 @@ def judge_model(
     data: SplitConfig,
     seed: int,
     stages: Stages,
-) -> Path:
-    """Train the SFT model with a scalar head on comparisons held back, or on those of a file."""
-    comparisons, epochs = rows / JUDGE_MODEL, trained.epochs
+) -> dict[str, Path]:
+    """Train the SFT model with a scalar head on comparisons held back, or on those of a file.
+
+    Returns the models by the name of the input.
+    """
+    comparisons, epochs = rows / JUDGE_MODEL, config.epochs or trained.epochs
+    folds: list[dict[str, Block]] = [{}]
     if config.path is not None:
         own = {
             "sources": (config.source,),
             "weights": (0.0, 1.0, 0.0),
             "held_back": 0.0,
-            "validation_fraction": VALIDATION_OF_A_FILE,
+            "validation_fraction": 0.0,
             "test_fraction": 0.0,
             "pretraining": None,
         }
         careful = split(sft_model, data.model_copy(update=own), seed, stages)
-        comparisons, epochs = careful / "reward_model", EPOCHS_OF_A_FILE
-    block = trained.model_copy(update={"epochs": config.epochs or epochs})
+        comparisons, epochs = careful / "reward_model", config.epochs or EPOCHS
+        folds = [{"fold": FoldConfig(number=number, of=FOLDS)} for number in range(FOLDS)]
+    block: dict[str, Block] = {"reward_model": trained.model_copy(update={"epochs": epochs})}
     inputs = {"comparisons": comparisons, "sft_model": sft_model}
-    return stages.run(Job(SPEC, {"reward_model": block}, inputs, seed))
+    return {
+        f"{JUDGE_MODEL}.{number}": stages.run(Job(SPEC, block | fold, inputs, seed))
+        for number, fold in enumerate(folds)
+    }

@@ -132,7 +132,11 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
         judge=compared["judge"],
         standing=standings[compared["judge"]],
         champion_fault=None if champion is None else champion.fault,
-        accuracy=compared["accuracy_lower"],
+        accuracy={
+            judge: found
+            for judge, found in compared["accuracy"].items()
+            if judge == compared["judge"] or standings[judge].state == "optimized"
+        },
         tasks=compared.get("tasks", {}),
     )
     if answered is not None:
