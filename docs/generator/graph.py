@@ -1,4 +1,7 @@
-"""The picture of the pipeline `full` as SVG: stages from top to bottom, a rail for each result."""
+"""The graph of the pipeline `full`: as Mermaid, which forges draw, and as a picture for the site.
+
+The site has its own picture, because Mermaid's program would come from another server.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,18 @@ def stages() -> list[Stage]:
         )
         for node in nodes
     ]
+
+
+def mermaid() -> str:
+    """A block of Mermaid: an arrow from each stage to those that read its result."""
+    rows = stages()
+    makers = {stage.makes: stage.name for stage in rows}
+    lines = ["flowchart TD"]
+    for stage in rows:
+        does = stage.does.replace("`", "")
+        lines.append(f'    {stage.name}["<b>{stage.name}</b><br>{does}"]')
+        lines += [f"    {makers[result]} --> {stage.name}" for result in stage.reads]
+    return "\n".join(["```mermaid", *lines, "```"])
 
 
 def picture() -> str:

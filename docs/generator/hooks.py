@@ -1,4 +1,4 @@
-"""MkDocs: pages that live elsewhere in the project, generated sections, and links between them."""
+"""MkDocs: pages that live elsewhere in the project, links between pages, and the graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import graph
-import reference
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -21,11 +20,8 @@ PAGES = {
     "tutorials/notebook.md": "notebooks/tutorial.ipynb",
 }
 """Pages of the site that are not in docs/, with their files in the project."""
-MARKERS = {
-    "<!-- graph -->": graph.picture,
-    "<!-- parameters -->": reference.parameters,
-    "<!-- commands -->": reference.commands,
-}
+MERMAID = re.compile(r"^```mermaid$.*?^```$", re.MULTILINE | re.DOTALL)
+"""The graph; the site has its own picture, because Mermaid needs a program from elsewhere."""
 LINK = re.compile(r"(!?)\[((?:[^\]`]|`[^`]*`)*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
@@ -40,10 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Generate what markers stand for, and let links reach the pages of the site."""
-    for marker, generate in MARKERS.items():
-        if marker in markdown:
-            markdown = markdown.replace(marker, generate())
+    """Draw the graph, and let links reach the pages of the site."""
+    markdown = MERMAID.sub(lambda _: graph.picture(), markdown)
     here = page.file.src_uri
     pieces = FENCE.split(markdown)
     pieces[::2] = [LINK.sub(lambda m: link(m, here), cells(text)) for text in pieces[::2]]

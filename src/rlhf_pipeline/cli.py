@@ -23,6 +23,7 @@ COMMANDS = {
     "export": ("export", "Write a policy as a folder that transformers can load."),
     "label": ("label", "Let people compare answers on a page."),
     "lineage": ("lineage", "Show what a policy was made from, and verify it."),
+    "params": ("params", "Show parameters with their defaults and meanings."),
     "plan": ("plan", "Show the memory, steps and disk that each stage needs."),
     "preset": ("preset", "Write an environment for a model on some GPUs."),
     "report": ("report", "Show the page of an evaluation in a browser."),

@@ -76,7 +76,7 @@ def test_every_input_down_to_the_data_is_visited_once(policy, data, tmp_path):
         "policy: policy policy00, 2 files, 20 bytes",
         "prompts: split split000, 2 files, 18 bytes",
         "source_0: source source00, 2 files, 20 bytes",
-        "file: 1 files, 13 bytes, made elsewhere",
+        "file: 1 files, 13 bytes, not made by this project",
         "hub: commit abc",
         "sft_model: sft sft00000, 2 files, 14 bytes",
         "demonstrations: split split000, see above",

@@ -108,5 +108,5 @@ class Walk:
         size = sum(file.stat().st_size for file in files)
         self.files += len(files)
         self.size += size
-        what = f"{len(files)} files, {decimal(size)}, made elsewhere"
+        what = f"{len(files)} files, {decimal(size)}, not made by this project"
         branch.add(f"{escape(name)}: {what}\n[dim]{escape(short_path(path))}")

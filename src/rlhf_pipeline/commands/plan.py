@@ -34,7 +34,7 @@ from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, r
 
 COLUMNS = {
     "weights": "weights",
-    "gradients": "gradi-\nents",
+    "gradients": "gradients",
     "master copies": "master\ncopies",
     "optimizer": "opti-\nmizer",
     "activations": "activa-\ntions",
@@ -262,7 +262,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _work_table(plan: Plan) -> Table:
-    counts = ("batch", "a\nrank", "passes", "steps", "tokens", "FLOP")
+    counts = ("batch", "per\nrank", "micro\nbatches", "steps", "tokens", "FLOP")
     sizes = ("check-\npoints", "models", "main\nmemory")
     table = plain_table("stage", numbers=counts + sizes, gap=1)
     for stage, work in plan.works.items():

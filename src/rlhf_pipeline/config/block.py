@@ -1,9 +1,9 @@
 """The base of every parameter block: strict, frozen, documented field by field."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -37,6 +37,9 @@ class Block(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    unused: ClassVar[Collection[str]] = ()
+    """Inherited fields that the block refuses, which no list of parameters names."""
 
     def recipe(self) -> dict[str, Any]:
         """All values that can change the result, as JSON types, without operational fields."""
@@ -146,16 +149,16 @@ def _fields(block: type[Block], parts: Sequence[str | int]) -> list[str]:
     for part in parts:
         if isinstance(part, str):
             field = block.model_fields.get(part)
-            blocks = [] if field is None else list(_blocks(field.annotation))
+            blocks = [] if field is None else list(blocks_in(field.annotation))
             if len(blocks) != 1:
                 return []
             block = blocks[0]
     return list(block.model_fields)
 
 
-def _blocks(annotation: Any) -> Iterator[type[Block]]:
+def blocks_in(annotation: Any) -> Iterator[type[Block]]:
     """The blocks in a type such as `tuple[SourceConfig, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, Block):
         yield annotation
     for argument in get_args(annotation):
-        yield from _blocks(argument)
+        yield from blocks_in(argument)

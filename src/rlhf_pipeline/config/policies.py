@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveI
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.doors import ADVANTAGE
-from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
 from rlhf_pipeline.config.ppo_blocks import KLConfig
 from rlhf_pipeline.config.rewards import Reward
 from rlhf_pipeline.config.training import (
@@ -25,6 +25,7 @@ class GRPOConfig(PPOConfig):
     responses."""
 
     stage = sampler = "grpo"
+    unused = ("critic", *(name for name, readers in ADVANTAGE_OF.items() if readers == ("gae",)))
 
     steps: PositiveInt = 500
     """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
@@ -70,14 +71,16 @@ class TeacherConfig(BaseModelConfig):
 class TeacherKLConfig(KLConfig):
     """The reverse KL to the teacher, which a distillation minimizes; see `ppo.kl`."""
 
+    unused = ("place", "target", "horizon", "maximum")
+
     coef: PositiveFloat = 1.0
     """Factor of the advantages; it weighs the KL against `ptx` and `entropy_coef`."""
     explosion: PositiveFloat | None = None
     """KL above which training has diverged. None: no limit, since the student starts far away."""
 
     def _faults(self) -> Iterator[str]:
-        for name, default in {"place": "reward", "target": None, "maximum": None}.items():
-            if getattr(self, name) != default:
+        for name in self.unused:
+            if getattr(self, name) != type(self).model_fields[name].default:
                 why = "a distillation minimizes the KL to the teacher, and holds it nowhere"
                 yield self._fault(name, f"none: {why}", f"remove {name}")
 
@@ -97,6 +100,7 @@ class DistillConfig(PPOConfig):
 
     stage = sampler = "distill"
     has_teacher = True
+    unused = ("critic", *ADVANTAGE_OF, *UNUSED)
 
     teacher: Annotated[
         TeacherConfig, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)

@@ -32,6 +32,7 @@ class TrainedReward(RewardSource):
     """The reward model trained by stage reward_model."""
 
     model: Literal["trained"] = "trained"
+    """Tells the kind."""
 
     @property
     def label(self) -> str:

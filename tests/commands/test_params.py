@@ -1,0 +1,106 @@
+"""`kedro rlhf params`: the parameters with defaults, types and meanings."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from rlhf_pipeline.cli import cli
+from rlhf_pipeline.commands.params import top_level
+from rlhf_pipeline.pipelines.table import parameter_blocks
+
+
+def shown(*arguments, code=0):
+    done = CliRunner().invoke(cli, ["rlhf", "params", *arguments])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def lines(*arguments):
+    """What is printed, line by line, without the spaces around."""
+    return [line.strip() for line in shown(*arguments).splitlines()]
+
+
+def test_without_a_name_the_blocks_are_listed():
+    listed = [line.split()[0] for line in lines()[1:]]
+    assert listed == list(parameter_blocks())
+    assert any(line.split(None, 1) == ["sft", "Supervised fine-tuning"] for line in lines())
+
+
+def test_a_block_is_shown_with_defaults_types_and_meanings():
+    found = lines("ppo.sampling")
+    assert found[0].startswith("ppo.sampling  How responses are sampled")
+    place = found.index("temperature: 1.0  number > 0")
+    assert found[place + 1] == "Softmax temperature in sampling and in every log-probability."
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("grpo.actor.optimizer", "learning_rate: 1.0e-6  number > 0"),  # the class of the policy
+        ("grpo", "actor: {optimizer: {learning_rate: 1.0e-6}}  block"),
+        ("ppo.actor.optimizer", "learning_rate: 3.0e-6  number > 0"),  # conf/base
+        ("ppo.sampling", "max_response_tokens: 256  integer > 0"),
+        ("evaluate.sampling", "cuda_graphs: true  true or false"),
+        ("dpo", "batch_size: 64  integer > 0"),
+        ("split.pretraining", "block_tokens:  integer ≥ 2"),  # no default
+        ("launch", "grace_s: 120.0  number ≥ 0; not in the recipe"),
+        ("ppo.kl", "place: reward  `reward`, `loss`"),
+    ],
+)
+def test_the_default_is_the_one_in_effect(place, line):
+    assert line in lines(place)
+
+
+def test_a_single_parameter_is_shown_alone():
+    assert lines("ppo.kl.coef")[1:] == [
+        "coef: 0.05  number ≥ 0",
+        "Coefficient of the KL penalty per token. With `target`: its initial value.",
+    ]
+
+
+def test_every_kind_of_reward_is_shown():
+    text = shown("ppo.rewards")
+    assert all(f"\n  {kind}:" in text for kind in ("callable", "reference", "regex", "rubric"))
+
+
+@pytest.mark.parametrize("field", ["critic", "value_lam"])
+def test_what_a_block_refuses_is_not_shown(field):
+    assert f"\n  {field}:" in shown("ppo")
+    assert f"\n  {field}:" not in shown("grpo") + shown("distill")
+
+
+@pytest.mark.parametrize("top", top_level(), ids=lambda top: top.place)
+def test_what_is_shown_is_yaml_with_a_meaning(top):
+    for each in top.inside(top.blocks[0]):
+        assert list(yaml.safe_load(str(each))) == [each.place.rpartition(".")[2]]
+        assert each.meaning
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("grop", "grop: found 'grop', expected a block (did you mean grpo?)"),
+        (
+            "ppo.smapling",
+            "ppo.smapling: found 'smapling', expected a parameter (did you mean sampl",
+        ),
+        ("ppo.kl.x", "ppo.kl.x: found 'x', expected a parameter: coef, place, target, horizon,"),
+        ("ppo.steps.x", "ppo.steps.x: found 'x', expected a parameter: none"),
+        ("distill.rewards", "distill.rewards: found 'rewards', expected a parameter: "),
+    ],
+)
+def test_an_unknown_name_is_refused(place, message):
+    assert message in shown(place, code=1)
+
+
+def test_no_training_library_is_imported():
+    code = (
+        "import sys; from click.testing import CliRunner; from rlhf_pipeline.cli import cli; "
+        "print(CliRunner().invoke(cli, ['rlhf', 'params', 'grpo']).exit_code, "
+        "{'torch', 'transformers', 'mlflow'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("0 set()")

@@ -1,0 +1,131 @@
+"""The generated parts of the manual are those of the code."""
+
+import re
+from itertools import pairwise
+
+import pytest
+from pydantic import ValidationError
+from test_docs import PROJECT, anchors
+
+from rlhf_pipeline.cli import COMMANDS
+from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
+from rlhf_pipeline.pipelines.table import parameter_blocks, register_pipelines
+
+PARAMETERS = PROJECT / "docs" / "parameters.md"
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    monkeypatch.syspath_prepend(PROJECT / "docs" / "generator")
+    import reference
+
+    return reference
+
+
+@pytest.mark.parametrize("page", ["parameters", "commands", "concepts"])
+def test_the_committed_page_is_that_of_the_code(reference, page):
+    text = (PROJECT / "docs" / f"{page}.md").read_text()
+    assert reference.PART.search(text)
+    assert text == reference.filled(text), f"docs/{page}.md is outdated. Fix: make reference"
+
+
+def section(heading: str) -> str:
+    """The text of a section of the page of parameters."""
+    pieces = re.split(r"^##+ (.+)$", PARAMETERS.read_text(), flags=re.MULTILINE)
+    return dict(pairwise(pieces))[heading]
+
+
+def test_every_parameter_has_a_line_or_a_link():
+    for name, block in parameter_blocks().items():
+        text = section(f"`{name}`")
+        assert [
+            field
+            for field in block.model_fields
+            if field not in block.unused
+            and f"- `{field}:" not in text
+            and f"`{field}`" not in text.rpartition("hose of [")[2]
+        ] == []
+
+
+def test_inherited_parameters_are_named_and_have_a_line_where_the_link_leads():
+    text = section("`grpo`")
+    assert re.search(r"^Also those of \[`ppo`\]\(#ppo\), with its defaults: ", text, re.M)
+    assert "`clip_range`" in text and "- `clip_range: 0.2` (number > 0): " in section("`ppo`")
+
+
+def test_defaults_in_effect_are_shown():
+    assert "- `actor: {optimizer: {learning_rate: 1.0e-6}}` " in section("`grpo`")
+    assert "- `actor: {optimizer: {learning_rate: 3.0e-6}}` " in section("`ppo`")
+    assert "- `batch_size: 32` " in section("`sft`")
+
+
+OTHER = {
+    "critic": {"optimizer": {"learning_rate": 1e-6}},
+    "lam": 0.5,
+    "value_lam": 0.5,
+    "value_clip_range": 0.1,
+    "whiten_rewards": True,
+    "critic_warmup_steps": 1,
+    "gamma": 0.5,
+    "scale_by_group_std": False,
+    "reinforce_baseline": "none",
+    "equal_groups": "drop",
+    "advantage": "rloo",
+    "rewards": [{"reference": "exact"}],
+    "aggregate": "min",
+    "reward_model": {"deepspeed": {"precision": "fp32"}},
+    "curriculum": {},
+    "score_clip": 1.0,
+    "missing_eos_penalty": 1.0,
+    "overlong_penalty": 1.0,
+    "old_logprobs": "recompute",
+    "policy_loss": "cispo",
+    "importance": "sequence",
+    "clip_range": 0.1,
+    "clip_range_high": 0.3,
+    "dual_clip": 3.0,
+    "sampler_correction": None,
+    "scale_rewards": "none",
+}
+"""For each parameter a value that is not the default."""
+
+
+@pytest.mark.parametrize(
+    ("block", "given"), [(GRPOConfig, {}), (DistillConfig, {"teacher": "folder"})]
+)
+def test_what_the_page_leaves_out_is_refused(block, given):
+    block.model_validate(given)
+    for name in block.unused:
+        with pytest.raises(ValidationError, match=name):
+            block.model_validate(given | {name: OTHER[name]})
+        assert f"`{name}" not in section(f"`{block.stage}`")
+        assert f"`{block.stage}.{name}" not in PARAMETERS.read_text()
+
+
+def test_no_two_headings_have_one_anchor():
+    headings = re.findall(r"^#+ (.+)$", PARAMETERS.read_text(), re.MULTILINE)
+    assert len(headings) == len(anchors(PARAMETERS))
+
+
+def test_no_line_begins_an_item_by_chance():
+    """A wrapped line must not begin an item of a list, and lines fit an editor."""
+    for page in ("parameters", "commands"):
+        text = (PROJECT / "docs" / f"{page}.md").read_text()
+        assert [line for line in text.splitlines() if re.match(r" +[-+*] ", line)] == []
+        assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_command_has_a_section():
+    found = anchors(PROJECT / "docs" / "commands.md")
+    assert {f"kedro-rlhf-{name}" for name in COMMANDS} | {"kedro-run"} <= found
+
+
+def test_the_graph_has_every_stage_and_what_it_reads():
+    text = (PROJECT / "docs" / "concepts.md").read_text()
+    (graph,) = re.findall(r"^```mermaid\n(.*?)^```$", text, re.M | re.S)
+    arrows = set(re.findall(r"^ +(\w+) --> (\w+)$", graph, re.M))
+    nodes = register_pipelines()["full"].nodes
+    makers = {output: node.name for node in nodes for output in node.outputs}
+    assert arrows == {
+        (makers[name], node.name) for node in nodes for name in node.inputs if name in makers
+    }
