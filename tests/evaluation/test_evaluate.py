@@ -126,6 +126,34 @@ def evaluation_in(folder):
     return json.loads((folder / "export" / "evaluation.json").read_text())
 
 
+def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path):
+    """Two copies of the reward model score as it does; their accuracies are counted together."""
+    other = shutil.copytree(inputs["reward_model"], tmp_path / "other")
+    for folder, (shorter, right) in ((inputs["reward_model"], (4, 1)), (other, (12, 5))):
+        part = {"n": shorter, "rate": right / shorter}
+        report = {"accuracy": {"n": 2 * shorter, "rate": 0.75}, "accuracy_shorter": part}
+        (folder / "reward_report.json").write_text(json.dumps(report))
+    models = {"judge_model.0": inputs["reward_model"], "judge_model.1": other}
+    _, lines = run(inputs | models, tmp_path / "run")
+    for answer in map(json.loads, lines.splitlines()):
+        assert answer["judge_model_score"] == pytest.approx(answer["score"], rel=1e-6)
+    evaluation = evaluation_in(tmp_path / "run")
+    assert list(evaluation["win_rates"]) == ["gold", "judge_model", "score"]
+    found = evaluation["accuracy"]["judge_model"]
+    assert (found["accuracy"]["n"], found["accuracy"]["rate"]) == (32, 0.75)
+    assert (found["accuracy_shorter"]["n"], found["accuracy_shorter"]["rate"]) == (16, 0.375)
+    (inputs["reward_model"] / "reward_report.json").unlink()
+
+
+def test_the_gold_score_has_parts(inputs, world, tmp_path):
+    metrics, _ = run(inputs, tmp_path / "run")
+    parts = ("core", "hint", "courtesy", "surplus")
+    for policy in ("sft", "ppo"):
+        whole = sum(metrics[f"{policy}/gold_{part}"] for part in parts)
+        assert whole == pytest.approx(metrics[f"{policy}/gold_score"])
+        assert 0 <= metrics[f"{policy}/gold_right_answers"] <= 1
+
+
 def test_all_policies_have_the_same_draws(inputs, world, tmp_path):
     """A candidate with the weights of SFT gives SFT's answers, as random as they are."""
     metrics, lines = run(inputs | {"ppo_model": inputs["sft_model"]}, tmp_path / "run")

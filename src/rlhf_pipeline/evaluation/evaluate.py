@@ -155,7 +155,8 @@ def load(
 def accuracy_of(models: Sequence[Path]) -> dict[str, dict[str, float]]:
     """`accuracy` and `accuracy_shorter` of reward models that were measured on different rows, as
     in the report of one of them: on all comparisons, and where the chosen answer is shorter."""
-    reports = [json.loads((model / "reward_report.json").read_text()) for model in models]
+    files = [model / "reward_report.json" for model in models]
+    reports = [json.loads(file.read_text()) for file in files if file.is_file()]
     found = {}
     for name in ("accuracy", "accuracy_shorter"):
         n = sum(report[name]["n"] for report in reports)

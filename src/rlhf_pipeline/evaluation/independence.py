@@ -90,7 +90,7 @@ def own_rewards(policy: Path) -> list[str]:
 
 def _judges(job: LaunchedJob, config: EvaluateConfig) -> Iterator[tuple[str, Block, list[str]]]:
     """The name of each judge but the gold score, the judge, and the inputs with its content."""
-    for name, places in own_models(job.digests).items():
+    for name, places in own_models(job.inputs).items():
         yield name, TrainedReward(), places
     for index, judge in enumerate(config.judges):
         yield judge.label, judge, [f"{JUDGE_PREFIX}{index}"]
