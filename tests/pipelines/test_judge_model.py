@@ -18,12 +18,15 @@ DATA = SplitConfig(
 class Stages:
     """Takes the jobs of a node instead of running them."""
 
-    def __init__(self):
-        self.jobs = []
+    def __init__(self, folder):
+        self.folder, self.jobs = folder, []
 
     def run(self, job):
         self.jobs.append(job)
-        return Path(f"/{job.spec.name}/{len(self.jobs)}")
+        made = self.folder / job.spec.name / str(len(self.jobs))
+        made.mkdir(parents=True)
+        (made / "counts.json").write_text('{"rows": 1}')  # of a source
+        return made
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def made(tmp_path, monkeypatch):
     Path("careful.jsonl").write_text('{"q": "?", "good": "a", "bad": "b"}')
 
     def make(**block):
-        stages = Stages()
+        stages = Stages(tmp_path)
         given = JudgeModelConfig.model_validate(block), TRAINED, DATA, 7, stages
         return judge_models(Path("/split"), Path("/sft"), *given), stages.jobs
 
@@ -59,7 +62,7 @@ def test_five_models_train_on_a_file_and_each_leaves_another_fifth_out(made):
     folds = [job.config["fold"] for job in jobs]
     assert [(fold.number, fold.of) for fold in folds] == [(number, 5) for number in range(5)]
     assert {job.config["reward_model"].epochs for job in jobs} == {10}
-    assert {job.inputs["comparisons"] for job in jobs} == {Path("/split/2/reward_model")}
+    assert {job.inputs["comparisons"] for job in jobs} == {Path.cwd() / "split/2/reward_model"}
 
 
 def test_the_number_of_passes_is_a_parameter(made):

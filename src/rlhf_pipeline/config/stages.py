@@ -93,6 +93,8 @@ def shares(split: SplitConfig) -> dict[Phase, float]:
 def shares_text(split: SplitConfig) -> str:
     """Which share of the rows each phase gets, for a table's last line."""
     found = ", ".join(f"{phase} {share:.0%}" for phase, share in shares(split).items())
+    if split.held_back:
+        found += f"; {split.held_back:.0%} of reward_model's train only the second one, a judge"
     return f"Training conversations by phase: {found}"
 
 
