@@ -159,18 +159,24 @@ def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
 
 
 @pytest.mark.parametrize(
-    ("state", "words", "outcomes"),
+    ("state", "words", "fix", "outcomes"),
     [
-        ("optimized", "which training has optimized", " by the judge that it was trained on"),
+        (
+            "optimized",
+            "which training has optimized",
+            "hold comparisons back for a second reward model (evaluate.judge_model: ",
+            " by the judge that it was trained on",
+        ),
         (
             "unknown",
             "of which nobody recorded whether training has optimized it",
+            "if you know that no training has optimized it, set register.require_independent_",
             " by a judge that it may have been trained on",
         ),
     ],
 )
 def test_only_an_independent_judge_promotes_unless_the_parameters_say_otherwise(
-    state, words, outcomes
+    state, words, fix, outcomes
 ):
     rng = np.random.default_rng(7)
     standing = Standing(state, {"ppo": "rewards"})
@@ -179,7 +185,7 @@ def test_only_an_independent_judge_promotes_unless_the_parameters_say_otherwise(
     )
     (refusal,) = decide(given, CONFIG).refusals
     assert refusal.startswith(f"judge that decides: found score, {words}, expected one that no ")
-    assert "Fix: hold comparisons back for a second reward model (evaluate.judge_model: " in refusal
+    assert f"Fix: {fix}" in refusal
     verdict = decide(given, RegisterConfig(require_independent_judge=False)).record()
     assert verdict["refusals"] == [] and outcome(True, verdict) == f"promoted{outcomes}"
     champion = replace(

@@ -37,10 +37,13 @@ BY_JUDGE: Mapping[State, str] = {
     "unknown": " by a judge that it may have been trained on",
 }
 """What a promotion by such a judge is called."""
-ADVICE = (
-    ". Fix: hold comparisons back for a second reward model (evaluate.judge_model: {held_back: "
-    "0.5}), or add an independent judge to evaluate.judges"
-)
+ADVICE: Mapping[State, str] = {
+    "independent": "",
+    "optimized": ". Fix: hold comparisons back for a second reward model (evaluate.judge_model: "
+    "{held_back: 0.5}), or add an independent judge to evaluate.judges",
+    "unknown": ". Fix: if you know that no training has optimized it, set "
+    "register.require_independent_judge to false",
+}
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def _judging(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         yield Check(what, found, expected, "min_accuracy_shorter", shorter["upper"] >= least)
     if config.require_independent_judge:
         found, passed = f"{judge}, {STATES[evidence.state]}", evidence.state == "independent"
-        expected = "one that no training has optimized" + ("" if passed else ADVICE)
+        expected = f"one that no training has optimized{ADVICE[evidence.state]}"
         yield Check("judge that decides", found, expected, "require_independent_judge", passed)
 
 
