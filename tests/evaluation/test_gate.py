@@ -19,10 +19,10 @@ def evidence(rng, candidate, **more):
     return Evidence(candidate=candidate, baseline=policy(rng, 0.0, kl=0.0), **more)
 
 
-def accuracy(lower, shorter=0.6):
-    """Of the reward model: the lower end on all comparisons, the upper end on some."""
+def accuracy(margin, shorter=0.6):
+    """Of the reward model: the lower end of its margin, and the upper end of its accuracy."""
     one = {"rate": shorter - 0.05, "upper": shorter}
-    return {"score": {"accuracy": {"lower": lower}, "accuracy_shorter": one}}
+    return {"score": {"margin": {"lower": margin}, "shorter": one}}
 
 
 def seeds():
@@ -67,8 +67,8 @@ def cheats(rng):
         "KL from SFT: found 25.00": evidence(rng, policy(rng, 0.8, kl=25.0)),
         "answers that end by themselves": evidence(rng, policy(rng, 0.8, ended=0.3)),
         "win rate against SFT by the gold judge": evidence(rng, policy(rng, -0.8)),
-        "accuracy of the reward model": evidence(
-            rng, better, judge="score", accuracy=accuracy(0.47)
+        "preference of the reward model for the chosen answers: found -0.030": evidence(
+            rng, better, judge="score", accuracy=accuracy(-0.03)
         ),
         "judge that decides: found gold, which training has optimized": evidence(
             rng, better, standing=OPTIMIZED
@@ -265,7 +265,7 @@ def test_a_reward_model_that_measures_length_cannot_promote():
     given = evidence(rng, policy(rng, 0.9), accuracy=accuracy(0.7, shorter=0.49))
     (refusal,) = decide(given, CONFIG).refusals
     assert refusal == (
-        "accuracy of the reward model where the preferred answer is the shorter one: found 0.440, "
+        "accuracy of the reward model where the chosen answer is the shorter one: found 0.440, "
         "at most 0.490, expected at least 0.5: a model that measures length is worse than chance "
         "there (register.min_accuracy_shorter)"
     )

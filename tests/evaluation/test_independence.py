@@ -109,13 +109,18 @@ class Lineages:
     def __init__(self, folder):
         self.folder, self.made = folder, {}
 
-    def make(self, name, stage, config, inputs=(), **given):
-        """An artifact of a stage; `inputs` are names of others, `given` further digests."""
+    def make(self, name, stage, config, inputs=(), comparisons=None, **given):
+        """An artifact of a stage; `inputs` are names of others, `given` further digests, and
+        `comparisons` a part of a split."""
         digests = dict(given) | {as_input: f"digest of {other}" for as_input, other in inputs}
         ancestors = {}
         for _, other in inputs:
             ancestors |= self.made[other].ancestors
             ancestors[f"digest of {other}"] = self.made[other].origin
+        if comparisons is not None:
+            part, _, split = comparisons.partition(" of ")
+            digests["comparisons"] = part
+            ancestors[part] = self.made[split].origin
         self.made[name] = Manifest(stage, name, 0, config, digests, {}, {}, {}, ancestors=ancestors)
         (self.folder / name).mkdir()
         self.made[name].write(self.folder / name)
@@ -139,16 +144,18 @@ def made(tmp_path):
     made = Lineages(tmp_path)
     made.make("base", "base_model", BASE, bytes="of x")
     made.make("split", "split", {"split": {}}, [("base_model", "base")], source_0="rows")
-    rows = [("split", "split")]
-    made.make("sft", "sft", {"sft": {}}, [("base_model", "base"), *rows])
-    trained = {"reward_model": {}}
-    made.make("rm", "reward_model", trained, [("sft_model", "sft"), *rows], comparisons="first")
-    made.make("rm2", "judge_model", trained, [("sft_model", "sft"), *rows], comparisons="second")
+    made.make("earlier", "split", {"split": {"held_back": 0}}, [("base_model", "base")],
+              source_0="rows")  # fmt: skip
+    made.make("sft", "sft", {"sft": {}}, [("base_model", "base"), ("demonstrations", "earlier")])
+    rows, trained, sft = [("prompts", "split")], {"reward_model": {}}, [("sft_model", "sft")]
+    made.make("rm", "reward_model", trained, sft, comparisons="first of split")
+    made.make("rm2", "judge_model", trained, sft, comparisons="second of split")
     made.make("ppo", "ppo", PPO, [("sft_model", "sft"), ("reward_model", "rm"), *rows])
     return made
 
 
 def test_a_model_from_rows_that_were_held_back_is_independent(made):
+    """SFT was reused from a run that held nothing back."""
     assert made.standing("sft", "ppo", judge_model="rm2") == {
         "score": ("optimized", {"ppo": "rewards"}),
         "judge_model": ("independent", {}),
@@ -173,9 +180,9 @@ def test_a_student_inherits_from_its_teacher(made):
 
 def test_another_model_of_the_same_comparisons_is_not_independent(made):
     """Two reward models that learned from one table share its mistakes, and so does DPO."""
-    inputs = [("sft_model", "sft"), ("split", "split")]
-    made.make("again", "reward_model", {"reward_model": {"epochs": 2}}, inputs, comparisons="first")
-    made.make("dpo", "dpo", {"dpo": {}}, inputs, comparisons="first")
+    sft, first = [("sft_model", "sft")], {"comparisons": "first of split"}
+    made.make("again", "reward_model", {"reward_model": {"epochs": 2}}, sft, **first)
+    made.make("dpo", "dpo", {"dpo": {}}, sft, **first)
     assert made.standing("sft", "ppo", "again")["score"] == ("optimized", {"ppo": "earlier"})
     assert made.standing("sft", "dpo", "rm")["score"] == ("optimized", {"dpo": "comparisons"})
     assert made.standing("sft", "dpo", "rm2")["score"] == ("independent", {})
@@ -183,8 +190,8 @@ def test_another_model_of_the_same_comparisons_is_not_independent(made):
 
 def test_a_model_from_another_split_of_the_same_source_may_have_seen_the_same_rows(made):
     made.make("other", "split", {"split": {"seed": 2}}, [("base_model", "base")], source_0="rows")
-    inputs = [("sft_model", "sft"), ("split", "other")]
-    made.make("rm3", "reward_model", {"reward_model": {}}, inputs, comparisons="third")
+    third = {"comparisons": "third of other"}
+    made.make("rm3", "reward_model", {"reward_model": {}}, [("sft_model", "sft")], **third)
     assert made.standing("sft", "ppo", "rm3")["score"] == ("unknown", {"ppo": "unknown"})
     grpo = {"grpo": {"rewards": [{"reference": "exact", "weight": 1.0}]}}
     made.make("grpo", "grpo", grpo, [("sft_model", "sft"), ("split", "split")])

@@ -246,7 +246,7 @@ class RegisterConfig(Block):
     against SFT and against the champion: a longer answer is not a better one. 0: no check."""
     min_accuracy_shorter: float = Field(default=0.5, ge=0, le=1)
     """The upper end of the 95% interval on the accuracy of a reward model, on held-out comparisons
-    whose preferred answer is the shorter one, must reach this value: of the one that decides, and
+    whose chosen answer is the shorter one, must reach this value: of the one that decides, and
     of one that training has optimized. 0: no check."""
     require_independent_judge: bool = True
     """Whether only an independent judge promotes: one of which it is known that no training of the

@@ -7,11 +7,13 @@ again with other randomness, because a win rate is about independent answers.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from rlhf_pipeline.config.evaluate import (
@@ -153,17 +155,25 @@ def load(
 
 
 def accuracy_of(models: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """`accuracy` and `accuracy_shorter` of reward models that were measured on different rows, as
-    in the report of one of them: on all comparisons, and where the chosen answer is shorter."""
-    files = [model / "reward_report.json" for model in models]
-    reports = [json.loads(file.read_text()) for file in files if file.is_file()]
-    found = {}
-    for name in ("accuracy", "accuracy_shorter"):
-        n = sum(report[name]["n"] for report in reports)
-        right = sum(report[name]["n"] * report[name]["rate"] for report in reports)
-        lower, upper = rate_interval(right / n, n) if n else (0.0, 1.0)
-        found[name] = {"rate": right / n if n else 0.5, "lower": lower, "upper": upper, "n": n}
-    return found
+    """How well reward models, each measured on other held-out comparisons, judge together.
+
+    margin      mean of chosen minus rejected score, with the 95% interval of a mean: above 0,
+                the models know more than chance. A margin says more than its sign does
+    shorter     accuracy where the chosen answer is the shorter one, with its interval
+    """
+    reports = [json.loads((model / "reward_report.json").read_text()) for model in models]
+    names = "pairs", "margin", "margin_square"
+    n, margins, squares = (np.array([one[name] for one in reports], float) for name in names)
+    margin, square = n @ margins / n.sum(), n @ squares / n.sum()
+    half = 1.96 * math.sqrt((square - margin**2) / n.sum())
+    parts = [one["accuracy_shorter"] for one in reports]
+    few = sum(part["n"] for part in parts)
+    rate = sum(part["n"] * part["rate"] for part in parts) / max(few, 1)
+    lower, upper = rate_interval(rate, few) if few else (0.0, 1.0)
+    return {
+        "margin": {"mean": margin, "lower": margin - half, "upper": margin + half, "n": n.sum()},
+        "shorter": {"rate": rate, "lower": lower, "upper": upper, "n": few},
+    }
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:

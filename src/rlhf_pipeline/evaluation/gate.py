@@ -172,15 +172,13 @@ def _judging(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     """The judge can tell good answers from bad, and no training has optimized it."""
     judge = evidence.judge
     if judge in evidence.accuracy:
-        what, lower = (
-            f"accuracy of {judge_title(judge)}",
-            evidence.accuracy[judge]["accuracy"]["lower"],
-        )
-        found = f"{lower:.3f} as the lower end of its 95% interval"
-        yield Check(what, found, "more than 0.5, which is chance", None, lower > 0.5)
+        lower = evidence.accuracy[judge]["margin"]["lower"]
+        what = f"preference of {judge_title(judge)} for the chosen answers"
+        found = f"{lower:.3f} as the lower end of the 95% interval of its margin"
+        yield Check(what, found, "more than 0, which is chance", None, lower > 0)
     for name, measured in evidence.accuracy.items() if config.min_accuracy_shorter else ():
-        shorter, least = measured["accuracy_shorter"], config.min_accuracy_shorter
-        what = f"accuracy of {judge_title(name)} where the preferred answer is the shorter one"
+        shorter, least = measured["shorter"], config.min_accuracy_shorter
+        what = f"accuracy of {judge_title(name)} where the chosen answer is the shorter one"
         found = f"{shorter['rate']:.3f}, at most {shorter['upper']:.3f}"
         expected = f"at least {least:g}: a model that measures length is worse than chance there"
         yield Check(what, found, expected, "min_accuracy_shorter", shorter["upper"] >= least)

@@ -5,7 +5,8 @@ maximized its scores or learned from its comparisons; "unknown" if nobody record
 else "independent". Only an independent judge shows that answers are better.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,16 @@ def standings(
     for name, judge, places in _judges(job, config):
         contents = [job.digests[place] for place in places if place in job.digests]
         made = [Manifest.read(artifacts[each]) for each in contents if each in artifacts]
-        origin = [record for manifest in made for record in manifest.lineage]
+        learned = _comparisons(made)
         by: dict[str, str] = {}
         unknown: dict[str, str] = {}
         for policy, manifest in trained.items():
-            if how := _optimized(manifest.lineage, judge, contents, origin):
+            if how := _optimized(manifest, judge, contents, learned):
                 by[policy] = how
             elif (
                 imported[policy] - shared
                 or _is_incomplete(manifest)
-                or _may_overlap(origin, manifest.lineage)
+                or _may_overlap(learned, _comparisons([manifest]))
             ):
                 unknown[policy] = "unknown"
         state: State = "optimized" if by else "unknown" if unknown else "independent"
@@ -97,22 +98,21 @@ def _judges(job: LaunchedJob, config: EvaluateConfig) -> Iterator[tuple[str, Blo
 
 
 def _optimized(
-    lineage: Sequence[Record], judge: Block, contents: Sequence[str], origin: Sequence[Record]
+    policy: Manifest, judge: Block, contents: Sequence[str], learned: Collection[str]
 ) -> str | None:
-    """How the trainings of a lineage have optimized a judge, whose own lineage is `origin`."""
+    """How the trainings of a lineage have optimized a judge, which learned from comparisons."""
     own = set().union(*(_identities(judge, content) for content in contents or [""]))
-    learned = _comparisons(origin)
     reads_truth = reads_references(judge)
-    for number, record in enumerate(lineage):
+    for number, record in enumerate(policy.lineage):
         for index, reward in enumerate(_rewards(record)):
             place = "reward_model" if isinstance(reward, TrainedReward) else f"rewards.{index}"
             given = record["inputs"].get(place)
             is_judge = not own.isdisjoint(_identities(reward, given))
             if reward.weight and (is_judge or (reads_truth and _may_read_truth(reward, given))):
                 return "earlier" if number else "rewards"
-    if learned & _comparisons(lineage[:1]):
+    if policy.inputs.get("comparisons") in learned:
         return "comparisons"
-    return "earlier" if learned & _comparisons(lineage) else None
+    return None if _comparisons([policy]).keys().isdisjoint(learned) else "earlier"
 
 
 def _may_read_truth(reward: SampleReward, content: str | None) -> bool:
@@ -134,23 +134,23 @@ def _rewards(record: Record) -> Sequence[SampleReward]:
     return next((adapter.validate_python(block["rewards"]) for block in blocks), ())
 
 
-def _comparisons(lineage: Iterable[Record]) -> set[str]:
-    """The digests of the comparisons that trainings have learned from."""
-    return {r["inputs"]["comparisons"] for r in lineage if "comparisons" in r["inputs"]}
+def _comparisons(made: Iterable[Manifest]) -> dict[str, Record | None]:
+    """The digests of the comparisons that trainings have learned from, with the split of each."""
+    known = {digest: one for manifest in made for digest, one in manifest.ancestors.items()}
+    records = [record for manifest in made for record in manifest.lineage]
+    learned = [r["inputs"]["comparisons"] for r in records if "comparisons" in r["inputs"]]
+    return {digest: known.get(digest) for digest in learned}
 
 
-def _may_overlap(judge: Sequence[Record], policy: Sequence[Record]) -> bool:
+def _may_overlap(judge: Mapping[str, Record | None], policy: Mapping[str, Record | None]) -> bool:
     """Whether two splits have divided one source: then both may have learned from one row."""
-    ours, theirs = ([r for r in each if r["stage"] == "split"] for each in (judge, policy))
-    sources = [
-        {digest for name, digest in split["inputs"].items() if name.startswith("source_")}
-        for split in (*ours, *theirs)
-    ]
-    return bool(_comparisons(policy)) and any(
-        a != b and sources[i] & sources[len(ours) + j]
-        for i, a in enumerate(ours)
-        for j, b in enumerate(theirs)
-    )
+
+    def sources(split: Record) -> set[str]:
+        return {digest for name, digest in split["inputs"].items() if name.startswith("source_")}
+
+    pairs = product(judge.values(), policy.values())
+    splits = ((ours, theirs) for ours, theirs in pairs if ours and theirs and ours != theirs)
+    return any(sources(ours) & sources(theirs) for ours, theirs in splits)
 
 
 def _imported(lineage: Iterable[Record]) -> set[tuple[tuple[str, str], ...]]:

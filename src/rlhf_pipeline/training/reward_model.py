@@ -163,6 +163,7 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
         "accuracy": _rate(right),
         "accuracy_shorter": _rate(right[tokens[:, 0] < tokens[:, 1]]),
         "margin": float(margins.mean()),
+        "margin_square": float(np.square(margins).mean()),
         "calibration": {"error": error, "bins": bins},
         "sources": {name: _rate(right[of_source == name]) for name in sorted({*sources})},
         "length_correlation": rank_correlation(scores.ravel().tolist(), tokens.ravel().tolist()),
