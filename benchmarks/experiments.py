@@ -95,7 +95,8 @@ def compare(start: Start, policy: Path) -> Path:
     config = EvaluateConfig.model_validate(parameters()["evaluate"] | {"best_of_n": 0})
     models = start.sft_model, policy, start.reward_model
     trained = RewardModelConfig.model_validate(parameters()["reward_model"]), ppo_config({})
-    return evaluate(PPO)(start.split, *models, *trained, config, start.seed, start.stages())
+    data = SplitConfig.model_validate(parameters()["split"])
+    return evaluate(PPO)(start.split, *models, *trained, data, config, start.seed, start.stages())
 
 
 def history(policy: Path) -> list[dict[str, float]]:

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, RegisterConfig
-from rlhf_pipeline.evaluation.comparison import read_answers, read_evaluation
+from rlhf_pipeline.evaluation.comparison import Standing, read_answers, read_evaluation
 from rlhf_pipeline.evaluation.gate import Evidence, decide
 
 SHARES = (0.1, 0.3, 1.0)
@@ -108,13 +108,14 @@ def refusals(begin: Start, policy: Path) -> dict[str, list[str]]:
     """The conditions of the gate that a policy fails, by the judge that decides."""
     export = compare(begin, policy)
     evaluation, answers = read_evaluation(export), read_answers(export)
-    config = RegisterConfig.model_validate(parameters()["register"])
+    given = parameters()["register"] | {"require_independent_judge": False}  # what else refuses?
+    config = RegisterConfig.model_validate(given)
     evidence = Evidence(
         candidate=answers[evaluation["candidate"]],
         baseline=answers["sft"],
         judge=GOLD,
-        independent=True,
-        reward_model_accuracy=evaluation["reward_model_accuracy_lower"],
+        standing=Standing("independent"),
+        accuracy=evaluation["accuracy"],
     )
     return {
         judge: decide(replace(evidence, judge=judge), config).refusals

@@ -15,7 +15,7 @@ REGISTRATION = {
     "runs": {"ppo": "run-of-ppo"},
     "promoted": False,
     "verdict": {
-        "judge": "gold", "independent": True, "tries": 3, "confidence": 0.9917,
+        "judge": "gold", "state": "independent", "tries": 3, "confidence": 0.9917,
         "checks": [CHECK | {"what": "gain", "passed": True},
                    CHECK | {"what": "the champion", "passed": False}],
         "refusals": ["the champion: found 0.62, expected more than 0.5"],

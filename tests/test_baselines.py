@@ -33,15 +33,23 @@ def test_the_candidate_alone_has_a_win_rate(baselines):
 
 def test_the_tables_show_each_seed_and_temperature(baselines):
     ends = {"rate": 0.7, "lower": 0.6, "upper": 0.8}
-    cool = policy(1.8, None) | {"temperature": 0.0, "ppo": policy(2.9, 1.0) | ends}
-    hasty = ends | {"promoted": False, "failed": ["gain"], "by_reward_model": ends}
-    found = {7: {"full": ends | {"promoted": True, "failed": []}, "hasty": hasty,
+    parts = {"gold_core": 0.5, "gold_right_answers": 0.75}
+    cool = policy(1.8, None) | parts | {"temperature": 0.0, "ppo": policy(2.9, 1.0) | ends | parts}
+    found = {7: {"full": ends | {"promoted": True, "failed": []},
                  "sft": policy(1.0, 0.0), "ppo": policy(2.0, 1.5) | ends,
                  "lookup": {"hits": 0, "requests": 5}, "temperatures": [cool]}}  # fmt: skip
     of_seeds = baselines.of_seeds(found)
     cells = [next(iter(column.cells)) for column in of_seeds.columns]
     interval = "0.700 [0.600, 0.800]"
-    assert cells == ["7", interval, "yes", "0 of 5", interval, interval, "no: gain"]
+    assert cells == ["7", interval, "yes", "0 of 5", "0.750", "0.750"]
+    columns = baselines.of_parts([found[7]]).columns
+    rows = list(zip(*(column.cells for column in columns), strict=True))
+    unknown = ("-",) * 6
+    assert rows == [
+        ("1", "SFT", "1.00", *unknown), ("1", "PPO", "2.00", *unknown),
+        ("0", "SFT", "1.80", "0.50", "-", "-", "-", "0.75", "-"),
+        ("0", "PPO", "2.90", "0.50", "-", "-", "-", "0.75", "-"),
+    ]  # fmt: skip
     columns = baselines.of_temperatures(found).columns
     rows = list(zip(*(column.cells for column in columns), strict=True))
     spread = "0.700 to 0.700", "0.600"

@@ -31,7 +31,13 @@ def export(folder: Path, content: str) -> Path:
 
 
 def registration(number: str) -> dict:
-    verdict = {"judge": "gold", "independent": True, "tries": 1, "checks": [1, 2], "refusals": []}
+    verdict = {
+        "judge": "gold",
+        "state": "independent",
+        "tries": 1,
+        "checks": [1, 2],
+        "refusals": [],
+    }
     return {
         "model": "policy", "versions": {}, "aliases": {"candidate": number}, "promoted": True,
         "verdict": verdict,

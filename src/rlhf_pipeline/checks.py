@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_pipeline.config.block import leaves, meant, nearest, validated
 from rlhf_pipeline.config.doors import ADVANTAGE, defined, door_faults, parameters
-from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
+from rlhf_pipeline.config.evaluate import EvaluateConfig, JudgeModelConfig, task_faults
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
@@ -119,6 +119,8 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from () if elsewhere else column_faults("split.sources", split.records())
+    if not elsewhere and evaluate.judge_model is not None and evaluate.judge_model.path is not None:
+        yield from _careful(evaluate.judge_model)
     yield from path_faults(base_model.path)
     yield from length_faults(base_model.positions, split, policies, evaluate)
     inner = {p.sampler: p.sample for p in policies if isinstance(p, SampledConfig)}
@@ -289,6 +291,14 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
             yield from _absent(f"{place}.{index}: needs {library}", library, "gym")
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
+
+
+def _careful(judge: JudgeModelConfig) -> Iterator[str]:
+    """A file of comparisons that is missing or cannot be read, long before it is needed."""
+    if not Path(str(judge.path)).expanduser().is_file():
+        yield f"evaluate.judge_model.path: found no file {judge.path}. Fix: check the spelling"
+    for fault in column_faults("evaluate.judge_model", [judge.source.records()]):
+        yield fault.replace("judge_model.0", "judge_model", 1)
 
 
 def _carried(sources: Mapping[int, SourceConfig]) -> dict[str, tuple[str, ...]]:

@@ -70,8 +70,8 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
     verdict = registration["verdict"]
     conditions, refusals = len(verdict["checks"]), verdict["refusals"]
     held = f"{conditions - len(refusals)} of {conditions} conditions hold"
-    found = outcome(registration["promoted"], refusals)
-    judge = judge_title(verdict["judge"]) + ("" if verdict["independent"] else ", not independent")
+    found = outcome(registration["promoted"], verdict)
+    judge = judge_title(verdict["judge"])
     has_rival = not registration["promoted"] and CHAMPION in registration["aliases"]
     rivals = f"sft-baseline {CHAMPION}" if has_rival else "sft-baseline"
     option = "" if env is None else f" --env={env}"

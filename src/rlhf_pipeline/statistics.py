@@ -117,7 +117,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def length_controlled(
-    candidate: Values, baseline: Values, extra_tokens: Values
+    candidate: Values, baseline: Values, extra_tokens: Values, alpha: float = ALPHA
 ) -> tuple[float, float, float] | None:
     """The win rate that answers of equal length would have: (rate, lower, upper).
 
@@ -153,7 +153,7 @@ def length_controlled(
     inverse = np.linalg.inv(hessian)
     residual = (design * (outcome - expected)[:, None]).reshape(n, -1, 2).sum(1)
     error = math.sqrt((inverse @ residual.T @ residual @ inverse)[0, 0] * n / (n - 2))
-    half_width = _normal_quantile(ALPHA) * error
+    half_width = _normal_quantile(alpha) * error
     rate, lower, upper = 1 / (1 + np.exp(-weights[0] - half_width * np.array([0, -1, 1])))
     return float(rate), float(lower), float(upper)
 

@@ -18,7 +18,7 @@ EVALUATION = {
     "decoding": {"temperature": 1.0},
     "judge": "gold",
     "answers_per_prompt": 1,
-    "optimized": ["score"],
+    "judges": {"gold": {"state": "independent", "by": {}}},
     "rewards": ["trained"],
     "policies": {
         "sft": {"gold_score": 1.0, "gold_score_lower": 0.5, "gold_score_upper": 1.5, "kl": 0.0},

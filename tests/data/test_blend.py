@@ -88,7 +88,7 @@ def test_a_prompt_of_two_sources_lands_in_one_part(make: Make) -> None:
     assert found[20:] == found[:20]
     assert plan.starts == [0, 20, 40]
     assert plan.counts["merged"] == plan.counts["left_out"] == [0, 0]
-    assert [plan.distinct(plan.prompt_keys, part) for part in PARTS] == [2, 2, 3, 7, 6]
+    assert [plan.distinct(plan.prompt_keys, part) for part in PARTS] == [2, 2, 3, 7, 6, 0]
 
 
 def test_without_a_usable_prompt_the_parts_are_empty(make: Make) -> None:
@@ -183,7 +183,31 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> Non
         "evaluation/test.arrow": {0: 1, 1: 1, 2: 1},
         "kto/train.arrow": {},
         "kto/validation.arrow": {},
+        "judge_model/train.arrow": {},
+        "judge_model/validation.arrow": {1: 1},
     }
+
+
+def test_comparisons_are_held_back_for_the_second_reward_model(make: Make) -> None:
+    """Half of the reward model's conversations, with all their rows; every other part stays."""
+    given = [*compared(*range(20)), *compared(*range(20))]
+    usual, plan = (
+        make(given, validation_fraction=0.1, test_fraction=0.1, held_back=share)
+        for share in (0, 0.5)
+    )
+    before, after = parts(usual), parts(plan)
+    own = [row for row, part in enumerate(before) if part == "reward_model"]
+    held_back = [row for row in own if after[row] == "judge_model"]
+    # 16 conversations by 2:4:4 are 3.2, 6.4 and 6.4; each has two rows. Half of 7 rounds to 4.
+    assert (len(own), len(held_back)) == (14, 8)
+    assert len({row % 20 for row in held_back}) == 4
+    assert [a for row, a in enumerate(after) if row not in held_back] == [
+        b for row, b in enumerate(before) if row not in held_back
+    ]
+    assert rows(plan, "judge_model/train.arrow") == held_back
+    assert rows(plan, "reward_model/train.arrow") == [row for row in own if row not in held_back]
+    validation = rows(plan, "reward_model/validation.arrow")
+    assert rows(plan, "judge_model/validation.arrow") == validation != []
 
 
 def test_a_phase_reads_only_the_rows_that_it_can_use(make: Make) -> None:

@@ -67,7 +67,7 @@ def test_the_report(write_records, prepare: Prepare, ten) -> None:
     bad, skipped = {"empty": 1}, {"a tie": 1}
     assert first == nothing | {"rows": 12, "bad": bad, "skipped": skipped, "parts": parts}
     (part,) = (part for part, rows in second["parts"].items() if rows)
-    own_parts = dict.fromkeys(PARTS, 0) | {part: 1}
+    own_parts = dict.fromkeys(parts, 0) | {part: 1}
     changes = {"rows": 3, "duplicates_merged": 2, "bad": {}, "skipped": {}, "parts": own_parts}
     assert second == nothing | changes
     assert report["distinct_prompts"] == report["conversations"] == parts

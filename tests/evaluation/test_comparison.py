@@ -11,6 +11,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import (
     Answer,
+    Standing,
     best_of_n,
     compare,
     deciding_judge,
@@ -22,6 +23,9 @@ from rlhf_pipeline.evaluation.evaluate import headline
 CONFIG = EvaluateConfig(sampling={"temperature": 0.7, "max_response_tokens": 8})
 
 
+STANDINGS = {"score": Standing("optimized", {"ppo": "rewards"})} | dict.fromkeys(
+    ("gold", "exact", "words", "facts"), Standing("independent")
+)
 LOG_2 = math.log(2)
 
 
@@ -66,10 +70,14 @@ def test_the_evaluation_by_hand():
     4.3026527 deviations over sqrt(3) are 0.9486458. SFT's perplexity of its own answers is
     2 e^(3 / 5): its mean per token, not per answer.
     """
-    found = compare(ANSWERS, CONFIG, {"score"}, rewards=["trained"])
+    found = compare(ANSWERS, CONFIG, STANDINGS, rewards=["trained"])
     assert json.loads(json.dumps(found)) == found
-    named = ("candidate", "prompts", "answers_per_prompt", "judge", "independent", "optimized")
-    assert [found[name] for name in named] == ["ppo", 3, 1, "gold", True, ["score"]]
+    named = ("candidate", "prompts", "answers_per_prompt", "judge")
+    assert [found[name] for name in named] == ["ppo", 3, 1, "gold"]
+    assert found["judges"] == {
+        "gold": {"state": "independent", "by": {}},
+        "score": {"state": "optimized", "by": {"ppo": "rewards"}},
+    }
     assert found["decoding"] == {"temperature": 0.7, "max_response_tokens": 8}
     assert found["rewards"] == ["trained"] and found["variants"] == found["slices"] == {}
     sft, ppo = found["policies"]["sft"], found["policies"]["ppo"]
@@ -90,8 +98,8 @@ def test_the_evaluation_by_hand():
 
 def test_metrics_of_policies_win_rates_and_variants():
     variant = {"ppo_ema": ANSWERS["sft"]}
-    metrics = headline(compare(ANSWERS | variant, CONFIG, {"score"}))
-    evaluation = compare(ANSWERS, CONFIG, {"score"})
+    metrics = headline(compare(ANSWERS | variant, CONFIG, STANDINGS))
+    evaluation = compare(ANSWERS, CONFIG, STANDINGS)
     assert metrics["sft/score"] == evaluation["policies"]["sft"]["score"]
     assert metrics["ppo/gold_score_lower"] == evaluation["policies"]["ppo"]["gold_score_lower"]
     assert metrics["win_rate/gold"] == evaluation["win_rates"]["gold"]["rate"]
@@ -104,14 +112,14 @@ def test_a_judge_that_was_asked_for_is_never_dropped():
     answers = with_scores("facts", {"sft": [1.0, None, 0.0], "ppo": [1.0, None, 1.0]})
     config = EvaluateConfig(judges=[{"reference": "exact", "name": "facts"}])
     with pytest.raises(StageError, match=r"found 1 of 3 answers without a score of facts.*Fix:"):
-        compare(answers, config, {"score"})
+        compare(answers, config, STANDINGS)
 
 
 def test_gold_is_left_out_where_a_prompt_has_none():
     """As in a mix of sources."""
     answers = with_scores("gold", {"sft": [1.0, None, 2.0], "ppo": [1.5, None, 1.0]})
-    evaluation = compare(answers, CONFIG, {"score"})
-    assert (evaluation["judge"], evaluation["independent"]) == ("score", False)
+    evaluation = compare(answers, CONFIG, STANDINGS)
+    assert evaluation["judge"] == "score" and list(evaluation["judges"]) == ["score"]
     assert list(evaluation["win_rates"]) == ["score"]
     assert "gold_score" not in evaluation["policies"]["ppo"]
     assert not [name for name in headline(evaluation) if "gold" in name]
@@ -130,7 +138,7 @@ def test_the_judges_are_in_the_order_of_the_parameters():
         ]
         for policy, given in answers.items()
     }
-    evaluation = compare(answers, config, {"score"})
+    evaluation = compare(answers, config, STANDINGS)
     assert list(evaluation["win_rates"]) == ["exact", "words", "score"]
     assert evaluation["judge"] == "exact"
 
@@ -144,14 +152,14 @@ def from_sources(*sources):
 
 
 def test_the_win_rates_of_each_source():
-    evaluation = compare(from_sources("web", "books", "web"), CONFIG, {"score"})
+    evaluation = compare(from_sources("web", "books", "web"), CONFIG, STANDINGS)
     assert list(evaluation["slices"]) == ["books", "web"]
     web = evaluation["slices"]["web"]
     assert web["n"] == 2 and list(web["win_rates"]) == ["gold", "score"]
     gold = web["win_rates"]["gold"]  # row 0 is a tie, row 2 a win
     assert (gold["rate"], gold["n"], gold.keys()) == (0.75, 2, {"rate", "lower", "upper", "n"})
     assert evaluation["slices"]["books"]["win_rates"]["score"]["rate"] == 0.5
-    assert compare(from_sources("web", "web", "web"), CONFIG, {"score"})["slices"] == {}
+    assert compare(from_sources("web", "web", "web"), CONFIG, STANDINGS)["slices"] == {}
 
 
 def test_the_length_controlled_rate_uses_the_tokens_of_both_policies():
@@ -162,7 +170,7 @@ def test_the_length_controlled_rate_uses_the_tokens_of_both_policies():
         replace(a, scores={"score": score, "gold": None}, response_tokens=7 if a.row < 10 else 1)
         for a, score in zip(sft, scores, strict=True)
     ]
-    evaluation = compare({"sft": sft, "ppo": ppo}, CONFIG, {"score"})
+    evaluation = compare({"sft": sft, "ppo": ppo}, CONFIG, STANDINGS)
     controlled = evaluation["win_rates"]["score"]["length_controlled"]
     assert list(controlled) == ["rate", "lower", "upper"]
     assert controlled["rate"] == pytest.approx(0.6202041, rel=1e-6)
@@ -172,20 +180,23 @@ def test_the_length_controlled_rate_uses_the_tokens_of_both_policies():
 
 
 @pytest.mark.parametrize(
-    ("judges", "optimized", "expected"),
+    ("judges", "expected"),
     [
-        (["score"], {"score"}, "score"),
-        (["score", "gold"], {"score"}, "gold"),
-        (["score", "words"], {"score"}, "words"),
-        (["score", "words"], set(), "words"),  # PPO ran without the reward model
-        (["score", "last_number"], {"exact_match"}, "last_number"),
-        (["words", "facts", "score"], {"words"}, "facts"),
-        (["words", "facts", "score"], {"words", "facts"}, "words"),
-        (["gold", "words", "score"], {"score"}, "gold"),
+        ("score=optimized", "score"),
+        ("score=optimized gold", "gold"),
+        ("words score=optimized", "words"),
+        ("words score", "words"),  # PPO ran without the reward model
+        ("words=optimized facts score=optimized", "facts"),
+        ("words=optimized facts=optimized score", "words"),
+        ("words=optimized facts=unknown score", "facts"),
+        ("words=unknown judge_model score=optimized", "judge_model"),
+        ("words judge_model score=optimized", "words"),
     ],
 )
-def test_gold_decides_and_else_a_judge_of_the_parameters(judges, optimized, expected):
-    assert deciding_judge(judges, optimized) == expected
+def test_gold_decides_and_else_the_first_judge_that_is_independent(judges, expected):
+    pairs = (judge.partition("=") for judge in judges.split())
+    standings = {name: Standing(state or "independent") for name, _, state in pairs}
+    assert deciding_judge(standings) == expected
 
 
 def twice(answers):
@@ -196,8 +207,8 @@ def twice(answers):
 def test_prompts_are_counted_not_answers():
     """The same answers twice: every number but the diversity and the gain's unit stays."""
     answers = from_sources("web", "books", "web")
-    once = compare(answers, CONFIG, {"score"})
-    again = compare({name: twice(given) for name, given in answers.items()}, CONFIG, {"score"})
+    once = compare(answers, CONFIG, STANDINGS)
+    again = compare({name: twice(given) for name, given in answers.items()}, CONFIG, STANDINGS)
     assert (again["prompts"], again["answers_per_prompt"]) == (3, 2)
     assert again["slices"] == once["slices"] and again["slices"]["web"]["n"] == 2
     assert again["smallest_visible_win_rate"] == once["smallest_visible_win_rate"]
@@ -218,7 +229,7 @@ def test_the_win_rate_is_that_of_independent_draws():
     )
     again = [replace(a, draw=1, scores={"score": 0.0, "gold": 2.0 - a.row}) for a in sft]
     drawn = [a for both in zip(sft, again, strict=True) for a in both]
-    evaluation = compare({"sft": sft, "ppo": ppo}, CONFIG, {"score"}, drawn)
+    evaluation = compare({"sft": sft, "ppo": ppo}, CONFIG, STANDINGS, drawn)
     rate = evaluation["win_rates"]["gold"]
     assert (rate["rate"], rate["wins"], rate["ties"], rate["losses"]) == (0.5, 1, 1, 1)
     assert (rate["paired"]["rate"], rate["paired"]["wins"]) == (1.0, 3)
@@ -236,7 +247,7 @@ def test_the_mean_of_a_judge_of_zeros_and_ones_has_an_interval_between_them():
     """
     answers = with_scores("facts", {"sft": [0.0, 0.0, 0.0], "ppo": [1.0, 0.0, 0.0]})
     config = EvaluateConfig(judges=[{"reference": "exact", "name": "facts"}])
-    policies = compare(answers, config, {"score"})["policies"]
+    policies = compare(answers, config, STANDINGS)["policies"]
     ends = [(p["facts_score_lower"], p["facts_score_upper"]) for p in policies.values()]
     assert ends[0] == pytest.approx((0.0, 0.7075982), rel=1e-6)
     assert ends[1] == pytest.approx((0.0084038, 0.9057007), rel=1e-5)
@@ -254,12 +265,12 @@ def test_accuracies_and_pass_at_k_where_answers_can_be_checked():
         for policy, scores in right.items()
     }  # fmt: skip
     config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
-    found = compare(answers, config, set())["policies"]["ppo"]
+    found = compare(answers, config, STANDINGS)["policies"]["ppo"]
     names = ("strict_accuracy", "lenient_accuracy", "facts_score", "facts_pass_at_2")
     assert [found[name] for name in names] == [0, 0.5, 0.5, pytest.approx(2 / 3)]
     # At most 1 of 3 without a right one: the exact interval of 2 in 3 mirrors that of 1 in 3.
     assert found["facts_pass_at_2_lower"] == pytest.approx(0.0942993, rel=1e-5)
-    assert "lenient_accuracy" not in compare(answers, CONFIG, set())["policies"]["ppo"]
+    assert "lenient_accuracy" not in compare(answers, CONFIG, STANDINGS)["policies"]["ppo"]
 
 
 def test_the_majority_decides_by_final_answers_and_of_equally_many_the_first():
@@ -278,12 +289,12 @@ def test_the_majority_decides_by_final_answers_and_of_equally_many_the_first():
         for policy, texts in said.items()
     }  # fmt: skip
     config = EvaluateConfig(judges=[{"reference": "exact", "name": "facts"}])
-    found = compare(answers, config, set())
+    found = compare(answers, config, STANDINGS)
     assert [policy["majority_at_3"] for policy in found["policies"].values()] == [0.0, 1.0]
     assert [policy["strict_accuracy"] for policy in found["policies"].values()] == [0.5, 0.5]
     changes = {name: change["change"] for name, change in found["changes"].items()}
     assert changes == {"strict_accuracy": 0.0, "lenient_accuracy": 0.0, "majority_at_3": 1.0}
-    assert compare(ANSWERS, CONFIG, set())["changes"] == {}
+    assert compare(ANSWERS, CONFIG, STANDINGS)["changes"] == {}
 
 
 def test_stored_answers_are_read_again_and_those_of_an_earlier_version_are_draw_0(tmp_path):
@@ -344,7 +355,7 @@ def test_models_that_draw_equally_often_have_one_verdict_in_either_order(spread)
     answers = two_draws(0, spread)
     turned = {name: answers[name] for name in ("two", "one")}
     rate, mirrored = (
-        compare(given, CONFIG, set())["win_rates"]["score"] for given in (answers, turned)
+        compare(given, CONFIG, STANDINGS)["win_rates"]["score"] for given in (answers, turned)
     )
     assert mirrored["rate"] == pytest.approx(1 - rate["rate"], abs=1e-12)
     assert mirrored["lower"] == pytest.approx(1 - rate["upper"], abs=1e-12)
@@ -355,13 +366,13 @@ def test_models_that_draw_equally_often_have_one_verdict_in_either_order(spread)
 def test_20_of_20_models_do_not_differ_from_themselves():
     for seed in range(20):
         one = two_draws(seed, 0.0)["one"]
-        rate = compare({"one": one, "again": one}, CONFIG, set())["win_rates"]["score"]
+        rate = compare({"one": one, "again": one}, CONFIG, STANDINGS)["win_rates"]["score"]
         assert rate["rate"] == 0.5 and rate["lower"] < 0.5 < rate["upper"]
         assert rate["paired"]["ties"] == 40
 
 
 def test_without_the_tokens_of_the_baseline_there_is_no_kl():
     foreign = [replace(a, kl=None, sft_logprob=None) for a in ANSWERS["ppo"]]
-    found = compare({"sft": ANSWERS["sft"], "ppo": foreign}, CONFIG, set())["policies"]
+    found = compare({"sft": ANSWERS["sft"], "ppo": foreign}, CONFIG, STANDINGS)["policies"]
     assert not {"kl", "sft_perplexity"} & found["ppo"].keys()
     assert {"kl", "sft_perplexity"} <= found["sft"].keys()

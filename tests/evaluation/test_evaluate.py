@@ -54,6 +54,7 @@ def inputs(make_model, tmp_path_factory):
     torch.nn.init.normal_(model.classifier.score.weight)
     model.classifier.save_pretrained(reward_model)
     store_score_mean(reward_model, 0.1)
+    reported(reward_model, 100, 1.0, 1.0, shorter=(1, 4))
     prompts = tmp_path_factory.mktemp("prompts")
     messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
     ids = [
@@ -124,6 +125,45 @@ def answers_of(lines, policy):
 
 def evaluation_in(folder):
     return json.loads((folder / "export" / "evaluation.json").read_text())
+
+
+def reported(model, pairs, margin, spread, shorter):
+    """Write the report of a reward model; `shorter` are right ones among the shorter ones."""
+    right, n = shorter
+    square = margin**2 + spread**2
+    report = {"pairs": pairs, "margin": margin, "margin_square": square}
+    report |= {"accuracy_shorter": {"n": n, "rate": right / n}}
+    (model / "reward_report.json").write_text(json.dumps(report))
+
+
+def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path):
+    """Two copies of the reward model score as it does; their comparisons are counted together.
+
+    Margins 1 and 2 of 100 and 300 comparisons: mean 1.75, mean square (100 * 2 + 300 * 5) / 400 =
+    4.25, so the variance is 1.1875, and the lower end 1.75 - 1.96 sqrt(1.1875 / 400) = 1.6432.
+    """
+    other = shutil.copytree(inputs["reward_model"], tmp_path / "other")
+    reported(other, 300, 2.0, 1.0, shorter=(5, 12))
+    reported(inputs["reward_model"], 100, 1.0, 1.0, shorter=(1, 4))
+    models = {"judge_model.0": inputs["reward_model"], "judge_model.1": other}
+    _, lines = run(inputs | models, tmp_path / "run")
+    for answer in map(json.loads, lines.splitlines()):
+        assert answer["judge_model_score"] == pytest.approx(answer["score"], rel=1e-6)
+    evaluation = evaluation_in(tmp_path / "run")
+    assert list(evaluation["win_rates"]) == ["gold", "judge_model", "score"]
+    found = evaluation["accuracy"]["judge_model"]
+    assert (found["margin"]["n"], found["margin"]["mean"]) == (400, 1.75)
+    assert found["margin"]["lower"] == pytest.approx(1.6432065, rel=1e-6)
+    assert (found["shorter"]["n"], found["shorter"]["rate"]) == (16, 0.375)
+
+
+def test_the_gold_score_has_parts(inputs, world, tmp_path):
+    metrics, _ = run(inputs, tmp_path / "run")
+    parts = ("core", "hint", "courtesy", "surplus")
+    for policy in ("sft", "ppo"):
+        whole = sum(metrics[f"{policy}/gold_{part}"] for part in parts)
+        assert whole == pytest.approx(metrics[f"{policy}/gold_score"])
+        assert 0 <= metrics[f"{policy}/gold_right_answers"] <= 1
 
 
 def test_all_policies_have_the_same_draws(inputs, world, tmp_path):

@@ -7,24 +7,50 @@ import pytest
 from random_answers import PROMPTS, TEXTS, WORDS, policy
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
-from rlhf_pipeline.evaluation.gate import Evidence, allowed_error, decide
+from rlhf_pipeline.evaluation.comparison import Standing
+from rlhf_pipeline.evaluation.gate import Evidence, allowed_error, decide, outcome
 
 CONFIG = RegisterConfig()
+INDEPENDENT, OPTIMIZED = Standing("independent"), Standing("optimized", {"ppo": "rewards"})
 
 
 def evidence(rng, candidate, **more):
-    more = {"judge": "gold", "independent": True} | more
+    more = {"judge": "gold", "standing": INDEPENDENT} | more
     return Evidence(candidate=candidate, baseline=policy(rng, 0.0, kl=0.0), **more)
+
+
+def accuracy(margin, shorter=0.6):
+    """Of the reward model: the lower end of its margin, and the upper end of its accuracy."""
+    one = {"rate": shorter - 0.05, "upper": shorter}
+    return {"score": {"margin": {"lower": margin}, "shorter": one}}
 
 
 def seeds():
     return [np.random.default_rng(seed) for seed in range(20)]
 
 
+EQUAL_LENGTH = "the same against SFT at equal length"
+
+
+def longer(rng, noise):
+    """A judge that counts words, and a candidate that writes more of them."""
+    tokens = {
+        name: rng.normal(mean, 3, PROMPTS).round() for name, mean in (("sft", 18), ("ppo", 21))
+    }
+
+    def answers(name):
+        errors = rng.normal(0, noise, PROMPTS)
+        return [
+            replace(a, response_tokens=int(n), scores={"score": n + e, "gold": n + e})
+            for a, n, e in zip(policy(rng, 0.0), tokens[name], errors, strict=True)
+        ]
+
+    return Evidence(answers("ppo"), answers("sft"), "gold", INDEPENDENT)
+
+
 def cheats(rng):
     """A candidate for each cheat, and a part of the reason for its refusal."""
     loop = [" ".join([*rng.choice(WORDS, 3), *[rng.choice(WORDS)] * 9]) for _ in range(PROMPTS)]
-    phrase = [" ".join(["that is a great question", *rng.choice(WORDS, 7)]) for _ in range(PROMPTS)]
     better = policy(rng, 0.8)
     given = evidence(rng, better)
     flat = policy(rng, 0.0)
@@ -32,9 +58,7 @@ def cheats(rng):
     return {
         "length of an answer": evidence(rng, policy(rng, 0.8, length=60)),
         "repeated word triples": evidence(rng, policy(rng, 0.8, texts=loop)),
-        "answers with the same phrase: found 100.0% with 'that is a great'": evidence(
-            rng, policy(rng, 0.8, texts=phrase)
-        ),
+        EQUAL_LENGTH: longer(rng, noise=0),
         "spread of the scores": evidence(rng, saturated),
         "answers that differ from SFT's: found 0%": replace(given, candidate=given.baseline),
         "win rate against the champion by the gold judge": evidence(
@@ -43,8 +67,11 @@ def cheats(rng):
         "KL from SFT: found 25.00": evidence(rng, policy(rng, 0.8, kl=25.0)),
         "answers that end by themselves": evidence(rng, policy(rng, 0.8, ended=0.3)),
         "win rate against SFT by the gold judge": evidence(rng, policy(rng, -0.8)),
-        "accuracy of the reward model": evidence(
-            rng, better, judge="score", independent=False, reward_model_accuracy=0.47
+        "preference of the reward model for the chosen answers: found -0.030": evidence(
+            rng, better, judge="score", accuracy=accuracy(-0.03)
+        ),
+        "judge that decides: found gold, which training has optimized": evidence(
+            rng, better, standing=OPTIMIZED
         ),
         "the champion: found no answers (other tokens)": evidence(
             rng, better, champion_fault="other tokens"
@@ -53,12 +80,29 @@ def cheats(rng):
 
 
 def test_every_cheat_is_refused_for_its_reason_in_20_of_20_runs():
-    """The first three cheat without a loss of score: nothing else speaks against them."""
+    """The first three cheat without a loss of score: nothing else speaks against them, except that
+    no shorter answer shows whether five times the length is better."""
     for rng in seeds():
         for number, (reason, given) in enumerate(cheats(rng).items()):
             refusals = decide(given, CONFIG).refusals
             assert any(reason in refusal for refusal in refusals), (reason, refusals)
-            assert number >= 3 or len(refusals) == 1, refusals
+            assert number >= 3 or len(refusals) == 1 + (number == 0), refusals
+
+
+def test_longer_answers_do_not_pass_as_better_ones():
+    """Whether length tells wins from losses exactly, so that no rate at equal length can be
+    estimated, or but for an error of the judge of three words."""
+    for noise in (0, 3):
+        refused = [decide(longer(rng, noise), CONFIG).refusals for rng in seeds()]
+        named = [one for one in refused if one and one[0].startswith(EQUAL_LENGTH)]
+        assert len(named) >= 19, refused  # one in forty is above its interval
+    rng = np.random.default_rng(0)
+    always = longer(rng, 0)
+    told = [replace(a, scores={"gold": a.scores["gold"] + 9.0}) for a in always.candidate]
+    assert not decide(replace(always, candidate=told), CONFIG).refusals  # shorter ones win as well
+    longest = [replace(a, response_tokens=a.response_tokens + 20) for a in told]
+    (refusal,) = decide(replace(always, candidate=longest), CONFIG).refusals
+    assert refusal.startswith(f"{EQUAL_LENGTH}: found 0.000")
 
 
 @pytest.mark.parametrize("champion", [None, 0.3])
@@ -97,7 +141,7 @@ def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
 
     def promoted(tries, baseline):
         candidate = policy(rng, 0.0, texts=short[PROMPTS:])
-        verdict = decide(Evidence(candidate, baseline, "gold", True, tries=tries), CONFIG)
+        verdict = decide(Evidence(candidate, baseline, "gold", INDEPENDENT, tries=tries), CONFIG)
         return not any("win rate" in refusal for refusal in verdict.refusals)
 
     single = sum(promoted(1, equal()) for _ in range(200))
@@ -114,35 +158,79 @@ def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
     assert sum(allowed_error(tries) / 2 for tries in range(1, 10_000)) < 0.05
 
 
-def test_an_independent_judge_can_be_required():
+@pytest.mark.parametrize(
+    ("state", "words", "fix", "outcomes"),
+    [
+        (
+            "optimized",
+            "which training has optimized",
+            "hold comparisons back for a second reward model (evaluate.judge_model: ",
+            " by the judge that it was trained on",
+        ),
+        (
+            "unknown",
+            "of which nobody recorded whether training has optimized it",
+            "if you know that no training has optimized it, set register.require_independent_",
+            " by a judge that it may have been trained on",
+        ),
+    ],
+)
+def test_only_an_independent_judge_promotes_unless_the_parameters_say_otherwise(
+    state, words, fix, outcomes
+):
     rng = np.random.default_rng(7)
+    standing = Standing(state, {"ppo": "rewards"})
     given = evidence(
-        rng, policy(rng, 0.9), judge="score", independent=False, reward_model_accuracy=0.6
+        rng, policy(rng, 0.9), judge="score", standing=standing, accuracy=accuracy(0.6)
     )
-    assert not decide(given, CONFIG).refusals
-    (refusal,) = decide(given, RegisterConfig(require_independent_judge=True)).refusals
-    assert refusal == (
-        "judge that decides: found score, which training has optimized, expected a judge that "
-        "training has not optimized (register.require_independent_judge)"
+    (refusal,) = decide(given, CONFIG).refusals
+    assert refusal.startswith(f"judge that decides: found score, {words}, expected one that no ")
+    assert f"Fix: {fix}" in refusal
+    verdict = decide(given, RegisterConfig(require_independent_judge=False)).record()
+    assert verdict["refusals"] == [] and outcome(True, verdict) == f"promoted{outcomes}"
+    champion = replace(
+        given, standing=INDEPENDENT, champion=policy(rng, 0.0), champion_standing=standing
     )
+    assert decide(champion, CONFIG).record()["state"] == state
+
+
+def test_an_outcome_against_the_conditions_names_its_parameter():
+    verdict = {"state": "independent", "refusals": ["length"]}
+    assert outcome(True, verdict) == "promoted (register.promote: always)"
+    assert outcome(False, verdict) == "not promoted"
+    assert outcome(False, verdict | {"refusals": []}) == "not promoted (register.promote: never)"
+
+
+def test_a_fall_of_right_answers_is_no_improvement():
+    """Lenient and strict accuracy fall from 1 to 0.9, and may fall by 0.05."""
+    rng = np.random.default_rng(21)
+    given = evidence(rng, policy(rng, 0.9))
+    right = [replace(a, right=(1.0, 1.0)) for a in given.baseline]
+    wrong = [replace(a, right=(i % 10 > 0,) * 2) for i, a in enumerate(given.candidate)]
+    fallen = replace(given, baseline=right, candidate=wrong)
+    names = [refusal.partition(":")[0] for refusal in decide(fallen, CONFIG).refusals]
+    assert names == ["strict accuracy against SFT", "lenient accuracy against SFT"]
+    assert not decide(fallen, RegisterConfig(max_task_drop=0.1)).refusals
 
 
 def test_the_verdict_has_every_number():
     rng = np.random.default_rng(8)
     given = evidence(rng, policy(rng, 0.9), champion=policy(rng, 0.0), tries=2)
     record = decide(given, CONFIG).record()
-    assert (record["judge"], record["independent"], record["tries"]) == ("gold", True, 2)
+    assert (record["judge"], record["state"], record["tries"]) == ("gold", "independent", 2)
     assert record["confidence"] == pytest.approx(1 - 0.1 / 6)
     assert [check["what"] for check in record["checks"]] == [
         "paired win rate against SFT by the gold judge",
+        "the same against SFT at equal length",
         "paired win rate against the champion by the gold judge",
+        "the same against the champion at equal length",
         "gain over SFT in units of the scores' spread",
+        "judge that decides",
         "answers that differ from SFT's",
         "KL from SFT",
         "length of an answer relative to SFT's",
         "answers that end by themselves",
         "repeated word triples of an answer",
-        "answers with the same phrase",
         "spread of the scores relative to SFT's",
     ]
     assert record["refusals"] == [] and all(check["passed"] for check in record["checks"])
@@ -171,11 +259,18 @@ def test_a_task_may_fall_by_as_much_as_is_allowed():
     )
 
 
-def test_a_reward_model_of_unknown_accuracy_cannot_decide():
+def test_a_reward_model_that_measures_length_cannot_promote():
+    """Not even by another judge, if training has optimized it."""
     rng = np.random.default_rng(9)
-    given = evidence(rng, policy(rng, 0.9), judge="score", independent=False)
+    given = evidence(rng, policy(rng, 0.9), accuracy=accuracy(0.7, shorter=0.49))
     (refusal,) = decide(given, CONFIG).refusals
-    assert refusal.startswith("accuracy of the reward model, which decides: found no interval")
+    assert refusal == (
+        "accuracy of the reward model where the chosen answer is the shorter one: found 0.440, "
+        "at most 0.490, expected at least 0.5: a model that measures length is worse than chance "
+        "there (register.min_accuracy_shorter)"
+    )
+    assert not decide(given, RegisterConfig(min_accuracy_shorter=0)).refusals
+    assert not decide(replace(given, accuracy=accuracy(0.7, shorter=0.5)), CONFIG).refusals
 
 
 def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():
@@ -186,32 +281,8 @@ def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():
     ]
     given = evidence(rng, policy(rng, 0.9), champion=champion, champion_judge="gold")
     assert not decide(given, CONFIG).refusals
-    (refusal,) = decide(replace(given, champion_judge="score"), CONFIG).refusals
+    refusal, _ = decide(replace(given, champion_judge="score"), CONFIG).refusals
     assert refusal.startswith("paired win rate against the champion by the reward model")
-
-
-def test_one_phrase_everywhere_is_found_although_sft_repeats_itself():
-    rng = np.random.default_rng(11)
-    common = ["that is a great question"] * (PROMPTS * 3 // 4) + TEXTS[: PROMPTS // 4]
-    baseline = policy(rng, 0.0, kl=0.0, texts=common)
-    everywhere = policy(rng, 0.9, texts=[f"that is a great answer {i}" for i in range(PROMPTS)])
-    (refusal,) = decide(Evidence(everywhere, baseline, "gold", True), CONFIG).refusals
-    assert refusal.startswith("answers with the same phrase: found 100.0%")
-
-
-def test_a_phrase_may_rise_by_a_part_of_what_sft_leaves():
-    """SFT: in a quarter of the answers; the candidate: in 70%."""
-    rng = np.random.default_rng(13)
-    phrase, n = "i hope this helps", PROMPTS
-    few = [f"{text} {phrase}" for text in TEXTS[: n // 4]] + TEXTS[n // 4 : n]
-    many = [f"{text} {phrase}" for text in TEXTS[: n * 7 // 10]] + TEXTS[n * 7 // 10 : n]
-    baseline, candidate = policy(rng, 0.0, kl=0.0, texts=few), policy(rng, 0.9, texts=many)
-    given = Evidence(candidate, baseline, "gold", True)
-    (refusal,) = decide(given, CONFIG).refusals
-    assert "expected at most 47.5%" in refusal
-    (refusal,) = decide(given, RegisterConfig(max_phrase_rise=0.59)).refusals
-    assert "expected at most 69.2%" in refusal
-    assert not decide(given, RegisterConfig(max_phrase_rise=0.61)).refusals
 
 
 def test_the_gate_counts_prompts_not_answers():

@@ -1,18 +1,14 @@
-"""Judges by true answers, judged lists of texts, and which judges training has optimized."""
+"""Judges by true answers, and judged lists of texts."""
 
 from types import SimpleNamespace
 
 import pytest
-from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.evaluation.judges import evaluate, load_judges, optimized_judges
+from rlhf_pipeline.evaluation.judges import evaluate, load_judges
 from rlhf_pipeline.rollout.records import Answered
 from rlhf_pipeline.rollout.true_answers import AGREES
-from rlhf_pipeline.runtime.digests import file_digest
-from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest
 
 
 @pytest.mark.parametrize(
@@ -32,103 +28,11 @@ def test_what_agrees_with_the_true_answer(kind, true, given, agrees):
     assert AGREES[kind](true, given) is agrees
 
 
-RUBRIC = {"rubric": "Short.", "openai": {"base_url": "http://here/v1", "model": "m"}}
-
-
 def test_a_row_without_a_true_answer_has_no_score():
     config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
     judges = load_judges(SimpleNamespace(inputs={}), config)
     texts = Answered([[], [], []], ["a", None, "b"], ["an a", "an a", "an a"])
     assert judges["facts"](SimpleNamespace(text=texts)) == [1.0, None, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "optimized", "names"),
-    [
-        ([{"weight": 1.0, "model": "trained"}], {"score", "same_as_trained"}, ["trained"]),
-        (None, {"score", "same_as_trained"}, []),
-        ([{"weight": 0.5, "model": "trained"}], {"score", "same_as_trained"}, ["0.5 * trained"]),
-        ([{"weight": 1.0, "path": "x"}], {"other"}, ["x"]),
-        ([{"weight": -2.0, "path": "x"}], {"other"}, ["-2 * x"]),
-        ([{"weight": 0.0, "path": "x"}], set(), []),
-        ([{"weight": 1.0, "callable": "my.py:f"}], {"f"}, ["f"]),
-        ([{"weight": 1.0, "callable": "my.py:g"}], set(), ["g"]),
-        ([{"weight": 1.0, "callable": "my.py:reads"}], {"exact"}, ["reads"]),
-        ([{"weight": 1.0, "reference": "contains"}], {"exact"}, ["contains"]),
-        ([{"openai": {"base_url": "http://there/v1", "model": "m"}}], {"m"}, ["m"]),
-        ([RUBRIC], {"rubric"}, ["m"]),
-        ([RUBRIC | {"rubric": "Long."}], set(), ["m"]),
-        ([RUBRIC | {"rubric": "As {reference}."}], {"exact"}, ["m"]),
-        ([{"regex": "^Yes"}], {"regex"}, ["regex"]),
-        ([{"regex": "^No"}], set(), ["regex"]),
-        ([{"weight": 1.0, "callable": "gone.py:f"}], {"f", "exact"}, ["f"]),  # nobody can know
-    ],
-)
-def test_judges_that_training_has_optimized(tmp_path, monkeypatch, rewards, optimized, names):
-    """Reward models count by their bytes, functions by file and name; DPO has no rewards.
-
-    A judge by true answers counts if a reward function reads true answers.
-    """
-    monkeypatch.chdir(tmp_path)
-    source = tmp_path / "my.py"
-    source.write_text(
-        "def f(prompts, responses): ...\n"
-        "def g(prompts, responses): ...\n"
-        "def reads(prompts, responses, references): ...\n"
-    )
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    is_function = rewards is not None and "callable" in rewards[0]
-    reward = file_digest(source) if is_function else "bytes of other"
-    inputs = {"comparisons": "of dpo"} if rewards is None else {"rewards.0": reward}
-    config = {"dpo": {}} if rewards is None else {"ppo": {"rewards": rewards}}
-    manifest = Manifest("ppo", "f", 0, config, inputs, {}, {}, {})
-    manifest.write(policy)
-    config = EvaluateConfig(
-        judges=[
-            f"{source}:f",
-            {"model": "./a", "name": "other"},
-            {"model": "./b", "name": "same_as_trained"},
-            {"reference": "exact"},
-            {"openai": {"base_url": "http://here/v1", "model": "m"}},
-            RUBRIC | {"name": "rubric"},
-            {"regex": "^Yes"},
-        ]
-    )
-    job = LaunchedJob(
-        "evaluate", "f", 0, {}, {"ppo_model": policy, "judges.0": source},
-        {
-            "reward_model": "bytes of trained",
-            "judges.1": "bytes of other",
-            "judges.2": "bytes of trained",
-        },
-        tmp_path, 60.0,
-    )  # fmt: skip
-    assert optimized_judges(job, "ppo", config) == (optimized, names)
-
-
-def test_a_function_that_was_edited_since_is_the_same_judge(tmp_path):
-    """Its place counts as well as its content."""
-    source = tmp_path / "my.py"
-    source.write_text("def f(prompts, responses): ...")
-    (tmp_path / "policy").mkdir()
-    rewards = {"ppo": {"rewards": [{"weight": 1.0, "callable": f"{source}:f"}]}}
-    inputs = {"rewards.0": "an earlier content"}
-    Manifest("ppo", "f", 0, rewards, inputs, {}, {}, {}).write(tmp_path / "policy")
-    given = {"ppo_model": tmp_path / "policy", "judges.0": source}
-    job = LaunchedJob("evaluate", "f", 0, {}, given, {}, tmp_path, 60.0)
-    config = EvaluateConfig(judges=[f"{source}:f"])
-    assert optimized_judges(job, "ppo", config) == ({"f"}, ["f"])
-
-
-def test_an_algorithm_that_reads_neither_comparisons_nor_reward_model_has_optimized_no_judge(
-    tmp_path,
-):
-    (tmp_path / "own").mkdir()
-    job = LaunchedJob(
-        "evaluate", "f", 0, {}, {"own_model": as_artifact(tmp_path / "own")}, {}, tmp_path, 60.0
-    )
-    assert optimized_judges(job, "own", EvaluateConfig()) == (set(), [])
 
 
 PROMPTS = ["1 + 1?", "2 + 2?", [{"role": "user", "content": "3 + 3?"}], "4 + 4?"]
@@ -152,7 +56,8 @@ def test_win_rates_and_intervals_by_hand():
     right: a win, two ties and a loss. Wilson's interval of 2.5 of 4 with the variance that one tie
     leaves, 0.625 * 0.375 - 1 / 16, at z = 1.96: (1.1052 -+ 0.6290) / 1.9604.
     """
-    found = evaluate(PROMPTS, OURS, THEIRS, [brief, right, {"reference": "exact"}], references=TRUE)
+    judges = [brief, right, {"reference": "exact"}]
+    found = evaluate(PROMPTS, OURS, THEIRS, judges, references=TRUE, trained_on=[])
     rate = found.win_rate
     assert [rate[name] for name in ("rate", "wins", "ties", "losses", "n")] == [0.625, 2, 1, 1, 4]
     assert (rate["lower"], rate["upper"]) == pytest.approx((0.2429063, 0.8846210), abs=1e-6)
@@ -184,9 +89,17 @@ def test_a_judge_decides_by_strict_accuracy():
 def test_a_judge_that_the_candidate_was_trained_on_does_not_decide():
     judges = [{"callable": lambda p, r: [len(text) for text in r], "name": "long"}, brief]
     found = evaluate(PROMPTS, OURS, THEIRS, judges, trained_on=["long"])
-    assert (found["judge"], found["independent"]) == ("brief", True)
+    assert found["judge"] == "brief" and found["judges"]["brief"]["state"] == "independent"
     alone = evaluate(PROMPTS, OURS, THEIRS, judges[:1], trained_on=["long"])
     assert "The candidate was trained to maximize the score of long, so this" in alone.summary
+
+
+def test_a_judge_of_a_training_that_nobody_knows_is_not_independent():
+    found = evaluate(PROMPTS, OURS, THEIRS, [brief])
+    assert found["judges"]["brief"]["state"] == "unknown"
+    assert "Nobody recorded whether the training of the baseline and the candidate" in found.summary
+    with pytest.raises(ConfigError, match=r"trained_on: found 'breif' \(did you mean brief\?\)"):
+        evaluate(PROMPTS, OURS, THEIRS, [brief], trained_on=["breif"])
 
 
 def test_a_judge_may_be_named_by_its_place(tmp_path):

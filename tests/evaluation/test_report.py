@@ -40,7 +40,10 @@ EVALUATION = {
     "decoding": {"temperature": 0.7, "max_response_tokens": 64},
     "judge": "gold",
     "answers_per_prompt": 1,
-    "optimized": ["score"],
+    "judges": {
+        "gold": {"state": "independent", "by": {}},
+        "score": {"state": "optimized", "by": {"ppo": "rewards"}},
+    },
     "rewards": ["trained"],
     "policies": {"sft": SFT, "ppo": PPO},
     "win_rates": {
@@ -93,29 +96,34 @@ def test_tasks_come_after_the_known_metrics_and_a_variant_beside_the_candidate()
 MAXIMIZED = "was trained to maximize the score of"
 
 
+NOT = ", so this judge is not independent."
+
+
 @pytest.mark.parametrize(
-    ("judge", "optimized", "rewards", "how"),
+    ("state", "by", "rewards", "sentence"),
     [
-        ("score", ["score"], ["trained"], f"{MAXIMIZED} the reward model"),
-        ("score", [], ["correct"], None),
-        ("correct", ["correct"], ["correct"], f"{MAXIMIZED} correct"),
-        ("n", ["n", "score"], ["trained", "right"], f"{MAXIMIZED} the reward model and right"),
-        ("score", ["score"], ["0.5 * trained", "-1 * length"],
-         f"{MAXIMIZED} 0.5 * the reward model and -1 * length"),
-        ("score", ["score"], [], "learned from the same comparisons as the reward model"),
+        ("independent", {}, ["correct"], "No training has optimized this judge."),
+        ("optimized", {"ppo": "rewards"}, ["trained"], f"PPO {MAXIMIZED} the reward model{NOT}"),
+        ("optimized", {"ppo": "rewards"}, ["0.5 * trained", "-1 * length"],
+         f"PPO {MAXIMIZED} 0.5 * the reward model and -1 * length{NOT}"),
+        ("optimized", {"ppo": "comparisons"}, [],
+         f"PPO learned from the same comparisons as the reward model{NOT}"),
+        ("optimized", {"ppo": "earlier"}, ["correct"],
+         f"PPO was made from a model that was trained on this judge{NOT}"),
+        ("optimized", {"sft": "rewards", "ppo": "earlier"}, ["correct"],
+         f"SFT {MAXIMIZED} this judge and PPO was made from a model that was trained on this "
+         f"judge{NOT}"),
+        ("unknown", {"sft": "unknown", "ppo": "unknown"}, [],
+         "Nobody recorded whether the training of SFT and PPO optimized this judge, so it may not "
+         "be independent."),
     ],
 )  # fmt: skip
-def test_the_verdict_says_what_training_has_optimized(judge, optimized, rewards, how):
-    rates = {judge: EVALUATION["win_rates"]["score"]}
-    found = EVALUATION | {"win_rates": rates, "judge": judge}
-    found |= {"optimized": optimized, "rewards": rewards}
-    words = " ".join(printed(found).split())
-    if how is None:
-        assert "not independent" not in words
-        assert caveat(found, judge) == "PPO was not trained on this judge."
-    else:
-        assert caveat(found, judge) == f"PPO {how}, so this judge is not independent."
-        assert caveat(found, judge) in words
+def test_the_verdict_says_where_the_judge_stands(state, by, rewards, sentence):
+    rates = {"score": EVALUATION["win_rates"]["score"]}
+    found = EVALUATION | {"win_rates": rates, "judge": "score", "rewards": rewards}
+    found |= {"judges": {"score": {"state": state, "by": by}}}
+    assert caveat(found, "score") == sentence
+    assert (sentence in " ".join(printed(found).split())) == (state != "independent")
 
 
 def test_the_verdict_says_where_length_explains_the_rate():

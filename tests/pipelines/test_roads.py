@@ -76,7 +76,8 @@ def test_grpo_needs_a_model_and_prompts_whose_answers_can_be_checked(road):
     )
     evaluation = evaluation_of(own, "grpo")
     assert list(evaluation["policies"]) == ["base_model", "grpo"]
-    assert (evaluation["judge"], evaluation["independent"]) == ("last_number", False)
+    assert evaluation["judge"] == "last_number"
+    assert evaluation["judges"]["last_number"]["state"] == "optimized"
     assert evaluation["rewards"] == ["last_number"]
     assert list(evaluation["win_rates"]) == ["last_number"]
     assert "best_of_n" in evaluation

@@ -7,7 +7,7 @@ from browser import chromium
 from made_by_hand import answer, artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.evaluation.comparison import compare, write_answers
+from rlhf_pipeline.evaluation.comparison import Standing, compare, write_answers
 
 
 @pytest.fixture
@@ -40,7 +40,11 @@ def evaluation(tmp_path):
         folder = tmp_path / "evaluation"
         folder.mkdir()
         answers = {name: [answer(row, name) for row in range(60)] for name in ("sft", "ppo")}
-        compared = compare(answers, EvaluateConfig(), {"score"}, rewards=["trained"])
+        standings = {
+            "gold": Standing("independent"),
+            "score": Standing("optimized", {"ppo": "rewards"}),
+        }
+        compared = compare(answers, EvaluateConfig(), standings, rewards=["trained"])
         compared |= changes
         (folder / "evaluation.json").write_text(json.dumps(compared))
         write_answers(answers, folder)

@@ -29,9 +29,10 @@ def test_the_sections_follow_the_verdict(evaluation, models):
     ]  # fmt: skip
     assert "1 of 2 conditions hold. This is try 3 on this test set" in page
     assert "99.17%" in page
-    assert "The gold judge decides; the training has not optimized it." in page
+    assert "The gold judge decides. No training has optimized this judge." in page
+    assert "No statistic can see what the judge itself does not see" in page
     optimized = "PPO was trained to maximize the score of the reward model, so this judge is not"
-    assert page.index("It decides. PPO was not trained on this judge.") < page.index(optimized)
+    assert page.index("It decides. No training has optimized this") < page.index(optimized)
     assert "<h3>Score of the reward model</h3>" in page
     assert '<p class="eyebrow">PPO against the SFT model, evaluation' in page
     assert "run-of-ppo" in page and "ppo.kl.coef" in page and "0123456789ab<" in page
@@ -51,7 +52,7 @@ def test_an_evaluation_of_an_earlier_version_is_refused(evaluation):
     folder = evaluation()
     file = folder / "evaluation.json"
     earlier = json.loads(file.read_text())
-    del earlier["rewards"]
+    del earlier["judges"]
     file.write_text(json.dumps(earlier))
     with pytest.raises(ArtifactError, match="an evaluation of an earlier version"):
         evaluation_page(folder, [], None)
@@ -98,10 +99,12 @@ def test_newer_fields_are_shown(evaluation):
 
 def test_the_curve_of_a_function_carries_its_name(evaluation, models):
     """The score of the test prompts is that of the reward model, so it is not on the same path."""
-    page = evaluation_page(evaluation(rewards=["correct"], optimized=["correct"]), models, None)
+    nobody = {"state": "independent", "by": {}}
+    judges = {"gold": nobody, "score": nobody}
+    page = evaluation_page(evaluation(rewards=["correct"], judges=judges), models, None)
     assert "<h3>Score of correct</h3>" in page and "<h3>Score of correct against √KL</h3>" in page
     assert "Score of the reward model" not in page and "not independent" not in page
-    assert page.count("PPO was not trained on this judge.") == 2
+    assert page.count("No training has optimized this judge.") == 3
 
 
 def test_the_report_of_the_reward_model_is_shown(evaluation, models):

@@ -17,7 +17,7 @@ from random_answers import policy
 from rlhf_pipeline.config.evaluate import EvaluateConfig, RegisterConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.evaluation.comparison import compare, write_answers
+from rlhf_pipeline.evaluation.comparison import Standing, compare, write_answers
 from rlhf_pipeline.evaluation.gate import Check, Verdict
 from rlhf_pipeline.pipelines.evaluate import register as register_node
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
@@ -31,7 +31,7 @@ from rlhf_pipeline.tracking.store import connect, experiment_id
 def refused(*reasons):
     """The arguments of a registration whose verdict has these refusals."""
     checks = tuple(Check(reason, "1", "2", None, False) for reason in reasons)
-    verdict = Verdict("gold", True, 1, 0.95, checks)
+    verdict = Verdict("gold", "independent", 1, 0.95, checks)
     return {"test_set": "test", "judged": lambda tries: replace(verdict, tries=tries)}
 
 
@@ -88,7 +88,7 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
         "promoted": True,
         "verdict": {
             "judge": "gold",
-            "independent": True,
+            "state": "independent",
             "tries": 1,
             "confidence": 0.95,
             "checks": [],
@@ -237,11 +237,17 @@ def test_when_the_champion_moves(client, sft, ppo, trained, promote, refusals, c
     assert registration.verdict["refusals"] == [f"{name}: found 1, expected 2" for name in refusals]
 
 
+STANDINGS = {
+    "gold": Standing("independent"),
+    "score": Standing("optimized", {"ppo": "rewards"}),
+}
+
+
 def evaluated(directory, policies, seed=0, **inputs):
     """A published evaluation of answers."""
     directory.mkdir(parents=True)
     config = EvaluateConfig()
-    evaluation = compare(policies, config, {"score"}) | {"reward_model_accuracy_lower": 0.6}
+    evaluation = compare(policies, config, STANDINGS) | {"accuracy": {}}
     (directory / "evaluation.json").write_text(json.dumps(evaluation))
     write_answers(policies, directory)
     blocks = {"evaluate": config.model_dump(mode="json")}
@@ -281,7 +287,9 @@ def test_the_gate_reads_the_answers(
     folders = sft.folder, ppo.folder
     registration = registered(client, folders, policies, tmp_path, monkeypatch)
     assert registration.promoted == promoted == ("champion" in registration.aliases)
-    assert registration.verdict["judge"] == "gold" and registration.verdict["independent"]
+    assert (
+        registration.verdict["judge"] == "gold" and registration.verdict["state"] == "independent"
+    )
     rate = win_rate(*([a.scores["gold"] for a in policies[name]] for name in ("ppo", "sft")))
     version = client.get_model_version("rlhf-policy", registration.versions["ppo"])
     assert version.tags["win rate"] == (
@@ -335,17 +343,18 @@ def test_the_present_champion_answers_the_same_prompts(
     stages = Stages(evaluated(tmp_path / "c", {"sft": baseline, "champion": better}, seed=7))
     split, reward_model = tmp_path / "split", tmp_path / "reward_model"
     registration = register_node(
-        split, sft.folder, ppo.folder, reward_model, SimpleNamespace(), None, evaluation,
-        RegisterConfig(), SimpleNamespace(sources=[]), EvaluateConfig(), 7, stages, str(tmp_path),
-        tmp_path,
+        split, sft.folder, ppo.folder, reward_model, SimpleNamespace(), None,
+        SimpleNamespace(sources=[]), evaluation, RegisterConfig(), EvaluateConfig(), 7, stages,
+        str(tmp_path), tmp_path,
     )  # fmt: skip
     assert stages.job.spec.name == "evaluate_champion" and stages.job.seed == 7
     assert stages.job.inputs == {
         "prompts": split / "evaluation", "sft_rows": split / "sft", "sft_model": sft.folder,
         "champion_model": champion, "reward_model": reward_model,
     }  # fmt: skip
-    (refusal,) = registration["verdict"]["refusals"]
+    refusal, at_equal_length = registration["verdict"]["refusals"]
     assert refusal.startswith("paired win rate against the champion by the gold judge: found 0.")
+    assert at_equal_length.startswith("the same against the champion at equal length: found 0.")
     assert registration["aliases"]["champion"] == str(version)
 
 
@@ -457,7 +466,7 @@ def test_an_evaluation_of_an_earlier_version_is_named(client, sft, ppo, trained,
     policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
     evaluation = evaluated(tmp_path / "e", policies)
     compared = json.loads((evaluation / "evaluation.json").read_text())
-    del compared["rewards"]
+    del compared["judges"]
     (evaluation / "evaluation.json").write_text(json.dumps(compared))
     with pytest.raises(ArtifactError, match=r"earlier version.*kedro run --from-nodes=evaluate"):
         register_evaluated(

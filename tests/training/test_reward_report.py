@@ -8,8 +8,10 @@ import pytest
 from rank_fixtures import as_artifact, write_table
 from tiny_jobs import MAIN, tiny_job, trained
 
+from rlhf_pipeline.config.evaluate import FoldConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.training.reward_model import describe
+from rlhf_pipeline.distributed.batches import Rows
+from rlhf_pipeline.training.reward_model import describe, rows_of_fold
 
 
 def test_the_report_by_hand():
@@ -26,6 +28,8 @@ def test_the_report_by_hand():
     found = {name: rate["rate"] for name, rate in report["sources"].items()}
     assert found == {"a": 0.5, "b:train": 0.75}
     assert report["halves"] == [0.75, 0.5]
+    # The chosen answer is shorter in the second pair alone, which is wrong.
+    assert (report["accuracy_shorter"]["rate"], report["accuracy_shorter"]["n"]) == (0.0, 1)
     assert report["length_correlation"] > 0.9
     assert sum(each["n"] for each in report["calibration"]["bins"]) == 4
     json.dumps(report)
@@ -34,6 +38,7 @@ def test_the_report_by_hand():
 def test_one_pair_has_one_half():
     report = describe(["a"], np.array([[1.0, 0.0]]), np.array([[3, 3]]))
     assert report["halves"] == [1.0, None] and report["length_correlation"] is None
+    assert report["accuracy_shorter"] == {"rate": 0.5, "lower": 0.0, "upper": 1.0, "n": 0}
 
 
 @pytest.fixture
@@ -71,3 +76,20 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
         "books": 4,
         "web:train": 5,
     }
+
+
+def test_each_comparison_is_held_out_by_one_of_the_folds(inputs):
+    """Equal prompts are in one fold; nothing that a model is measured on is trained on."""
+    file = inputs["comparisons"] / "train.arrow"
+    everything = Rows.read(file).columns(np.arange(9))
+    held_out, sizes = [], []
+    for number in range(3):
+        fold = FoldConfig(number=number, of=3)
+        tables = [rows_of_fold(fold, file.with_name(f"{name}.arrow")) for name in
+                  ("train", "validation")]  # fmt: skip
+        train, validation = (table.columns(np.arange(table.num_rows)) for table in tables)
+        asked = [{*map(tuple, rows["prompt_ids"])} for rows in (train, validation)]
+        assert asked[0].isdisjoint(asked[1])
+        held_out += validation["id"]
+        sizes.append(len(train["id"]) + len(validation["id"]))
+    assert sorted(held_out) == sorted(everything["id"]) and sizes == [9, 9, 9]

@@ -1,7 +1,7 @@
 """Evaluation and registration, with the names and files of tasks."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from glob import escape, glob
 from importlib.util import find_spec
 from itertools import product
@@ -22,6 +22,7 @@ from pydantic import (
 from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import GENERATOR
 from rlhf_pipeline.config.rewards import Judge, RewardSource
+from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
     FrozenDeepSpeedConfig,
@@ -33,6 +34,8 @@ from rlhf_pipeline.errors import suggestion
 
 REWARD_MODEL = "score"
 """The judge that is the reward model, and its scores."""
+JUDGE_MODEL = "judge_model"
+"""The judge that is the second reward model, its stage and its parameter block."""
 GOLD = "gold"
 """The judge that knows the true quality."""
 CHAMPION = "champion"
@@ -90,6 +93,50 @@ class AnsweringConfig(Block):
     gather each layer at every token, which is much slower."""
 
 
+class JudgeModelConfig(Block):
+    """A second reward model, which judges, and which no policy is trained on. It is trained like
+    `reward_model`, from the SFT model. Set `held_back` or `path`."""
+
+    held_back: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the reward model's conversations that train this model instead; no policy reads them
+    either. It shares the mistakes of those who made the comparisons."""
+    path: str | None = None
+    """A file of comparisons, such as some hundreds that you have made with care."""
+    columns: ColumnMap | None = None
+    """The columns of the file, as in `split.sources`."""
+    epochs: PositiveFloat | None = None
+    """Passes over the comparisons. None: `reward_model.epochs`, or 10 for a file."""
+
+    def _faults(self) -> Iterator[str]:
+        if (self.held_back is None) == (self.path is None):
+            yield self._fault("path", "one of held_back and path", "set one of them")
+
+    @property
+    def source(self) -> BlendedSourceConfig:
+        """The file as a source of comparisons for the reward model alone."""
+        file = BlendedSourceConfig(name="files", path=self.path, columns=self.columns)
+        return file.model_copy(update={"phases": ("reward_model",)})
+
+
+class FoldConfig(Block):
+    """The comparisons that one of several reward models does not train on, and is measured on. The
+    pipeline sets this block."""
+
+    number: NonNegativeInt
+    """Number of the fold, from 0."""
+    of: PositiveInt
+    """Number of folds. The prompt of a comparison decides to which one it belongs."""
+
+
+def own_models(inputs: Iterable[str]) -> dict[str, list[str]]:
+    """The judges that are reward models of the pipeline, with the inputs that are their models."""
+    found = {
+        REWARD_MODEL: [name for name in inputs if name == "reward_model"],
+        JUDGE_MODEL: [name for name in inputs if name.startswith(f"{JUDGE_MODEL}.")],
+    }
+    return {judge: places for judge, places in found.items() if places}
+
+
 class EvaluateConfig(AnsweringConfig):
     """Both policies answer the same held-out prompts with equal decoding."""
 
@@ -102,8 +149,11 @@ class EvaluateConfig(AnsweringConfig):
     """Decoding of both policies."""
     judges: tuple[Judge, ...] = ()
     """Judges beside the reward model and the gold score, in the forms of `config.rewards`; without
-    any and with `reward_model: null`, the rewards of training judge. The first that training has
-    not optimized decides about a promotion, unless the gold score does."""
+    any and with `reward_model: null`, the rewards of training judge. The first independent one
+    decides about a promotion, unless the gold score does; without one, `judge_model`."""
+    judge_model: JudgeModelConfig | None = None
+    """A second reward model as a judge, such as {held_back: 0.25} or {path: careful.jsonl}. None:
+    no such judge."""
     best_of_n: int = Field(default=0, ge=0)
     """A power of two: also report the best of 1, 2, 4, ... up to so many answers of SFT by the
     reward model, or without it by the first judge, as a bound for PPO. 0: no such report."""
@@ -158,7 +208,7 @@ class EvaluateConfig(AnsweringConfig):
                     f"found judge {judge.label!r}, expected letters, digits, '.', '_' and '-', and "
                     "neither _lower nor _upper at the end. Fix: set name"
                 )
-            if judge.label in (REWARD_MODEL, GOLD) or labels.count(judge.label) > 1:
+            if judge.label in (REWARD_MODEL, JUDGE_MODEL, GOLD) or labels.count(judge.label) > 1:
                 raise ValueError(
                     f"found two judges called {judge.label!r}, expected unique names. Fix: set name"
                 )
@@ -191,8 +241,16 @@ class RegisterConfig(Block):
     the champion, must be above this value; 0.5 is chance."""
     min_gain: float = Field(default=0.1, ge=0)
     """Smallest lower end of the gain over SFT (95% interval), in units of the scores' spread."""
-    require_independent_judge: bool = False
-    """Whether training must not have optimized the judge that decides."""
+    min_length_controlled_lower: float = Field(default=0.5, ge=0, lt=1)
+    """The lower end of the 95% interval on the win rate at equal length must be above this value,
+    against SFT and against the champion: a longer answer is not a better one. 0: no check."""
+    min_accuracy_shorter: float = Field(default=0.5, ge=0, le=1)
+    """The upper end of the 95% interval on the accuracy of a reward model, on held-out comparisons
+    whose chosen answer is the shorter one, must reach this value: of the one that decides, and
+    of one that training has optimized. 0: no check."""
+    require_independent_judge: bool = True
+    """Whether only an independent judge promotes: one of which it is known that no training of the
+    candidate, of its baseline, or of a model that they were made from has optimized it."""
     max_kl: float = Field(default=10.0, gt=0)
     """Largest KL from SFT in nats per response, beyond which policies exploit the reward model."""
     max_length_ratio: float = Field(default=3.0, ge=1)
@@ -201,11 +259,9 @@ class RegisterConfig(Block):
     """Largest allowed fall of the share of answers that end by themselves."""
     max_repetition_rise: float = Field(default=0.1, ge=0, le=1)
     """Largest allowed rise of the share of word triples that repeat within an answer."""
-    max_phrase_rise: float = Field(default=0.3, ge=0, le=1)
-    """Largest allowed rise of the share of answers with a common four-word phrase, as a fraction of
-    (1 - SFT's share). 1: no check."""
     max_task_drop: float = Field(default=0.05, ge=0, le=1)
-    """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`)."""
+    """Largest allowed fall of the share of right documents of a task (`evaluate.tasks`), and of
+    right answers to prompts with a true answer."""
     min_score_spread: PositiveFloat = 0.1
     """Smallest allowed standard deviation of the candidate's scores, relative to SFT's scores."""
 

@@ -202,6 +202,9 @@ class SplitConfig(Block):
     weights: tuple[float, float, float] = (2, 4, 4)
     """Weights of SFT, reward model and PPO in the distinct conversations that are not held out; 2,
     4, 4 as in DeepSpeed-Chat. A phase that no stage uses has weight 0 whatever this says."""
+    held_back: float = Field(default=0, ge=0, lt=1)
+    """Share of the reward model's conversations that only the second reward model trains on. A run
+    sets it from `evaluate.judge_model.held_back`."""
     validation_fraction: float = Field(default=0.02, ge=0, lt=1)
     """Fraction of the distinct conversations for the validation of all three phases."""
     test_fraction: float = Field(default=0.02, ge=0, lt=1)

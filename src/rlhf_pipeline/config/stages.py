@@ -62,7 +62,8 @@ def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
 
 
 def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
-    """The split, with weight 0 for phases out of use; raises ConfigError if no weight is left.
+    """The split, with weight 0 for phases out of use, and with what is held back for the second
+    reward model; raises ConfigError if no weight is left.
 
     Without a reward model, comparisons serve DPO and KTO only if no policy trains on prompts.
     """
@@ -78,7 +79,9 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
             f"split.weights: found {list(split.weights)}, expected more than 0 for one of the "
             f"phases in use: {', '.join(phases)}. Fix: raise it, or remove split.weights"
         )
-    return split if weights == split.weights else split.model_copy(update={"weights": weights})
+    judge = blocks["evaluate"].judge_model
+    held_back = 0.0 if judge is None else judge.held_back or 0.0
+    return split.model_copy(update={"weights": weights, "held_back": held_back})
 
 
 def shares(split: SplitConfig) -> dict[Phase, float]:
@@ -90,6 +93,8 @@ def shares(split: SplitConfig) -> dict[Phase, float]:
 def shares_text(split: SplitConfig) -> str:
     """Which share of the rows each phase gets, for a table's last line."""
     found = ", ".join(f"{phase} {share:.0%}" for phase, share in shares(split).items())
+    if split.held_back:
+        found += f"; {split.held_back:.0%} of reward_model's train only the second one, a judge"
     return f"Training conversations by phase: {found}"
 
 
@@ -126,10 +131,15 @@ def adapter_rates(
 def faults_without_reward_model(
     blocks: Mapping[str, Any], nodes: Collection[str], *, has_gold: bool
 ) -> Iterator[str]:
-    """Rewards of these nodes that need the reward model, and an evaluation without a judge, if
-    `reward_model` is null. `has_gold`: the gold score judges."""
+    """Rewards of these nodes that need the reward model, a second one, and an evaluation without a
+    judge, if `reward_model` is null. `has_gold`: the gold score judges."""
     if blocks["reward_model"] is not None:
         return
+    if blocks["evaluate"].judge_model is not None:
+        yield (
+            "evaluate.judge_model: found a block, but reward_model is null, whose parameters it "
+            "trains with. Fix: set reward_model, or judge_model to null"
+        )
     for policy in samplers(blocks):
         if policy.stage in nodes and policy.needs_reward_model:
             yield (

@@ -106,6 +106,10 @@ def blend(
     parts = np.full(len(prompts), PARTS.index("test"), np.int8)
     divided = used & ~is_test
     parts[divided] = assign(conversations[divided], bits[divided], config, seed)
+    if config.held_back:
+        own = np.flatnonzero(parts == PARTS.index("reward_model"))
+        held_back = own[fraction_of(conversations[own], config.held_back, seed)]
+        parts[held_back] = PARTS.index("judge_model")
     if config.without_reference == "drop":
         used &= ~unanswered | (parts != PARTS.index("test"))
     parts[~used] = -1
@@ -228,7 +232,7 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
     for bits in np.unique(servable):
         members = ordered[servable[ordered] == bits]
         sizes = apportion(len(members), _shares(config, bits, len(members)))
-        parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
+        parts[members] = np.repeat(np.arange(len(sizes)), sizes)
     _require_conversations(config, parts, servable)
     return parts[conversation_of_row]
 
@@ -244,7 +248,7 @@ def apportion(total: int, shares: list[Fraction]) -> list[int]:
 
 
 def fraction_of(keys: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Select a fraction of the distinct prompts, but at least one; return their rows as (N,) bool.
+    """Select a fraction of the distinct keys, but at least one; return their rows as (N,) bool.
 
     Their number is rounded, a half upwards. The first by SHA-256 of the bytes
     "fraction\\n<seed>\\n" and the key are selected, so a smaller fraction is part of a larger one.
@@ -285,7 +289,7 @@ def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
 
 
 def _shares(config: SplitConfig, bits: int, conversations: int) -> list[Fraction]:
-    """The exact share of every part in a class, in the order of PARTS."""
+    """The exact share of every part in a class, in the order of PARTS; none of judge_model."""
     able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
     given = zip(PHASES, config.weights, strict=True)
     weights = [_exact(weight) if phase in able else Fraction(0) for phase, weight in given]
@@ -308,8 +312,8 @@ def _exact(number: float) -> Fraction:
 
 def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
     shares = (config.test_fraction, config.validation_fraction, *config.weights)
-    sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
-    given = zip(PARTS, shares, strict=True)
+    sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(shares)), strict=False))
+    given = zip(PARTS, shares, strict=False)
     empty = [part for part, share in given if share > 0 and not sizes[part]]
     if empty and not config.is_test:
         able = {

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
+from rlhf_pipeline.config.evaluate import JUDGE_MODEL
 from rlhf_pipeline.config.split import Phase, SplitConfig
 from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter
 from rlhf_pipeline.data.tokenization import (
@@ -22,8 +23,9 @@ from rlhf_pipeline.data.tokenization import (
 )
 from rlhf_pipeline.errors import DataError
 
-Part = Literal["test", "validation", "sft", "reward_model", "ppo"]
+Part = Literal["test", "validation", "sft", "reward_model", "ppo", "judge_model"]
 PARTS: tuple[Part, ...] = get_args(Part)
+HELD_OUT: Part = "validation"
 _IDS = pa.list_(pa.int32())
 _PROMPT = {"id": pa.string(), "prompt_ids": _IDS}
 DEMONSTRATION = pa.schema(_PROMPT | {"response_ids": _IDS, "loss_mask": pa.list_(pa.bool_())})
@@ -51,21 +53,31 @@ class Table:
     """Whether it contains labelled answers alone, one in each row."""
 
 
-_FOLDERS: tuple[tuple[str, Phase, tuple[Answer, ...], pa.Schema], ...] = (
-    ("sft", "sft", ("chosen",), DEMONSTRATION),
-    ("reward_model", "reward_model", ANSWERS, COMPARISON),
-    ("ppo", "ppo", (), _REWARDED),
-    ("kto", "reward_model", ANSWERS, _ANSWER),
+_FOLDERS: tuple[tuple[str, Part, Phase, tuple[Answer, ...], pa.Schema], ...] = (
+    ("sft", "sft", "sft", ("chosen",), DEMONSTRATION),
+    ("reward_model", "reward_model", "reward_model", ANSWERS, COMPARISON),
+    ("ppo", "ppo", "ppo", (), _REWARDED),
+    ("kto", "reward_model", "reward_model", ANSWERS, _ANSWER),
+    (JUDGE_MODEL, "judge_model", "reward_model", ANSWERS, COMPARISON),
 )
-_PARTS: dict[str, Part | None] = {"train": None, "validation": "validation"}
 TABLES = (
     *(
-        Table(f"{folder}/{name}.arrow", part or phase, phase, answers, schema, folder == "kto")
-        for folder, phase, answers, schema in _FOLDERS
-        for name, part in _PARTS.items()
+        Table(f"{folder}/{name}.arrow", part, phase, answers, schema, folder == "kto")
+        for folder, training, phase, answers, schema in _FOLDERS
+        for name, part in (("train", training), ("validation", HELD_OUT))
     ),
     Table("evaluation/test.arrow", "test", None, (), _REWARDED),
 )
+
+
+def tables(config: SplitConfig) -> list[Table]:
+    """The files of a split."""
+    return [one for one in TABLES if config.held_back or not one.path.startswith(JUDGE_MODEL)]
+
+
+def parts(config: SplitConfig) -> list[Part]:
+    """The parts of a split."""
+    return [part for part in PARTS if config.held_back or part != JUDGE_MODEL]
 
 
 @dataclass

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from rlhf_pipeline.config.evaluate import JUDGE_MODEL
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
-from rlhf_pipeline.data.phase_files import PARTS, TABLES, PhaseFile, RowMaker
+from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, RowMaker, tables
 from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
 from rlhf_pipeline.data.split_report import build_report, first_examples, headline, render_markdown
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
@@ -69,7 +70,7 @@ def split_sources(
     output: Path,
     metrics_file: Path,
 ) -> dict[str, Any]:
-    """Divide the records by conversation, tokenize them, write the files of `phase_files.TABLES`.
+    """Divide the records by conversation, tokenize them, write the files of `phase_files.tables`.
 
     The same arguments give the same bytes. Memory grows by a few dozen bytes per record, and by the
     first turns of the held-out ones. `sources` and `pretraining` are folders of records, in the
@@ -77,15 +78,17 @@ def split_sources(
     rows are bad, a text is too long, a part gets no conversation, or a prompt has two true answers;
     ArtifactError if the tokenizer or its chat template is unsuitable.
     """
-    tables = [examples(folder) for folder in sources]
+    read = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
     labels = _unique_labels(config.sources)
     control_tokens = ControlTokenFilter(tokenizer, contract, config.max_bad_fraction)
-    usable = list(map(control_tokens.usable_rows, labels, counts, tables))
-    plan = blend(config, tables, usable, seed)
-    extra = any("extra" in table.column_names for table in tables)
-    files = {table.path: PhaseFile(table, output, *plan.rows(table), extra) for table in TABLES}
-    batches = _needed_batches(config, tables, plan.references, list(files.values()))
+    usable = list(map(control_tokens.usable_rows, labels, counts, read))
+    plan = blend(config, read, usable, seed)
+    extra = any("extra" in table.column_names for table in read)
+    files = {
+        table.path: PhaseFile(table, output, *plan.rows(table), extra) for table in tables(config)
+    }
+    batches = _needed_batches(config, read, plan.references, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
     maker = RowMaker(config, tokenizer.bos_token_id)
@@ -166,6 +169,11 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
 
 def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
     parts = {"train": 1.0, "validation": config.validation_fraction}
+    if config.held_back and not files[f"{JUDGE_MODEL}/train.arrow"].rows:
+        raise DataError(
+            f"evaluate.judge_model.held_back: found 0 comparisons in {config.held_back:g} of those "
+            "of the reward model, expected at least 1. Fix: raise it, or add data"
+        )
     for (phase, weight), part in product(zip(PHASES, config.weights, strict=True), parts):
         path = f"{phase}/{part}.arrow"
         rows = files[path].rows

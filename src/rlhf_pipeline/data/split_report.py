@@ -20,7 +20,7 @@ from rich.table import Table
 from rlhf_pipeline.config.rewards import Judge, SampleReward, reads_references
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend
-from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, summary
+from rlhf_pipeline.data.phase_files import Part, PhaseFile, parts, summary
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import Tokenizer
 from rlhf_pipeline.errors import DataError
@@ -44,13 +44,14 @@ def build_report(
     `lengths` are those of "prompt" and "response" before the limits: length -> number of texts.
     Raises AssertionError if two parts share a conversation.
     """
+    own = parts(config)
     return {
         "sources": _sources(config, labels, counts, plan),
-        "distinct_prompts": {part: plan.distinct(plan.prompt_keys, part) for part in PARTS},
-        "conversations": {part: plan.distinct(plan.conversation_keys, part) for part in PARTS},
+        "distinct_prompts": {part: plan.distinct(plan.prompt_keys, part) for part in own},
+        "conversations": {part: plan.distinct(plan.conversation_keys, part) for part in own},
         "without_reference": _without_reference(labels, plan, files),
         "files": {path: file.describe() for path, file in files.items()},
-        "overlap": _overlap(files, plan),
+        "overlap": _overlap(files, plan, own),
         "lengths": {
             name: {
                 "limit": (limit := getattr(config, f"max_{name}_tokens")),
@@ -77,7 +78,7 @@ def _sources(
     described, drops_near = {}, config.near_duplicates == "drop"
     has_answers = plan.references.null_count < len(plan.references)
     for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
-        parts = plan.parts[plan.starts[index] : plan.starts[index + 1]]
+        of_row = plan.parts[plan.starts[index] : plan.starts[index + 1]]
         fates = {name: numbers[index] for name, numbers in plan.counts.items()}
         unused = Counter({_UNSERVABLE: fates["unservable"], _DROPPED: fates["dropped"]})
         described[label] = {
@@ -89,7 +90,9 @@ def _sources(
             "repeats_of_held_out": fates["in_test"] + drops_near * fates["near"],
             "near_duplicates": fates["near"],
             "without_reference": fates["unanswered"] if has_answers else 0,
-            "parts": {part: int((parts == number).sum()) for number, part in enumerate(PARTS)},
+            "parts": {
+                part: int((of_row == number).sum()) for number, part in enumerate(parts(config))
+            },
         }
     return described
 
@@ -109,15 +112,15 @@ def _without_reference(
     return counted
 
 
-def _overlap(files: Mapping[str, PhaseFile], plan: Blend) -> dict[str, int]:
+def _overlap(files: Mapping[str, PhaseFile], plan: Blend, parts: Sequence[Part]) -> dict[str, int]:
     """The numbers of conversations that each two parts share in the written files."""
     found = {}
-    for part in PARTS:
+    for part in parts:
         rows = [rows for file in files.values() if file.table.part == part for rows in file.written]
         found[part] = np.unique(plan.conversation_keys[np.concatenate(rows)].view("V16"))
     shared = {
         f"{one} and {other}": len(np.intersect1d(found[one], found[other], assume_unique=True))
-        for one, other in combinations(PARTS, 2)
+        for one, other in combinations(parts, 2)
     }
     if any(shared.values()):
         raise AssertionError(f"parts share conversations: {shared}")

@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, EvaluateConfig, own_models
 from rlhf_pipeline.config.rewards import ModelJudge
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -187,15 +187,17 @@ def judge_all(
             with heartbeat.scored_by(name):
                 scores[draw][name] = judge(batch)
 
-    if "reward_model" in job.inputs:
-        with_model(
-            load_scores,
-            job.inputs["reward_model"],
-            setup,
-            lambda model: judge_by(
-                REWARD_MODEL, partial(_by_reward_model, model=model, setup=setup)
-            ),
-        )
+    for name, places in own_models(job.inputs).items():
+        by_model = []
+        for place in places:
+
+            def by_own(model: nn.Module, name: str = name) -> None:
+                judge_by(name, partial(_by_reward_model, model=model, setup=setup))
+
+            with_model(load_scores, job.inputs[place], setup, by_own)
+            by_model.append([scores[draw][name] for draw in batches])
+        for draw, given in zip(batches, np.mean(np.array(by_model, float), axis=0), strict=True):
+            scores[draw][name] = given.tolist()
     for name, judge in chain(judges.items(), _model_judges(job, [*setups.values()])):
         judge_by(name, judge)
         del judge

@@ -8,15 +8,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, EvaluateConfig
+from rlhf_pipeline.config.evaluate import GOLD, JUDGE_MODEL, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
+from rlhf_pipeline.data.sources.synthetic import gold_parts
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.statistics import (
     cross_pairs,
@@ -43,6 +44,7 @@ INSTRUCT = "the instruct model"  # the name of a base model that has a chat temp
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
+State = Literal["independent", "unknown", "optimized"]
 ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
 
 
@@ -74,12 +76,29 @@ def score_name(judge: str) -> str:
 
 def judge_title(name: str) -> str:
     """The name of a judge as it stands in a sentence."""
-    return "the reward model" if name == REWARD_MODEL else f"the {name} judge"
+    models = {REWARD_MODEL: "the reward model", JUDGE_MODEL: "the second reward model"}
+    return models.get(name, f"the {name} judge")
 
 
 def reward_title(names: Sequence[str]) -> str:
     """The names of rewards as they stand in a sentence; a weight may precede: "0.5 * trained"."""
     return " and ".join(re.sub(r"(^| \* )trained$", r"\1the reward model", name) for name in names)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a judge stands towards the policies that it compares, see `independence`."""
+
+    state: State
+    by: dict[str, str] = field(default_factory=dict)
+    """Why it is not independent, by policy. rewards: the training of the policy maximized its
+    score; comparisons: it learned from the same comparisons; earlier: the training of a model that
+    the policy was made from did so; unknown: nobody recorded the training."""
+
+
+def worst(*standings: Standing) -> Standing:
+    """What several standings of one judge say together."""
+    return max(standings, key=lambda standing: get_args(State).index(standing.state))
 
 
 def baseline_of(evaluation: Mapping[str, Any]) -> str:
@@ -90,10 +109,10 @@ def baseline_of(evaluation: Mapping[str, Any]) -> str:
 def read_evaluation(folder: Path) -> dict[str, Any]:
     """The evaluation in a folder. Raises ArtifactError if an earlier version made it."""
     evaluation: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
-    if "rewards" not in evaluation:
+    if "judges" not in evaluation:
         raise ArtifactError(
-            f"{folder}: found an evaluation of an earlier version, expected one with win rates of "
-            "independent answers. Fix: `kedro run --from-nodes=evaluate`"
+            f"{folder}: found an evaluation of an earlier version, expected one that says which "
+            "judges are independent. Fix: `kedro run --from-nodes=evaluate`"
         )
     return evaluation
 
@@ -108,6 +127,11 @@ def write_answers(answers: dict[str, list[Answer]], folder: Path) -> None:
     (folder / ANSWERS).write_text("\n".join(lines) + "\n")
 
 
+def read_standings(evaluation: Mapping[str, Any]) -> dict[str, Standing]:
+    """The standing of each judge of an evaluation."""
+    return {judge: Standing(**fields) for judge, fields in evaluation["judges"].items()}
+
+
 def read_answers(folder: Path) -> dict[str, list[Answer]]:
     """The answers of an evaluation, by policy."""
     answers: dict[str, list[Answer]] = {}
@@ -119,16 +143,18 @@ def read_answers(folder: Path) -> dict[str, list[Answer]]:
     return answers
 
 
-def deciding_judge(judges: Collection[str], optimized: Collection[str]) -> str:
+def deciding_judge(standings: Mapping[str, Standing]) -> str:
     """The judge whose win rate decides about a promotion.
 
-    The gold score; without it, the first judge of `evaluate.judges` that training has not
-    optimized, or else the first one; the reward model only if there is no other judge.
+    The gold score; without it, the first independent judge of `evaluate.judges` and `judge_model`,
+    or else the first of unknown standing, or else the first; the reward model only if there is no
+    other judge.
     """
-    if GOLD in judges:
+    if GOLD in standings:
         return GOLD
-    asked = [judge for judge in judges if judge != REWARD_MODEL]
-    return min(asked, key=lambda judge: judge in optimized, default=REWARD_MODEL)
+    asked = [judge for judge in standings if judge != REWARD_MODEL]
+    order = get_args(State).index
+    return min(asked, key=lambda judge: order(standings[judge].state), default=REWARD_MODEL)
 
 
 def complete_judges(answers: list[Answer]) -> list[str]:
@@ -148,15 +174,15 @@ def complete_judges(answers: list[Answer]) -> list[str]:
 def compare(
     answers: dict[str, list[Answer]],
     config: EvaluateConfig,
-    optimized: Collection[str],
+    standings: Mapping[str, Standing],
     drawn: list[Answer] | None = None,
     rewards: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Compute the metrics of all policies, and the win rates against the baseline.
 
     The policies are the baseline, the candidate, and its variants. Their answers are in the order
-    of prompts and draws; draw i of all has equal randomness. The candidate's training has optimized
-    the judges in `optimized`, and maximized `rewards`. `drawn` are all draws of the baseline; None:
+    of prompts and draws; draw i of all has equal randomness. `standings` are those of all judges;
+    the candidate's last training maximized `rewards`. `drawn` are all draws of the baseline; None:
     those of `answers`.
     """
     baseline, candidate, *variants = answers
@@ -165,7 +191,7 @@ def compare(
     order, scored = [GOLD, *(j.label for j in config.judges)], complete_judges(answers[baseline])
     others = sorted(scored, key=REWARD_MODEL.__eq__)
     judges = [j for j in order if j in scored] + [j for j in others if j not in order]
-    decides = deciding_judge(judges, optimized)
+    standings = {judge: standings[judge] for judge in judges}
     pairwise = {judge.label for judge in config.judges if isinstance(judge, PairwiseJudge)}
     policies, changes = _metrics(answers, [j for j in judges if j not in pairwise], config)
 
@@ -191,9 +217,8 @@ def compare(
             "temperature": config.sampling.temperature,
             "max_response_tokens": config.sampling.max_response_tokens,
         },
-        "judge": decides,
-        "independent": decides not in optimized,
-        "optimized": sorted(optimized),
+        "judge": deciding_judge(standings),
+        "judges": {judge: asdict(standing) for judge, standing in standings.items()},
         "rewards": list(rewards),
         "policies": policies,
         "win_rates": win_rates(candidate),
@@ -211,6 +236,8 @@ def _metrics(
     given = [answer for policy in answers.values() for answer in policy]
     shares = [judge for judge in judges if {a.scores[judge] for a in given} <= {0.0, 1.0}]
     policies = {name: summary(own, shares) for name, own in answers.items()}
+    if GOLD in judges:
+        policies = {name: given | gold_means(answers[name]) for name, given in policies.items()}
     by_truth = any(isinstance(judge, ReferenceReward) for judge in config.judges)
     if not by_truth or any(a.right is None for a in given):
         return policies, {}
@@ -283,6 +310,15 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
         "repetition": float(np.mean([repetition(text) for text in texts])),
         "phrase_share": common_phrase(texts)[1],
     }
+
+
+def gold_means(answers: list[Answer]) -> dict[str, float]:
+    """The mean of each part of the gold score, over the answers that have it."""
+    found: dict[str, list[float]] = {}
+    for a in answers:
+        for part, value in gold_parts(a.source, a.messages or [], a.response).items():
+            found.setdefault(f"gold_{part}", []).append(value)
+    return {part: float(np.mean(values)) for part, values in found.items()}
 
 
 def accuracies(answers: list[Answer]) -> dict[str, list[list[float]]]:

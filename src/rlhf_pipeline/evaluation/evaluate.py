@@ -7,10 +7,13 @@ again with other randomness, because a win rate is about independent answers.
 """
 
 import json
+import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from rlhf_pipeline.config.evaluate import (
@@ -21,6 +24,7 @@ from rlhf_pipeline.config.evaluate import (
     TASK_PREFIX,
     CandidateConfig,
     EvaluateConfig,
+    own_models,
 )
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_rows
@@ -37,13 +41,15 @@ from rlhf_pipeline.evaluation.comparison import (
     with_ends,
     write_answers,
 )
-from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges, optimized_judges
+from rlhf_pipeline.evaluation.independence import own_rewards, standings
+from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.rollout.chat_model import REPLIES, reply_folder
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.statistics import rate_interval
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -81,8 +87,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     answers, drawn, replies = judge_pairs(answers, drawn, config, reply_folder(job))
     for name in counts:
         replies[name] = {one: sum(own[name].get(one, 0) for own in counted) for one in REPLIES}
-    optimized, rewards = optimized_judges(job, candidate.name, config)
-    evaluation = compare(answers, config, optimized, drawn, rewards)
+    compared = {name: folders[name] for name in (baseline, candidate.name)}
+    stand, rewards = standings(job, compared, config), own_rewards(folders[candidate.name])
+    evaluation = compare(answers, config, stand, drawn, rewards)
     writer = MetricsFile(job.metrics_file, len(answers))
     for step, (name, given) in enumerate(evaluation["policies"].items(), start=1):
         writer.write(step, {f"{name}/{key}": value for key, value in given.items()})
@@ -95,9 +102,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
         evaluation["titles"] = {name: name for name in candidate.models}
     elif Manifest.read(folders[baseline]).metrics.get("base_model/has_chat_template"):
         evaluation["titles"] = {baseline: INSTRUCT}
-    model = job.inputs.get("reward_model")
-    trained = {} if model is None else Manifest.read(model).metrics
-    evaluation["reward_model_accuracy_lower"] = trained.get("validation/accuracy_lower")
+    evaluation["accuracy"] = {
+        judge: accuracy_of([job.inputs[place] for place in places])
+        for judge, places in own_models(job.inputs).items()
+    }
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
@@ -144,6 +152,28 @@ def load(
             "Fix: raise split.max_prompt_tokens, because a prompt has more tokens for one of them"
         )
     return folders, setups
+
+
+def accuracy_of(models: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """How well reward models, each measured on other held-out comparisons, judge together.
+
+    margin      mean of chosen minus rejected score, with the 95% interval of a mean: above 0,
+                the models know more than chance. A margin says more than its sign does
+    shorter     accuracy where the chosen answer is the shorter one, with its interval
+    """
+    reports = [json.loads((model / "reward_report.json").read_text()) for model in models]
+    names = "pairs", "margin", "margin_square"
+    n, margins, squares = (np.array([one[name] for one in reports], float) for name in names)
+    margin, square = n @ margins / n.sum(), n @ squares / n.sum()
+    half = 1.96 * math.sqrt((square - margin**2) / n.sum())
+    parts = [one["accuracy_shorter"] for one in reports]
+    few = sum(part["n"] for part in parts)
+    rate = sum(part["n"] * part["rate"] for part in parts) / max(few, 1)
+    lower, upper = rate_interval(rate, few) if few else (0.0, 1.0)
+    return {
+        "margin": {"mean": margin, "lower": margin - half, "upper": margin + half, "n": n.sum()},
+        "shorter": {"rate": rate, "lower": lower, "upper": upper, "n": few},
+    }
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:

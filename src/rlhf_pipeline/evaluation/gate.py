@@ -5,16 +5,45 @@ that means something, and without a cheat that the judge does not see.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.config.evaluate import REWARD_MODEL, RegisterConfig
-from rlhf_pipeline.evaluation.comparison import Answer, judge_title, scores_by, summary
-from rlhf_pipeline.statistics import standardized_gain, win_rate
-from rlhf_pipeline.text_statistics import common_phrase
+from rlhf_pipeline.config.evaluate import RegisterConfig
+from rlhf_pipeline.evaluation.comparison import (
+    Answer,
+    Standing,
+    State,
+    accuracies,
+    by_prompt,
+    judge_title,
+    scores_by,
+    summary,
+    worst,
+)
+from rlhf_pipeline.statistics import difference, length_controlled, standardized_gain, win_rate
+
+STATES: Mapping[State, str] = {
+    "independent": "which no training has optimized",
+    "optimized": "which training has optimized",
+    "unknown": "of which nobody recorded whether training has optimized it",
+}
+"""The standing of a judge in words."""
+BY_JUDGE: Mapping[State, str] = {
+    "independent": "",
+    "optimized": " by the judge that it was trained on",
+    "unknown": " by a judge that it may have been trained on",
+}
+"""What a promotion by such a judge is called."""
+ADVICE: Mapping[State, str] = {
+    "independent": "",
+    "optimized": ". Fix: hold comparisons back for a second reward model (evaluate.judge_model: "
+    "{held_back: 0.5}), or add an independent judge to evaluate.judges",
+    "unknown": ". Fix: if you know that no training has optimized it, set "
+    "register.require_independent_judge to false",
+}
 
 
 @dataclass(frozen=True)
@@ -24,17 +53,24 @@ class Evidence:
     candidate: list[Answer]
     baseline: list[Answer]  # the answers of SFT, or without SFT those of the base model
     judge: str  # the judge that decides
-    independent: bool  # whether the candidate's training has not optimized that judge
+    standing: Standing  # of that judge
     against: str = "SFT"  # the baseline as it stands in a sentence
     champion: list[Answer] | None = None  # None: there is none, or the candidate is it
     champion_judge: str | None = None  # between candidate and champion; None: `judge`
+    champion_standing: Standing | None = None  # of that judge; None: `standing`
     champion_fault: str | None = None  # why the present champion could not answer the prompts
-    reward_model_accuracy: float | None = None
-    """Lower end of the 95% interval on the reward model's accuracy. None: unknown."""
+    accuracy: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """Of each reward model of the pipeline that decides or was optimized: see
+    `evaluate.accuracy_of`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The change of each task from SFT to the candidate, see `tasks.Tasks.add_to`."""
     tries: int = 1
     """Candidates registered with test prompts of these sources so far, this one included."""
+
+    @property
+    def state(self) -> State:
+        """The worst standing of the judges that decide."""
+        return worst(self.standing, self.champion_standing or self.standing).state
 
 
 @dataclass(frozen=True)
@@ -57,7 +93,7 @@ class Verdict:
     """All conditions, with the judge and the confidence that they were measured with."""
 
     judge: str
-    independent: bool
+    state: State  # of the judge
     tries: int
     confidence: float  # of the intervals: 0.95 at the first try, more at every further one
     checks: tuple[Check, ...]
@@ -71,18 +107,23 @@ class Verdict:
         return asdict(self) | {"checks": checks, "refusals": self.refusals}
 
 
-def outcome(promoted: bool, refusals: Collection[str]) -> str:
-    """Whether a candidate is the champion; by which parameter, if the conditions say otherwise."""
+def outcome(promoted: bool, verdict: Mapping[str, Any]) -> str:
+    """Whether a candidate is the champion; by which parameter, if the conditions say otherwise.
+
+    `verdict` is a `Verdict.record`. A judge that is not independent is a part of the outcome.
+    """
     found = "promoted" if promoted else "not promoted"
     overruled = f" (register.promote: {'always' if promoted else 'never'})"
-    return found + (overruled if promoted == bool(refusals) else "")
+    by = BY_JUDGE[verdict["state"]] if promoted else ""
+    return found + by + (overruled if promoted == bool(verdict["refusals"]) else "")
 
 
 def decide(evidence: Evidence, config: RegisterConfig) -> Verdict:
     """Apply every condition; the verdict promotes if all of them hold."""
     alpha = allowed_error(evidence.tries)
-    checks = (*_comparisons(evidence, config, alpha), *_audits(evidence, config))
-    return Verdict(evidence.judge, evidence.independent, evidence.tries, 1 - alpha, checks)
+    judging, audits = _judging(evidence, config), _audits(evidence, config)
+    checks = (*_comparisons(evidence, config, alpha), *judging, *audits)
+    return Verdict(evidence.judge, evidence.state, evidence.tries, 1 - alpha, checks)
 
 
 def allowed_error(tries: int) -> float:
@@ -97,9 +138,9 @@ def allowed_error(tries: int) -> float:
 
 
 def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> Iterator[Check]:
-    """The candidate beats SFT and the champion, by a judge that can tell good answers from bad."""
+    """The candidate beats SFT and the champion, and not by length alone."""
     interval = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
-    judge, independent = evidence.judge, evidence.independent
+    judge = evidence.judge
     rivals = {evidence.against: (evidence.baseline, judge)}
     if evidence.champion is not None:
         rivals["the champion"] = evidence.champion, evidence.champion_judge or judge
@@ -109,6 +150,12 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
         what = f"paired win rate against {name} by {judge_title(by)}"
         found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
         yield Check(what, found, expected, "min_win_rate_lower", lower > bound)
+        bound = config.min_length_controlled_lower
+        lower = _at_equal_length(evidence.candidate, answers, by, alpha)
+        what = f"the same against {name} at equal length"
+        found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
+        if bound:
+            yield Check(what, found, expected, "min_length_controlled_lower", lower > bound)
     if evidence.champion_fault is not None:
         found = f"no answers ({evidence.champion_fault})"
         expected = "answers to the same prompts. Fix: set register.promote to always to replace "
@@ -119,17 +166,26 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
     what = f"gain over {evidence.against} in units of the scores' spread"
     found, least = f"{lower:.2f} as {interval}", config.min_gain
     yield Check(what, found, f"at least {least:g}", "min_gain", lower >= least)
-    if judge == REWARD_MODEL:
-        what, found = "accuracy of the reward model, which decides", "no interval"
-        accuracy = evidence.reward_model_accuracy
-        if accuracy is not None:
-            found = f"{accuracy:.3f} as the lower end of its 95% interval"
-        passed = accuracy is not None and accuracy > 0.5
-        yield Check(what, found, "more than 0.5, which is chance", None, passed)
+
+
+def _judging(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
+    """The judge can tell good answers from bad, and no training has optimized it."""
+    judge = evidence.judge
+    if judge in evidence.accuracy:
+        lower = evidence.accuracy[judge]["margin"]["lower"]
+        what = f"preference of {judge_title(judge)} for the chosen answers"
+        found = f"{lower:.3f} as the lower end of the 95% interval of its margin"
+        yield Check(what, found, "more than 0, which is chance", None, lower > 0)
+    for name, measured in evidence.accuracy.items() if config.min_accuracy_shorter else ():
+        shorter, least = measured["shorter"], config.min_accuracy_shorter
+        what = f"accuracy of {judge_title(name)} where the chosen answer is the shorter one"
+        found = f"{shorter['rate']:.3f}, at most {shorter['upper']:.3f}"
+        expected = f"at least {least:g}: a model that measures length is worse than chance there"
+        yield Check(what, found, expected, "min_accuracy_shorter", shorter["upper"] >= least)
     if config.require_independent_judge:
-        found = judge + ("" if independent else ", which training has optimized")
-        expected, parameter = "a judge that training has not optimized", "require_independent_judge"
-        yield Check("judge that decides", found, expected, parameter, independent)
+        found, passed = f"{judge}, {STATES[evidence.state]}", evidence.state == "independent"
+        expected = f"one that no training has optimized{ADVICE[evidence.state]}"
+        yield Check("judge that decides", found, expected, "require_independent_judge", passed)
 
 
 def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
@@ -158,17 +214,18 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     what, expected = "repeated word triples of an answer", f"at most {most:.1%}"
     yield Check(what, f"{repeated:.1%}", expected, "max_repetition_rise", repeated <= most)
 
-    phrase, share = common_phrase([answer.response for answer in candidate])
-    # A part of the rest, because SFT may repeat itself: the bound stays below 1.
-    most = theirs["phrase_share"] + config.max_phrase_rise * (1 - theirs["phrase_share"])
-    what, found = "answers with the same phrase", f"{share:.1%} with {phrase!r}"
-    yield Check(what, found, f"at most {most:.1%}", "max_phrase_rise", share <= most)
-
     own, unit = (float(np.std(scores_by(a, evidence.judge))) for a in (candidate, baseline))
     spread, least = own / unit if unit else math.inf, config.min_score_spread
     expected = f"at least {least:g}: a saturated judge gives all answers one score"
     what = f"spread of the scores relative to {sft}'s"
     yield Check(what, f"{spread:.2f}", expected, "min_score_spread", spread >= least)
+
+    for name, (before, after) in _right_answers(baseline, candidate).items():
+        change, lower, upper = difference(after, before)
+        found = f"a change of {change:+.3f} (95%: {lower:+.3f} to {upper:+.3f})"
+        expected = f"a fall of at most {config.max_task_drop:g}"
+        passed = change + config.max_task_drop > -1e-9
+        yield Check(f"{name} against {sft}", found, expected, "max_task_drop", passed)
 
     for name, task in evidence.tasks.items():
         change, interval = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
@@ -177,3 +234,35 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         expected = f"a fall of at most {config.max_task_drop:g}"
         passed = change + config.max_task_drop > -1e-9  # differences of shares are rounded
         yield Check(what, found, expected, "max_task_drop", passed)
+
+
+def _at_equal_length(
+    candidate: list[Answer], rival: list[Answer], judge: str, alpha: float
+) -> float:
+    """The lower end of the interval on the win rate at equal length.
+
+    Where it cannot be estimated, because length tells wins from losses or all are wins, it is that
+    on the prompts where the candidate's answer is not longer, and 0 without such prompts.
+    """
+    ours, theirs = scores_by(candidate, judge), scores_by(rival, judge)
+    longer, shorter = (
+        by_prompt(given, lambda a: a.response_tokens) for given in (candidate, rival)
+    )
+    extra = np.array(longer) - np.array(shorter)
+    controlled = length_controlled(ours, theirs, extra.tolist(), alpha)
+    if controlled is not None:
+        return controlled[1]
+    kept = np.flatnonzero(extra.mean(1) <= 0).tolist()
+    left = [ours[row] for row in kept], [theirs[row] for row in kept]
+    return win_rate(*left, alpha).lower if kept else 0.0
+
+
+def _right_answers(
+    baseline: list[Answer], candidate: list[Answer]
+) -> dict[str, tuple[list[list[float]], list[list[float]]]]:
+    """The strict and the lenient accuracy of both policies, where the true answers are known."""
+    if any(answer.right is None for answer in (*baseline, *candidate)):
+        return {}
+    before, after = accuracies(baseline), accuracies(candidate)
+    kinds = ("strict_accuracy", "lenient_accuracy")
+    return {kind.replace("_", " "): (before[kind], after[kind]) for kind in kinds}

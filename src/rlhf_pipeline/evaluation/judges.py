@@ -15,31 +15,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from torch import Tensor
 
-from rlhf_pipeline.config.block import Block, validated
+from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.doors import defined, parameters, source_file
-from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.rewards import INPUT_PREFIX as REWARD_PREFIX
+from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     CodeReward,
     ModelJudge,
-    ModelReward,
     PairwiseJudge,
     ReferenceReward,
     RegexReward,
     RubricReward,
-    SampleReward,
-    SampleRewards,
-    TrainedReward,
-    reads_references,
 )
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.sources.synthetic import gold_score
-from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.evaluation.comparison import Answer, compare
+from rlhf_pipeline.errors import ConfigError, suggestion
+from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare
 from rlhf_pipeline.evaluation.report import Evaluation
 from rlhf_pipeline.rollout.chat_model import REPLIES, ChatModel, RubricSource, filled, reply_folder
 from rlhf_pipeline.rollout.code_reward import CodeSource
@@ -47,9 +40,7 @@ from rlhf_pipeline.rollout.function_reward import FunctionSource, matches
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.rollout.true_answers import AGREES, accuracy
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -115,66 +106,6 @@ def load_judges(
                 continue
         judges[judge.label] = partial(by_source, source=source)
     return judges
-
-
-def optimized_judges(
-    job: LaunchedJob, candidate: str, config: EvaluateConfig
-) -> tuple[set[str], list[str]]:
-    """The judges that the candidate's training has optimized, and its rewards with their weights.
-
-    A function counts by its place, or its file and name; a reward model by its content; a judge by
-    true answers if a reward reads them, or its file has changed; a chat model by its name and its
-    rubric. DPO, which has no rewards, learns from the same comparisons as the trained reward model.
-    """
-    trained = Manifest.read(job.inputs[f"{candidate}_model"])
-    own = next((block for block in trained.config.values() if block.get("rewards")), None)
-    if own is None and not {"comparisons", "reward_model"} & trained.inputs.keys():
-        return set(), []
-    given = ["trained"] if own is None else own["rewards"]
-    rewards: Sequence[SampleReward] = TypeAdapter(SampleRewards).validate_python(given)
-    found, names, reads_truth = set(), [], False
-    optimized: set[tuple[str | None, str | None]] = set()
-    for index, reward in enumerate(rewards):
-        if not reward.weight:
-            continue
-        names.append(("" if reward.weight == 1 else f"{reward.weight:g} * ") + reward.label)
-        content = trained.inputs.get(f"{REWARD_PREFIX}{index}")
-        if isinstance(reward, TrainedReward):
-            found.add(REWARD_MODEL)
-            content = job.digests.get("reward_model")
-        optimized |= _identities(reward, content)
-        try:
-            unknown = isinstance(reward, CallableReward) and (
-                file_digest(source_file(reward.callable)) != content
-            )
-        except ConfigError:
-            unknown = True
-        reads_truth |= unknown or reads_references(reward)
-    for index, judge in enumerate(config.judges):
-        place = f"{JUDGE_PREFIX}{index}"
-        is_file = isinstance(judge, CallableReward)
-        content = file_digest(job.inputs[place]) if is_file else job.digests.get(place)
-        same = not optimized.isdisjoint(_identities(judge, content))
-        if same or (reads_truth and reads_references(judge)):
-            found.add(judge.label)
-    return found, [] if own is None else names
-
-
-def _identities(asked: Block, content: str | None) -> set[tuple[str | None, str | None]]:
-    """What a reward and a judge share if they are the same: the file or its place and the function;
-    the model; what a chat model or a regular expression looks for. `content` is a digest."""
-    match asked:
-        case CallableReward(location=file, function=name):
-            return {(content, name), (file, name)}
-        case TrainedReward() | ModelReward() | ModelJudge():
-            return {(content, None)}
-        case RubricReward():
-            return {(asked.rubric, asked.openai.model)}
-        case PairwiseJudge():
-            return {("", asked.openai.model)}
-        case RegexReward():
-            return {(asked.regex, None)}
-    return {("", None)}
 
 
 TEMPLATE = """\
@@ -272,7 +203,7 @@ def evaluate(
     judges: Sequence[Callable[..., Sequence[float]] | str | Mapping[str, Any]],
     *,
     references: Sequence[str] | None = None,
-    trained_on: Collection[str] = (),
+    trained_on: Collection[str] | None = None,
 ) -> Evaluation:
     """Whether judges prefer `answers` to `baseline_answers`, one of each to every prompt.
 
@@ -285,7 +216,7 @@ def evaluate(
         judges: functions and true answers as in `evaluate.judges`; a function may stand in the
             place of its name. The first one that is not in `trained_on` decides.
         references: the true answer to each prompt.
-        trained_on: names of the judges that the candidate was trained on.
+        trained_on: names of the judges that one of the policies was trained on. None: nobody knows.
     """
     turns = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
     lists = {"answers": [*answers], "baseline_answers": [*baseline_answers]}
@@ -311,7 +242,18 @@ def evaluate(
         return found_answers
 
     policies = {"baseline": judged("baseline_answers"), "candidate": judged("answers")}
-    evaluation = compare(policies, config, trained_on, rewards=sorted(trained_on))
+    standing = Standing("independent")
+    if trained_on is None:
+        standing = Standing("unknown", {"baseline": "unknown", "candidate": "unknown"})
+    standings = dict.fromkeys(found, standing)
+    for name in trained_on or ():
+        if name not in found:
+            raise ConfigError(
+                f"trained_on: found {name!r}{suggestion(name, found)}, expected names of the "
+                f"judges: {', '.join(found)}"
+            )
+        standings[name] = Standing("optimized", {"candidate": "rewards"})
+    evaluation = compare(policies, config, standings, rewards=sorted(trained_on or ()))
     del evaluation["decoding"]  # nobody knows where the texts come from
     return Evaluation(evaluation)
 

@@ -10,9 +10,10 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     changes     accuracies of the candidate minus the baseline's, on the same prompts: `change`,
                 `lower` and `upper` by metric
     judge       the judge that decides about a promotion
-    optimized   the judges that the candidate's training has optimized
-    rewards     names of the rewards that it has maximized; none for DPO and distillation
-    reward_model_accuracy_lower     lower end of the 95% interval on its held-out accuracy
+    judges      the standing of each judge, see `comparison.Standing`
+    rewards     names of the rewards that the candidate's last training maximized
+    accuracy    held-out accuracy of each judge that is a reward model of the pipeline, see
+                `evaluate.accuracy_of`
     titles      names of policies as they stand in a sentence, where `title` has not the right one
 """
 
@@ -37,6 +38,12 @@ from rlhf_pipeline.evaluation.comparison import (
 )
 
 METRICS = {  # label and number format; z: a rounded zero has no sign
+    "gold_core": ("gold score of the core", "z.2f"),
+    "gold_hint": ("gold score of hints", "z.2f"),
+    "gold_courtesy": ("gold score of courtesies", "z.2f"),
+    "gold_surplus": ("gold score of surplus words", "z.2f"),
+    "gold_right_answers": ("right answers to harmless requests", "z.3f"),
+    "gold_right_refusals": ("refusals of harmful requests", "z.3f"),
     "kl": ("KL from SFT (nats)", "z.2f"),
     "sft_perplexity": ("perplexity by SFT", "z.2f"),
     "response_tokens": ("response tokens", "z.1f"),
@@ -95,7 +102,7 @@ def summary(evaluation: dict[str, Any]) -> str:
     if paired["rate"] != rate["rate"]:
         found += f", and on {_interval(paired)} with equal draws"
     sentences = [f"{found}."]
-    if deciding in evaluation["optimized"]:
+    if evaluation["judges"][deciding]["state"] != "independent":
         sentences.append(caveat(evaluation, deciding))
     if controlled and not controlled["lower"] <= rate["rate"] <= controlled["upper"]:
         sentences.append(
@@ -137,13 +144,27 @@ class Evaluation(dict[str, Any]):
 
 
 def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
-    """Whether training has optimized a judge, and by what, in a sentence."""
-    policy, rewards = titles(evaluation)[evaluation["candidate"]], evaluation["rewards"]
-    if judge not in evaluation["optimized"]:
-        return sentence(f"{policy} was not trained on this judge.")
-    how = f"was trained to maximize the score of {reward_title(rewards)}"
-    how = how if rewards else "learned from the same comparisons as the reward model"
-    return sentence(f"{policy} {how}, so this judge is not independent.")
+    """Whether training has optimized a judge, and by what, in a sentence or two."""
+    names, standing = titles(evaluation), evaluation["judges"][judge]
+    if standing["state"] == "independent":
+        return "No training has optimized this judge."
+    if standing["state"] == "unknown":
+        policies = " and ".join(names[policy] for policy in standing["by"])
+        return (
+            f"Nobody recorded whether the training of {policies} optimized this judge, so it may "
+            "not be independent."
+        )
+    how = {
+        "rewards": "was trained to maximize the score of this judge",
+        "comparisons": f"learned from the same comparisons as {judge_title(judge)}",
+        "earlier": "was made from a model that was trained on this judge",
+    }
+    by = dict(standing["by"])
+    found = [f"{names[policy]} {how[way]}" for policy, way in by.items()]
+    if by == {evaluation["candidate"]: "rewards"}:
+        rewards = reward_title(evaluation["rewards"])
+        found = [f"{names[evaluation['candidate']]} was trained to maximize the score of {rewards}"]
+    return sentence(f"{' and '.join(found)}, so this judge is not independent.")
 
 
 def sentence(text: str) -> str:

@@ -19,6 +19,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.hub import commit_of
+from rlhf_pipeline.pipelines.judge_model import judge_models
 from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.runtime.manifest import verify
@@ -51,6 +52,7 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         reward_model: Path,
         trained: RewardModelConfig | None,
         policy_config: Any,
+        data: SplitConfig,
         config: EvaluateConfig,
         seed: int,
         stages: Stages,
@@ -69,6 +71,10 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             config = config.model_copy(update={"judges": judges})
         else:
             inputs["reward_model"] = reward_model
+        if config.judge_model is not None:
+            assert trained is not None, "checked before the run"
+            second = config.judge_model, trained, data, seed, stages
+            inputs |= judge_models(split, sft_model, *second)
         return _run(SPEC.for_candidate(policy.name), inputs, candidate, config, seed, stages)
 
     return node
@@ -130,9 +136,9 @@ def register(
     reward_model: Path,
     trained: RewardModelConfig | None,
     policy_config: Any,
+    data: SplitConfig,
     evaluation: Path,
     config: RegisterConfig,
-    sources: SplitConfig,
     judging: EvaluateConfig,
     seed: int,
     stages: Stages,
@@ -150,10 +156,10 @@ def register(
     answered = None
     if champion is not None and champion.folder is not None:
         models = sft_model, champion.folder, reward_model
-        blocks = trained, policy_config, judging
+        blocks = trained, policy_config, data, judging
         answered = evaluate(CHAMPION)(split, *models, *blocks, seed, stages)
     registration = register_evaluated(
-        sft_model, candidate_model, evaluation, champion, answered, config, sources.sources, project
+        sft_model, candidate_model, evaluation, champion, answered, config, data.sources, project
     )
     return asdict(registration)
 

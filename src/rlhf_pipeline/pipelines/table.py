@@ -13,7 +13,7 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.pipelines import evaluate, ppo, preparation, sample, supervised
+from rlhf_pipeline.pipelines import evaluate, judge_model, ppo, preparation, sample, supervised
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
 
 
@@ -77,7 +77,7 @@ def stage_specs() -> dict[str, StageSpec]:
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = map(evaluate.SPEC.for_candidate, candidates)
-    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER
+    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, judge_model.SPEC
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 
@@ -145,8 +145,8 @@ def _nodes() -> dict[str, Node]:
         evaluation, registration, page = (
             data_set_of(each, name) for each in ("evaluation", "registration", "evaluation_page")
         )
-        blocks = f"params:register params:split params:evaluate {stage} workspace {PROJECT}"
-        trained = f"split {models} params:reward_model params:{name}"
+        blocks = f"params:register params:evaluate {stage} workspace {PROJECT}"
+        trained = f"split {models} params:reward_model params:{name} params:split"
         after: list[tuple[Callable[..., Any], str, str]] = [
             (evaluate.evaluate(policy.spec), f"{trained} params:evaluate {stage}", evaluation),
             (evaluate.register, f"{trained} {evaluation} {blocks}", registration),

@@ -66,7 +66,7 @@ def evaluation_page(
     candidate, judge = names[compared["candidate"]], compared["judge"]
     heading = verdict(judge, compared["win_rates"][judge], candidate)
     if registration is not None:
-        promoted = outcome(registration["promoted"], registration["verdict"]["refusals"])
+        promoted = outcome(registration["promoted"], registration["verdict"])
         heading = sentence(f"{candidate} is {promoted}.")
     return render(
         "evaluation.html.j2",

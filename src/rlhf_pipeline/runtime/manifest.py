@@ -48,6 +48,19 @@ class Manifest:
     """Published inputs of the pipeline run that other parameters made, with the changes."""
     choices: dict[str, dict[str, str]] = field(default_factory=dict)
     """What the ranks have chosen for a parameter that is `auto`: value and reason, by its name."""
+    ancestors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """`origin` of all that the artifact was made from, by content digest, so that a copy of it
+    knows its lineage where the other artifacts are missing."""
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What an artifact that was made from this one records about it."""
+        return {"stage": self.stage, "config": self.config, "inputs": self.inputs}
+
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        """`origin` of the artifact, and of all that it was made from."""
+        return [self.origin, *self.ancestors.values()]
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":

@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.errors import Interrupted, PipelineError, without_secrets
 from rlhf_pipeline.runtime import heartbeat, pulse
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, artifact_of, file_entries
 
 ERRORS = "errors"
 """Folder of the work directory in which a failing rank writes its reason: `<time>-rank<n>.txt`."""
@@ -91,4 +92,15 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         files=file_entries(job.export),
         mixture=job.mixture,
         choices=job.choices,
+        ancestors=_ancestors(job),
     ).write(job.export)
+
+
+def _ancestors(job: LaunchedJob) -> dict[str, dict[str, Any]]:
+    """`Manifest.ancestors` of the export: its inputs that are artifacts, and their ancestors."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, path in job.inputs.items():
+        if (artifact := artifact_of(path)) is not None:
+            made = Manifest.read(artifact)
+            found |= made.ancestors | {job.digests[name]: made.origin}
+    return found

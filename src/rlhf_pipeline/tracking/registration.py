@@ -28,6 +28,8 @@ from rlhf_pipeline.evaluation.comparison import (
     deciding_judge,
     read_answers,
     read_evaluation,
+    read_standings,
+    worst,
 )
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary, titles
@@ -122,15 +124,19 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
     Raises StageError if the champion answered under other conditions.
     """
     compared = read_evaluation(evaluation)
-    answers = read_answers(evaluation)
+    answers, standings = read_answers(evaluation), read_standings(compared)
     evidence = Evidence(
         candidate=answers[compared["candidate"]],
         baseline=answers[baseline_of(compared)],
         against=titles(compared)[baseline_of(compared)],
         judge=compared["judge"],
-        independent=compared["independent"],
+        standing=standings[compared["judge"]],
         champion_fault=None if champion is None else champion.fault,
-        reward_model_accuracy=compared["reward_model_accuracy_lower"],
+        accuracy={
+            judge: found
+            for judge, found in compared["accuracy"].items()
+            if judge == compared["judge"] or standings[judge].state == "optimized"
+        },
         tasks=compared.get("tasks", {}),
     )
     if answered is not None:
@@ -139,11 +145,14 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
                 f"{answered}: the champion answered under other conditions than the candidate in "
                 f"{evaluation}. Fix: `kedro run --from-nodes=evaluate` with one set of parameters"
             )
-        optimized = {*compared["optimized"], *read_evaluation(answered)["optimized"]}
+        others = read_standings(read_evaluation(answered))
+        both = {judge: worst(own, others[judge]) for judge, own in standings.items()}
+        judge = deciding_judge(both)
         evidence = replace(
             evidence,
             champion=read_answers(answered)[CHAMPION],
-            champion_judge=deciding_judge(compared["win_rates"], optimized),
+            champion_judge=judge,
+            champion_standing=both[judge],
         )
     return evidence
 

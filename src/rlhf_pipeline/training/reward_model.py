@@ -6,19 +6,23 @@ The exported model then scores the held-out comparisons once more, for `reward_r
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.doors import REWARD_LOSS, by_name
+from rlhf_pipeline.config.evaluate import FoldConfig
 from rlhf_pipeline.config.training import FrozenModelConfig, RewardModelConfig
+from rlhf_pipeline.data.record_files import mapped
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
-from rlhf_pipeline.distributed.batches import by_micro_batches, even_share, load_rows
+from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, load_rows
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import World, join
@@ -72,14 +76,31 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("reward_model", RewardModelConfig)
     task = RewardModelTask(common_contract(job.inputs), config)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    metrics = train(job, config, task, untrained, world, start="sft_model", rows="comparisons")
+    read: Callable[[Path], Rows] = Rows.read
+    if "fold" in job.config:
+        read = partial(rows_of_fold, job.block("fold", FoldConfig))
+    how = {"start": "sft_model", "rows": "comparisons"}
+    metrics = train(job, config, task, untrained, world, **how, read=read)
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
-    return metrics | write_report(job, config, task.contract, world)
+    return metrics | write_report(job, config, task.contract, world, read)
+
+
+def rows_of_fold(fold: FoldConfig, file: Path) -> Rows:
+    """The rows of `train.arrow` that are in a fold for `validation.arrow`, else the others."""
+    table = mapped(file.with_name("train.arrow"))
+    prompts = table.column("prompt_ids").to_pylist()
+    own = [crc32(np.array(ids, np.int32).tobytes()) % fold.of == fold.number for ids in prompts]
+    held_out = file.stem == "validation"
+    return Rows.of(table.filter(pa.array([one == held_out for one in own])))
 
 
 def write_report(
-    job: LaunchedJob, config: RewardModelConfig, contract: TokenContract, world: World
+    job: LaunchedJob,
+    config: RewardModelConfig,
+    contract: TokenContract,
+    world: World,
+    read: Callable[[Path], Rows],
 ) -> dict[str, float]:
     """Write `reward_report.json` on the exported model; return its main numbers as metrics."""
     free_memory()  # of the model in training
@@ -88,10 +109,12 @@ def write_report(
     world.barrier()  # the first rank has exported the model
     load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
     model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens
-    report = describe(*held_out(model, job.inputs["comparisons"], contract, tokens, world))
+    table = load_rows(job.inputs["comparisons"] / "validation.arrow", world, read)
+    report = describe(*held_out(model, table, contract, tokens, world))
     metrics = {
         "validation/accuracy_lower": report["accuracy"]["lower"],
         "validation/accuracy_upper": report["accuracy"]["upper"],
+        "validation/accuracy_shorter": report["accuracy_shorter"]["rate"],
         "validation/calibration_error": report["calibration"]["error"],
         "validation/length_correlation": report["length_correlation"],
         "validation/accuracy_half_1": report["halves"][0],
@@ -103,13 +126,12 @@ def write_report(
 
 
 def held_out(
-    model: nn.Module, folder: Path, contract: TokenContract, tokens: int, world: World
+    model: nn.Module, table: Rows, contract: TokenContract, tokens: int, world: World
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Source, scores and tokens of the chosen and the rejected answer, (N,), (N, 2), (N, 2).
 
     The ranks divide the comparisons.
     """
-    table = load_rows(folder / "validation.arrow", world)
     own, found = even_share(np.arange(table.num_rows), world), list[Any]()
     for start in range(0, len(own), BLOCK):
         rows = own[start : start + BLOCK]
@@ -129,7 +151,9 @@ def held_out(
 def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> dict[str, Any]:
     """The report on held-out comparisons, as JSON types; see `held_out`.
 
-    The halves are the even and the odd rows, because a table is in the order of its sources.
+    `accuracy_shorter` is that where the chosen answer is the shorter one: a model that measures
+    length is worse than chance there. The halves are the even and the odd rows, because a table is
+    in the order of its sources.
     """
     margins = scores[:, 0] - scores[:, 1]
     right, of_source = (np.sign(margins) + 1) / 2, np.array(sources)
@@ -137,7 +161,9 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
     return {
         "pairs": len(margins),
         "accuracy": _rate(right),
+        "accuracy_shorter": _rate(right[tokens[:, 0] < tokens[:, 1]]),
         "margin": float(margins.mean()),
+        "margin_square": float(np.square(margins).mean()),
         "calibration": {"error": error, "bins": bins},
         "sources": {name: _rate(right[of_source == name]) for name in sorted({*sources})},
         "length_correlation": rank_correlation(scores.ravel().tolist(), tokens.ravel().tolist()),
@@ -146,7 +172,9 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
 
 
 def _rate(right: np.ndarray) -> dict[str, float]:
-    """A share of rows with its 95% interval; a tie is half right."""
+    """A share of rows with its 95% interval; a tie is half right. Of no rows nothing is known."""
+    if not len(right):
+        return {"rate": 0.5, "lower": 0.0, "upper": 1.0, "n": 0}
     rate, n = float(right.mean()), len(right)
     lower, upper = rate_interval(rate, n, int((right == 0.5).sum()))
     return {"rate": rate, "lower": lower, "upper": upper, "n": n}

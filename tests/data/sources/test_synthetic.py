@@ -252,7 +252,8 @@ def test_preferences_follow_the_annotators(subset: str | None) -> None:
     for record in records:
         request = asked(text_of(record))
         better, worse = measured(request, record.chosen), measured(request, record.rejected)
-        gold, words, courtesies = (a - b for a, b in zip(better, worse, strict=True))
+        gold, words = better.gold - worse.gold, better.words - worse.words
+        courtesies = 2 * (better.courtesy - worse.courtesy)
         chances = [
             1
             / (
