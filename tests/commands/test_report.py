@@ -14,10 +14,15 @@ from rlhf_pipeline.commands.report import report, runs
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.evaluation.comparison import compare, write_answers
+from rlhf_pipeline.evaluation.comparison import Standing, compare, write_answers
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 
 NAMES = ("evaluation", "ppo_model")
+
+STANDINGS = {
+    "gold": Standing("independent"),
+    "score": Standing("optimized", {"ppo": "rewards"}),
+}
 
 
 EVALUATIONS = ("evaluation", "dpo_evaluation", "simpo_evaluation")
@@ -51,7 +56,7 @@ def project(tmp_path, monkeypatch):
             folder = tmp_path / "evaluation" / version / "evaluation"
             folder.mkdir(parents=True)
             answers = {name: [answer(row, name) for row in range(9)] for name in ("sft", "ppo")}
-            compared = compare(answers, EvaluateConfig(), {"score"})
+            compared = compare(answers, EvaluateConfig(), STANDINGS)
             (folder / "evaluation.json").write_text(json.dumps(compared))
             write_answers(answers, folder)
             inputs = {"ppo_model": content_digest(policy)}

@@ -249,7 +249,7 @@ def test_every_split_is_an_exact_partition(
     for bits, quota in quotas.items():
         assert all(
             abs(counts[bits, part] - exact_size) < 1
-            for part, exact_size in zip(PARTS, quota, strict=True)
+            for part, exact_size in zip(PARTS[:-1], quota, strict=True)  # none is held back
         )
     assert set(parts.values()) == {PARTS[part] for part in wanted}
     # Neither the order nor repetitions matter, even if a repeated row serves fewer phases.

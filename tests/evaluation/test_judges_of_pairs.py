@@ -8,7 +8,7 @@ from chat_server import chat_server, longer
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.evaluation.comparison import Answer, compare
+from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare
 from rlhf_pipeline.evaluation.judges import judge_pairs
 
 pytest.importorskip("openai", reason="the extra `judges` is not installed")
@@ -36,6 +36,7 @@ def config(url, **fields):
     return EvaluateConfig(judges=[judge])
 
 
+STANDINGS = dict.fromkeys(("score", "chat"), Standing("independent"))
 TEXTS = {"sft": ["a", "bbb", "cc", "same"], "ppo": ["aaa", "b", "dd", "same"]}
 
 
@@ -162,5 +163,5 @@ def test_the_answer_meets_a_second_draw_of_the_baseline_if_there_is_one(tmp_path
         judged, drawn, _ = judge_pairs(answers, drawn, config(url), tmp_path)
     assert [a.scores["chat"] for a in judged["ppo"]] == [-1.0, 1.0]
     assert [a.scores["chat"] for a in drawn] == [0.0] * 4
-    rate = compare(judged, config(url), {"score"}, drawn)["win_rates"]["chat"]
+    rate = compare(judged, config(url), STANDINGS, drawn)["win_rates"]["chat"]
     assert (rate["wins"], rate["losses"], rate["n"]) == (1, 1, 2)
