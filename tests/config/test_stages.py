@@ -7,7 +7,8 @@ import pytest
 from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
-from rlhf_pipeline.config.stages import faults_without_reward_model, shares_text, unused_phases
+from rlhf_pipeline.config.split import PHASES
+from rlhf_pipeline.config.stages import faults_without_reward_model, shares_text, unused_rows
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.preflight import check_blocks, check_phases
@@ -106,16 +107,42 @@ def test_rewards_judge_where_there_is_no_other_judge(parameters):
     check(parameters | nothing | {"grpo": BY_ANSWERS}, gpus=0, elsewhere=True)
 
 
-def test_a_pipeline_that_leaves_the_rows_of_a_phase_unused_says_so(parameters):
-    split = check_values(parameters)["split"]
-    dpo = ["base_model", "split", "sft", "reward_model", "dpo"]
-    assert list(unused_phases(split, dpo)) == [
-        "split: phase ppo gets 40% of the training conversations, which pipeline dpo does not use. "
-        "Fix: set ppo, grpo, distill, rejection, iterative_dpo to null"
-    ]
-    assert not list(unused_phases(split, [*dpo, "ppo"]))
-    assert not list(unused_phases(split, ["base_model", "split", "sft"]))  # others may follow
-    assert shares_text(split).endswith("sft 20%, reward_model 40%, ppo 40%")
+PAIRS, SHOWN, ASKED = ["sft", "reward_model", "ppo"], ["sft"], ["ppo"]
+DPO_ALONE = {"base_model", "split", "sft", "reward_model", "dpo"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes", "kinds", "expected"),
+    [
+        ({"split", "sft"}, (20, 40, 40), [PAIRS],
+         "trains on 20% of the training conversations; reward_model and ppo have the others, for "
+         "stages that are not in it. To train on all of them, set split.weights to [2, 0, 0]"),
+        (DPO_ALONE, (20, 40, 40), [PAIRS],
+         "trains on 60% of the training conversations; ppo has the others, for stages that are "
+         "not in it. To train on all of them, set split.weights to [2, 4, 0]"),
+        # Without a weight, prompts would serve nothing, so there is no such advice.
+        ({"split", "sft"}, (20, 0, 80), [SHOWN, ASKED],
+         "trains on 20% of the training conversations; ppo has the others, for stages that are "
+         "not in it"),
+        ({"split", "sft"}, (20, 0, 0), [SHOWN], None),
+        ({*DPO_ALONE, "ppo"}, (20, 40, 40), [PAIRS], None),
+        ({"base_model", "split"}, (20, 40, 40), [PAIRS], None),
+    ],
+)  # fmt: skip
+def test_a_run_says_how_much_of_its_split_it_leaves_to_others(nodes, sizes, kinds, expected):
+    report = {
+        "conversations": dict(zip(PHASES, sizes, strict=True)) | {"test": 5},
+        "serves": kinds,
+        "settings": {"weights": [2.0, 4.0, 4.0]},
+    }
+    assert unused_rows(report, nodes) == (expected and f"split: this run {expected}")
+
+
+def test_the_shares_of_the_phases_are_those_of_rows_that_can_serve_each(parameters):
+    text = shares_text(check_values(parameters)["split"])
+    assert text == (
+        "Training conversations that can serve each phase: sft 20%, reward_model 40%, ppo 40%"
+    )
 
 
 def test_a_node_whose_block_is_null_needs_no_rows_and_a_policy_needs_its_block(parameters):

@@ -90,19 +90,25 @@ def shares(split: SplitConfig) -> dict[Phase, float]:
 def shares_text(split: SplitConfig) -> str:
     """Which share of the rows each phase gets, for a table's last line."""
     found = ", ".join(f"{phase} {share:.0%}" for phase, share in shares(split).items())
-    return f"Training conversations by phase: {found}"
+    return f"Training conversations that can serve each phase: {found}"
 
 
-def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
-    """Phases that get rows, but none of the nodes of a run trains on them, one line each."""
-    policies = [name for name in (*ON_PROMPTS, "dpo", "kto") if name in nodes]
-    for phase, share in shares(split).items() if policies and "split" in nodes else ():
-        if not {*READERS[phase]} & {*nodes}:
-            blocks = ", ".join(name for name in READERS[phase] if name in OPTIONAL)
-            yield (
-                f"split: phase {phase} gets {share:.0%} of the training conversations, which "
-                f"pipeline {' and '.join(policies)} does not use. Fix: set {blocks} to null"
-            )
+def unused_rows(report: Mapping[str, Any], nodes: Collection[str]) -> str | None:
+    """How much of a split, by its report, the nodes of a run leave to others, and how to use it."""
+    used = [phase for phase in PHASES if {*READERS[phase]} & {*nodes}]
+    sizes = {phase: report["conversations"][phase] for phase in PHASES}
+    left = [phase for phase, size in sizes.items() if size and phase not in used]
+    if not used or not left:
+        return None
+    share = sum(sizes[phase] for phase in used) / sum(sizes.values())
+    text = f"split: this run trains on {share:.0%} of the training conversations"
+    have = "has" if len(left) == 1 else "have"
+    text += f"; {' and '.join(left)} {have} the others, for stages that are not in it"
+    if not all({*used} & {*kind} for kind in report["serves"]):
+        return text  # some rows serve nothing else
+    weights = zip(PHASES, report["settings"]["weights"], strict=True)
+    given = ", ".join(f"{weight if phase in used else 0:g}" for phase, weight in weights)
+    return f"{text}. To train on all of them, set split.weights to [{given}]"
 
 
 def faults_without_reward_model(

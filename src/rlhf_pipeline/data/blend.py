@@ -18,7 +18,7 @@ from itertools import accumulate, chain
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.config.split import NEEDS, PHASES, Phase, SplitConfig
 from rlhf_pipeline.data.phase_files import PARTS, Part, Table
 from rlhf_pipeline.data.record_files import first_turns, keys, labelled, phase_bits, serves
 from rlhf_pipeline.data.records import normalized
@@ -65,6 +65,11 @@ class Blend:
         chosen[candidates[repeated]] = False
         return chosen, int(repeated.sum())
 
+    def kinds(self) -> list[list[Phase]]:
+        """The phases that rows of the training data can serve, a list for each kind of row."""
+        found = np.unique(self.serves[self.parts >= 0]).tolist()
+        return [[phase for phase in PHASES if phase_bits([phase]) & bits] for bits in found if bits]
+
     def distinct(self, keys: np.ndarray, part: Part) -> int:
         """Number of distinct prompts or conversations of a part, by their keys."""
         return len(np.unique(first_rows(keys[self.parts == PARTS.index(part)])))
@@ -105,7 +110,8 @@ def blend(
     np.bitwise_or.at(bits, earliest, bits[candidates])
     parts = np.full(len(prompts), PARTS.index("test"), np.int8)
     divided = used & ~is_test
-    parts[divided] = assign(conversations[divided], bits[divided], config, seed)
+    source_of_row = np.repeat(np.arange(len(sizes)), sizes)[divided]
+    parts[divided] = assign(conversations[divided], bits[divided], config, seed, source_of_row)
     if config.without_reference == "drop":
         used &= ~unanswered | (parts != PARTS.index("test"))
     parts[~used] = -1
@@ -210,15 +216,22 @@ def _grams(text: str) -> set[str]:
     return {text[start : end - 1] for start, end in zip(starts, starts[_WORDS:])} or {text}  # noqa: B905
 
 
-def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int) -> np.ndarray:
+def assign(
+    keys: np.ndarray,
+    serves: np.ndarray,
+    config: SplitConfig,
+    seed: int,
+    sources: np.ndarray | int = 0,
+) -> np.ndarray:
     """Assign a part to every row, by its conversation: (N,) int8, index into PARTS.
 
     `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i]. A conversation can serve
     what one of its rows can. Conversations that can serve the same phases form a class, which is
     sorted by SHA-256 of the bytes "split\\n<seed>\\n" and the key, then cut into runs of exact
     quotas, rounded by largest remainder, held-out parts first. `config.weights` divides the rest
-    among the phases that the class can serve. Raises DataError if a class can serve only phases of
-    weight 0, or a part with a positive share gets no conversation.
+    among the phases that the class can serve, so a phase that no class can serve gets nothing.
+    `sources`, (N,) indices into `config.sources`, are for messages. Raises DataError if a class can
+    serve only phases of weight 0, or another part with a positive share gets no conversation.
     """
     conversations, conversation_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     servable = np.zeros(len(conversations), np.uint8)
@@ -227,7 +240,10 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
     parts = np.empty(len(conversations), np.int8)
     for bits in np.unique(servable):
         members = ordered[servable[ordered] == bits]
-        sizes = apportion(len(members), _shares(config, bits, len(members)))
+        if (shares := _shares(config, bits)) is None:
+            own = np.broadcast_to(sources, len(keys))[np.isin(conversation_of_row, members)]
+            raise _useless(config, bits, len(members), np.unique(own).tolist())
+        sizes = apportion(len(members), shares)
         parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
     _require_conversations(config, parts, servable)
     return parts[conversation_of_row]
@@ -284,21 +300,31 @@ def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
     return np.argsort(np.fromiter(digests, "V32", len(distinct)))
 
 
-def _shares(config: SplitConfig, bits: int, conversations: int) -> list[Fraction]:
-    """The exact share of every part in a class, in the order of PARTS."""
-    able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
+def _shares(config: SplitConfig, bits: int) -> list[Fraction] | None:
+    """The exact share of every part in a class, in the order of PARTS; None if all weigh 0."""
     given = zip(PHASES, config.weights, strict=True)
-    weights = [_exact(weight) if phase in able else Fraction(0) for phase, weight in given]
+    weights = [
+        _exact(weight) if bits & phase_bits([phase]) else Fraction(0) for phase, weight in given
+    ]
     if not any(weights):
-        raise DataError(
-            f"{conversations} distinct conversations serve only phases of weight 0 "
-            f"({', '.join(able) or 'none'}). Fix: give one of these phases a "
-            "weight in split.weights and a stage that is not null, change `phases` of their "
-            "sources, or remove these sources."
-        )
+        return None
     test, validation = _exact(config.test_fraction), _exact(config.validation_fraction)
     rest = (1 - test - validation) / sum(weights)
     return [test, validation, *(rest * weight for weight in weights)]
+
+
+def _useless(config: SplitConfig, bits: int, number: int, sources: Sequence[int]) -> DataError:
+    """The error for conversations of a class that serves only phases of weight 0."""
+    able = [phase for phase in PHASES if bits & phase_bits([phase])]
+    weighed = [phase for phase, weight in zip(PHASES, config.weights, strict=True) if weight]
+    needs = "; ".join(f"{phase} needs {NEEDS[phase]}" for phase in weighed)
+    named = ", ".join(config.sources[index].label() for index in sources)
+    return DataError(
+        f"split: found {number} distinct conversations that serve only phases of weight 0 "
+        f"({', '.join(able) or 'none'}), in {named}, expected some for a phase in use: {needs}. "
+        "Fix: name these columns in `columns` of the source, remove the source, or give a phase "
+        "that it serves a weight in split.weights and a stage that is not null"
+    )
 
 
 def _exact(number: float) -> Fraction:
@@ -309,19 +335,19 @@ def _exact(number: float) -> Fraction:
 def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
     shares = (config.test_fraction, config.validation_fraction, *config.weights)
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
+    able = {phase: np.count_nonzero(servable & phase_bits([phase])) for phase in PHASES}
     given = zip(PARTS, shares, strict=True)
     empty = [part for part, share in given if share > 0 and not sizes[part]]
+    if len(parts):  # a phase that none of the conversations can serve needs none
+        empty = [part for part in empty if able.get(part, 1)]
     if empty and not config.is_test:
-        able = {
-            phase: np.count_nonzero(servable >> index & 1) for index, phase in enumerate(PHASES)
-        }
         found, serving = (
             ", ".join(f"{name} {count}" for name, count in counts.items())
             for counts in (sizes, able)
         )
         raise DataError(
             f"{', '.join(empty)}: found none of {len(parts)} distinct conversations, expected at "
-            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, set a "
-            "phase's stages to null, or change weights, validation_fraction or test_fraction (0 "
-            "disables a part)."
+            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, or set the share "
+            "of a part that you do not need to 0, in split.weights, validation_fraction or "
+            "test_fraction"
         )

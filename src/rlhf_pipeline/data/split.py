@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import PHASES, Phase, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.phase_files import PARTS, TABLES, PhaseFile, RowMaker
 from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
@@ -106,7 +106,7 @@ def split_sources(
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
-    _require_rows(files, config)
+    _require_rows(files, config, config.unserved(plan.kinds()))
 
     report = build_report(config, labels, counts, plan, files, lengths)
     report["examples"] = first_examples(output, tokenizer)
@@ -164,14 +164,17 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
     return [f"{label} #{n + 1}" if n else label for label, n in zip(labels, earlier, strict=True)]
 
 
-def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
+def _require_rows(
+    files: dict[str, PhaseFile], config: SplitConfig, unserved: Sequence[Phase]
+) -> None:
     parts = {"train": 1.0, "validation": config.validation_fraction}
     for (phase, weight), part in product(zip(PHASES, config.weights, strict=True), parts):
         path = f"{phase}/{part}.arrow"
         rows = files[path].rows
         if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
             rows += files[f"kto/{part}.arrow"].rows
-        if weight > 0 and parts[part] > 0 and not rows and not config.is_test:
+        is_wanted = weight > 0 and phase not in unserved and parts[part] > 0
+        if is_wanted and not rows and not config.is_test:
             raise DataError(
                 f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
                 "use, raise split.validation_fraction, or set the phase's weight in "
