@@ -94,8 +94,8 @@ FAULTS = [
     ("ppo.rewards", [{"rubric": "r", "openai": {"base_url": "http://x", "model": "m",
                                                 "api_key_env": "NO_SUCH_KEY"}}],
      "ppo.rewards.0.openai.api_key_env: found no environment variable NO_SUCH_KEY"),
-    ("rejection", {"sample": {"rewards": ["my.py:gold"]}},
-     "rejection.sample.rewards: found two judges called 'gold'"),
+    ("rejection", {"sample": {"rewards": [{"callable": "my.py:f", "name": "gold"}]}},
+     "rejection.sample.rewards: found label 'gold', expected another: score is that of the "),
     ("evaluate.tasks", {"names": ["missing.yaml"]},
      "evaluate.tasks.names.0: found missing.yaml, expected a file of YAML: [Errno 2]"),
 ]  # fmt: skip

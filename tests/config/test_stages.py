@@ -90,7 +90,8 @@ def test_judges_made_from_rewards_are_checked_before_training(parameters, tmp_pa
     """The gold score is a judge already."""
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text("def gold(prompts, responses): ...\n")
-    given = {"sft": None, "reward_model": None, "ppo": None, "grpo": {"rewards": ["my.py:gold"]}}
+    rewards = [{"callable": "my.py:gold", "name": "gold"}]
+    given = {"sft": None, "reward_model": None, "ppo": None, "grpo": {"rewards": rewards}}
     with pytest.raises(ConfigError, match="gold"):
         check(parameters | given, gpus=0, elsewhere=True)
 

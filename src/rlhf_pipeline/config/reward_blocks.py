@@ -25,7 +25,8 @@ class RewardSource(Block):
     """Factor of the centred score in the sum. 0: the source is reported without effect."""
     name: str | None = None
     """Name in the metric `reward/<name>`. None: "trained", the name of the function, folder or chat
-    model, the kind of agreement, "regex" or "code"."""
+    model, the kind of agreement, "regex" or "code". A function called score or gold, or like
+    another source, is `my.score`: the name of its file, then its own."""
 
 
 class TrainedReward(RewardSource):
