@@ -106,15 +106,19 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
         version = find_version(client, model, name)
         if version is not None:
             return local_folder(client, version, downloads)
-        candidate = find_version(client, model, "candidate") if name == CHAMPION else None
-    if candidate is not None:
-        raise ArtifactError(
-            f"no policy has been promoted yet, so {model} has no champion; candidate is version "
-            f"{candidate.version}. Fix: add the name candidate to the same command"
+        candidate = find_version(client, model, "candidate")
+    if candidate is None:
+        fix = f"nothing is registered as {model} yet; `kedro run` trains and registers a policy"
+    elif name == CHAMPION:
+        fix = (
+            f"no policy has been promoted yet; write candidate (version {candidate.version}), as "
+            "in `kedro rlhf chat candidate` or `kedro rlhf export candidate FOLDER`"
         )
+    else:
+        fix = "`kedro rlhf ui` lists the versions"
     raise ArtifactError(
         f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
-        "Fix: `kedro rlhf ui` lists the versions"
+        f"Fix: {fix}"
     )
 
 
