@@ -68,10 +68,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def install(extra: str) -> str:
-    """The command that installs the packages of an extra, with the pins of a clone.
-
-    It does not name this package, which is in no index: another one may have its name there.
-    """
+    """The command that installs the packages of an extra, with the pins of a clone. This package
+    is in no index, where another one may have its name."""
     pins = "--constraint constraints.txt " if Path("constraints.txt").is_file() else ""
     named = (each.partition(";") for each in requires("rlhf-pipeline") or [])
     packages = [f"'{name}'" for name, _, marker in named if f'"{extra}"' in marker]

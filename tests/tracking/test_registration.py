@@ -472,8 +472,8 @@ def test_without_a_champion_the_message_names_the_candidate(client, trained, sft
         registered_folder("champion", "rlhf-policy", tmp_path, tmp_path)
     assert refusal.value.message == (
         "found 'champion', expected a version or an alias of rlhf-policy, or the folder of an "
-        "artifact. Fix: no policy has been promoted yet; write candidate (version 2), as in `kedro "
-        "rlhf chat candidate` or `kedro rlhf export candidate FOLDER`"
+        "artifact. Fix: no policy has been promoted yet; write candidate, as in `kedro rlhf "
+        "chat candidate` or `kedro rlhf export candidate FOLDER`"
     )
     for name, model, fix in (
         ("champ", "rlhf-policy", "`kedro rlhf ui` lists the versions"),

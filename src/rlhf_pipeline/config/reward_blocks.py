@@ -75,6 +75,11 @@ class CallableReward(RewardSource):
         return self.callable.rpartition(":")[2]
 
     @property
+    def full_name(self) -> str:
+        """The name of the file or module, and that of the function: `my.score`."""
+        return f"{re.split('[/.]', self.location.removesuffix('.py'))[-1]}.{self.function}"
+
+    @property
     def label(self) -> str:
         return self.name or self.function
 

@@ -77,24 +77,17 @@ Reward = Annotated[
 
 def distinct(sources: tuple[Any, ...]) -> tuple[Any, ...]:
     """Rewards or judges with one label each: a function whose name is taken, by another one or by
-    our own judges, also gets the name of its file.
-
-    Raises ValueError if two labels are equal nevertheless.
-    """
-
-    def repeated(sources: Sequence[Any]) -> set[str]:
-        labels = [source.label for source in sources]
-        return {label for label in labels if labels.count(label) > 1}
-
-    def named(source: Any) -> Any:
-        if not isinstance(source, CallableReward) or source.name or source.label not in taken:
-            return source
-        *_, file = re.split(r"[/.]", source.location.removesuffix(".py"))
-        return source.model_copy(update={"name": f"{file}.{source.function}"})
-
-    taken = repeated(sources) | {REWARD_MODEL, GOLD}
-    found = tuple(map(named, sources))
-    if same := sorted(repeated(found)):
+    our own judges, also gets the name of its file. Raises ValueError if two labels are equal."""
+    labels = [source.label for source in sources]
+    taken = {label for label in labels if labels.count(label) > 1} | {REWARD_MODEL, GOLD}
+    found = tuple(
+        source.model_copy(update={"name": source.full_name})
+        if isinstance(source, CallableReward) and not source.name and source.label in taken
+        else source
+        for source in sources
+    )
+    labels = [source.label for source in found]
+    if same := [label for label in labels if labels.count(label) > 1]:
         raise ValueError(
             f"found two called {same[0]!r}, expected unique names. Fix: set the name of one of them"
         )

@@ -101,9 +101,10 @@ def unused_rows(report: Mapping[str, Any], nodes: Collection[str]) -> str | None
     if not used or not left:
         return None
     share = sum(sizes[phase] for phase in used) / sum(sizes.values())
-    text = f"split: this run trains on {share:.0%} of the training conversations"
-    have = "has" if len(left) == 1 else "have"
-    text += f"; {' and '.join(left)} {have} the others, for stages that are not in it"
+    text = (
+        f"split: this run trains on {share:.0%} of the training conversations; the others are for "
+        f"stages of {' and '.join(left)} that are not in it"
+    )
     if not all({*used} & {*kind} for kind in report["serves"]):
         return text  # some rows serve nothing else
     weights = zip(PHASES, report["settings"]["weights"], strict=True)

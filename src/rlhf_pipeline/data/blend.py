@@ -110,8 +110,7 @@ def blend(
     np.bitwise_or.at(bits, earliest, bits[candidates])
     parts = np.full(len(prompts), PARTS.index("test"), np.int8)
     divided = used & ~is_test
-    source_of_row = np.repeat(np.arange(len(sizes)), sizes)[divided]
-    parts[divided] = assign(conversations[divided], bits[divided], config, seed, source_of_row)
+    parts[divided] = assign(conversations[divided], bits[divided], config, seed)
     if config.without_reference == "drop":
         used &= ~unanswered | (parts != PARTS.index("test"))
     parts[~used] = -1
@@ -216,13 +215,7 @@ def _grams(text: str) -> set[str]:
     return {text[start : end - 1] for start, end in zip(starts, starts[_WORDS:])} or {text}  # noqa: B905
 
 
-def assign(
-    keys: np.ndarray,
-    serves: np.ndarray,
-    config: SplitConfig,
-    seed: int,
-    sources: np.ndarray | int = 0,
-) -> np.ndarray:
+def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int) -> np.ndarray:
     """Assign a part to every row, by its conversation: (N,) int8, index into PARTS.
 
     `serves` is (N,) uint8; bit i is set if the row can serve PHASES[i]. A conversation can serve
@@ -230,8 +223,8 @@ def assign(
     sorted by SHA-256 of the bytes "split\\n<seed>\\n" and the key, then cut into runs of exact
     quotas, rounded by largest remainder, held-out parts first. `config.weights` divides the rest
     among the phases that the class can serve, so a phase that no class can serve gets nothing.
-    `sources`, (N,) indices into `config.sources`, are for messages. Raises DataError if a class can
-    serve only phases of weight 0, or another part with a positive share gets no conversation.
+    Raises DataError if a class can serve only phases of weight 0, or another part with a positive
+    share gets no conversation.
     """
     conversations, conversation_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     servable = np.zeros(len(conversations), np.uint8)
@@ -240,10 +233,7 @@ def assign(
     parts = np.empty(len(conversations), np.int8)
     for bits in np.unique(servable):
         members = ordered[servable[ordered] == bits]
-        if (shares := _shares(config, bits)) is None:
-            own = np.broadcast_to(sources, len(keys))[np.isin(conversation_of_row, members)]
-            raise _useless(config, bits, len(members), np.unique(own).tolist())
-        sizes = apportion(len(members), shares)
+        sizes = apportion(len(members), _shares(config, bits, len(members)))
         parts[members] = np.repeat(np.arange(len(PARTS)), sizes)
     _require_conversations(config, parts, servable)
     return parts[conversation_of_row]
@@ -300,31 +290,24 @@ def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
     return np.argsort(np.fromiter(digests, "V32", len(distinct)))
 
 
-def _shares(config: SplitConfig, bits: int) -> list[Fraction] | None:
-    """The exact share of every part in a class, in the order of PARTS; None if all weigh 0."""
-    given = zip(PHASES, config.weights, strict=True)
-    weights = [
-        _exact(weight) if bits & phase_bits([phase]) else Fraction(0) for phase, weight in given
-    ]
+def _shares(config: SplitConfig, bits: int, conversations: int) -> list[Fraction]:
+    """The exact share of every part in a class, in the order of PARTS."""
+    able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
+    given = list(zip(PHASES, config.weights, strict=True))
+    weights = [_exact(weight) if phase in able else Fraction(0) for phase, weight in given]
     if not any(weights):
-        return None
+        sources = " or ".join(source.label() for source in config.sources if not source.is_test)
+        needs = "; ".join(f"{phase} needs {NEEDS[phase]}" for phase, weight in given if weight)
+        raise DataError(
+            f"split: found {conversations} distinct conversations that serve only phases of weight "
+            f"0 ({', '.join(able) or 'none'}), in {sources}, expected some for a "
+            f"phase in use: {needs}. Fix: name these columns in `columns` of the source, remove "
+            "the source, or give a phase that it serves a weight in split.weights and a stage that "
+            "is not null"
+        )
     test, validation = _exact(config.test_fraction), _exact(config.validation_fraction)
     rest = (1 - test - validation) / sum(weights)
     return [test, validation, *(rest * weight for weight in weights)]
-
-
-def _useless(config: SplitConfig, bits: int, number: int, sources: Sequence[int]) -> DataError:
-    """The error for conversations of a class that serves only phases of weight 0."""
-    able = [phase for phase in PHASES if bits & phase_bits([phase])]
-    weighed = [phase for phase, weight in zip(PHASES, config.weights, strict=True) if weight]
-    needs = "; ".join(f"{phase} needs {NEEDS[phase]}" for phase in weighed)
-    named = ", ".join(config.sources[index].label() for index in sources)
-    return DataError(
-        f"split: found {number} distinct conversations that serve only phases of weight 0 "
-        f"({', '.join(able) or 'none'}), in {named}, expected some for a phase in use: {needs}. "
-        "Fix: name these columns in `columns` of the source, remove the source, or give a phase "
-        "that it serves a weight in split.weights and a stage that is not null"
-    )
 
 
 def _exact(number: float) -> Fraction:
@@ -338,7 +321,7 @@ def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.
     able = {phase: np.count_nonzero(servable & phase_bits([phase])) for phase in PHASES}
     given = zip(PARTS, shares, strict=True)
     empty = [part for part, share in given if share > 0 and not sizes[part]]
-    if len(parts):  # a phase that none of the conversations can serve needs none
+    if len(parts):  # what none of the conversations can serve needs none
         empty = [part for part in empty if able.get(part, 1)]
     if empty and not config.is_test:
         found, serving = (

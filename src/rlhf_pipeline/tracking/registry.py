@@ -107,15 +107,12 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
         if version is not None:
             return local_folder(client, version, downloads)
         candidate = find_version(client, model, "candidate")
+    fix = "`kedro rlhf ui` lists the versions"
     if candidate is None:
         fix = f"nothing is registered as {model} yet; `kedro run` trains and registers a policy"
     elif name == CHAMPION:
-        fix = (
-            f"no policy has been promoted yet; write candidate (version {candidate.version}), as "
-            "in `kedro rlhf chat candidate` or `kedro rlhf export candidate FOLDER`"
-        )
-    else:
-        fix = "`kedro rlhf ui` lists the versions"
+        example = "`kedro rlhf chat candidate` or `kedro rlhf export candidate FOLDER`"
+        fix = f"no policy has been promoted yet; write candidate, as in {example}"
     raise ArtifactError(
         f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
         f"Fix: {fix}"
