@@ -45,7 +45,7 @@ class Here:
         digests = {name: content_digest(path) for name, path in job.inputs.items()}
         run = identify(job, digests | dict(job.identities), RunContext(self.workspace))
         if not (run.export / NAME).is_file():
-            run.directory.mkdir(parents=True)
+            run.directory.mkdir(parents=True, exist_ok=True)
             write_manifest(run, import_module(job.spec.program).main(run))
         return run.export
 

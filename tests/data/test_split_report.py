@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
@@ -193,6 +195,18 @@ def test_demonstrations_all_train_sft_and_the_other_phases_have_weight_0(
     parts = {"test": 4, "validation": 4, "sft": 32, "reward_model": 0, "ppo": 0}
     assert report["conversations"] == parts
     assert report["files"]["sft/train.arrow"]["rows"] == 32
+
+
+def test_the_weights_that_a_run_is_advised_to_set_give_it_all_rows(
+    write_records, prepare: Prepare
+) -> None:
+    """SFT alone on pairs, which the default weights also keep for the other phases."""
+    own = write_records("own", *(asked(f"Question {n}?", "Yes.", "No.") for n in range(40)))
+    text = unused_rows(prepare(own), {"split", "sft"})
+    assert text is not None and "trains on 19% of the training conversations" in text
+    weights = json.loads(text.partition("set split.weights to ")[2])
+    report = prepare(own, out="all", weights=weights)
+    assert report["conversations"]["sft"] == 32 and unused_rows(report, {"split", "sft"}) is None
 
 
 def test_a_split_that_is_all_test_serves_no_phase_and_says_nothing(
