@@ -142,7 +142,8 @@ class EvaluateConfig(AnsweringConfig):
     @field_validator("judges")
     @classmethod
     def _check_judges(cls, judges: tuple[Judge, ...]) -> tuple[Judge, ...]:
-        for judge in (found := distinct(judges)):
+        found: tuple[Judge, ...] = distinct(judges)
+        for judge in found:
             if isinstance(judge, RewardSource) and judge.weight != 1.0:
                 raise ValueError(
                     f"found weight {judge.weight} of judge {judge.label}, expected none, because "

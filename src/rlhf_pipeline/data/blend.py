@@ -318,7 +318,9 @@ def _exact(number: float) -> Fraction:
 def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
     shares = (config.test_fraction, config.validation_fraction, *config.weights)
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
-    able = {phase: np.count_nonzero(servable & phase_bits([phase])) for phase in PHASES}
+    able: dict[str, int] = {
+        phase: np.count_nonzero(servable & phase_bits([phase])) for phase in PHASES
+    }
     given = zip(PARTS, shares, strict=True)
     empty = [part for part, share in given if share > 0 and not sizes[part]]
     if len(parts):  # what none of the conversations can serve needs none
