@@ -132,7 +132,7 @@ def test_a_row_of_the_table_runs(row: Row, model, tmp_path):
     (tmp_path / "conf" / "few" / "parameters.yml").write_text(yaml.safe_dump(few))
     command = f"kedro run --pipeline={row.pipeline} --env=few"
     if row.pipeline in CANNOT_ANSWER:
-        with pytest.raises(AssertionError, match=r"(?s)sample.*: finished.*found 0 rows for train"):
+        with pytest.raises(AssertionError, match="found 0 rows for train"):
             run(command, tmp_path)
     else:
         last = {"full": "ppo"}.get(row.pipeline, row.pipeline)
