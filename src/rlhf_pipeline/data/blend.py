@@ -319,7 +319,7 @@ def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.
     shares = (config.test_fraction, config.validation_fraction, *config.weights)
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(PARTS)), strict=True))
     able: dict[str, int] = {
-        phase: np.count_nonzero(servable & phase_bits([phase])) for phase in PHASES
+        phase: int(np.count_nonzero(servable & phase_bits([phase]))) for phase in PHASES
     }
     given = zip(PARTS, shares, strict=True)
     empty = [part for part, share in given if share > 0 and not sizes[part]]
