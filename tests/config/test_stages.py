@@ -126,6 +126,10 @@ DPO_ALONE = {"base_model", "split", "sft", "reward_model", "dpo"}
         ({"split", "sft"}, (20, 0, 80), [SHOWN, ASKED],
          "trains on 20% of the training conversations; the others are for stages of ppo "
          "that are not in it"),
+        # Answers with a true one: with `sft: null`, they have no other phase than PPO's.
+        (DPO_ALONE, (0, 40, 40), [PAIRS, ["sft", "ppo"]],
+         "trains on 50% of the training conversations; the others are for stages of ppo "
+         "that are not in it"),
         ({"split", "sft"}, (20, 0, 0), [SHOWN], None),
         ({*DPO_ALONE, "ppo"}, (20, 40, 40), [PAIRS], None),
         ({"base_model", "split"}, (20, 40, 40), [PAIRS], None),
@@ -135,7 +139,7 @@ def test_a_run_says_how_much_of_its_split_it_leaves_to_others(nodes, sizes, kind
     report = {
         "conversations": dict(zip(PHASES, sizes, strict=True)) | {"test": 5},
         "serves": kinds,
-        "settings": {"weights": [2.0, 4.0, 4.0]},
+        "settings": {"weights": [2.0 if sizes[0] else 0.0, 4.0, 4.0]},
     }
     assert unused_rows(report, nodes) == (expected and f"split: this run {expected}")
 

@@ -95,7 +95,8 @@ def shares_text(split: SplitConfig) -> str:
 
 def unused_rows(report: Mapping[str, Any], nodes: Collection[str]) -> str | None:
     """How much of a split, by its report, the nodes of a run leave to others, and how to use it."""
-    used = [phase for phase in PHASES if {*READERS[phase]} & {*nodes}]
+    weights = dict(zip(PHASES, report["settings"]["weights"], strict=True))
+    used = [phase for phase in PHASES if weights[phase] and {*READERS[phase]} & {*nodes}]
     sizes = {phase: report["conversations"][phase] for phase in PHASES}
     left = [phase for phase, size in sizes.items() if size and phase not in used]
     if not used or not left:
@@ -107,8 +108,7 @@ def unused_rows(report: Mapping[str, Any], nodes: Collection[str]) -> str | None
     )
     if not all({*used} & {*kind} for kind in report["serves"]):
         return text  # some rows serve nothing else
-    weights = zip(PHASES, report["settings"]["weights"], strict=True)
-    given = ", ".join(f"{weight if phase in used else 0:g}" for phase, weight in weights)
+    given = ", ".join(f"{weights[phase] if phase in used else 0:g}" for phase in PHASES)
     return f"{text}. To train on all of them, set split.weights to [{given}]"
 
 
