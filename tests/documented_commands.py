@@ -14,7 +14,7 @@ READ_RESULTS = tuple(
 """Commands that read the results of a run."""
 
 NOT_RUN = {
-    "kedro rlhf evaluate": "tests/commands/test_evaluate.py compares models of its own",
+    "kedro rlhf evaluate": "needs two models; tests/commands/test_evaluate.py",
     "#SBATCH": "needs a SLURM cluster",
     ".venv/bin/python benchmarks/": "minutes to hours; tests/test_gpu_benchmark.py rehearses",
     "cat data/03_split/": "needs a run; tests/test_tutorials.py",

@@ -39,13 +39,14 @@ def test_secrets_are_not_shown(text, shown):
 
 
 def test_an_extra_is_installed_with_the_pins_of_a_clone_or_without_them(tmp_path, monkeypatch):
-    """A project of the starter has neither constraints nor the source of the package."""
+    """A project of the starter has neither constraints nor the source of the package, which is in
+    no index, where a stranger's package may have its name."""
     monkeypatch.setattr(sys, "prefix", f"{tmp_path}/.venv")
     monkeypatch.chdir(tmp_path)
-    assert install("tasks") == ".venv/bin/pip install 'rlhf-pipeline[tasks]'"
+    assert install("tasks") == ".venv/bin/pip install 'lm-eval<0.5,>=0.4.13'"
     (tmp_path / "constraints.txt").write_text("")
     assert install("tasks") == (
-        ".venv/bin/pip install --constraint constraints.txt 'rlhf-pipeline[tasks]'"
+        ".venv/bin/pip install --constraint constraints.txt 'lm-eval<0.5,>=0.4.13'"
     )
 
 

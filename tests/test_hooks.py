@@ -167,6 +167,6 @@ def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, capl
 )
 def test_a_model_without_a_chat_template_is_said_once(metrics, lines, capsys, tmp_path):
     run = StageRun("base_model", "f", 1, {}, {}, {}, tmp_path, 60.0)
-    StageSummary(Console()).stage_ended(run, "FINISHED", metrics)
+    StageSummary(Console(), ["base_model"]).stage_ended(run, "FINISHED", metrics)
     expected = "base_model: found no chat template; turns are written as Human: and Assistant:"
     assert capsys.readouterr().out.splitlines() == [expected] * lines

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from extending_page import DOORS, write_project
+from readme import ROWS, table
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.source import read
@@ -122,6 +123,19 @@ def test_parameters_in_conf_local_count_without_other_configuration(installed, t
     ).splitlines()
     changed = {new.split()[0] for old, new in zip(before, after, strict=True) if old != new}
     assert changed == {"ppo"}  # what follows has no fingerprint before PPO has finished
+
+
+@pytest.mark.slow
+def test_the_first_row_of_the_readme_is_split_in_an_empty_folder(installed, make_model, tmp_path):
+    """With the wheel, `kedro run` is `rlhf-pipeline run`; training is as in the repository."""
+    first = table()[0]
+    first.write(tmp_path, make_model("llama", max_position_embeddings=1024))
+    printed = installed(
+        tmp_path, "rlhf-pipeline", "run", f"--pipeline={first.pipeline}", "--to-nodes=split"
+    )
+    assert "No row can serve reward_model or ppo: weight 0" in printed
+    (report,) = (tmp_path / "data" / "03_split" / "split").glob("2*/split/report.json")
+    assert json.loads(report.read_text())["files"]["sft/train.arrow"]["rows"] == ROWS - 12
 
 
 @pytest.mark.long

@@ -15,12 +15,12 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.preflight import (
-    check_comparisons,
     check_gate,
     check_inputs,
     check_memory,
     check_pipeline,
     check_root,
+    check_rows,
     sized,
 )
 from rlhf_pipeline.runtime.job import as_json
@@ -76,16 +76,26 @@ def test_a_root_that_is_a_pattern_or_a_list_is_refused(character):
     check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
 
 
-def test_stages_that_need_comparisons_are_refused_before_sft_trains(tmp_path):
-    """Labelled answers fill the same phase."""
-    files = {"reward_model/train.arrow": {"rows": 0}, "kto/train.arrow": {"rows": 9}}
-    (tmp_path / "report.json").write_text(json.dumps({"files": files}))
-    with pytest.raises(DataError, match=r"found no comparison, expected some for dpo\. Fix: "):
-        check_comparisons(tmp_path, ["dpo"])
-    check_comparisons(tmp_path, [])
-    files["reward_model/train.arrow"]["rows"] = 1
-    (tmp_path / "report.json").write_text(json.dumps({"files": files}))
-    check_comparisons(tmp_path, ["dpo"])
+@pytest.mark.parametrize(
+    ("nodes", "empty", "needs"),
+    [
+        (["dpo"], "reward_model", "dpo needs rows with chosen and rejected"),
+        (["sft", "reward_model"], "reward_model", "reward_model needs rows with chosen"),
+        (["grpo"], "ppo", "grpo needs rows with a prompt with a true answer or without any"),
+        (["sft"], "sft", "sft needs rows with an answer"),
+        (["kto"], "reward_model", None),  # labelled answers fill the same phase
+        (["sft"], "ppo", None),
+        (["evaluate"], "ppo", None),
+    ],
+)
+def test_a_stage_without_a_row_is_refused_before_anything_trains(tmp_path, nodes, empty, needs):
+    paths = [f"{folder}/train.arrow" for folder in ("sft", "reward_model", "ppo", "kto")]
+    files = {path: {"rows": 0 if path.startswith(empty) else 9} for path in paths}
+    report = {"files": files, "sources": {"files (pc.csv)": {}}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    end = r".*; found none in files \(pc\.csv\)\. Fix: name such columns"
+    with pytest.raises(DataError, match=f"^split: {needs}{end}") if needs else nullcontext():
+        check_rows(tmp_path, nodes)
 
 
 @pytest.fixture

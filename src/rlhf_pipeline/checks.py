@@ -260,9 +260,7 @@ def _judges(judges: Sequence[Any], places: str) -> Iterator[str]:
             yield from _absent(f"{place}.reference: math needs math-verify", "math_verify", "math")
         if isinstance(judge, PairwiseJudge | RubricReward):
             key = judge.openai.api_key_env
-            absent = list(_absent(f"{place}.openai: needs openai", "openai", "judges"))
-            yield from absent
-            if not absent and key is not None and not os.environ.get(key):
+            if key is not None and not os.environ.get(key):
                 yield (
                     f"{place}.openai.api_key_env: found no environment variable {key}, expected "
                     "one with the key. Fix: export it"

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from typing import IO
 
@@ -73,9 +74,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra of this package, with the pins of a clone."""
+    """The command that installs the packages of an extra, with the pins of a clone. This package
+    is in no index, where another one may have its name."""
     pins = "--constraint constraints.txt " if Path("constraints.txt").is_file() else ""
-    return f"{short_path(sys.prefix)}/bin/pip install {pins}'rlhf-pipeline[{extra}]'"
+    named = (each.partition(";") for each in requires("rlhf-pipeline") or [])
+    packages = [f"'{name}'" for name, _, marker in named if f'"{extra}"' in marker]
+    return f"{short_path(sys.prefix)}/bin/pip install {pins}{' '.join(packages)}"
 
 
 def short_path(path: Path | str) -> str:

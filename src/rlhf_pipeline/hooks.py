@@ -192,7 +192,8 @@ class StagesHook:
     ) -> None:
         """Check the published inputs, start the parent run, and make the stage runner."""
         tracker = MlflowTracker(tracking_uri(self._project), self._project)
-        listeners = ProgressDisplay(self._console), StageSummary(self._console), tracker
+        summary = StageSummary(self._console, {node.name for node in pipeline.nodes})
+        listeners = ProgressDisplay(self._console), summary, tracker
         context = run_context(catalog, *listeners)
         chosen = {name: str(value) for name, value in self._chosen.items()}
         changes = changes_since(published_inputs(pipeline, catalog), catalog, context)

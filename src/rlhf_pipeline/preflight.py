@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +15,7 @@ from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import TrainedReward, as_judges
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import PHASES
+from rlhf_pipeline.config.split import NEEDS, PHASES
 from rlhf_pipeline.config.stages import (
     BLOCKS,
     ON_PROMPTS,
@@ -23,7 +23,6 @@ from rlhf_pipeline.config.stages import (
     adapter_rates,
     faults_without_reward_model,
     samplers,
-    unused_phases,
 )
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
@@ -105,7 +104,6 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     check_phases(blocks, nodes)
     has_gold = all(source.name in GOLD_SCORES for source in blocks["split"].sources)
     refuse(faults_without_reward_model(blocks, nodes, has_gold=has_gold))
-    warnings += unused_phases(blocks["split"], nodes)
     warnings += adapter_rates(blocks, nodes, layers.chosen())
     free_port(launch.master_port)
     if launch.memory_check != "off":
@@ -146,8 +144,7 @@ def check_inputs(
         faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
         refuse(faults)
     if "split" in inputs:
-        readers = [one for one in READERS["reward_model"] if one != "kto" and one in nodes]
-        check_comparisons(inputs["split"], [one for one in readers if blocks[one] is not None])
+        check_rows(inputs["split"], [one for one in nodes if blocks.get(one) is not None])
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}
         rewards = [one for name in policies if name in asked for one in policies[name].rewards]
@@ -159,15 +156,20 @@ def check_inputs(
         check_gate(inputs["reward_model"], trained.gate, policies[node])
 
 
-def check_comparisons(split: Path, stages: Sequence[str]) -> None:
-    """Raise DataError if a split has no comparison for the stages that train on them: labelled
-    answers fill the same phase."""
-    files = json.loads((split / "report.json").read_text()).get("files", {})
-    if stages and files.get("reward_model/train.arrow", {}).get("rows") == 0:
-        raise DataError(
-            f"split: found no comparison, expected some for {' and '.join(stages)}. Fix: add a "
-            "source of comparisons, or set reward_model to null and choose --pipeline=kto"
-        )
+def check_rows(split: Path, nodes: Collection[str]) -> None:
+    """Raise DataError if a split has no row for one of the nodes that train."""
+    report = json.loads((split / "report.json").read_text())
+    files = {path: file["rows"] for path, file in report.get("files", {}).items()}
+    for phase, readers in READERS.items():
+        for stage in [one for one in readers if one in nodes]:
+            folders = (phase, "kto") if stage == "kto" else (phase,)
+            if not any(files.get(f"{folder}/train.arrow", 1) for folder in folders):
+                raise DataError(
+                    f"split: {stage} needs rows with {NEEDS[phase]}; found none in "
+                    f"{', '.join(report['sources'])}. Fix: name such columns in `columns` of the "
+                    f"source, add a source of such rows, give phase {phase} a weight in "
+                    "split.weights, or choose another pipeline"
+                )
 
 
 def check_gate(reward_model: Path, gate: float | None, policy: PPOConfig | SampledConfig) -> None:

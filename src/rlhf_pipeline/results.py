@@ -1,6 +1,7 @@
 """The results of a run that it prints at its end."""
 
 import json
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rlhf_pipeline.config.evaluate import CHAMPION
+from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import as_typed, short_path
 from rlhf_pipeline.evaluation.comparison import BASE_MODEL, judge_title, read_evaluation
@@ -20,17 +22,22 @@ from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 class StageSummary(StageListener):
     """Prints what a user should know about a finished split or base model."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, nodes: Collection[str]) -> None:
         self._console = console
+        self._nodes = nodes
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Print the table of the split's report; say if the base model has no chat template."""
-        if run.stage == "split" and status == "FINISHED" and not run.cached:
+        """Print the table of a new split's report, and what the run leaves of it; say if the base
+        model has no chat template."""
+        show = partial(self._console.print, highlight=False, soft_wrap=True)
+        if run.stage == "split" and status == "FINISHED":
             report = json.loads((run.export / "report.json").read_text(encoding="utf-8"))
-            print_split(report, self._console)
+            if not run.cached:
+                print_split(report, self._console)
+            if text := unused_rows(report, self._nodes):
+                show(escape(text))
         if metrics.get("base_model/has_chat_template") == 0:
-            text = "base_model: found no chat template; turns are written as Human: and Assistant:"
-            self._console.print(text, highlight=False, soft_wrap=True)
+            show("base_model: found no chat template; turns are written as Human: and Assistant:")
 
 
 def print_results(results: dict[str, Any], console: Console, env: str | None = None) -> None:

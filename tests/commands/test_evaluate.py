@@ -1,11 +1,13 @@
 """`kedro rlhf evaluate`: models that no stage made are judged on the same prompts."""
 
 import json
+import shlex
 import shutil
 
 import pytest
 from click.testing import CliRunner
 from conftest import PROJECT
+from documented_commands import commands
 from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.cli import cli
@@ -13,9 +15,12 @@ from rlhf_pipeline.commands.evaluate import evaluation_config, judge_of, labels,
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError
 
-JUDGE = (
-    "def digits(prompts, responses):\n    return [sum(map(str.isdigit, r)) for r in responses]\n"
-)
+JUDGE = "def score(prompts, responses):\n    return [sum(map(str.isdigit, r)) for r in responses]\n"
+(PRINTED,) = [
+    command
+    for command in commands(PROJECT / "README.md")
+    if command.startswith("kedro rlhf evaluate ")
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +45,26 @@ def models(make_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def asked(project):
-    """The options with prompts and a judge."""
-    prompts, judge = project.root / "prompts.jsonl", project.root / "judge.py"
+    """The arguments that the README prints, of two models: only paths are others."""
+    prompts, judge = project.root / "prompts.jsonl", project.root / "my.py"
     rows = [{"prompt": f"what is the colour of {n}?"} for n in range(12)]
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     judge.write_text(JUDGE)
-    return f"--prompts={prompts}", f"--judge={judge}:digits"
+
+    def arguments(*models):
+        places = {"A": models[0], "B": models[1], "FILE": str(prompts)}
+        words = shlex.split(PRINTED.replace("my.py", str(judge)))[3:]
+        assert places.keys() <= {*words}
+        return [places.get(word, word) for word in words]
+
+    return arguments
 
 
 @pytest.mark.slow
 def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(project, models, asked):
     def run(*named):
-        shown = project.kedro(*named, *asked, params="launch.processes=1", command="rlhf evaluate")
+        given, params = asked(*named), "launch.processes=1"
+        shown = project.kedro(*given, params=params, command="rlhf evaluate")
         folder = max(project.recipes("evaluate_models"), key=lambda path: path.stat().st_mtime)
         return shown, json.loads((folder / "export" / "evaluation.json").read_text())
 
@@ -61,12 +74,12 @@ def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(projec
     again, _ = run(*models)
     assert "running" not in again and "evaluate_models: reused" in again
     _, turned = run(*models[::-1])
-    rate, mirrored = (each["win_rates"]["digits"] for each in (found, turned))
+    rate, mirrored = (each["win_rates"]["my.score"] for each in (found, turned))
     assert mirrored["rate"] == pytest.approx(1 - rate["rate"])
     assert (mirrored["wins"], mirrored["losses"]) == (rate["losses"], rate["wins"])
     assert mirrored["lower"] == pytest.approx(1 - rate["upper"])
     compared = project.kedro(*models, command="rlhf compare")
-    assert "the digits judge prefers" in compared
+    assert "the my.score judge prefers" in compared
     project.kedro(models[0], command="rlhf lineage")
 
 

@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import pexpect
 import psutil
 import pytest
+from click.testing import CliRunner
+from kedro.framework.startup import bootstrap_project
+from packaging.requirements import Requirement
 from ports import reserved_port
 from processes import descendants
 from waiting import wait_until
 
+from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import serve as module
-from rlhf_pipeline.errors import ConfigError
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = {"PYTHONPATH": str(PROJECT / "src")}
@@ -111,7 +116,34 @@ def test_vllm_serves_where_it_is_installed_and_options_go_to_the_server(tmp_path
     ]
 
 
-def test_the_message_names_the_extra_of_the_missing_packages(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"openai, expected it\. Fix: .*'rlhf-pipeline\[serve\]'"):
-        module.require_serving()
+def test_the_packages_of_transformers_serve_and_chat_are_dependencies():
+    """So the README's `kedro rlhf chat champion` runs in the environment of `make run`."""
+
+    def needed(package, extra=""):
+        given = [Requirement(each) for each in metadata.requires(package) or []]
+        marked = [each for each in given if each.marker and "extra" in str(each.marker)]
+        chosen = marked if extra else [each for each in given if each not in marked]
+        return {each.name for each in chosen if f'"{extra}"' in str(each.marker) or not extra}
+
+    found, waiting = {"rlhf-pipeline"}, ["rlhf-pipeline"]
+    while waiting:
+        with suppress(metadata.PackageNotFoundError):  # of another platform
+            new = needed(waiting.pop()) - found
+            found |= new
+            waiting += new
+    serving = needed("transformers", "serving")
+    assert {"openai", "uvicorn"} < serving <= found
+
+
+def test_the_policy_is_looked_for_before_anything_else(tmp_path, monkeypatch):
+    """Nothing has been trained: the fix is a run, not a package or a port."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    for command in ("chat", "serve"):
+        options = ["--env=tiny", f"--params=root={tmp_path / 'root'}"]
+        done = CliRunner().invoke(
+            cli, ["rlhf", command, "champion", *options], obj=bootstrap_project(PROJECT)
+        )
+        assert done.exit_code != 0
+        assert "Fix: nothing is registered as rlhf-policy-tiny yet; `kedro run` trains" in (
+            " ".join(done.output.split())
+        )

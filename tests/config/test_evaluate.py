@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from ppo_runs import ppo_config
 from pydantic import ValidationError
 
 from rlhf_pipeline.config.evaluate import (
@@ -13,7 +14,7 @@ from rlhf_pipeline.config.evaluate import (
     task_inputs,
 )
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import ModelJudge
+from rlhf_pipeline.config.rewards import ModelJudge, as_judges
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 
@@ -60,16 +61,15 @@ def test_best_of_n_is_a_power_of_two(number, works):
         ([{"path": "/models/other"}], "a block with one of callable, model, reference, regex, rub"),
         ([{"model": "a/b", "weight": 2.0}], "Extra inputs are not permitted"),
         ([{"reference": "near"}], "Input should be 'exact', 'final_answer', 'contains', 'last_"),
-        ([{"reference": "exact"}, {"reference": "exact"}], "found two judges called 'exact'"),
+        ([{"reference": "exact"}, {"reference": "exact"}], "found two called 'exact'"),
         ([{"openai": {"base_url": "ftp://x", "model": "m"}}], "String should match pattern"),
         ([{"openai": CHAT | {"base_url": "http://a:b@x/v1"}}], "String should match pattern"),
         ([{"openai": CHAT | {"template": "{first}"}}], "expected text with {prompt}, {first}, {se"),
-        ([{"openai": CHAT | {"model": "a:b"}}], "found judge 'a:b', expected letters"),
+        ([{"openai": CHAT | {"model": "a:b"}}], "found label 'a:b', expected letters"),
         ([{"callable": "my.py:f", "weight": 2.0}], "found weight 2.0 of judge f, expected none"),
-        ([{"callable": "my.py:f", "name": "gold"}], "found two judges called 'gold'"),
-        (["my.py:score"], "found two judges called 'score'"),
-        (["a.py:f", "b.py:f"], "found two judges called 'f', expected unique names"),
-        ([{"callable": "my.py:f", "name": "a b"}], "found judge 'a b', expected letters"),
+        ([{"callable": "my.py:f", "name": "gold"}], "found label 'gold', expected another: sc"),
+        (["a/my.py:f", "b/my.py:f"], "found two called 'my.f', expected unique names. Fix: set t"),
+        ([{"callable": "my.py:f", "name": "a b"}], "found label 'a b', expected letters"),
         (["my.py:gold_lower"], "neither _lower nor _upper"),
     ],
 )
@@ -77,6 +77,28 @@ def test_other_judges_are_refused(judges, message):
     with pytest.raises(ValidationError) as refusal:
         EvaluateConfig.model_validate({"judges": judges})
     assert any(message in fault["msg"] for fault in refusal.value.errors())
+
+
+@pytest.mark.parametrize("block", ["rewards", "judges"])
+@pytest.mark.parametrize(
+    ("functions", "labels"),
+    [
+        (["my.py:score"], ["my.score"]),
+        (["my.py:gold", "my.py:short"], ["my.gold", "short"]),
+        (["./a.py:f", "folder/b.py:f", "package.module:f"], ["a.f", "b.f", "module.f"]),
+        ([{"callable": "my.py:score", "name": "mine"}, "my.py:score"], ["mine", "my.score"]),
+    ],
+)
+def test_a_function_whose_name_is_taken_gets_that_of_its_file_as_well(functions, labels, block):
+    """`score` and `gold` are judges of ours, and rewards become judges."""
+    if block == "judges":
+        config = EvaluateConfig.model_validate({"judges": functions})
+        assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
+        sources = config.judges
+    else:
+        sources = ppo_config(rewards=functions).rewards
+        assert [judge.label for judge in as_judges(sources)] == labels
+    assert [source.label for source in sources] == labels
 
 
 def test_evaluation_may_be_greedy_and_training_may_not():

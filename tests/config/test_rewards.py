@@ -102,8 +102,8 @@ def test_the_trained_reward_model_alone_is_the_default():
         ([{"rubric": "Short."}], (0, "rubric", "openai"), "Field required"),
         ([{"rubric": "Short.", "openai": CHAT | {"template": "{prompt} {first} {second}"}}],
          (0, "rubric"), "openai.template: found a text, expected none: the rubric is the question"),
-        (["a.py:f", "b.py:f"], (),
-         "found two sources called 'f', expected unique names. Fix: set name"),
+        (["a/my.py:f", "b/my.py:f"], (),
+         "found two called 'my.f', expected unique names. Fix: set the name of one of them"),
         ([{"path": "/models/a b"}], (), "found label 'a b', expected letters, digits, "),
     ],
 )  # fmt: skip

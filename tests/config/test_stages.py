@@ -9,11 +9,12 @@ import yaml
 from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
+from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import (
     adapter_rates,
     faults_without_reward_model,
     shares_text,
-    unused_phases,
+    unused_rows,
 )
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
@@ -96,7 +97,8 @@ def test_judges_made_from_rewards_are_checked_before_training(parameters, tmp_pa
     """The gold score is a judge already."""
     monkeypatch.chdir(tmp_path)
     Path("my.py").write_text("def gold(prompts, responses): ...\n")
-    given = {"sft": None, "reward_model": None, "ppo": None, "grpo": {"rewards": ["my.py:gold"]}}
+    rewards = [{"callable": "my.py:gold", "name": "gold"}]
+    given = {"sft": None, "reward_model": None, "ppo": None, "grpo": {"rewards": rewards}}
     with pytest.raises(ConfigError, match="gold"):
         check(parameters | given, gpus=0, elsewhere=True)
 
@@ -113,16 +115,47 @@ def test_rewards_judge_where_there_is_no_other_judge(parameters):
     check(parameters | nothing | {"grpo": BY_ANSWERS}, gpus=0, elsewhere=True)
 
 
-def test_a_pipeline_that_leaves_the_rows_of_a_phase_unused_says_so(parameters):
-    split = check_values(parameters)["split"]
-    dpo = ["base_model", "split", "sft", "reward_model", "dpo"]
-    assert list(unused_phases(split, dpo)) == [
-        "split: phase ppo gets 40% of the training conversations, which pipeline dpo does not use. "
-        "Fix: set ppo, grpo, distill, rejection, iterative_dpo to null"
-    ]
-    assert not list(unused_phases(split, [*dpo, "ppo"]))
-    assert not list(unused_phases(split, ["base_model", "split", "sft"]))  # others may follow
-    assert shares_text(split).endswith("sft 20%, reward_model 40%, ppo 40%")
+PAIRS, SHOWN, ASKED = ["sft", "reward_model", "ppo"], ["sft"], ["ppo"]
+DPO_ALONE = {"base_model", "split", "sft", "reward_model", "dpo"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes", "kinds", "expected"),
+    [
+        ({"split", "sft"}, (20, 40, 40), [PAIRS],
+         "trains on 20% of the training conversations; the others are for stages of "
+         "reward_model and ppo that are not in it. To train on all of them, set split.weights to "
+         "[2, 0, 0]"),
+        (DPO_ALONE, (20, 40, 40), [PAIRS],
+         "trains on 60% of the training conversations; the others are for stages of ppo "
+         "that are not in it. To train on all of them, set split.weights to [2, 4, 0]"),
+        # Without a weight, prompts would serve nothing, so there is no such advice.
+        ({"split", "sft"}, (20, 0, 80), [SHOWN, ASKED],
+         "trains on 20% of the training conversations; the others are for stages of ppo "
+         "that are not in it"),
+        # Answers with a true one: with `sft: null`, they have no other phase than PPO's.
+        (DPO_ALONE, (0, 40, 40), [PAIRS, ["sft", "ppo"]],
+         "trains on 50% of the training conversations; the others are for stages of ppo "
+         "that are not in it"),
+        ({"split", "sft"}, (20, 0, 0), [SHOWN], None),
+        ({*DPO_ALONE, "ppo"}, (20, 40, 40), [PAIRS], None),
+        ({"base_model", "split"}, (20, 40, 40), [PAIRS], None),
+    ],
+)  # fmt: skip
+def test_a_run_says_how_much_of_its_split_it_leaves_to_others(nodes, sizes, kinds, expected):
+    report = {
+        "conversations": dict(zip(PHASES, sizes, strict=True)) | {"test": 5},
+        "serves": kinds,
+        "settings": {"weights": [2.0 if sizes[0] else 0.0, 4.0, 4.0]},
+    }
+    assert unused_rows(report, nodes) == (expected and f"split: this run {expected}")
+
+
+def test_the_shares_of_the_phases_are_those_of_rows_that_can_serve_each(parameters):
+    text = shares_text(check_values(parameters)["split"])
+    assert text == (
+        "Training conversations that can serve each phase: sft 20%, reward_model 40%, ppo 40%"
+    )
 
 
 def test_a_node_whose_block_is_null_needs_no_rows_and_a_policy_needs_its_block(parameters):

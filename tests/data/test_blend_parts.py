@@ -4,6 +4,8 @@ import hashlib
 import random
 from collections import Counter
 from fractions import Fraction
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import pytest
@@ -113,8 +115,8 @@ def test_a_phase_that_gets_no_prompt_is_an_error(prompts: int, empty: str, left:
         f"{empty}: found none of {prompts} distinct conversations, expected at least 1 "
         f"(sizes: test 0, validation 0, {left}; "
         f"able to serve: sft {prompts}, reward_model {prompts}, ppo {prompts}). "
-        "Fix: add data, set a phase's stages to null, or change weights, validation_fraction or "
-        "test_fraction (0 disables a part)."
+        "Fix: add data, or set the share of a part that you do not need to 0, in split.weights, "
+        "validation_fraction or test_fraction"
     )
 
 
@@ -138,8 +140,8 @@ def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, na
     prompts = [*range(10), 10, 11, 11, 12]
     with pytest.raises(
         DataError,
-        match=rf"^3 distinct conversations serve only phases of weight 0 \({named}\)\. Fix: "
-        r"give .* weight",
+        match=rf"^split: found 3 distinct conversations that serve only phases of weight 0 "
+        rf"\({named}\), in synthetic, expected some for a phase in use: .* Fix: name these columns",
     ):
         split(prompts, [ALL] * 10 + [serves] * 4, weights=weights, **NOTHING_HELD_OUT)
 
@@ -160,6 +162,14 @@ def test_each_class_is_divided_among_the_phases_it_can_serve() -> None:
     assert Counter(parts[200:]) == {"test": 2, "validation": 2, "sft": 32, "ppo": 64}
     # Other classes do not change a class.
     assert split(range(100)) == parts[:100]
+
+
+def test_a_phase_that_no_row_can_serve_gets_nothing_and_the_others_all() -> None:
+    """By the weights 2:4:4; of 50, one each is held out, and demonstrations serve SFT alone."""
+    held_out = {"test": 1, "validation": 1}
+    assert sizes(range(50), SFT) == held_out | {"sft": 48}
+    assert sizes(range(50), PPO) == held_out | {"ppo": 48}
+    assert sizes(range(50), SFT | PPO) == held_out | {"sft": 16, "ppo": 32}
 
 
 def test_a_prompt_serves_what_its_rows_serve_together() -> None:
@@ -251,7 +261,9 @@ def test_every_split_is_an_exact_partition(
             abs(counts[bits, part] - exact_size) < 1
             for part, exact_size in zip(PARTS[:-1], quota, strict=True)  # none is held back
         )
-    assert set(parts.values()) == {PARTS[part] for part in wanted}
+    able = reduce(or_, prompts.values(), 0)
+    served = [PARTS[part] for part in wanted if part < 2 or able & 1 << part - 2]
+    assert set(parts.values()) == {*served}
     # Neither the order nor repetitions matter, even if a repeated row serves fewer phases.
     rows = [*prompts.items(), *((prompt, bits & SFT) for prompt, bits in prompts.items())]
     random.Random(seed).shuffle(rows)

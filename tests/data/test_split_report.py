@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.split_report import first_examples, headline
+from rlhf_pipeline.errors import DataError
 
 Prepare = Callable[..., dict[str, Any]]
 
@@ -54,8 +57,8 @@ def test_the_report(write_records, prepare: Prepare, ten) -> None:
     sources = [{"name": "files", "path": "a/own.jsonl"}, {"name": "files", "path": "b/own.jsonl"}]
     report = prepare(own, more, sources=sources, max_bad_fraction=0.1)
     assert list(report) == [
-        "sources", "distinct_prompts", "conversations", "without_reference", "files", "overlap",
-        "lengths", "pretraining", "settings", "examples",
+        "sources", "distinct_prompts", "conversations", "serves", "unserved", "without_reference",
+        "files", "overlap", "lengths", "pretraining", "settings", "examples",
     ]  # fmt: skip
     assert list(report["sources"]) == ["files (own.jsonl)", "files (own.jsonl) #2"]
     first, second = report["sources"].values()
@@ -71,6 +74,7 @@ def test_the_report(write_records, prepare: Prepare, ten) -> None:
     changes = {"rows": 3, "duplicates_merged": 2, "bad": {}, "skipped": {}, "parts": own_parts}
     assert second == nothing | changes
     assert report["distinct_prompts"] == report["conversations"] == parts
+    assert report["serves"] == [["sft", "reward_model", "ppo"]] and report["unserved"] == []
     counts = {"ppo/train.arrow": 3, "ppo/validation.arrow": 1, "evaluation/test.arrow": 1}
     assert report["without_reference"] == {
         path: {"files (own.jsonl)": count} for path, count in counts.items()
@@ -180,3 +184,51 @@ def test_the_first_row_of_each_phase_shows_its_learned_tokens(tokenizer, tmp_pat
         "reward model, rejected answer": [("User: <hi>", False), ("No.<|end|>", True)],
         "PPO, prompt": [("User: <hi>", False)],
     }
+
+
+def test_demonstrations_all_train_sft_and_the_other_phases_have_weight_0(
+    write_records, prepare: Prepare
+) -> None:
+    own = write_records("own", *(asked(f"Question {n}?", "Yes.") for n in range(40)))
+    report = prepare(own)
+    assert report["serves"] == [["sft"]] and report["unserved"] == ["reward_model", "ppo"]
+    parts = {"test": 4, "validation": 4, "sft": 32, "reward_model": 0, "ppo": 0}
+    assert report["conversations"] == parts
+    assert report["files"]["sft/train.arrow"]["rows"] == 32
+
+
+def test_the_weights_that_a_run_is_advised_to_set_give_it_all_rows(
+    write_records, prepare: Prepare
+) -> None:
+    """SFT alone on pairs, which the default weights also keep for the other phases."""
+    own = write_records("own", *(asked(f"Question {n}?", "Yes.", "No.") for n in range(40)))
+    text = unused_rows(prepare(own), {"split", "sft"})
+    assert text is not None and "trains on 19% of the training conversations" in text
+    weights = json.loads(text.partition("set split.weights to ")[2])
+    report = prepare(own, out="all", weights=weights)
+    assert report["conversations"]["sft"] == 32 and unused_rows(report, {"split", "sft"}) is None
+
+
+def test_a_split_that_is_all_test_serves_no_phase_and_says_nothing(
+    write_records, prepare: Prepare
+) -> None:
+    own = write_records("own", *(asked(f"Question {n}?") for n in range(9)))
+    source = {"name": "files", "path": "own.jsonl", "phases": ["test"]}
+    report = prepare(own, sources=[source], test_fraction=0)
+    assert report["serves"] == report["unserved"] == []
+    assert report["conversations"]["test"] == 9
+
+
+def test_rows_that_nothing_in_use_can_train_on_are_refused_with_what_it_needs(
+    write_records, prepare: Prepare
+) -> None:
+    """As with `sft: null` and `ppo: null`, for DPO."""
+    own = write_records("own", *(asked(f"Question {n}?", "Yes.") for n in range(9)))
+    with pytest.raises(DataError) as error:
+        prepare(own, weights=(0, 4, 0))
+    assert error.value.message == (
+        "split: found 9 distinct conversations that serve only phases of weight 0 (sft), in files "
+        "(0.jsonl), expected some for a phase in use: reward_model needs chosen and rejected (kto: "
+        "or a label). Fix: name these columns in `columns` of the source, remove the source, or "
+        "give a phase that it serves a weight in split.weights and a stage that is not null"
+    )

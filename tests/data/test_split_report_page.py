@@ -41,6 +41,8 @@ REPORT = {
     },
     "distinct_prompts": dict(zip(PARTS, (2_000, 3_000, 25_000, 35_000, 35_000), strict=True)),
     "conversations": dict(zip(PARTS, (1_000, 2_000, 20_000, 13_500, 13_500), strict=True)),
+    "serves": [["sft", "reward_model", "ppo"], ["sft"]],
+    "unserved": [],
     "without_reference": {},
     "files": {
         "sft/train.arrow": file(
@@ -152,6 +154,16 @@ def test_prompts_without_a_true_answer_are_counted_where_others_have_one():
     report["without_reference"] = {}
     kept_out = "without a true answer, which are kept out of PPO and the final evaluation.\n\n"
     assert kept_out in render_markdown(report)
+
+
+def test_a_phase_that_no_row_can_serve_is_named():
+    console = Console(file=io.StringIO(), width=80)
+    report = changed() | {"unserved": ["reward_model", "ppo"]}
+    print_summary(report, console)
+    assert "\nNo row can serve reward_model or ppo: weight 0\n" in console.file.getvalue()
+    assert ". No row can serve reward_model or ppo, which so have weight 0.\n\nA conv" in (
+        render_markdown(report)
+    )
 
 
 def test_the_terminal():

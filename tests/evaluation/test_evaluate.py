@@ -362,7 +362,6 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
 
 
 def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world, tmp_path):
-    pytest.importorskip("openai", reason="the extra `judges` is not installed")
 
     def reply(first, second):
         return "[[5]]" if "is for" in first else longer(first, second)

@@ -137,7 +137,7 @@ def broken(prompts, responses):
         ({"references": ["2"]}, "references: found 1 values"),
         ({"prompts": [], "answers": [], "baseline_answers": []}, "found 0 values, expected some"),
         ({"judges": []}, "judges: found none, expected at least one"),
-        ({"judges": [brief, brief]}, "judges: found two judges called 'brief'"),
+        ({"judges": [brief, brief]}, r"judges: found two called '\w+\.brief'"),
         ({"judges": [right]}, r"judges\.0: found right, which needs references, .* Fix: pass"),
         ({"judges": [brief, {"reference": "exact"}]}, r"judges\.1: found exact, which needs ref"),
         ({"judges": [{"code": "python"}]}, r"judges\.0: found code, which needs references"),

@@ -11,8 +11,6 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare
 from rlhf_pipeline.evaluation.judges import judge_pairs
 
-pytest.importorskip("openai", reason="the extra `judges` is not installed")
-
 
 def policies(**texts):
     """The answers of policies, by policy; the scores of the reward model are equal."""

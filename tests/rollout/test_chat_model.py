@@ -13,8 +13,6 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.chat_model import ChatModel, RubricSource
 from rlhf_pipeline.rollout.records import Answered
 
-pytest.importorskip("openai", reason="the extra `judges` is not installed")
-
 
 def answers(*texts):
     prompts = [[{"role": "user", "content": "Say a letter."}]] * len(texts)

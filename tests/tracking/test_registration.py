@@ -480,12 +480,13 @@ def test_without_a_champion_the_message_names_the_candidate(client, trained, sft
     with pytest.raises(ArtifactError) as refusal:
         registered_folder("champion", "rlhf-policy", tmp_path, tmp_path)
     assert refusal.value.message == (
-        "no policy has been promoted yet, so rlhf-policy has no champion; candidate is version 2. "
-        "Fix: add the name candidate to the same command"
+        "found 'champion', expected a version or an alias of rlhf-policy, or the folder of an "
+        "artifact. Fix: no policy has been promoted yet; write candidate, as in `kedro rlhf "
+        "chat candidate` or `kedro rlhf export candidate FOLDER`"
     )
-    with pytest.raises(ArtifactError, match="found 'champ', expected a version or an alias"):
-        registered_folder("champ", "rlhf-policy", tmp_path, tmp_path)
-    with pytest.raises(
-        ArtifactError, match=r"Fix: nothing is registered as other yet; `kedro run` tra"
+    for name, model, fix in (
+        ("champ", "rlhf-policy", "`kedro rlhf ui` lists the versions"),
+        ("champion", "other", "nothing is registered as other yet; `kedro run` trains"),
     ):
-        registered_folder("candidate", "other", tmp_path, tmp_path)
+        with pytest.raises(ArtifactError, match=f"found '{name}', expected .* Fix: {fix}"):
+            registered_folder(name, model, tmp_path, tmp_path)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command, show_link
-from rlhf_pipeline.errors import ConfigError, StageError, install
+from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (
     RUNS_VIEW,
@@ -56,12 +56,9 @@ def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host
     default is the champion. The server is `vllm serve` if vLLM is installed, or else `transformers
     serve`. It gets SERVER_OPTIONS as they are: `kedro rlhf serve champion -- --log-level=info`.
     """
-    has_vllm = find_spec("vllm") is not None
-    if not has_vllm:
-        require_serving()
     require_free(port, "serve", "end it")
     folder = ledger.language_model(policy).resolve()
-    program = VLLM if has_vllm else TRANSFORMERS
+    program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
     sys.stdout.flush()
     os.chdir(folder.parent)  # the name of the folder is the name of the model
@@ -96,7 +93,6 @@ def chat(
     POLICY is a version or an alias of the registered model, or the folder of an artifact. The
     default is the champion.
     """
-    require_serving()
     folder = ledger.language_model(policy).resolve()
     console.out(f"{policy} is {folder}", style="dim", highlight=False)
     port = free_port(None, LOOPBACK)
@@ -175,13 +171,6 @@ def answers(port: int) -> bool:
     with suppress(OSError), urllib.request.urlopen(f"http://{LOOPBACK}:{port}/health", timeout=5):
         return True
     return False
-
-
-def require_serving() -> None:
-    """Raise ConfigError without the packages of `transformers serve`."""
-    if find_spec("openai") is None:
-        fix = install("serve")
-        raise ConfigError(f"transformers serve: found no package openai, expected it. Fix: {fix}")
 
 
 def require_free(port: int, command: str, fix: str) -> None:

@@ -21,7 +21,7 @@ from pydantic import (
 
 from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import GENERATOR
-from rlhf_pipeline.config.rewards import Judge, RewardSource
+from rlhf_pipeline.config.rewards import GOLD, REWARD_MODEL, Judge, RewardSource, distinct
 from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
@@ -32,12 +32,8 @@ from rlhf_pipeline.config.training import (
 )
 from rlhf_pipeline.errors import suggestion
 
-REWARD_MODEL = "score"
-"""The judge that is the reward model, and its scores."""
 JUDGE_MODEL = "judge_model"
 """The judge that is the second reward model, its stage and its parameter block."""
-GOLD = "gold"
-"""The judge that knows the true quality."""
 CHAMPION = "champion"
 """The registry's champion where it answers beside a candidate, and its alias."""
 JUDGE_PREFIX = "judges."
@@ -196,8 +192,8 @@ class EvaluateConfig(AnsweringConfig):
     @field_validator("judges")
     @classmethod
     def _check_judges(cls, judges: tuple[Judge, ...]) -> tuple[Judge, ...]:
-        labels = [judge.label for judge in judges]
-        for judge in judges:
+        found: tuple[Judge, ...] = distinct(judges)
+        for judge in found:
             if isinstance(judge, RewardSource) and judge.weight != 1.0:
                 raise ValueError(
                     f"found weight {judge.weight} of judge {judge.label}, expected none, because "
@@ -205,14 +201,15 @@ class EvaluateConfig(AnsweringConfig):
                 )
             if not _NAME.fullmatch(judge.label):
                 raise ValueError(
-                    f"found judge {judge.label!r}, expected letters, digits, '.', '_' and '-', and "
+                    f"found label {judge.label!r}, expected letters, digits, '.', '_' and '-', and "
                     "neither _lower nor _upper at the end. Fix: set name"
                 )
-            if judge.label in (REWARD_MODEL, JUDGE_MODEL, GOLD) or labels.count(judge.label) > 1:
+            if judge.label in (REWARD_MODEL, JUDGE_MODEL, GOLD):
                 raise ValueError(
-                    f"found two judges called {judge.label!r}, expected unique names. Fix: set name"
+                    f"found label {judge.label!r}, expected another: {REWARD_MODEL} is that of the "
+                    f"reward model, {GOLD} that of the true quality. Fix: set another name"
                 )
-        return judges
+        return found
 
 
 class CandidateConfig(Block):

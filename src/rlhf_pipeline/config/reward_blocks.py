@@ -25,7 +25,8 @@ class RewardSource(Block):
     """Factor of the centred score in the sum. 0: the source is reported without effect."""
     name: str | None = None
     """Name in the metric `reward/<name>`. None: "trained", the name of the function, folder or chat
-    model, the kind of agreement, "regex" or "code"."""
+    model, the kind of agreement, "regex" or "code". A function called score or gold, or like
+    another source, is `my.score`: the name of its file, then its own."""
 
 
 class TrainedReward(RewardSource):
@@ -73,6 +74,11 @@ class CallableReward(RewardSource):
     @property
     def function(self) -> str:
         return self.callable.rpartition(":")[2]
+
+    @property
+    def full_name(self) -> str:
+        """The name of the file or module, and that of the function: `my.score`."""
+        return f"{re.split('[/.]', self.location.removesuffix('.py'))[-1]}.{self.function}"
 
     @property
     def label(self) -> str:

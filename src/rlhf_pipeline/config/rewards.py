@@ -31,6 +31,10 @@ from rlhf_pipeline.errors import ConfigError
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
 
+REWARD_MODEL = "score"
+"""The judge that is the reward model, and its scores."""
+GOLD = "gold"
+"""The judge that knows the true quality."""
 _NAME = re.compile(r"[\w.-]+")
 _REWARD_FORMS = (
     "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
@@ -71,24 +75,39 @@ Reward = Annotated[
 ]
 
 
+def distinct(sources: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Rewards or judges with one label each: a function whose name is taken, by another one or by
+    our own judges, also gets the name of its file. Raises ValueError if two labels are equal."""
+    labels = [source.label for source in sources]
+    taken = {label for label in labels if labels.count(label) > 1} | {REWARD_MODEL, GOLD}
+    found = tuple(
+        source.model_copy(update={"name": source.full_name})
+        if isinstance(source, CallableReward) and not source.name and source.label in taken
+        else source
+        for source in sources
+    )
+    labels = [source.label for source in found]
+    if same := [label for label in labels if labels.count(label) > 1]:
+        raise ValueError(
+            f"found two called {same[0]!r}, expected unique names. Fix: set the name of one of them"
+        )
+    return found
+
+
 def _check_labels(rewards: tuple[Any, ...]) -> tuple[Any, ...]:
-    labels = [reward.label for reward in rewards]
-    if not labels:
+    if not rewards:
         raise ValueError(
             "found no reward source, expected at least one. "
             "Fix: add one, or remove rewards to use the trained reward model"
         )
-    for label in labels:
+    found = distinct(rewards)
+    for label in (reward.label for reward in found):
         if not _NAME.fullmatch(label):
             raise ValueError(
                 f"found label {label!r}, expected letters, digits, '.', '_' and '-'. "
                 "Fix: set the source's name"
             )
-        if labels.count(label) > 1:
-            raise ValueError(
-                f"found two sources called {label!r}, expected unique names. Fix: set name"
-            )
-    return rewards
+    return found
 
 
 Rewards = Annotated[tuple[Reward, ...], AfterValidator(_check_labels)]

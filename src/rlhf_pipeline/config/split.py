@@ -1,5 +1,5 @@
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import AliasChoices, ConfigDict, Field, PositiveInt, field_validator
@@ -9,6 +9,12 @@ from rlhf_pipeline.config.block import Block, operational
 Phase = Literal["sft", "reward_model", "ppo"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The training phases that the split divides the prompts among."""
+NEEDS: Mapping[Phase, str] = {
+    "sft": "an answer",
+    "reward_model": "chosen and rejected (kto: or a label)",
+    "ppo": "a prompt with a true answer or without any, or chosen and rejected",
+}
+"""What a row has that can serve a phase; docs/data.md lists the columns."""
 
 TASKS = "reasoning_gym"
 """Name of the source that generates tasks with answers."""
@@ -254,6 +260,12 @@ class SplitConfig(Block):
         for index, source in enumerate(self.sources):
             if source.records() in self.records()[:index]:
                 yield f"source {source.label()!r} is listed twice. Fix: list it once"
+
+    def unserved(self, kinds: Collection[Collection[Phase]]) -> list[Phase]:
+        """The phases of a positive weight that none of some kinds of rows can serve."""
+        weights = zip(PHASES, self.weights, strict=True)
+        weighed = [phase for phase, weight in weights if weight and kinds]
+        return [phase for phase in weighed if not any(phase in kind for kind in kinds)]
 
     @property
     def is_test(self) -> bool:

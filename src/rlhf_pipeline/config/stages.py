@@ -95,19 +95,26 @@ def shares_text(split: SplitConfig) -> str:
     found = ", ".join(f"{phase} {share:.0%}" for phase, share in shares(split).items())
     if split.held_back:
         found += f"; {split.held_back:.0%} of reward_model's train only the second one, a judge"
-    return f"Training conversations by phase: {found}"
+    return f"Training conversations that can serve each phase: {found}"
 
 
-def unused_phases(split: SplitConfig, nodes: Collection[str]) -> Iterator[str]:
-    """Phases that get rows, but none of the nodes of a run trains on them, one line each."""
-    policies = [name for name in (*ON_PROMPTS, "dpo", "kto") if name in nodes]
-    for phase, share in shares(split).items() if policies and "split" in nodes else ():
-        if not {*READERS[phase]} & {*nodes}:
-            blocks = ", ".join(name for name in READERS[phase] if name in OPTIONAL)
-            yield (
-                f"split: phase {phase} gets {share:.0%} of the training conversations, which "
-                f"pipeline {' and '.join(policies)} does not use. Fix: set {blocks} to null"
-            )
+def unused_rows(report: Mapping[str, Any], nodes: Collection[str]) -> str | None:
+    """How much of a split, by its report, the nodes of a run leave to others, and how to use it."""
+    weights = dict(zip(PHASES, report["settings"]["weights"], strict=True))
+    used = [phase for phase in PHASES if weights[phase] and {*READERS[phase]} & {*nodes}]
+    sizes = {phase: report["conversations"][phase] for phase in PHASES}
+    left = [phase for phase, size in sizes.items() if size and phase not in used]
+    if not used or not left:
+        return None
+    share = sum(sizes[phase] for phase in used) / sum(sizes.values())
+    text = (
+        f"split: this run trains on {share:.0%} of the training conversations; the others are for "
+        f"stages of {' and '.join(left)} that are not in it"
+    )
+    if not all({*used} & {*kind} for kind in report["serves"]):
+        return text  # some rows serve nothing else
+    given = ", ".join(f"{weights[phase] if phase in used else 0:g}" for phase in PHASES)
+    return f"{text}. To train on all of them, set split.weights to [{given}]"
 
 
 def adapter_rates(

@@ -18,7 +18,7 @@ from itertools import accumulate, chain
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.config.split import NEEDS, PHASES, Phase, SplitConfig
 from rlhf_pipeline.data.phase_files import PARTS, Part, Table
 from rlhf_pipeline.data.record_files import first_turns, keys, labelled, phase_bits, serves
 from rlhf_pipeline.data.records import normalized
@@ -64,6 +64,11 @@ class Blend:
         repeated = first_rows(self.prompt_keys[candidates]) != np.arange(len(candidates))
         chosen[candidates[repeated]] = False
         return chosen, int(repeated.sum())
+
+    def kinds(self) -> list[list[Phase]]:
+        """The phases that rows of the training data can serve, a list for each kind of row."""
+        found = np.unique(self.serves[self.parts >= 0]).tolist()
+        return [[phase for phase in PHASES if phase_bits([phase]) & bits] for bits in found if bits]
 
     def distinct(self, keys: np.ndarray, part: Part) -> int:
         """Number of distinct prompts or conversations of a part, by their keys."""
@@ -221,8 +226,9 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
     what one of its rows can. Conversations that can serve the same phases form a class, which is
     sorted by SHA-256 of the bytes "split\\n<seed>\\n" and the key, then cut into runs of exact
     quotas, rounded by largest remainder, held-out parts first. `config.weights` divides the rest
-    among the phases that the class can serve. Raises DataError if a class can serve only phases of
-    weight 0, or a part with a positive share gets no conversation.
+    among the phases that the class can serve, so a phase that no class can serve gets nothing.
+    Raises DataError if a class can serve only phases of weight 0, or another part with a positive
+    share gets no conversation.
     """
     conversations, conversation_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     servable = np.zeros(len(conversations), np.uint8)
@@ -291,14 +297,17 @@ def _hash_order(distinct: np.ndarray, prefix: str) -> np.ndarray:
 def _shares(config: SplitConfig, bits: int, conversations: int) -> list[Fraction]:
     """The exact share of every part in a class, in the order of PARTS; none of judge_model."""
     able = [phase for index, phase in enumerate(PHASES) if bits >> index & 1]
-    given = zip(PHASES, config.weights, strict=True)
+    given = list(zip(PHASES, config.weights, strict=True))
     weights = [_exact(weight) if phase in able else Fraction(0) for phase, weight in given]
     if not any(weights):
+        sources = " or ".join(source.label() for source in config.sources if not source.is_test)
+        needs = "; ".join(f"{phase} needs {NEEDS[phase]}" for phase, weight in given if weight)
         raise DataError(
-            f"{conversations} distinct conversations serve only phases of weight 0 "
-            f"({', '.join(able) or 'none'}). Fix: give one of these phases a "
-            "weight in split.weights and a stage that is not null, change `phases` of their "
-            "sources, or remove these sources."
+            f"split: found {conversations} distinct conversations that serve only phases of weight "
+            f"0 ({', '.join(able) or 'none'}), in {sources}, expected some for a "
+            f"phase in use: {needs}. Fix: name these columns in `columns` of the source, remove "
+            "the source, or give a phase that it serves a weight in split.weights and a stage that "
+            "is not null"
         )
     test, validation = _exact(config.test_fraction), _exact(config.validation_fraction)
     rest = (1 - test - validation) / sum(weights)
@@ -313,19 +322,21 @@ def _exact(number: float) -> Fraction:
 def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
     shares = (config.test_fraction, config.validation_fraction, *config.weights)
     sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(shares)), strict=False))
+    able: dict[str, int] = {
+        phase: int(np.count_nonzero(servable & phase_bits([phase]))) for phase in PHASES
+    }
     given = zip(PARTS, shares, strict=False)
     empty = [part for part, share in given if share > 0 and not sizes[part]]
+    if len(parts):  # what none of the conversations can serve needs none
+        empty = [part for part in empty if able.get(part, 1)]
     if empty and not config.is_test:
-        able = {
-            phase: np.count_nonzero(servable >> index & 1) for index, phase in enumerate(PHASES)
-        }
         found, serving = (
             ", ".join(f"{name} {count}" for name, count in counts.items())
             for counts in (sizes, able)
         )
         raise DataError(
             f"{', '.join(empty)}: found none of {len(parts)} distinct conversations, expected at "
-            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, set a "
-            "phase's stages to null, or change weights, validation_fraction or test_fraction (0 "
-            "disables a part)."
+            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, or set the share "
+            "of a part that you do not need to 0, in split.weights, validation_fraction or "
+            "test_fraction"
         )

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.evaluate import JUDGE_MODEL
-from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import PHASES, Phase, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, RowMaker, tables
 from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
@@ -109,7 +109,7 @@ def split_sources(
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
-    _require_rows(files, config)
+    _require_rows(files, config, config.unserved(plan.kinds()))
 
     report = build_report(config, labels, counts, plan, files, lengths)
     report["examples"] = first_examples(output, tokenizer)
@@ -167,7 +167,9 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
     return [f"{label} #{n + 1}" if n else label for label, n in zip(labels, earlier, strict=True)]
 
 
-def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
+def _require_rows(
+    files: dict[str, PhaseFile], config: SplitConfig, unserved: Sequence[Phase]
+) -> None:
     parts = {"train": 1.0, "validation": config.validation_fraction}
     if config.held_back and not files[f"{JUDGE_MODEL}/train.arrow"].rows:
         raise DataError(
@@ -179,7 +181,8 @@ def _require_rows(files: dict[str, PhaseFile], config: SplitConfig) -> None:
         rows = files[path].rows
         if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
             rows += files[f"kto/{part}.arrow"].rows
-        if weight > 0 and parts[part] > 0 and not rows and not config.is_test:
+        is_wanted = weight > 0 and phase not in unserved and parts[part] > 0
+        if is_wanted and not rows and not config.is_test:
             raise DataError(
                 f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
                 "use, raise split.validation_fraction, or set the phase's weight in "

@@ -49,6 +49,8 @@ def build_report(
         "sources": _sources(config, labels, counts, plan),
         "distinct_prompts": {part: plan.distinct(plan.prompt_keys, part) for part in own},
         "conversations": {part: plan.distinct(plan.conversation_keys, part) for part in own},
+        "serves": plan.kinds(),
+        "unserved": config.unserved(plan.kinds()),
         "without_reference": _without_reference(labels, plan, files),
         "files": {path: file.describe() for path, file in files.items()},
         "overlap": _overlap(files, plan, own),
@@ -234,6 +236,8 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
         rows, *others = (_total(files.values(), name) for name in names)
         table.add_row(folder, *(f"{count:,}" for count in (rows - validation, validation, *others)))
     console.print(table)
+    if report["unserved"]:
+        console.print(f"No row can serve {' or '.join(report['unserved'])}: weight 0")
     near = _total(sources, "near_duplicates")
     if near and report["settings"]["near_duplicates"] == "keep":
         console.print(f"WARNING: training includes {near:,} near duplicates of held-out prompts")

@@ -106,17 +106,16 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
         version = find_version(client, model, name)
         if version is not None:
             return local_folder(client, version, downloads)
-        candidate = find_version(client, model, "candidate") if name == CHAMPION else None
-        is_empty = not client.search_model_versions(f"name = '{model}'")
-    if candidate is not None:
-        raise ArtifactError(
-            f"no policy has been promoted yet, so {model} has no champion; candidate is version "
-            f"{candidate.version}. Fix: add the name candidate to the same command"
-        )
-    empty = f"nothing is registered as {model} yet; `kedro run` trains and registers a policy"
+        candidate = find_version(client, model, "candidate")
+    fix = "`kedro rlhf ui` lists the versions"
+    if candidate is None:
+        fix = f"nothing is registered as {model} yet; `kedro run` trains and registers a policy"
+    elif name == CHAMPION:
+        example = "`kedro rlhf chat candidate` or `kedro rlhf export candidate FOLDER`"
+        fix = f"no policy has been promoted yet; write candidate, as in {example}"
     raise ArtifactError(
         f"found {name!r}, expected a version or an alias of {model}, or the folder of an artifact. "
-        f"Fix: {empty if is_empty else '`kedro rlhf ui` lists the versions'}"
+        f"Fix: {fix}"
     )
 
 
