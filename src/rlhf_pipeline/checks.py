@@ -28,7 +28,7 @@ from rlhf_pipeline.config.rewards import (
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
-from rlhf_pipeline.data.source import carried, column_faults, find_source
+from rlhf_pipeline.data.source import carried, find_source
 from rlhf_pipeline.errors import ConfigError, install, suggestion
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
@@ -119,7 +119,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from _batch_sizes(values, sum(layout.ranks), by_ppo)
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
-    yield from () if elsewhere else column_faults("split.sources", split.records())
     yield from path_faults(base_model.path)
     yield from length_faults(base_model.positions, split, policies, evaluate)
     inner = {p.sampler: p.sample for p in policies if isinstance(p, SampledConfig)}

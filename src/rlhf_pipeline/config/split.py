@@ -1,5 +1,5 @@
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, PositiveInt, field_validator
@@ -9,6 +9,12 @@ from rlhf_pipeline.config.block import Block, operational
 Phase = Literal["sft", "reward_model", "ppo"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The training phases that the split divides the prompts among."""
+NEEDS: Mapping[Phase, str] = {
+    "sft": "an answer",
+    "reward_model": "chosen and rejected (kto: or a label)",
+    "ppo": "a prompt with a true answer or without any, or chosen and rejected",
+}
+"""What a row has that can serve a phase; docs/data.md lists the columns."""
 
 TASKS = "reasoning_gym"
 """Name of the source that generates tasks with answers."""

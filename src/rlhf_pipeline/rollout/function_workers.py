@@ -103,9 +103,7 @@ def _where(function: Callable[..., Any], call: Call) -> str:
             results(function, one)
         except Exception:  # the user's function may raise anything
             return f"at the response {one.responses[0]!r} to the prompt {one.prompts[0]}"
-    return (
-        f"at {len(call.prompts)} responses together, the first to the prompt {call.prompts[0]}"
-    )
+    return f"at {len(call.prompts)} responses together, the first to the prompt {call.prompts[0]}"
 
 
 def results(function: Callable[..., Any], call: Call) -> list[float]:
