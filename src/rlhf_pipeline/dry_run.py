@@ -194,7 +194,8 @@ def _answer(
             process.wait()
         if not (answer := folder / "faults.json").is_file():
             last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
-            raise StageError(f"ended its process with code {process.returncode} {last}".strip())
+            said = f" ({last})" if last else ""
+            raise StageError(f"ended its process with code {process.returncode}{said}")
         found: list[str] = json.loads(answer.read_text())
     if not found:
         known.parent.mkdir(parents=True, exist_ok=True)

@@ -123,11 +123,11 @@ def examine(name: str, check: Callable[[Setup], str], setup: Setup) -> Finding:
     except Unfit as unfit:
         return Finding(name, *unfit.args)
     except PipelineError as error:
-        found, _, fix = error.message.partition(" Fix: ")
+        found, _, fix = error.message.partition("Fix: ")
     except Exception as error:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
         fix = "repair what the message names"
-    return Finding(name, without_secrets(found), without_secrets(fix))
+    return Finding(name, without_secrets(found.rstrip()), without_secrets(fix))
 
 
 def compiler(setup: Setup) -> str:

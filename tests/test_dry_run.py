@@ -1,0 +1,90 @@
+"""The driver asks programs of its own, which end in time and leave nothing behind."""
+
+import logging
+import os
+import time
+
+import psutil
+import pytest
+
+from rlhf_pipeline import dry_run
+from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward
+from rlhf_pipeline.config.split import BlendedSourceConfig
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.dry_run import function_faults, reference_faults
+
+SOURCE = BlendedSourceConfig(name="files", path="a.jsonl")
+
+
+def row(**fields):
+    return Example((Message("user", "2 + 3?"),), **fields)
+
+
+@pytest.fixture
+def faults(tmp_path):
+    """The faults of a function with this body, which counts its calls in a file."""
+    file, calls = tmp_path / "my.py", tmp_path / "calls"
+
+    def faults(body, rows=(), **fields):
+        count = f"open({str(calls)!r}, 'a').write('x')"
+        text = f"import os, sys, time\ndef f(prompts, responses):\n    {count}\n    {body}\n"
+        if not file.is_file() or file.read_text() != text:
+            file.write_text(text)
+        given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f", **fields)}
+        found = [*function_faults(given, rows, tmp_path / "work")]
+        return [fault.replace(str(file), "my.py") for fault in found], len(calls.read_text())
+
+    return faults
+
+
+def test_a_function_without_a_fault_is_called_again_only_after_a_change(faults):
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [2.0] * 3") == ([], 2)
+    assert faults("return [2.0] * 3", [(SOURCE, {"a.jsonl:1": row()})]) == ([], 3)
+
+
+def test_a_function_with_a_fault_is_called_each_time(faults):
+    for calls in (2, 4):  # with all responses, and again with the first one alone
+        found, count = faults("assert not responses")
+        assert found[0].startswith("grpo.rewards.0: my.py:f failed at the response 'The answer is ")
+        assert count == calls
+
+
+def test_a_function_that_ends_its_process_is_named(faults):
+    assert faults("print('sorry', flush=True); os._exit(3)")[0] == [
+        "grpo.rewards.0: my.py:f ended its process with code 3 (sorry). Fix: correct it, or set "
+        "processes and timeout_s for it"
+    ]
+
+
+def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkeypatch, caplog):
+    monkeypatch.setattr(dry_run, "LOAD_S", 4.0)
+    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
+    monkeypatch.setenv("DRY_RUN_TEST", mark := str(time.time()))
+    caplog.set_level(logging.INFO)
+    found, _ = faults("os.fork(); time.sleep(99)", processes=1, timeout_s=0.1)
+    assert found[0].startswith("grpo.rewards.0: my.py:f has no result after 4.3 s. Fix: correct")
+    assert "my.py:f: tried out, for at most 4.3 s" in caplog.text
+
+    def has_mark(process):
+        try:
+            return process.environ().get("DRY_RUN_TEST") == mark
+        except psutil.Error:
+            return False
+
+    assert not [
+        each for each in psutil.process_iter() if each.pid != os.getpid() and has_mark(each)
+    ]
+
+
+def test_true_answers_that_no_row_has_are_missed():
+    reader = {"grpo.rewards.0": ReferenceReward(reference="last_number")}
+    (fault,) = reference_faults(reader, [(SOURCE, {"a.jsonl:1": row()})])
+    assert fault.startswith(
+        "grpo.rewards.0: found no true answer in the first rows of files (a.jsonl), expected one "
+        "for each prompt, as last_number reads it. Fix: set columns.reference of the source"
+    )
+    some = (SOURCE, {"a.jsonl:1": row(), "a.jsonl:2": row(reference="5")})
+    for rows in ([some], [(SOURCE, None)], [(SOURCE, {"a.jsonl:1": row()}), (SOURCE, None)], []):
+        assert [*reference_faults(reader, rows)] == [], "the split decides"
