@@ -253,7 +253,7 @@ def nodes(setup: Setup) -> str:
 
 
 def run(setup: Setup) -> str:
-    """The pipeline can start: stores answer, each phase has prompts, and each stage fits."""
+    """The pipeline can start: stores answer, data and functions are sound, each stage fits."""
     setup.check_run()
     return "it passes the checks before its first stage"
 
