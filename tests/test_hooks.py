@@ -96,7 +96,8 @@ def said_before(nodes, caplog, **changes):
     conf = str(Path(__file__).parents[1] / "conf")
     parameters = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)["parameters"]
     blocks = check_values(parameters | changes)
-    catalog = DataCatalog({f"params:{name}": MemoryDataset(blocks[name]) for name in blocks})
+    entries = {f"params:{name}": block for name, block in blocks.items()} | {"workspace": "nowhere"}
+    catalog = DataCatalog({name: MemoryDataset(value) for name, value in entries.items()})
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
         PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)

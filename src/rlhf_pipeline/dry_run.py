@@ -35,6 +35,8 @@ LOAD_S, CALL_S, QUIET_S = 120.0, 60.0, 5.0
 """Longest time for imports, and for a function without `timeout_s`; time until a line says so."""
 RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
+OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+"""Variables that a function may expect, because ranks have them."""
 MADE_UP = [{"role": "user", "content": "What is 2 + 3?"}], "5"
 """Prompt and true answer for functions where no row is at hand."""
 
@@ -93,7 +95,8 @@ def function_faults(sources: Mapping[str, Any], rows: Rows, workspace: Path) -> 
     columns = {name: [row.get(name) for row in further] for row in further for name in row}
     prompts, references = [[MADE_UP[n]] * len(RESPONSES) for n in range(2)]
     if chosen:
-        prompts, references = [x.messages() for x in chosen], [x.reference for x in chosen]
+        prompts = [row.messages() for row in chosen]
+        references = [row.reference or MADE_UP[1] for row in chosen]
     call = prompts, RESPONSES, columns | {"references": references}
     for place, source in sources.items():
         if isinstance(source, CallableReward):
@@ -118,30 +121,34 @@ def model_faults(
     models = {"base_model": blocks["base_model"]}
     if "distill" in nodes:
         models["distill.teacher"] = blocks["distill"].teacher
+    here = {name: m for name, m in models.items() if m.path is None or Path(m.path).is_dir()}
     lora = {
         place: names
-        for place, names in leaves(as_json(blocks))
+        for place, names in leaves(as_json(blocks) if "base_model" in here else {})
         if place.endswith("lora.target_modules") and place.partition(".")[0] in nodes
         if isinstance(names, list)
     }
-    folders = [Path(model.path) for model in models.values() if model.path]
-    if not all(folder.is_dir() for folder in folders):
-        return []
-    prompts: dict[Any, tuple[str, Any]] = {}
+    folders = [Path(model.path) for model in here.values() if model.path]
+    kinds: dict[Any, tuple[str, Any]] = {}  # a prompt of each kind
     for place, row in (item for _, each in rows for item in (each or {}).items()):
         turns = tuple((turn.role, bool(turn.further)) for turn in row.prompt)
-        prompts.setdefault((turns, row.tools is None), (place, row.messages()))
-    shown = dict(islice(prompts.values(), 50))
-    is_plain = all({*turn} <= {"role", "content"} for each in shown.values() for turn in each)
-    doubtful = "base_model" in nodes and (not is_plain or not all(map(_is_usual, folders)))
-    if not (lora or doubtful or len(models) > 1):
+        kinds.setdefault((turns, row.tools is None), (place, row.messages()))
+    prompts = dict(islice(kinds.values(), 50))
+    usual = {"role": "user"}, {"role": "assistant"}
+    is_usual = all(
+        {key: turn[key] for key in turn if key != "content"} in usual
+        for messages in prompts.values()
+        for turn in messages
+    )
+    doubtful = "base_model" in nodes and not (is_usual and all(map(_is_usual, folders)))
+    if not (lora or (folders and (doubtful or len(models) > 1))):
         return []
-    asked = {"models": as_json(models), "lora": lora, "prompts": shown if folders else {}}
+    asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
     files = [file for folder in folders for file in sorted(folder.iterdir())]
     try:
         return _answer(asked, files, LOAD_S, workspace)
     except StageError as error:
-        logger.warning("%s: not checked before the run: the check %s", ", ".join(models), error)
+        logger.warning("%s: not checked before the run: the check %s", ", ".join(here), error)
         return []
 
 
@@ -175,9 +182,10 @@ def _answer(
         folder = Path(name)
         (folder / "question.json").write_text(json.dumps(asked))
         command = [sys.executable, "-P", "-m", PROGRAM, name]
+        options: Any = {"stdin": subprocess.DEVNULL, "env": os.environ | OF_RANK}
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, stdout=log, stderr=log, start_new_session=True, **options
             )
         try:
             try:
