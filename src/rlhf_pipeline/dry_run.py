@@ -37,8 +37,8 @@ RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
 OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Variables that a function may expect, because ranks have them."""
-MADE_UP = [{"role": "user", "content": "What is 2 + 3?"}], "5"
-"""Prompt and true answer for functions where no row is at hand."""
+PROMPT, ANSWER = [{"role": "user", "content": "What is 2 + 3?"}], "5"
+"""What functions get where no row, or no true answer, is at hand."""
 
 Rows = Sequence[tuple[BlendedSourceConfig, Mapping[str, Example] | None]]
 """Sources with their first rows by place; None: the rows are elsewhere."""
@@ -93,10 +93,8 @@ def function_faults(sources: Mapping[str, Any], rows: Rows, workspace: Path) -> 
     chosen = [*islice(cycle(with_answers), len(RESPONSES))]
     further = [json.loads(row.extra or "{}") for row in chosen]
     columns = {name: [row.get(name) for row in further] for row in further for name in row}
-    prompts, references = [[MADE_UP[n]] * len(RESPONSES) for n in range(2)]
-    if chosen:
-        prompts = [row.messages() for row in chosen]
-        references = [row.reference or MADE_UP[1] for row in chosen]
+    prompts = [row.messages() for row in chosen] or [PROMPT] * len(RESPONSES)
+    references = [row.reference or ANSWER for row in chosen] or [ANSWER] * len(RESPONSES)
     call = prompts, RESPONSES, columns | {"references": references}
     for place, source in sources.items():
         if isinstance(source, CallableReward):
@@ -188,12 +186,12 @@ def _answer(
                 command, stdout=log, stderr=log, start_new_session=True, **options
             )
         try:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(QUIET_S)
-            except subprocess.TimeoutExpired:
+            if process.poll() is None:
                 what = asked.get("function", "tokenizers and layers")
                 logger.info("%s: tried out, for at most %g s", what, limit_s)
-                process.wait(limit_s - QUIET_S)
+            process.wait(limit_s - QUIET_S)
         except subprocess.TimeoutExpired:
             raise StageError(f"has no result after {limit_s:g} s") from None
         finally:
