@@ -362,10 +362,7 @@ def length_faults(
                 f"split.max_prompt_tokens {prompt}"
             )
     if prompt >= positions:
-        yield (
-            f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}. Fix: set it "
-            f"and the limits of responses to {positions // 2}, or use another model"
-        )
+        yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}"
     text = split.pretraining
     readers = (block for block in policies if isinstance(block, PPOConfig) and block.ptx)
     reader = next((f"{block.stage}.ptx" for block in readers), None)

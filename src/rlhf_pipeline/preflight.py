@@ -274,10 +274,9 @@ def check_blocks(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
             for one in policy_stages()
             if one not in ON_PROMPTS or blocks[one] is not None
         ]
-        smallest = "{teacher: MODEL}" if name == "distill" else "{}"
         raise ConfigError(
-            f"{name}: found null, expected the parameters of the node {name}. Fix: set it, for "
-            f"example `{name}: {smallest}`, or choose another pipeline: {' or '.join(others)}"
+            f"{name}: found null, expected the parameters of the node {name}. Fix: set {name}, or "
+            f"choose another pipeline: {' or '.join(others)}"
         )
 
 
