@@ -1,18 +1,24 @@
 """The driver asks programs of its own, which end in time and leave nothing behind."""
 
+import json
 import logging
 import os
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from rlhf_pipeline import dry_run
+from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
+from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.dry_run import function_faults, reference_faults
+from rlhf_pipeline.dry_run import function_faults, model_faults, reference_faults
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
+CONF = Path(__file__).parents[1] / "conf"
 SOURCE = BlendedSourceConfig(name="files", path="a.jsonl")
 
 
@@ -89,3 +95,41 @@ def test_true_answers_that_no_row_has_are_missed():
     some = (SOURCE, {"a.jsonl:1": row(), "a.jsonl:2": row(reference="5")})
     for rows in ([some], [(SOURCE, None)], [(SOURCE, {"a.jsonl:1": row()}), (SOURCE, None)], []):
         assert [*reference_faults(reader, rows)] == [], "the split decides"
+
+
+@pytest.mark.parametrize(
+    ("doubt", "is_asked"),
+    [
+        ({}, False),
+        ({"tokenizer_config": {}}, True),
+        ({"config": {"vocab_size": 2}}, True),
+        ({"config": {"text_config": {"vocab_size": 3}}}, True),
+        ({"role": "system"}, True),
+        ({"tools": '[{"type": "function"}]'}, True),
+        ({"lora": {"target_modules": ["q_proj"]}}, True),
+        ({"lora": {}}, False),
+    ],
+)
+def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
+    doubt, is_asked, tmp_path, monkeypatch, caplog
+):
+    """It takes seconds. One that fails is a warning: it is no fault of the model."""
+    usual = {
+        "tokenizer_config": {"eos_token": "<end>"},
+        "tokenizer": {"model": {"vocab": {"a": 0, "b": 1, "<end>": 2}}},
+        "config": {"vocab_size": 3},
+    }
+    for name, values in usual.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(doubt.get(name, values)))
+    monkeypatch.setattr(dry_run, "PROGRAM", "no_such_program")
+    parameters = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    sft = parameters["sft"] | {"lora": doubt.get("lora")}
+    model = {"path": str(tmp_path)}
+    blocks = check_values(parameters | {"base_model": model, "sft": sft})
+    turns = (Message(doubt.get("role", "user"), "Hello!"), Message("user", "2 + 3?"))
+    rows = [(SOURCE, {"a.jsonl:1": Example(turns, tools=doubt.get("tools"))})]
+    assert model_faults(blocks, {"base_model", "sft"}, rows, tmp_path / "work") == []
+    said = "base_model: not checked before the run: the check ended its process with code 1 ("
+    assert (said in caplog.text) == is_asked
+    assert model_faults(blocks, {"evaluate"}, rows, tmp_path / "work") == []
+    assert caplog.text.count(said) == is_asked, "another run needs no base model"
