@@ -104,7 +104,9 @@ def test_true_answers_that_no_row_has_are_missed():
         ({"tokenizer_config": {}}, True),
         ({"config": {"vocab_size": 2}}, True),
         ({"config": {"text_config": {"vocab_size": 3}}}, True),
-        ({"role": "system"}, True),
+        ({"role": "system"}, False),
+        ({"role": "system", "chat_template": "{{ raise_exception('no system') }}"}, True),
+        ({"chat_template": "{{ raise_exception('no system') }}"}, False),
         ({"tools": '[{"type": "function"}]'}, True),
         ({"lora": {"target_modules": ["q_proj"]}}, True),
         ({"lora": {}}, False),
@@ -119,6 +121,7 @@ def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
         "tokenizer": {"model": {"vocab": {"a": 0, "b": 1, "<end>": 2}}},
         "config": {"vocab_size": 3},
     }
+    (tmp_path / "chat_template.jinja").write_text(doubt.get("chat_template", ""))
     for name, values in usual.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(doubt.get(name, values)))
     monkeypatch.setattr(dry_run, "PROGRAM", "no_such_program")

@@ -129,38 +129,39 @@ def model_faults(
     folders = [Path(model.path) for model in here.values() if model.path]
     kinds: dict[Any, tuple[str, Any]] = {}  # a prompt of each kind
     for place, row in (item for _, each in rows for item in (each or {}).items()):
-        turns = tuple((turn.role, bool(turn.further)) for turn in row.prompt)
-        kinds.setdefault((turns, row.tools is None), (place, row.messages()))
+        kind = tuple((turn.role, bool(turn.further)) for turn in row.prompt)
+        kinds.setdefault((kind, row.tools is None), (place, row.messages()))
     prompts = dict(islice(kinds.values(), 50))
-    usual = {"role": "user"}, {"role": "assistant"}
-    is_usual = all(
-        {key: turn[key] for key in turn if key != "content"} in usual
-        for messages in prompts.values()
-        for turn in messages
-    )
-    doubtful = "base_model" in nodes and not (is_usual and all(map(_is_usual, folders)))
-    if not (lora or (folders and (doubtful or len(models) > 1))):
+    turns = [turn for messages in prompts.values() for turn in messages]
+    has_tools = any(turn["role"] == "tool" or {*turn} - {"role", "content"} for turn in turns)
+    has_system = any(turn["role"] == "system" for turn in turns)
+    is_usual = not has_tools and all(_is_usual(folder, has_system) for folder in folders)
+    doubtful = len(models) > 1 or ("base_model" in nodes and not is_usual)
+    if not (lora or (folders and doubtful)):
         return []
     asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
     files = [file for folder in folders for file in sorted(folder.iterdir())]
     try:
-        return _answer(asked, files, LOAD_S, workspace)
+        return _answer(asked, files, 2 * LOAD_S, workspace)
     except StageError as error:
         logger.warning("%s: not checked before the run: the check %s", ", ".join(here), error)
         return []
 
 
-def _is_usual(folder: Path) -> bool:
-    """Whether a tokenizer names an EOS, and the model has an embedding for each of its tokens."""
+def _is_usual(folder: Path, has_system: bool) -> bool:
+    """Whether a tokenizer names an EOS, the model has an embedding for each of its tokens, and its
+    template, if there are system messages, refuses none."""
+    texts = {path.name: path.read_text(errors="replace") for path in folder.glob("*.j*")}
+    if has_system and any("raise_exception" in text for text in texts.values()):
+        return False
     try:
         settings, tokenizer, model = (
-            json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+            json.loads(texts[f"{name}.json"])
             for name in ("tokenizer_config", "tokenizer", "config")
         )
-        return (
-            bool(settings["eos_token"]) and len(tokenizer["model"]["vocab"]) <= model["vocab_size"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        entries = len(tokenizer["model"]["vocab"])
+        return bool(settings["eos_token"]) and bool(entries <= model["vocab_size"])
+    except (ValueError, KeyError, TypeError):
         return False
 
 
