@@ -62,11 +62,12 @@ def stage_faults(blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows) 
         for stage in [one for one in READERS[phase] if one in nodes and blocks[one] is not None]:
             compares = stage in ("reward_model", "dpo")
             is_able = (able & ~labelled(table) if compares else able).any()
+            needed = need if stage == "kto" else need.partition(" (")[0]
             if own and not is_able and all(each is not None for _, each in own):
                 null = f", set {stage} to null" if stage in ("sft", "reward_model") else ""
                 yield (
                     f"split.sources: found {[*given, 'prompts alone'][0]} in each of the first rows"
-                    f" of {_labels(own)}, but {stage} needs {need}. Fix: name these columns in "
+                    f" of {_labels(own)}, but {stage} needs {needed}. Fix: name these columns in "
                     f"`columns` of the source, add another source{null}, or choose another pipeline"
                 )
 
