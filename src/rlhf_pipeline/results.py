@@ -24,13 +24,18 @@ class StageSummary(StageListener):
         self._console = console
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Print the table of the split's report; say if the base model has no chat template."""
+        """Print the table of the split's report; say if the base model has no chat template, or
+        tokens without an embedding."""
         if run.stage == "split" and status == "FINISHED" and not run.cached:
             report = json.loads((run.export / "report.json").read_text(encoding="utf-8"))
             print_split(report, self._console)
+        said = list[str]()
         if metrics.get("base_model/has_chat_template") == 0:
-            text = "base_model: found no chat template; turns are written as Human: and Assistant:"
-            self._console.print(text, highlight=False, soft_wrap=True)
+            said = ["found no chat template; turns are written as Human: and Assistant:"]
+        if added := metrics.get("base_model/new_tokens"):
+            said.append(f"found {added:g} added tokens without an embedding; theirs are untrained")
+        for text in said:
+            self._console.print(f"base_model: {text}", highlight=False, soft_wrap=True)
 
 
 def print_results(results: dict[str, Any], console: Console, env: str | None = None) -> None:

@@ -58,6 +58,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
             )
             tokenizer = load_tokenizer(config.path, **how)
         check_size(tokenizer, rows := model.get_input_embeddings().num_embeddings)
+        metrics["base_model/new_tokens"] = float(max(0, len(tokenizer) - rows))
         metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if BYTES in job.digests:
         job.expect_unchanged(BYTES, Path(str(config.path)))
