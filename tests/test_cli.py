@@ -136,7 +136,7 @@ def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
     shutil.copy(PROJECT / "pyproject.toml", project)
     for folder in ("src", "docs"):
         (project / folder).mkdir()
-    (project / "rewards.py").write_text("def f(prompts, responses): ...\n")
+    (project / "rewards.py").write_text("def f(prompts, responses): return map(len, responses)\n")
     (project / "conf" / "local").mkdir(exist_ok=True)
     (project / "conf" / "local" / "parameters.yml").write_text("ppo: {rewards: ['rewards.py:f']}\n")
     ended = subprocess.run(
@@ -150,7 +150,10 @@ def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
     assert ended.returncode == 0, printed
     assert "source synthetic  run " in printed
     assert f"in {project}, where relative paths start\n" in printed
-    assert printed.count("INFO") <= 1  # Kedro says where its logging is configured, and no more
+    slow = printed.count("rewards.py:f: tried out")
+    assert (
+        printed.count("INFO") <= 1 + slow
+    )  # Kedro says where its logging is configured, and no more
     assert list((project / "docs").iterdir()) == []
 
 

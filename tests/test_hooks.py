@@ -111,7 +111,8 @@ def said_before(nodes, caplog, **changes):
     conf = str(Path(__file__).parents[1] / "conf")
     loader = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)
     blocks = check_values(loader["parameters"] | changes)
-    catalog = DataCatalog({f"params:{name}": MemoryDataset(blocks[name]) for name in blocks})
+    entries = {f"params:{name}": block for name, block in blocks.items()} | {"workspace": "nowhere"}
+    catalog = DataCatalog({name: MemoryDataset(value) for name, value in entries.items()})
     catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
@@ -163,10 +164,18 @@ def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, capl
 
 
 @pytest.mark.parametrize(
-    ("metrics", "lines"), [({"base_model/has_chat_template": 0.0}, 1), ({}, 0)]
-)
-def test_a_model_without_a_chat_template_is_said_once(metrics, lines, capsys, tmp_path):
+    ("metrics", "lines"),
+    [
+        ({"has_chat_template": 0.0},
+         ["base_model: found no chat template; turns are written as Human: and Assistant:"]),
+        ({"new_tokens": 3.0},
+         ["base_model: found 3 added tokens without an embedding; theirs are untrained"]),
+        ({"has_chat_template": 1.0, "new_tokens": 0.0}, []),
+        ({}, []),
+    ],
+)  # fmt: skip
+def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
     run = StageRun("base_model", "f", 1, {}, {}, {}, tmp_path, 60.0)
-    StageSummary(Console(), ["base_model"]).stage_ended(run, "FINISHED", metrics)
-    expected = "base_model: found no chat template; turns are written as Human: and Assistant:"
-    assert capsys.readouterr().out.splitlines() == [expected] * lines
+    found = {f"base_model/{name}": value for name, value in metrics.items()}
+    StageSummary(Console(), ["base_model"]).stage_ended(run, "FINISHED", found)
+    assert capsys.readouterr().out.splitlines() == lines

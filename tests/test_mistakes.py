@@ -3,19 +3,28 @@ that names the place and the fix."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
+from rlhf_pipeline.commands.doctor import CHECKS, Setup, examine
+from rlhf_pipeline.commands.status import planned_rows
+from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.explain import explain
+from rlhf_pipeline.hooks import PreflightHook
+from rlhf_pipeline.preflight import check_pipeline
 
 PROJECT = Path(__file__).parents[1]
 CSV = "prompt,better,worse\n" + "".join(f"hello {i},a good {i},a bad {i}\n" for i in range(40))
@@ -31,6 +40,7 @@ class Mistake:
     yaml: str = ""
     """Text of conf/mistake/parameters.yml."""
     env: str = "mistake"
+    pipeline: str = "full"
 
 
 def sources(fields: str) -> str:
@@ -101,6 +111,28 @@ MISTAKES = {
     "unknown source": Mistake(
         ["split.sources.0.name", "'filez'", "files"], yaml=sources("name: filez, path: x.csv")
     ),
+    "a reward that cannot be called": Mistake(
+        ["{tmp}/rewards.py:kw cannot be called with (prompts, responses): too many positional"],
+        yaml="ppo: {rewards: ['{tmp}/rewards.py:kw']}\n",
+    ),
+}
+
+WITH_JUDGE = "evaluate: {judges: [{regex: x}]}\n"
+ALONE = WITH_JUDGE + "sft: null\nreward_model: null\nppo: null\n"
+
+
+def of_file(name: str, more: str = "", columns: str = "") -> str:
+    """A split of one file, the judge `regex`, and a policy without SFT, reward model and PPO."""
+    fields = f"name: files, path: '{{tmp}}/{name}'"
+    return sources(fields + columns) + ALONE + more
+
+
+def by_reward(reward: str, file: str = "prompts.jsonl") -> str:
+    short = "sampling: {max_response_tokens: 64}"
+    return of_file(file, f"grpo: {{rewards: [{reward}], {short}}}\n")
+
+
+IN_SECONDS = {
     "prompt without a column": Mistake(
         [
             "set columns.prompt; the columns are 'prompt', 'better', 'worse'",
@@ -125,11 +157,69 @@ MISTAKES = {
         ],
         yaml=sources("name: files, path: '{tmp}/pairs.csv'"),
     ),
-    "a reward that cannot be called": Mistake(
-        ["{tmp}/rewards.py:kw cannot be called with (prompts, responses): too many positional"],
-        yaml="ppo: {rewards: ['{tmp}/rewards.py:kw']}\n",
+    "empty file": Mistake(
+        ["split.sources.0: {tmp}/empty.jsonl: the file contains no rows. Fix: download or create"],
+        yaml=of_file("empty.jsonl"),
+        pipeline="dpo",
     ),
-}
+    "one broken line": Mistake(
+        ["split.sources.0: source files (broken.jsonl): 1 of 40 rows are bad", "broken.jsonl:8: n",
+         "or set split.max_bad_fraction to at least 0.025"],
+        yaml=of_file("broken.jsonl"),
+        pipeline="dpo",
+    ),
+    "single answers for DPO": Mistake(
+        ["split.sources: found one answer in each of the first rows of files (answers.jsonl), but "
+         "dpo needs chosen and rejected", "Fix: name these columns in `columns` of the source"],
+        yaml=of_file("answers.jsonl"),
+        pipeline="dpo",
+    ),
+    "labels for DPO": Mistake(
+        ["split.sources: found labels in each of the first rows of files (thumbs.jsonl), but dpo"],
+        yaml=of_file("thumbs.jsonl"),
+        pipeline="dpo",
+    ),
+    "single answers for a reward model": Mistake(
+        ["found one answer in each of the first rows of files (answers.jsonl), but reward_model "
+         "needs chosen and rejected", "set reward_model to null"],
+        yaml=sources("name: files, path: '{tmp}/answers.jsonl'"),
+        pipeline="reward_model",
+    ),
+    "prompts alone for SFT": Mistake(
+        ["found prompts alone in each of the first rows of files (prompts.jsonl), but sft needs"],
+        yaml=sources("name: files, path: '{tmp}/prompts.jsonl'"),
+        pipeline="sft",
+    ),
+    "answers that GRPO would never read": Mistake(
+        ["found one answer in each of the first rows of files (answers.jsonl), but grpo needs"],
+        yaml=by_reward("{regex: x}", "answers.jsonl"),
+        pipeline="grpo",
+    ),
+    "no true answers for a reward": Mistake(
+        ["grpo.rewards.0: found no true answer in the first rows of files (prompts.jsonl), "
+         "expected one for each prompt, as last_number reads it. Fix: set columns.reference"],
+        yaml=by_reward("{reference: last_number}"),
+        pipeline="grpo",
+    ),
+    "no true answers for a judge": Mistake(
+        ["evaluate.judges.0: found no true answer in the first rows of files (comparisons.jsonl)"],
+        yaml=sources("name: files, path: '{tmp}/comparisons.jsonl'")
+        + "evaluate: {judges: [{reference: exact}]}\n",
+    ),
+    "a reward that returns nothing": Mistake(
+        ["grpo.rewards.0: {tmp}/rewards.py:nothing: found None, expected a list of 3 numbers, one "
+         "for each response. Fix: return one finite number for each response"],
+        yaml=by_reward("'{tmp}/rewards.py:nothing'"),
+        pipeline="grpo",
+    ),
+    "a judge that cannot be imported": Mistake(
+        ["evaluate.judges.0: {tmp}/missing.py:f cannot be imported: ModuleNotFoundError: No module "
+         "named 'no_such_package'. Fix: correct it; add the folders of its modules to PYTHONPATH"],
+        yaml=sources("name: files, path: '{tmp}/comparisons.jsonl'")
+        + "evaluate: {judges: ['{tmp}/missing.py:f']}\n",
+    ),
+}  # fmt: skip
+"""What is found before the first stage, but not before the catalog exists."""
 
 
 COMMANDS = {
@@ -163,7 +253,21 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     shutil.copytree(PROJECT / "conf", folder / "conf")
     (folder / "pairs.csv").write_text(CSV)
-    (folder / "rewards.py").write_text("def kw(*, prompts, responses): ...\n")
+    (folder / "rewards.py").write_text(
+        "def kw(*, prompts, responses): ...\ndef nothing(prompts, responses): ...\n"
+    )
+    (folder / "missing.py").write_text("import no_such_package\ndef f(prompts, responses): ...\n")
+    answers = {
+        "prompts": {},
+        "answers": {"completion": "yes"},
+        "thumbs": {"completion": "yes", "label": True},
+        "comparisons": {"chosen": "yes", "rejected": "no"},
+    }
+    for name, more in answers.items():
+        rows = [json.dumps({"prompt": f"Is it number {n}?"} | more) for n in range(40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    (folder / "broken.jsonl").write_text("\n".join([*rows[:7], "{", *rows[7:39]]))
+    (folder / "empty.jsonl").touch()
     for name in ("mistake", "absent"):
         (folder / "conf" / name).mkdir()
         (folder / "conf" / name / "globals.yml").write_text(f"root: {folder}/data\n")
@@ -178,32 +282,69 @@ def port():
         yield str(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_short_message_with_place_and_fix(mistake, folder):
+@pytest.fixture
+def catalog(folder):
+    """Loads the configuration with a mistake, as all commands do, and returns the catalog."""
+
     def filled(text: str) -> str:
         return text.replace("{tmp}", str(folder))
 
-    (folder / "conf" / "mistake" / "parameters.yml").write_text(filled(mistake.yaml) or "{}\n")
-    params: dict = {}
-    for item in filter(None, [filled(mistake.params)]):
-        name, _, value = item.partition("=")
-        *outer, last = name.split(".")
-        target = params
-        for each in outer:
-            target = target.setdefault(each, {})
-        target[last] = int(value) if value.lstrip("-").isdigit() else value
-    bootstrap_project(PROJECT)
-    with (
-        pytest.raises(Exception) as failure,
-        KedroSession.create(
-            PROJECT, env=mistake.env, conf_source=str(folder / "conf"), runtime_params=params
-        ) as session,
-    ):
-        session.load_context()
-    message = explain(failure.value).format_message()
+    with ExitStack() as sessions:
+
+        def catalog(mistake):
+            (folder / "conf" / "mistake" / "parameters.yml").write_text(
+                filled(mistake.yaml) or "{}\n"
+            )
+            params: dict = {}
+            for item in filter(None, [filled(mistake.params)]):
+                name, _, value = item.partition("=")
+                *outer, last = name.split(".")
+                target = params
+                for each in outer:
+                    target = target.setdefault(each, {})
+                target[last] = int(value) if value.lstrip("-").isdigit() else value
+            bootstrap_project(PROJECT)
+            session = KedroSession.create(
+                PROJECT,
+                env=mistake.env,
+                conf_source=str(folder / "conf"),
+                runtime_params=params,
+            )
+            return sessions.enter_context(session).load_context().catalog
+
+        yield catalog
+
+
+def is_short(message: str, mistake: Mistake, folder: Path) -> None:
     assert len(message.splitlines()) <= 5, message
     for part in mistake.expected:
-        assert filled(part) in message, message
+        assert part.replace("{tmp}", str(folder)) in message, message
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_short_message_with_place_and_fix(mistake, folder, catalog):
+    with pytest.raises(Exception) as failure:
+        catalog(mistake)
+    is_short(explain(failure.value).format_message(), mistake, folder)
+
+
+def refused(check, *given) -> str:
+    with pytest.raises(Exception) as failure:
+        check(*given)
+    return explain(failure.value).format_message()
+
+
+@pytest.mark.parametrize("mistake", IN_SECONDS.values(), ids=IN_SECONDS)
+def test_run_status_and_doctor_refuse_it_before_the_first_stage(mistake, folder, catalog):
+    loaded = catalog(mistake)
+    given = pipelines[mistake.pipeline], loaded
+    message = refused(PreflightHook().before_pipeline_run, *given)
+    is_short(message, mistake, folder)
+    assert refused(planned_rows, *given) == message
+    setup = Setup(folder, LaunchConfig(), {}, partial(check_pipeline, *given))
+    found = examine("run", CHECKS["run"], setup)
+    assert found.state == "failure"
+    assert f"{found.found} Fix: {found.fix}" == message.replace("\nFix: ", " Fix: ")
 
 
 @pytest.mark.slow

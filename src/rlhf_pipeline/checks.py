@@ -28,8 +28,8 @@ from rlhf_pipeline.config.rewards import (
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
-from rlhf_pipeline.data.source import carried, column_faults, find_source
-from rlhf_pipeline.errors import ConfigError, install
+from rlhf_pipeline.data.source import carried, find_source, first_rows
+from rlhf_pipeline.errors import ConfigError, DataError, install
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.job import forced_stages
@@ -118,7 +118,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     by_ppo = [policy for policy in policies if isinstance(policy, PPOConfig)]
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
-    yield from () if elsewhere else column_faults("split.sources", split.records())
     if not elsewhere and evaluate.judge_model is not None and evaluate.judge_model.path is not None:
         yield from _careful(evaluate.judge_model)
     yield from path_faults(base_model.path)
@@ -293,10 +292,16 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
 
 def _careful(judge: JudgeModelConfig) -> Iterator[str]:
     """A file of comparisons that is missing or cannot be read, long before it is needed."""
-    if not Path(str(judge.path)).expanduser().is_file():
-        yield f"evaluate.judge_model.path: found no file {judge.path}. Fix: check the spelling"
-    for fault in column_faults("evaluate.judge_model", [judge.source.records()]):
-        yield fault.replace("judge_model.0", "judge_model", 1)
+    try:
+        rows = first_rows(judge.source.records(), max_bad_fraction=0.0) or {}
+    except DataError as error:
+        yield f"evaluate.judge_model: {error.message}"
+        return
+    if any(row.rejected is None for row in rows.values()):
+        yield (
+            f"evaluate.judge_model.path: found one answer in a row of {judge.path}, expected "
+            "chosen and rejected in each. Fix: name them in evaluate.judge_model.columns"
+        )
 
 
 def _carried(sources: Mapping[int, SourceConfig]) -> dict[str, tuple[str, ...]]:

@@ -24,9 +24,16 @@ from rlhf_pipeline.config.stages import (
     faults_without_reward_model,
     samplers,
 )
+from rlhf_pipeline.data.source import first_rows
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
+from rlhf_pipeline.dry_run import (
+    function_faults,
+    model_faults,
+    reference_faults,
+    stage_faults,
+)
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages
 from rlhf_pipeline.runtime.job import as_json
@@ -90,7 +97,8 @@ def sized(blocks: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-    """Check what the nodes of a run need: stores, prompts for each phase, a free port, memory.
+    """Check what the nodes of a run need: stores, rows for each phase, a free port, memory,
+    functions that can be called, tokenizers.
 
     Raises the errors with which a run ends before its first stage.
     """
@@ -111,6 +119,40 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         warnings += check_memory(as_json(blocks), nodes, hardware, refuses=refuses)
     for warning in warnings:
         logger.warning("%s", warning)
+    dry_run(blocks, nodes, Path(catalog.load("workspace")))
+
+
+def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) -> None:
+    """Look at the first rows, call each function of the nodes once, and look at tokenizers.
+
+    Raises DataError for files, and ConfigError with one line for each other fault.
+    """
+    split, is_judged = blocks["split"], any(node.startswith("evaluate") for node in nodes)
+    sources = split.records() if "split" in nodes else []
+    texts = split.pretraining.records() if sources and split.pretraining else []
+    given = {f"split.sources.{index}": each for index, each in enumerate(sources)}
+    given |= {f"split.pretraining.sources.{index}": each for index, each in enumerate(texts)}
+    found = list[Any]()
+    for place, source in given.items():
+        try:
+            found.append(first_rows(source, split.max_bad_fraction))
+        except DataError as error:
+            raise DataError(f"{place}: {error.message}") from None
+    rows = [*zip(split.sources, found, strict=False)]  # the texts are last
+    for_ppo = [(source, each) for source, each in rows if source.may_serve("ppo")]
+    rewards = {
+        f"{policy.sampler}.rewards.{index}": reward
+        for policy in samplers(blocks)
+        if policy.stage in nodes
+        for index, reward in enumerate(policy.rewards)
+    }
+    named = enumerate(blocks["evaluate"].judges if is_judged else ())
+    judges = {f"evaluate.judges.{index}": judge for index, judge in named}
+    faults = [*stage_faults(blocks, nodes, rows), *reference_faults(rewards, for_ppo)]
+    refuse([*faults, *reference_faults(judges, rows)])
+    faults = [*function_faults(rewards, for_ppo, workspace)]
+    faults += [*function_faults(judges, rows, workspace)]
+    refuse([*faults, *model_faults(blocks, nodes, rows, workspace)])
 
 
 def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:

@@ -28,7 +28,7 @@ class StageSummary(StageListener):
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Print the table of a new split's report, and what the run leaves of it; say if the base
-        model has no chat template."""
+        model has no chat template, or tokens without an embedding."""
         show = partial(self._console.print, highlight=False, soft_wrap=True)
         if run.stage == "split" and status == "FINISHED":
             report = json.loads((run.export / "report.json").read_text(encoding="utf-8"))
@@ -38,6 +38,9 @@ class StageSummary(StageListener):
                 show(escape(text))
         if metrics.get("base_model/has_chat_template") == 0:
             show("base_model: found no chat template; turns are written as Human: and Assistant:")
+        if added := metrics.get("base_model/new_tokens"):
+            text = f"found {added:g} added tokens without an embedding; theirs are untrained"
+            show(f"base_model: {text}")
 
 
 def print_results(results: dict[str, Any], console: Console, env: str | None = None) -> None:

@@ -91,9 +91,35 @@ def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(projec
         (["one", "two", "--judge={reference"], "--judge: found {reference, expected a mapping in"),
         (["one", "two", "--judge=exact", "--prompts=no.jsonl"], "no.jsonl"),
         (["/nowhere/one", "two", "--judge=exact"], "/nowhere/one"),
+        (
+            ["one", "two", "--judge=exact", "--prompts={tmp}/questions.jsonl"],
+            "--prompts: source files (questions.jsonl): the columns do not say which of them to "
+            "read; they are 'question'. Fix: --prompts '{path: FILE, columns: {prompt: COLUMN, "
+            "reference: COLUMN}}'",
+        ),
+        (
+            ["one", "two", "--judge=exact", "--prompts={path: {tmp}/questions.jsonl, "
+             "columns: {prompt: q}}"],
+            "column 'q' is missing; the columns are 'question' questions.jsonl:2: column 'q' is",
+        ),
+        (
+            ["one", "two", "--judge=last_number", "--prompts={path: {tmp}/questions.jsonl, "
+             "columns: {prompt: question}}"],
+            "evaluate.judges.0: found no true answer in the first rows of files (questions.jsonl), "
+            "expected one for each prompt, as last_number reads it. Fix: set columns.reference",
+        ),
+        (
+            ["one", "two", "--judge={tmp}/judge.py:nothing"],
+            "judge.py:nothing: found None, expected a list of 3 numbers, one for each response.",
+        ),
+        (["one", "two", "--judge=exact", "--prompts={tmp}/empty.csv"], "contains no rows. Fix: do"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_a_launch(tmp_path, arguments, message):
+    (tmp_path / "questions.jsonl").write_text('{"question": "Why?"}\n' * 3)
+    (tmp_path / "judge.py").write_text("def nothing(prompts, responses): ...\n")
+    (tmp_path / "empty.csv").touch()
+    arguments = [each.replace("{tmp}", str(tmp_path)) for each in arguments]
     options = ["--env=tiny", f"--params=root={tmp_path / 'root'}"]
     done = CliRunner().invoke(
         cli, ["rlhf", "evaluate", *arguments, *options], obj=bootstrap_project(PROJECT)

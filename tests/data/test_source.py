@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.source import column_faults, read, source_origin
+from rlhf_pipeline.data.source import first_rows, read, source_origin
 from rlhf_pipeline.data.sources import own_files
 from rlhf_pipeline.data.sources.adapter import Records, Rows, Source
 from rlhf_pipeline.errors import ConfigError, DataError
@@ -250,53 +250,59 @@ def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a look at the first rows before a run --------------------------------------------------------
 
 
-def faults_of(**source: Any) -> list[str]:
-    return [*column_faults("split.sources", [SourceConfig(**source)])]
+def fault_of(max_bad_fraction: float = 0.0, **source: Any) -> str:
+    with pytest.raises(DataError) as refused:
+        first_rows(SourceConfig(**source), max_bad_fraction)
+    return refused.value.message
 
 
-def test_columns_are_checked_before_a_run(tmp_path: Path) -> None:
+def test_the_first_rows_are_read_before_a_run(tmp_path: Path) -> None:
     good = tmp_path / "good.jsonl"
     good.write_text(json.dumps(PAIR) + "\n")
-    assert faults_of(name="files", path=str(good)) == []
-    assert faults_of(name="files", path=f"{tmp_path}/*.jsonl") == []
-    assert faults_of(name="tatsu-lab/alpaca", path=str(good)) == [
-        "split.sources.0: found only bad rows at the start of tatsu-lab/alpaca (good.jsonl), such "
-        "as good.jsonl:1: column 'instruction' is missing. Fix: correct the source's `columns` or "
-        "the file: most rows are bad."
-    ]
+    for path in (str(good), f"{tmp_path}/*.jsonl"):
+        (row,) = (first_rows(SourceConfig(name="files", path=path), 0.0) or {}).items()
+        assert row[0] == "good.jsonl:1" and row[1].chosen == PAIR["chosen"]
+    fault = fault_of(name="tatsu-lab/alpaca", path=str(good))
+    assert "good.jsonl:1: column 'instruction' is missing" in fault
+    assert fault.endswith("Fix: correct the source's `columns` or the file: most rows are bad.")
     columns = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
-    (fault,) = faults_of(name="files", path=str(good), columns=columns)
+    fault = fault_of(name="files", path=str(good), columns=columns)
     assert "good.jsonl:1: column 'question' is missing; the columns are 'prompt'," in fault
     latin = tmp_path / "latin.csv"
     latin.write_bytes("prompt,chosen,rejected\né,ü,ö\n".encode("latin1"))
-    (fault,) = faults_of(name="files", path=str(latin))
-    assert fault.endswith(
-        "latin.csv:2: not UTF-8. Fix: convert the file, for example: iconv -f latin1 -t utf-8 "
+    assert fault_of(name="files", path=str(latin)).endswith(
+        "latin.csv:2: not UTF-8\nFix: convert the file, for example: iconv -f latin1 -t utf-8 "
         "FILE > NEW_FILE"
     )
     (tmp_path / "other.jsonl").write_text(json.dumps({"q": "Why?", "a": "So."}) + "\n")
-    (fault,) = faults_of(name="files", path=f"{tmp_path}/other.jsonl")
+    fault = fault_of(name="files", path=f"{tmp_path}/other.jsonl")
     assert "the columns do not say which of them to read; they are 'q', 'a'. Fix: add to" in fault
+    (tmp_path / "empty.jsonl").touch()
+    assert "the file contains no rows" in fault_of(name="files", path=f"{tmp_path}/empty.jsonl")
+    assert "/nowhere/pairs.jsonl" in fault_of(name="files", path="/nowhere/pairs.jsonl")
 
 
-def test_one_good_row_among_the_first_is_enough(tmp_path: Path) -> None:
-    file = tmp_path / "mixed.jsonl"
-    bad = json.dumps(PAIR | {"chosen": ""})
-    file.write_text("\n".join([bad] * 999 + [json.dumps(PAIR)] + [bad] * 5))
-    assert faults_of(name="files", path=str(file)) == []
-    file.write_text("\n".join([bad] * 1000 + [json.dumps(PAIR)]))
-    assert len(faults_of(name="files", path=str(file))) == 1
+def test_bad_rows_are_refused_before_a_run_if_no_other_row_can_make_up_for_them(
+    tmp_path: Path,
+) -> None:
+    """The first 1,000 rows are read. The others of a longer file may be good."""
+    file, good, bad = tmp_path / "mixed.jsonl", json.dumps(PAIR), json.dumps(PAIR | {"chosen": ""})
+    source = SourceConfig(name="files", path=str(file))
+    file.write_text("\n".join([bad] * 999 + [good] + [good] * 9))
+    assert len(first_rows(source, 0.5) or {}) == 1
+    assert "999 of 1000 rows are bad" in fault_of(**source.model_dump(exclude_none=True))
+    file.write_text("\n".join([bad] * 1000 + [good]))
+    assert "1000 of 1000 rows are bad" in fault_of(0.5, name="files", path=str(file))
+    file.write_text("\n".join([bad] * 2 + [good]))
+    assert "2 of 3 rows are bad" in fault_of(0.5, name="files", path=str(file))
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        {"name": "Dahoas/rm-static"},
-        {"name": "synthetic"},
-        {"name": "files", "path": "s3://nowhere/pairs.jsonl"},
-        {"name": "files", "path": "/nowhere/pairs.jsonl"},
-        {"name": "filez", "path": __file__},
-    ],
+    "source", [{"name": "Dahoas/rm-static"}, {"name": "files", "path": "s3://nowhere/pairs.jsonl"}]
 )
-def test_what_is_not_here_is_left_to_its_stage(source: dict[str, Any]) -> None:
-    assert faults_of(**source) == []
+def test_rows_that_are_not_here_are_left_to_their_stage(source: dict[str, Any]) -> None:
+    assert first_rows(SourceConfig(**source), 0.0) is None
+
+
+def test_generated_rows_are_few() -> None:
+    assert len(first_rows(SourceConfig(name="synthetic"), 0.0) or {}) == 8

@@ -79,3 +79,24 @@ def test_a_folder_that_has_changed_since_the_plan_is_refused(make_model, tmp_pat
     (folder / "generation_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="found other bytes than when the stage was planned"):
         base_model.main(job)
+
+
+def test_a_model_is_enlarged_for_added_tokens_alone(make_model, tmp_path):
+    """A vocabulary that is larger by itself belongs to another model."""
+    folder, export = make_model("llama", seed=6), tmp_path / "export"
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<new>", "<newer>"])
+    tokenizer.save_pretrained(folder)
+    job = LaunchedJob(
+        "base_model", "f", 1, {"base_model": {"path": str(folder)}}, {}, {}, tmp_path, 60.0
+    )
+    assert base_model.main(job)["base_model/new_tokens"] == 2
+    assert AutoModelForCausalLM.from_pretrained(export).config.vocab_size == 320  # 290, by 64
+    small = make_model("llama", seed=6, vocabulary=200)
+    (folder / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes())
+    (folder / "config.json").write_text((small / "config.json").read_text())
+    with pytest.raises(
+        ArtifactError,
+        match=r"found a vocabulary of 288 tokens, expected at most the model's 200 embeddings\. It",
+    ):
+        base_model.main(job)

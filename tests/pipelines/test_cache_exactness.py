@@ -104,7 +104,8 @@ def world(tmp_path_factory):
 
     (root / "folder").mkdir()
     (root / "folder" / "config.json").write_text(json.dumps(CONFIG))
-    (root / "folder" / "tokenizer.json").write_text("{}")
+    (root / "folder" / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    (root / "folder" / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     (root / "folder" / "chat_template.jinja").write_text("{{ messages }}")
     rows = [
         {"prompt": f"Question {n}?", "chosen": f"Right {n}.", "rejected": f"Wrong {n}."}

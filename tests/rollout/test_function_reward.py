@@ -70,10 +70,14 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each response. The first "
-         "prompt is [{'role': 'user', 'content': 'Question 0?'}]"),
-        ("return 1.0", f"my.py:f failed at the response '4' to the {FIRST}: "
-         "TypeError: 'float' object is not iterable"),
+        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each response. Fix: return "
+         "one finite number for each response"),
+        ("return 1.0", "my.py:f: found 1.0, expected a list of 3 numbers, one for each response. "
+         "Fix: return one finite number for each response"),
+        ("return None", "my.py:f: found None, expected a list of 3 numbers, one for each"),
+        ("return 'abc'", "my.py:f: found 'abc', expected a list of 3 numbers, one for each"),
+        ("import torch; return torch.tensor(0.5)", "my.py:f: found tensor(0.5000), expected a list "
+         "of 3 numbers"),
         ("return [1.0, 'x', 2.0]", "my.py:f: found 'x', expected a finite number, for the "
          f"response 'five' to the {SECOND}"),
         ("return [1.0, '3', 2.0]", "found '3', expected a finite number"),

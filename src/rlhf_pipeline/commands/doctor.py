@@ -123,11 +123,11 @@ def examine(name: str, check: Callable[[Setup], str], setup: Setup) -> Finding:
     except Unfit as unfit:
         return Finding(name, *unfit.args)
     except PipelineError as error:
-        found, _, fix = error.message.partition(" Fix: ")
+        found, _, fix = error.message.partition("Fix: ")
     except Exception as error:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
         fix = "repair what the message names"
-    return Finding(name, without_secrets(found), without_secrets(fix))
+    return Finding(name, without_secrets(found.rstrip()), without_secrets(fix))
 
 
 def compiler(setup: Setup) -> str:
@@ -253,7 +253,7 @@ def nodes(setup: Setup) -> str:
 
 
 def run(setup: Setup) -> str:
-    """The pipeline can start: stores answer, each phase has prompts, and each stage fits."""
+    """The pipeline can start: stores answer, data and functions are sound, each stage fits."""
     setup.check_run()
     return "it passes the checks before its first stage"
 

@@ -19,9 +19,12 @@ from rlhf_pipeline.config.base_model import positions_in
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
 from rlhf_pipeline.config.reward_blocks import Agreement
+from rlhf_pipeline.config.rewards import Judge
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
+from rlhf_pipeline.data.source import first_rows
 from rlhf_pipeline.data.split_report import require_true_answers
-from rlhf_pipeline.errors import ArtifactError, ConfigError, Interrupted
+from rlhf_pipeline.dry_run import Rows, function_faults, reference_faults
+from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.preparation import read_sources, split
@@ -75,6 +78,9 @@ def evaluate(
     given, seed = catalog.load("params:split"), catalog.load("params:seed")
     tests = (source_of(prompts),) if prompts else given.sources
     refuse(judge_faults(config.judges, dict(enumerate(tests)), "evaluate.judges"))
+    judged = {f"evaluate.judges.{index}": judge for index, judge in enumerate(config.judges)}
+    rows = try_out(judged, tests[0], given.max_bad_fraction) if prompts else ()
+    refuse(function_faults(judged, rows, ledger.workspace))
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = replace(ledger, listeners=(tracker,))
     with _tracked(tracker, f"evaluate {' '.join(models)}"):
@@ -114,6 +120,22 @@ def evaluate(
         tracker.log_verdict(fingerprint, read_evaluation(evaluation))
         tracker.log_page(fingerprint, text)
     print_results(results, console, click.get_current_context().meta[ENV])
+
+
+def try_out(judges: Mapping[str, Judge], source: BlendedSourceConfig, bad: float) -> Rows:
+    """The first prompts of a source, some of which may be bad, for judges by place.
+
+    Raises DataError for its file, and ConfigError if judges read true answers that it lacks.
+    """
+    try:
+        rows = [(source, first_rows(source.records(), bad))]
+    except DataError as error:
+        found, _, fix = error.message.partition("Fix: ")
+        if "column" in found:
+            fix = "--prompts '{path: FILE, columns: {prompt: COLUMN, reference: COLUMN}}'"
+        raise DataError(f"--prompts: {found}Fix: {fix}") from None
+    refuse(reference_faults(judges, rows))
+    return rows
 
 
 @contextmanager

@@ -45,7 +45,8 @@ class Row:
 def status(catalog: CatalogProtocol, console: Console, pipeline: str) -> None:
     """Show what each stage would do, and why.
 
-    A stage reuses its finished result, resumes from a checkpoint, or runs. Nothing is launched.
+    A stage reuses its finished result, resumes from a checkpoint, or runs. No stage is launched;
+    what `kedro run` tries out before its first stage is tried out here, too.
     """
     table = plain_table("stage", "would", "recipe")
     table.add_column("", overflow="fold")

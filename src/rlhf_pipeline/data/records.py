@@ -1,6 +1,7 @@
 """What a source yields: examples, texts, and rows without a record."""
 
 import hashlib
+import json
 import unicodedata
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,6 +44,13 @@ class Example:
     """Schemas of the functions that the assistant may call: a list of JSON."""
     label: bool | None = field(default=None, kw_only=True)
     """Whether the answers are all good, or all bad, for KTO alone. None: they have no label."""
+
+    def messages(self) -> Conversation:
+        """The prompt as chat templates expect it, with the schemas of tools."""
+        more = [json.loads(turn.further or "{}") for turn in self.prompt]
+        more[0] |= {"tools": json.loads(self.tools)} if self.tools else {}
+        turns = [{"role": turn.role, "content": turn.content} for turn in self.prompt]
+        return [turn | further for turn, further in zip(turns, more, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,15 @@
 python -m rlhf_pipeline.data.source job.json
 """
 
-from collections.abc import Iterator, Sequence
-from glob import glob
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice, pairwise
-from pathlib import Path
 
 from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.files import Origin, find_files, origin
 from rlhf_pipeline.data.formats import data_set_rows, read_rows
-from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts, fix_of
+from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts
 from rlhf_pipeline.data.records import Example, Record, Text, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
@@ -145,30 +143,28 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
         yield place, (record_fault(record) or record)
 
 
-def column_faults(place: str, sources: Sequence[SourceConfig]) -> Iterator[str]:
-    """Messages about local files whose first 1,000 rows are all bad, and tasks without questions.
+def first_rows(config: SourceConfig, max_bad_fraction: float) -> dict[str, Example] | None:
+    """The examples in a source's first rows, by place; None if they are elsewhere: on the hub, or
+    in a store.
 
-    Files that are missing or empty are left to stage `source`: something may write them before.
+    Raises DataError if a file is missing, empty or damaged, or too many of the rows are bad.
     """
-    for index, source in enumerate(sources):
-        found = glob(str(Path(source.path).expanduser())) if source.path else ()  # noqa: PTH207
-        if not source.tasks and not any(Path(file).stat().st_size for file in found):
-            continue
-        samples = len(source.tasks or range(1000))  # of tasks, one question each
-        try:
-            first = None
-            for where, row in read(source.model_copy(update={"samples": samples}), seed=0):
-                if not isinstance(row, Unused) or not row.bad:
-                    break
-                first = first or f"{where}: {row.reason}. Fix: {fix_of(row.reason)}"
-            else:
-                if first:
-                    start = f"found only bad rows at the start of {source.label()}, such as"
-                    yield f"{place}.{index}: {start} {first}"
-        except DataError as error:
-            yield f"{place}.{index}: {error}"
-        except ConfigError:
-            pass  # a fault of the source's name or fields, which is another line
+    limit, is_generated = 1000, find_source(config.name).generate is not None
+    if is_generated:
+        limit = len(config.tasks or range(8))
+    elif config.path is None or "://" in config.path:
+        return None
+    samples, counts, found = min(config.samples or limit, limit), RowCounts(), dict[str, Example]()
+    rows = read(config.model_copy(update={"samples": samples}), seed=0)
+    for counts.rows, (place, record) in enumerate(rows, start=1):
+        if isinstance(record, Unused):
+            counts.add_unused(place, record)
+        elif isinstance(record, Example):
+            found[place] = record
+    is_bad = max_bad_fraction == 0 or counts.bad.total() == counts.rows
+    if is_bad or counts.rows < samples:  # else the other rows may make up for them
+        counts.check_bad_fraction(max_bad_fraction, config.label())
+    return found
 
 
 def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:

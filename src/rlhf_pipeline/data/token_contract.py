@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeAlias
@@ -128,6 +128,13 @@ def common_contract(
 ) -> TokenContract:
     """The contract that all models, by name, share; raises ArtifactError if two differ."""
     contracts = {name: TokenContract.read(path) for name, path in models.items()}
+    return same_contract(contracts, models, fix)
+
+
+def same_contract(
+    contracts: Mapping[str, TokenContract], models: Mapping[str, Path | str], fix: str
+) -> TokenContract:
+    """The contract that all models share, by name and folder; ArtifactError if two differ."""
     first, contract = next(iter(contracts.items()))
     for name, other in contracts.items():
         for field, value in asdict(contract).items():

@@ -20,6 +20,7 @@ from rlhf_pipeline.models.lean_transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 from rlhf_pipeline.models.loading import load_model, load_tokenizer, plain_generation
@@ -56,14 +57,14 @@ def main(job: LaunchedJob) -> dict[str, float]:
                 AutoModelForCausalLM, config.path, None, unpickle=config.unpickle_weights, **how
             )
             tokenizer = load_tokenizer(config.path, **how)
-        ensure_pad_token(tokenizer, model)
+        check_size(tokenizer, rows := model.get_input_embeddings().num_embeddings)
+        metrics["base_model/new_tokens"] = float(max(0, len(tokenizer) - rows))
         metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
     if BYTES in job.digests:
         job.expect_unchanged(BYTES, Path(str(config.path)))
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
-    fix_date(tokenizer, config.template_date)
-    contract = TokenContract.of(tokenizer, model.generation_config.eos_token_id)
+    contract = prepared(tokenizer, config, model.generation_config.eos_token_id)
+    if config.path is not None and len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=EMBEDDING_MULTIPLE)
     model.config.pad_token_id, model.config.eos_token_id = contract.pad_id, contract.eos_token_id
     model.generation_config = plain_generation(contract)
     model.save_pretrained(job.export)
@@ -127,13 +128,59 @@ def build_model(config: BaseModelConfig, tokenizer: PreTrainedTokenizerBase) -> 
         raise ConfigError(f"base_model.architecture: cannot build the model: {error}") from error
 
 
-def ensure_pad_token(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Add a pad token if the tokenizer has none or uses an EOS of the model for padding."""
-    ends = end_tokens(tokenizer, model.generation_config.eos_token_id)
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+def check_size(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> None:
+    """Raise ArtifactError if a model has no embedding for an entry of its tokenizer's vocabulary.
+
+    Tokens that were added to the vocabulary may lack one: the model is enlarged for them.
+    """
+    if tokenizer.vocab_size > embeddings:
+        raise ArtifactError(
+            f"tokenizer {tokenizer.name_or_path}: found a vocabulary of {tokenizer.vocab_size} "
+            f"tokens, expected at most the model's {embeddings} embeddings. It seems to belong to "
+            "another model. Fix: save the model's own tokenizer in its folder; if the vocabulary "
+            "was extended, call resize_token_embeddings of the model, and save it again"
+        )
+
+
+def prepared(
+    tokenizer: PreTrainedTokenizerBase,
+    config: BaseModelConfig,
+    model_eos: int | Sequence[int] | None,
+) -> TokenContract:
+    """Give a tokenizer a padding token that is no EOS, a chat template and a fixed date, and return
+    its contract; raises like `TokenContract.of`."""
+    if tokenizer.pad_token_id in (None, *end_tokens(tokenizer, model_eos)):
         tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=EMBEDDING_MULTIPLE)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
+    fix_date(tokenizer, config.template_date)
+    return TokenContract.of(tokenizer, model_eos)
+
+
+def found_tokenizer(config: BaseModelConfig) -> tuple[PreTrainedTokenizerBase, TokenContract]:
+    """The tokenizer in a local folder as stage base_model exports it, and its contract; raises the
+    errors of the stage without reading weights."""
+    trust: Any = {"trust_remote_code": config.trust_remote_code}
+    tokenizer = load_tokenizer(str(config.path), **trust)
+    model = AutoConfig.from_pretrained(config.path, **trust)
+    check_size(tokenizer, model.get_text_config().vocab_size)
+    try:
+        eos = GenerationConfig.from_pretrained(config.path).eos_token_id
+    except OSError:  # without a file of its own, it is the model's configuration
+        eos = getattr(model, "eos_token_id", None)
+    return tokenizer, prepared(tokenizer, config, eos)
+
+
+def without_weights(config: BaseModelConfig) -> PreTrainedModel:
+    """The model of a local folder or of `architecture`, whose tensors have shapes alone."""
+    trust: Any = {"trust_remote_code": config.trust_remote_code}
+    architecture = (
+        AutoConfig.for_model(**config.architecture or {})
+        if config.path is None
+        else AutoConfig.from_pretrained(config.path, **trust)
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(architecture, **trust)
 
 
 def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -38,7 +38,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> Any:
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # peft divides it by the rank
-        target_modules=_targets(adapted, config),
+        target_modules=targets(adapted, config),
         # GPT-2's weights are (in, out).
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in adapted.modules()),
         task_type="SEQ_CLS" if hasattr(adapted, HEAD) else "CAUSAL_LM",
@@ -120,7 +120,7 @@ class WithoutAdapters(nn.Module):
                 layer.enable_adapters(True)
 
 
-def _targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
+def targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """The names of the layers to adapt."""
     # A language model's head may be tied to the embeddings, and a scalar head trains itself.
     output = (model.get_output_embeddings(), getattr(model, HEAD, None))

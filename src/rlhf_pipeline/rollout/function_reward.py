@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlhf_pipeline.config.rewards import CallableReward, check_isolated, check_signature
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.rollout.function_workers import Call, Workers, described, imported, results
+from rlhf_pipeline.rollout.function_workers import Call, Workers, loaded, scores
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -60,30 +60,13 @@ class FunctionSource:
         Raises ConfigError if the prompts lack a column that it asks for, and StageError if a true
         answer is missing, or it does not return one finite number per response.
         """
-        prompts, responses = answered.prompts, answered.responses
         check_signature(self.place, self._signature, {"the split": answered.columns})
         if "references" in self._signature.parameters:
             require_references(self.place, answered)
-        if self.workers is not None:
-            rows = (answered.row(row) for row in range(len(responses)))
-            return torch.tensor(self.workers([self._call(row, scored) for row in rows]))
-        try:
-            found = results(self.function, self._call(answered, scored))
-        except Exception as error:
-            where = self._where(answered, scored)
-            raise StageError(f"{self.place} failed {where}: {described(error)}") from error
-        if len(found) != len(responses):
-            raise StageError(
-                f"{self.place}: found {len(found)} results, expected {len(responses)}, one for "
-                f"each response. The first prompt is {prompts[0]}"
-            )
-        for prompt, response, one in zip(prompts, responses, found, strict=True):
-            if isinstance(one, str):
-                raise StageError(
-                    f"{self.place}: found {one}, expected a finite number, for the response "
-                    f"{response!r} to the prompt {prompt}"
-                )
-        return torch.tensor(found)
+        call = self._call(answered, scored)
+        if self.workers is None:
+            return torch.tensor(scores(self.place, self.function, call))
+        return torch.tensor(self.workers([call.row(row) for row in range(len(call.responses))]))
 
     @property
     def _signature(self) -> inspect.Signature:
@@ -94,20 +77,6 @@ class FunctionSource:
         further = [*self._signature.parameters][2:]  # two get the texts
         more = {name: value for name, value in (answered.columns | own).items() if name in further}
         return Call(answered.prompts, answered.responses, more)
-
-    def _where(self, answered: Answered, scored: Scored) -> str:
-        """The first row on which the function also fails alone, for the message."""
-        reads_tokens = "scored" in self._signature.parameters
-        for row in range(0 if reads_tokens else len(answered.prompts)):
-            one = answered.row(row)
-            try:
-                results(self.function, self._call(one, scored))
-            except Exception:  # the user's function may raise anything
-                return f"at the response {one.responses[0]!r} to the prompt {one.prompts[0]}"
-        return (
-            f"at {len(answered.prompts)} responses together, the first to the prompt "
-            f"{answered.prompts[0]}"
-        )
 
 
 def require_references(place: str, answered: Answered) -> None:
@@ -133,16 +102,8 @@ def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Call
     Raises StageError if it cannot be imported or is not a function, and ArtifactError if the file
     has changed since the stage was planned.
     """
-    try:
-        function = imported(_location(reward, job, name), reward.function)
-    except Exception as error:
-        raise StageError(
-            f"{reward.callable} cannot be imported: {type(error).__name__}: {error}. "
-            "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
-        ) from error
+    function = loaded(reward.callable, _location(reward, job, name), reward.function)
     job.expect_unchanged(name, job.inputs[name])
-    if not callable(function):
-        raise StageError(f"{reward.callable} is {function!r}, not a function")
     return function
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
@@ -43,7 +43,16 @@ class Call(NamedTuple):
 
     prompts: list[Any]
     responses: list[str]
-    more: dict[str, list[Any]]
+    more: dict[str, Any]
+
+    def row(self, row: int) -> "Call":
+        """The call for one response alone; `more` has lists."""
+        more = {name: column[row : row + 1] for name, column in self.more.items()}
+        return Call(self.prompts[row : row + 1], self.responses[row : row + 1], more)
+
+
+class ResultError(StageError):
+    """A function returned something else than one finite number for each response."""
 
 
 def imported(location: str, name: str) -> Any:
@@ -59,18 +68,73 @@ def imported(location: str, name: str) -> Any:
     return getattr(module, name)
 
 
-def results(function: Callable[..., Any], call: Call) -> list[float | str]:
-    """The result for each response as a finite number; what is none, as text. It may be async."""
+def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
+    """The function `imported`; StageError, which names `place`, if that fails or it is none."""
+    try:
+        function = imported(location, name)
+    except Exception as error:
+        raise StageError(
+            f"{place} cannot be imported: {type(error).__name__}: {error}. "
+            "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
+        ) from error
+    if not callable(function):
+        raise StageError(f"{place} is {function!r}, not a function")
+    return function
+
+
+def scores(place: str, function: Callable[..., Any], call: Call) -> list[float]:
+    """The numbers for the responses; StageError, which names `place` and if possible the response,
+    if the function fails or returns something else."""
+    try:
+        return results(function, call)
+    except ResultError as error:
+        fix = "Fix: return one finite number for each response"
+        raise StageError(f"{place}: {error.message}. {fix}") from error
+    except Exception as error:
+        where = _where(function, call)
+        raise StageError(f"{place} failed {where}: {described(error)}") from error
+
+
+def _where(function: Callable[..., Any], call: Call) -> str:
+    """The first row on which the function also fails alone, for the message."""
+    for row in range(0 if "scored" in call.more else len(call.responses)):  # tokens are not by row
+        one = call.row(row)
+        try:
+            results(function, one)
+        except Exception:  # the user's function may raise anything
+            return f"at the response {one.responses[0]!r} to the prompt {one.prompts[0]}"
+    return f"at {len(call.prompts)} responses together, the first to the prompt {call.prompts[0]}"
+
+
+def results(function: Callable[..., Any], call: Call) -> list[float]:
+    """The finite number for each response. The function may be async. Raises ResultError."""
     found = function(call.prompts, call.responses, **call.more)
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
-    return [_number(result) for result in list(found)]
+    count, each = len(call.responses), None
+    with suppress(TypeError):  # a number, None, or a tensor without a dimension
+        each = None if isinstance(found, str | bytes | Mapping | Set) else iter(found)
+    if each is None:
+        what = f"{count} numbers, one for each response" if count > 1 else "one number"
+        raise ResultError(f"found {_shown(found)}, expected a list of {what}")
+    if len(listed := [*each]) != count:
+        what = f"{count}, one for each response" if count > 1 else "one"
+        raise ResultError(f"found {len(listed)} results, expected {what}")
+    numbers = [*map(_number, listed)]
+    for prompt, response, number, result in zip(*call[:2], numbers, listed, strict=True):
+        if number is None:
+            row = f", for the response {response!r} to the prompt {prompt}" if count > 1 else ""
+            raise ResultError(f"found {_shown(result)}, expected a finite number{row}")
+    return [number for number in numbers if number is not None]
 
 
-def _number(result: Any) -> float | str:
+def _number(result: Any) -> float | None:
     with suppress(Exception):  # of a method of the user, too
         found = math.nan if isinstance(result, str | bytes) else float(result)
-        if math.isfinite(found):
-            return found
+        return found if math.isfinite(found) else None
+    return None
+
+
+def _shown(result: Any) -> str:
     try:
         return repr(result)[:LONGEST_TEXT]
     except Exception:
@@ -192,12 +256,11 @@ def _begin(location: str, name: str) -> None:
 def _called(call: Call) -> float | str:
     """The number or a fault: objects and errors of the user may not survive the way back."""
     try:
-        found = results(_function, call)
+        return results(_function, call)[0]
+    except ResultError as error:
+        return f"failed: {error.message},"
     except BaseException as error:
         return f"failed with {described(error)}"
-    if len(found) != 1:
-        return f"returned {len(found)} results, expected one,"
-    return found[0] if isinstance(found[0], float) else f"returned {found[0]}, no finite number,"
 
 
 def _stop(pool: ProcessPool, mark: str) -> None:

@@ -49,12 +49,6 @@ class Answered:
         columns = {name: [row.get(name) for row in extra] for name in names}
         return cls(rows["messages"], rows["reference"], responses, columns)
 
-    def row(self, row: int) -> Self:
-        """One row alone."""
-        one = slice(row, row + 1)
-        columns = {name: column[one] for name, column in self.columns.items()}
-        return type(self)(self.prompts[one], self.references[one], self.responses[one], columns)
-
 
 @dataclass(frozen=True)
 class TrainingPass:

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.source import column_faults
+from rlhf_pipeline.data.source import first_rows
 from rlhf_pipeline.data.sources.generated_tasks import generate
 from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.pipelines.preparation import source_job
@@ -85,8 +85,9 @@ def test_what_the_library_does_not_know_is_refused_before_the_run(task, given, r
     wrong = source(**{task: given})
     with pytest.raises(DataError, match=reason):
         list(generate(wrong, seed=0))
-    (fault,) = column_faults("split.sources", [source(chain_sum={}), wrong])
-    assert fault.startswith(f"split.sources.1: tasks.{task}")
+    assert len(first_rows(source(chain_sum={}), 0.0) or {}) == 1
+    with pytest.raises(DataError, match=reason):
+        first_rows(wrong, 0.0)
 
 
 def test_too_few_questions_are_refused() -> None:
@@ -98,7 +99,7 @@ def test_too_few_questions_are_refused() -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ConfigError, match=r"Fix: .*'rlhf-pipeline\[gym\]'"):
+    with pytest.raises(ConfigError, match=r"Fix: .*install .*'reasoning-gym\S*'"):
         list(generate(source(spell_backward={}), seed=0))
 
 

@@ -1,0 +1,211 @@
+"""What can be known in seconds, before the first stage: the first rows are read, each function of a
+reward or judge is called once, and tokenizers and names of layers are looked at."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.doors import source_file
+from rlhf_pipeline.config.rewards import CallableReward, reads_references
+from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig
+from rlhf_pipeline.config.stages import READERS
+from rlhf_pipeline.data.record_files import labelled, phase_bits, serves
+from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.job import as_json
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "rlhf_pipeline.rollout.dry_run"
+LOAD_S, CALL_S, QUIET_S = 120.0, 60.0, 5.0
+"""Longest time for imports, and for a function without `timeout_s`; time until a line says so."""
+RESPONSES = ("The answer is 5.", "An example of an answer.", "")
+"""What functions score: a policy may also end at once."""
+OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+"""Variables that a function may expect, because ranks have them."""
+PROMPT, ANSWER = [{"role": "user", "content": "What is 2 + 3?"}], "5"
+"""What functions get where no row, or no true answer, is at hand."""
+
+Rows = Sequence[tuple[BlendedSourceConfig, Mapping[str, Example] | None]]
+"""Sources with their first rows by place; None: the rows are elsewhere."""
+
+
+def _known(rows: Rows) -> list[Example]:
+    return [row for _, each in rows for row in (each or {}).values()]
+
+
+def stage_faults(blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows) -> Iterator[str]:
+    """Stages that can learn from none of the first rows of their sources."""
+    for phase, need in NEEDS.items():
+        own = [(source, each) for source, each in rows if source.may_serve(phase)]
+        kinds = dict.fromkeys(("chosen", "rejected", "reference"), pa.string())
+        schema = pa.schema(kinds | {"label": pa.bool_()})
+        found = [{name: getattr(row, name) for name in schema.names} for row in _known(own)]
+        table = pa.Table.from_pylist(found, schema)
+        able = serves(table) & phase_bits([phase]) > 0
+        forms = {"label": "labels", "rejected": "two answers", "chosen": "one answer"}
+        given = [form for name, form in forms.items() if table[name].null_count < len(table)]
+        for stage in [one for one in READERS[phase] if one in nodes and blocks[one] is not None]:
+            compares = stage in ("reward_model", "dpo")
+            is_able = (able & ~labelled(table) if compares else able).any()
+            needed = need if stage == "kto" else need.partition(" (")[0]
+            if own and not is_able and all(each is not None for _, each in own):
+                null = f", set {stage} to null" if stage in ("sft", "reward_model") else ""
+                yield (
+                    f"split.sources: found {[*given, 'prompts alone'][0]} in each of the first rows"
+                    f" of {_labels(own)}, but {stage} needs {needed}. Fix: name these columns in "
+                    f"`columns` of the source, add another source{null}, or choose another pipeline"
+                )
+
+
+def _labels(rows: Rows) -> str:
+    return ", ".join(source.label() for source, _ in rows)
+
+
+def reference_faults(sources: Mapping[str, Any], rows: Rows) -> Iterator[str]:
+    """Rewards or judges, by place, that read true answers, if none of the first rows has one."""
+    is_unknown = not rows or any(each is None for _, each in rows)
+    for place, source in () if is_unknown else sources.items():
+        if reads_references(source) and not any(row.reference for row in _known(rows)):
+            yield (
+                f"{place}: found no true answer in the first rows of {_labels(rows)}, expected one "
+                f"for each prompt, as {source.label} reads it. Fix: set columns.reference of the "
+                "source, or choose a source of scores that reads none"
+            )
+
+
+def function_faults(sources: Mapping[str, Any], rows: Rows, workspace: Path) -> Iterator[str]:
+    """What is wrong with the functions among rewards or judges, by place, each called once."""
+    with_answers = sorted(_known(rows), key=lambda row: row.reference is None)
+    chosen = [*islice(cycle(with_answers), len(RESPONSES))]
+    further = [json.loads(row.extra or "{}") for row in chosen]
+    columns = {name: [row.get(name) for row in further] for row in further for name in row}
+    prompts = [row.messages() for row in chosen] or [PROMPT] * len(RESPONSES)
+    references = [row.reference or ANSWER for row in chosen] or [ANSWER] * len(RESPONSES)
+    call = prompts, RESPONSES, columns | {"references": references}
+    for place, source in sources.items():
+        if isinstance(source, CallableReward):
+            name, by_row = source.callable, source.processes > 0
+            own = [*columns] if chosen else None
+            asked = {"function": name, "call": call, "columns": own, "by_row": by_row}
+            call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
+            try:
+                found = _answer(asked, [source_file(name)], LOAD_S + call_s, workspace)
+            except StageError as error:
+                found = [f"{name} {error}. Fix: correct it, or set processes and timeout_s for it"]
+            yield from (f"{place}: {fault}" for fault in found)
+
+
+def model_faults(
+    blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows, workspace: Path
+) -> list[str]:
+    """What is wrong with tokenizers in local folders, and with names of layers for adapters.
+
+    A program, which takes seconds, looks only where a look at the files leaves a doubt.
+    """
+    models = {"base_model": blocks["base_model"]}
+    if "distill" in nodes:
+        models["distill.teacher"] = blocks["distill"].teacher
+    here = {name: m for name, m in models.items() if m.path is None or Path(m.path).is_dir()}
+    lora = {
+        place: names
+        for place, names in leaves(as_json(blocks) if "base_model" in here else {})
+        if place.endswith("lora.target_modules") and place.partition(".")[0] in nodes
+        if isinstance(names, list)
+    }
+    folders = [Path(model.path) for model in here.values() if model.path]
+    kinds: dict[Any, tuple[str, Any]] = {}  # a prompt of each kind
+    for place, row in (item for _, each in rows for item in (each or {}).items()):
+        kind = tuple((turn.role, bool(turn.further)) for turn in row.prompt)
+        kinds.setdefault((kind, row.tools is None), (place, row.messages()))
+    prompts = dict(islice(kinds.values(), 50))
+    turns = [turn for messages in prompts.values() for turn in messages]
+    has_tools = any(turn["role"] == "tool" or {*turn} - {"role", "content"} for turn in turns)
+    has_system = any(turn["role"] == "system" for turn in turns)
+    is_usual = not has_tools and all(_is_usual(folder, has_system) for folder in folders)
+    doubtful = len(models) > 1 or ("base_model" in nodes and not is_usual)
+    if not (lora or (folders and doubtful)):
+        return []
+    asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
+    files = [file for folder in folders for file in sorted(folder.iterdir())]
+    try:
+        return _answer(asked, files, 2 * LOAD_S, workspace)
+    except StageError as error:
+        logger.warning("%s: not checked before the run: the check %s", ", ".join(here), error)
+        return []
+
+
+def _is_usual(folder: Path, has_system: bool) -> bool:
+    """Whether a tokenizer names an EOS, the model has an embedding for each of its tokens, and its
+    template, if there are system messages, refuses none."""
+    texts = {path.name: path.read_text(errors="replace") for path in folder.glob("*.j*")}
+    if has_system and any("raise_exception" in text for text in texts.values()):
+        return False
+    try:
+        settings, tokenizer, model = (
+            json.loads(texts[f"{name}.json"])
+            for name in ("tokenizer_config", "tokenizer", "config")
+        )
+        entries = len(tokenizer["model"]["vocab"])
+        return bool(settings["eos_token"]) and bool(entries <= model["vocab_size"])
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _answer(
+    asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
+) -> list[str]:
+    """What the program answers; "no fault" is remembered until a file changes.
+
+    Raises StageError without an answer in time, or if its process ends without one.
+    """
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = json.dumps([asked, states], sort_keys=True)
+    known = workspace / ".dry_runs" / sha256(key.encode()).hexdigest()[:16]
+    if known.is_file():
+        return []
+    with TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "question.json").write_text(json.dumps(asked))
+        command = [sys.executable, "-P", "-m", PROGRAM, name]
+        options: Any = {"stdin": subprocess.DEVNULL, "env": os.environ | OF_RANK}
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, **options
+            )
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(QUIET_S)
+            if process.poll() is None:
+                what = asked.get("function", "tokenizers and layers")
+                logger.info("%s: tried out, for at most %g s", what, limit_s)
+            process.wait(limit_s - QUIET_S)
+        except subprocess.TimeoutExpired:
+            raise StageError(f"has no result after {limit_s:g} s") from None
+        finally:
+            with suppress(ProcessLookupError):  # it has ended, and left no child
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if not (answer := folder / "faults.json").is_file():
+            last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+            said = f" ({last})" if last else ""
+            raise StageError(f"ended its process with code {process.returncode}{said}")
+        found: list[str] = json.loads(answer.read_text())
+    if not found:
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(known, key)
+    return found

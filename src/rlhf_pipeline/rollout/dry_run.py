@@ -1,0 +1,80 @@
+"""Program: call a function of the user once, or look at tokenizers and layers, before a run starts.
+
+    python -P -m rlhf_pipeline.rollout.dry_run FOLDER   reads question.json, writes the faults
+
+No weights are read, and nothing is downloaded.
+"""
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.rewards import check_signature
+from rlhf_pipeline.config.training import LoRAConfig
+from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.rollout.function_workers import Call, loaded, scores
+
+
+def function_faults(
+    function: str, call: Sequence[Any], columns: Sequence[str] | None, by_row: bool
+) -> Iterator[str]:
+    """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call.
+
+    `columns` are those of the sources; None: the prompts are made up, so a function that asks for
+    other columns is only imported. So is one that asks for the policy's tokens.
+    """
+    prompts, responses, more = call
+    try:
+        scored = loaded(function, *function.rsplit(":", 1))
+        signature = inspect.signature(scored)
+        asked = [*signature.parameters][2:]
+        if "scored" not in asked and (columns is not None or {*asked} <= {*more}):
+            check_signature(function, signature, {"the split": columns or ()})
+            whole = Call(prompts, responses, {name: more[name] for name in asked if name in more})
+            for each in map(whole.row, range(len(responses))) if by_row else [whole]:
+                scores(function, scored, each)
+    except PipelineError as error:
+        yield error.message
+
+
+def model_faults(
+    models: Mapping[str, Any], lora: Mapping[str, list[str]], prompts: Mapping[str, Any]
+) -> Iterator[str]:
+    """What is wrong with the tokenizers of models, by block, and with names of layers, by place.
+
+    The first model has the layers; the others need its tokens. All render the prompts, by place.
+    """
+    from rlhf_pipeline.data.template import render_prompts
+    from rlhf_pipeline.data.token_contract import same_contract
+    from rlhf_pipeline.models.base_model import found_tokenizer, without_weights
+    from rlhf_pipeline.models.lora import targets
+
+    configs = {f"{name}.path": BaseModelConfig(**block) for name, block in models.items()}
+    paths = {name: config.path for name, config in configs.items() if config.path is not None}
+    contracts = {}
+    place = ""
+    try:
+        for place in paths:
+            tokenizer, contracts[place] = found_tokenizer(configs[place])
+            for where, prompt in prompts.items():
+                render_prompts(tokenizer, [where], [prompt])
+        if len(contracts) > 1:
+            same_contract(contracts, paths, "choose a teacher with the student's tokenizer")
+        model = without_weights(next(iter(configs.values()))) if lora else None
+        for place in lora:
+            targets(model, LoRAConfig(target_modules=lora[place]))
+    except PipelineError as error:
+        yield f"{place}: {error.message.removeprefix('lora.target_modules: ')}"
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    question = json.loads((folder / "question.json").read_text())
+    faults = [*(function_faults if "function" in question else model_faults)(**question)]
+    (folder / "faults.json").write_text(json.dumps(faults))
+    os._exit(0)  # threads of the user may never end

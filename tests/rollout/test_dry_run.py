@@ -1,0 +1,149 @@
+"""What is wrong with functions and tokenizers is known before a run starts."""
+
+import json
+import shutil
+
+import pytest
+
+from rlhf_pipeline.rollout.dry_run import function_faults, model_faults
+
+ASKED = [[{"role": "user", "content": "What is 2 + 3?"}]] * 3
+RESPONSES = ["The answer is 5.", "No.", ""]
+FUNCTIONS = """
+import asyncio, os, sys, time
+
+def good(prompts, responses): print("noise"); return [len(r) for r in responses]
+async def later(prompts, responses): return [1.0 for r in responses]
+def tokens(prompts, responses, scored): return None
+def level(prompts, responses, level): return [one / 2 for one in level]
+def right(prompts, responses, references): return [float(a in b) for a, b in
+                                                   zip(references, responses)]
+def none(prompts, responses): return None
+def one(prompts, responses): return 1.0
+def words(prompts, responses): return ["good"] * 3
+def nan(prompts, responses): return [float("nan")] * 3
+def short(prompts, responses): return [1.0]
+def first(prompts, responses): return [len(r.split()[0]) for r in responses]
+def raises(prompts, responses): raise KeyError("score")
+"""
+
+
+@pytest.fixture
+def faults(tmp_path):
+    """The faults of a function of this file, or of another text."""
+
+    def faults(name, text=FUNCTIONS, columns=(), by_row=False, **more):
+        file = tmp_path / "my.py"
+        file.write_text(text)
+        call = [ASKED, RESPONSES, {"references": ["5"] * 3} | more]
+        found = function_faults(f"{file}:{name}", call, columns, by_row)
+        return [fault.replace(str(file), "my.py") for fault in found]
+
+    return faults
+
+
+@pytest.mark.parametrize("name", ["good", "later", "right"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_sound_function_has_no_fault(faults, name, by_row):
+    assert faults(name, by_row=by_row) == []
+    assert faults(name, by_row=by_row, columns=None) == []
+
+
+def test_a_function_gets_the_columns_of_the_first_rows(faults):
+    assert faults("level", columns=["level"], level=[1, 2, 3]) == []
+    (fault,) = faults("level", columns=["level"], level=["a", "b", "c"])
+    assert "TypeError: unsupported operand" in fault
+    assert faults("level", columns=None) == [], "the prompts are made up"
+    assert faults("tokens") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", "my.py:none: found None, expected a list of 3 numbers, one for each response. "
+         "Fix: return one finite number for each response"),
+        ("one", "my.py:one: found 1.0, expected a list of 3 numbers, one for each response. "
+         "Fix: return one finite number for each response"),
+        ("words", "my.py:words: found 'good', expected a finite number, for the response 'The "),
+        ("nan", "my.py:nan: found nan, expected a finite number, for the response 'The "),
+        ("short", "my.py:short: found 1 results, expected 3, one for each response. Fix: "),
+        ("first", f"my.py:first failed at the response '' to the prompt {ASKED[0]}: IndexError"),
+        ("raises", "my.py:raises failed at the response 'The answer is 5.' to the prompt"),
+    ],
+)  # fmt: skip
+def test_a_function_with_a_fault_is_named_with_what_it_returned(faults, name, message):
+    (fault,) = faults(name)
+    assert fault.startswith(message)
+
+
+def test_a_function_that_cannot_be_imported_is_named(faults):
+    (fault,) = faults("f", "import no_such_package\ndef f(prompts, responses): ...")
+    assert fault.startswith("my.py:f cannot be imported: ModuleNotFoundError: No module named 'no")
+    (fault,) = faults("f", "def made(x): return lambda one: x\nf = made(1)")
+    assert fault.startswith("my.py:f cannot be called with (prompts, responses): ")
+
+
+@pytest.fixture
+def folder(make_model, tmp_path):
+    """A model with its tokenizer; entries of its JSON files can be changed."""
+    made = tmp_path / "model"
+    shutil.copytree(make_model("llama"), made)
+
+    def folder(file="config.json", **entries):
+        values = json.loads((made / file).read_text())
+        (made / file).write_text(json.dumps(values | entries))
+        return {"path": str(made)}
+
+    return folder
+
+
+PLAIN = [{"role": "user", "content": "Hello?"}]
+
+
+def test_a_sound_model_has_no_fault(folder):
+    lora = {"ppo.actor.lora.target_modules": ["q_proj"]}
+    models = {"base_model": folder(), "distill.teacher": folder()}
+    assert [*model_faults(models, lora, {"a:1": PLAIN})] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": None}, "found no EOS token, so a response could"),
+        ("config.json", {"vocab_size": 200}, "found a vocabulary of 288 tokens, expected at most "
+         "the model's 200 embeddings. It seems to belong to another model. Fix: save the model's"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_does_not_fit_is_refused(folder, file, entries, message):
+    (fault,) = model_faults({"base_model": folder(file, **entries)}, {}, {})
+    assert fault.startswith("base_model.path: tokenizer /")
+    assert message in fault
+
+
+def test_a_template_without_tools_is_refused_with_the_row(folder):
+    calls = [PLAIN[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}]
+    (fault,) = model_faults({"base_model": folder()}, {}, {"a.jsonl:7": calls})
+    assert fault.startswith("base_model.path: a.jsonl:7: the tokenizer's chat template shows neith")
+
+
+def test_a_misspelt_layer_is_refused(folder, architecture):
+    lora = {"grpo.actor.lora.target_modules": ["q_projj"]}
+    message = (
+        "grpo.actor.lora.target_modules: found 'q_projj' (did you mean q_proj?), expected "
+        "all-linear or linear layers of llama: "
+    )
+    for model in (folder(), {"architecture": architecture("llama"), "vocab_size": 300}):
+        (fault,) = model_faults({"base_model": model}, lora, {})
+        assert fault.startswith(message)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(folder, make_model, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(make_model("llama"), other)
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    models = {"base_model": folder(), "distill.teacher": {"path": str(other)}}
+    (fault,) = model_faults(models, {}, {})
+    assert fault.startswith(
+        "distill.teacher.path: base_model.path and distill.teacher.path use different tokenizers: "
+        "chat_template_digest is "
+    )

@@ -1,0 +1,138 @@
+"""The driver asks programs of its own, which end in time and leave nothing behind."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_pipeline import dry_run
+from rlhf_pipeline.checks import check_values
+from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward
+from rlhf_pipeline.config.split import BlendedSourceConfig
+from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.dry_run import function_faults, model_faults, reference_faults
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+CONF = Path(__file__).parents[1] / "conf"
+SOURCE = BlendedSourceConfig(name="files", path="a.jsonl")
+
+
+def row(**fields):
+    return Example((Message("user", "2 + 3?"),), **fields)
+
+
+@pytest.fixture
+def faults(tmp_path):
+    """The faults of a function with this body, which counts its calls in a file."""
+    file, calls = tmp_path / "my.py", tmp_path / "calls"
+
+    def faults(body, rows=(), **fields):
+        count = f"open({str(calls)!r}, 'a').write('x')"
+        text = f"import os, sys, time\ndef f(prompts, responses):\n    {count}\n    {body}\n"
+        if not file.is_file() or file.read_text() != text:
+            file.write_text(text)
+        given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f", **fields)}
+        found = [*function_faults(given, rows, tmp_path / "work")]
+        said = [fault.replace(str(file), "my.py") for fault in found]
+        return said, len(calls.read_text()) if calls.is_file() else 0
+
+    return faults
+
+
+def test_a_function_without_a_fault_is_called_again_only_after_a_change(faults):
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [2.0] * 3") == ([], 2)
+    assert faults("return [2.0] * 3", [(SOURCE, {"a.jsonl:1": row()})]) == ([], 3)
+
+
+def test_a_function_with_a_fault_is_called_each_time(faults):
+    for calls in (2, 4):  # with all responses, and again with the first one alone
+        found, count = faults("assert not responses")
+        assert found[0].startswith("grpo.rewards.0: my.py:f failed at the response 'The answer is ")
+        assert count == calls
+
+
+def test_a_function_that_ends_its_process_is_named(faults):
+    assert faults("print('sorry', flush=True); os._exit(3)")[0] == [
+        "grpo.rewards.0: my.py:f ended its process with code 3 (sorry). Fix: correct it, or set "
+        "processes and timeout_s for it"
+    ]
+
+
+def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkeypatch, caplog):
+    monkeypatch.setattr(dry_run, "LOAD_S", 6.0)
+    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
+    monkeypatch.setenv("DRY_RUN_TEST", mark := str(time.time()))
+    caplog.set_level(logging.INFO)
+    found, _ = faults("os.fork(); time.sleep(99)", processes=1, timeout_s=0.1)
+    assert found[0].startswith("grpo.rewards.0: my.py:f has no result after 6.3 s. Fix: correct")
+    assert "my.py:f: tried out, for at most 6.3 s" in caplog.text
+
+    def has_mark(process):
+        try:
+            return process.environ().get("DRY_RUN_TEST") == mark
+        except psutil.Error:
+            return False
+
+    assert not [
+        each for each in psutil.process_iter() if each.pid != os.getpid() and has_mark(each)
+    ]
+
+
+def test_true_answers_that_no_row_has_are_missed():
+    reader = {"grpo.rewards.0": ReferenceReward(reference="last_number")}
+    (fault,) = reference_faults(reader, [(SOURCE, {"a.jsonl:1": row()})])
+    assert fault.startswith(
+        "grpo.rewards.0: found no true answer in the first rows of files (a.jsonl), expected one "
+        "for each prompt, as last_number reads it. Fix: set columns.reference of the source"
+    )
+    some = (SOURCE, {"a.jsonl:1": row(), "a.jsonl:2": row(reference="5")})
+    for rows in ([some], [(SOURCE, None)], [(SOURCE, {"a.jsonl:1": row()}), (SOURCE, None)], []):
+        assert [*reference_faults(reader, rows)] == [], "the split decides"
+
+
+@pytest.mark.parametrize(
+    ("doubt", "is_asked"),
+    [
+        ({}, False),
+        ({"tokenizer_config": {}}, True),
+        ({"config": {"vocab_size": 2}}, True),
+        ({"config": {"text_config": {"vocab_size": 3}}}, True),
+        ({"role": "system"}, False),
+        ({"role": "system", "chat_template": "{{ raise_exception('no system') }}"}, True),
+        ({"chat_template": "{{ raise_exception('no system') }}"}, False),
+        ({"tools": '[{"type": "function"}]'}, True),
+        ({"lora": {"target_modules": ["q_proj"]}}, True),
+        ({"lora": {}}, False),
+    ],
+)
+def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
+    doubt, is_asked, tmp_path, monkeypatch, caplog
+):
+    """It takes seconds. One that fails is a warning: it is no fault of the model."""
+    usual = {
+        "tokenizer_config": {"eos_token": "<end>"},
+        "tokenizer": {"model": {"vocab": {"a": 0, "b": 1, "<end>": 2}}},
+        "config": {"vocab_size": 3},
+    }
+    (tmp_path / "chat_template.jinja").write_text(doubt.get("chat_template", ""))
+    for name, values in usual.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(doubt.get(name, values)))
+    monkeypatch.setattr(dry_run, "PROGRAM", "no_such_program")
+    parameters = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    sft = parameters["sft"] | {"lora": doubt.get("lora")}
+    model = {"path": str(tmp_path)}
+    blocks = check_values(parameters | {"base_model": model, "sft": sft})
+    turns = (Message(doubt.get("role", "user"), "Hello!"), Message("user", "2 + 3?"))
+    rows = [(SOURCE, {"a.jsonl:1": Example(turns, tools=doubt.get("tools"))})]
+    assert model_faults(blocks, {"base_model", "sft"}, rows, tmp_path / "work") == []
+    said = "base_model: not checked before the run: the check ended its process with code 1 ("
+    assert (said in caplog.text) == is_asked
+    assert model_faults(blocks, {"evaluate"}, rows, tmp_path / "work") == []
+    assert caplog.text.count(said) == is_asked, "another run needs no base model"
