@@ -176,7 +176,7 @@ def compare(
         rates = independent(answers[policy], drawn).items()
         return {j: r | {"paired": _paired(answers[policy], answers[baseline], j)} for j, r in rates}
 
-    slices = {}
+    slices, pairs = {}, zip(answers[candidate], answers[baseline], strict=True)
     sources = sorted({a.source for a in drawn if a.source is not None})
     for source in sources if len(sources) > 1 else ():
         both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
@@ -200,6 +200,7 @@ def compare(
         "variants": {policy: win_rates(policy) for policy in variants},
         "slices": slices,
         "changes": changes,
+        "differing": float(np.mean([a.response != b.response for a, b in pairs])),
         "smallest_visible_win_rate": smallest_visible_win_rate(prompts),
     }
 
