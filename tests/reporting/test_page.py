@@ -106,14 +106,16 @@ def test_the_curve_of_a_function_carries_its_name(evaluation, models):
 
 def test_the_answers_of_training_are_shown_by_prompt(evaluation, models):
     page = evaluation_page(evaluation(), models, None)
-    assert re.findall(r'<h3 class="text">([^<]*)</h3>', page) == [
+    assert re.findall(r"<caption>([^<]*)</caption>", page) == [
         "User: how?\n\nUser: a?", "User: how?\n\nUser: b?"
     ]  # fmt: skip
     shown = re.findall(r'<td class="text">(.*?)</td>', page)
     assert [text for text in shown if text.startswith("b")] == [
         f"b after step {step}" for step in (2, 4, 6, 8)
     ]
-    assert "&lt;/script&gt;" in shown[0] and '<td data-label="score">1.50</td>' in page
+    assert (
+        "&lt;/script&gt;" in shown[0] and '<td class="number" data-label="score">1.50</td>' in page
+    )
 
 
 def test_the_report_of_the_reward_model_is_shown(evaluation, models):

@@ -104,11 +104,11 @@ def summary(evaluation: dict[str, Any]) -> str:
             f"With answers of equal length, it would prefer {policy}'s on {_interval(controlled)}, "
             "so length is a part of the difference."
         )
-    sentences += [*_of_format(evaluation.get("changes", {})), *_little_to_compare(evaluation)]
+    sentences += _of_format(evaluation.get("changes", {}))
     for judge, other in evaluation["win_rates"].items():
         if judge != deciding:
             sentences.append(f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}.")
-    return " ".join(sentences)
+    return " ".join([*sentences, *_little_to_compare(evaluation)])
 
 
 def _of_format(changes: Mapping[str, Mapping[str, float]]) -> list[str]:
