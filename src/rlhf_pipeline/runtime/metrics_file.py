@@ -40,7 +40,7 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def sampled_answers(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def answers_in(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The answers that a training has sampled at its evaluations, in order."""
     return [answer for record in records for answer in record.get("answers", [])]
 

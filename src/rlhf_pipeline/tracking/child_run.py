@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
-from rlhf_pipeline.runtime.metrics_file import read_json_lines, sampled_answers
+from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
 from rlhf_pipeline.stages.job import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
@@ -124,9 +124,9 @@ class ChildRun:
         ]
         client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
         self._logged |= {metric.key: metric.step for metric in metrics}
-        if sampled_answers(records):
-            answers = sampled_answers(read_json_lines(self.run.metrics_file))
-            log_answers(client, str(self.run_id), answers)
+        if answers_in(records):
+            all_answers = answers_in(read_json_lines(self.run.metrics_file))
+            log_answers(client, str(self.run_id), all_answers)
         if records:
             self._last = records[-1]["step"], _milliseconds(records[-1])
 

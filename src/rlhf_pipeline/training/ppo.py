@@ -180,7 +180,7 @@ def note_of(setup: Setup, log: StepLog, *, stops: bool) -> str | None:
             f"step {best.step}, is exported"
         )
     kl = log.metrics.get(f"{VALIDATION}/kl_k3", kl)
-    if log.step < config.steps or kl > SMALL_KL or config.has_teacher:
+    if stops or log.step < config.steps or kl > SMALL_KL or config.has_teacher:
         return None
     return (
         f"the policy hardly moved: KL from its start {kl:.2g} nats. Fix: raise "

@@ -98,11 +98,8 @@ def quality_metrics(
 def sampled_answers(
     rows: dict[str, list[Any]], scored: Scored, setup: Setup, count: int
 ) -> list[dict[str, Any]]:
-    """The answers to the first `count` prompts of all ranks, in order, as JSON.
-
-    Beside prompt and answer, it has the names of the metrics: `score`, with several sources of
-    rewards also `reward/<name>`, and `kl`.
-    """
+    """The answers to the first `count` prompts of all ranks, in order, as JSON types; the scores
+    are named like the metrics."""
     world, tokenizer = setup.world, setup.models.tokenizer
     texts = tokenizer.batch_decode(scored.sequences.response_ids, skip_special_tokens=True)
     values = {"score": scored.scores} if setup.config.rewards else {}
