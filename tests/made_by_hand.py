@@ -32,11 +32,16 @@ def answer(row, policy):
     return Answer(row, f"User: question {row}", text, scores, row / 60, -20.0, 10 + row, True)
 
 
-def artifact(folder, stage, metrics=(), inputs=None, **config):
-    """A finished artifact of a stage, whose records of training are `metrics`, step by step."""
+def artifact(folder, stage, metrics=(), inputs=None, answers=None, **config):
+    """A finished artifact of a stage, whose records of training are `metrics`, step by step.
+
+    `answers` are those that were sampled, by step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "weights").write_text(stage)
     records = [{"step": step, "metrics": given} for step, given in enumerate(metrics, start=1)]
+    for step, sampled in (answers or {}).items():
+        records[step - 1]["answers"] = sampled
     if records:
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / CURVES).write_text(lines)

@@ -52,10 +52,11 @@ def run_ppo(
     folder: Path,
     *,
     generator: Generator | None = None,
+    answers: int = 0,
 ) -> Run:
     """Train with seed 1."""
     folder.mkdir(exist_ok=True)
-    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0)
+    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0, answers=answers)
     setup = set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
     if generator is not None:
         setup = replace(setup, models=replace(setup.models, generator=generator))

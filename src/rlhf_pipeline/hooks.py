@@ -56,6 +56,7 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
     return RunContext(
         workspace=workspace,
         launch=catalog.load("params:launch"),
+        progress=catalog.load("params:progress"),
         forced=forced_stages(catalog.load("parameters").get("force"), stage_specs()),
         trust_remote_code=catalog.load("params:base_model").trust_remote_code,
         listener=StageListener(*listeners, *([] if stored is None else [stored])),

@@ -28,6 +28,10 @@ STANDINGS = {
 EVALUATIONS = ("evaluation", "dpo_evaluation", "simpo_evaluation")
 
 
+GREEDY = 0.7
+"""The win rate of the evaluation at temperature 0, which has no KL."""
+
+
 class Outputs:
     """A pipeline by its outputs."""
 
@@ -137,7 +141,7 @@ def shown(tmp_path):
                 "candidate": candidate,
                 "judge": "gold",
                 "win_rates": {"gold": {"rate": rate, "lower": rate - 0.1, "upper": rate + 0.1}},
-                "policies": {candidate: {"kl": 1.5}},
+                "policies": {candidate: {} if rate == GREEDY else {"kl": 1.5}},
             }
             (folder / "evaluation.json").write_text(json.dumps(compared))
             Manifest("evaluate", fingerprint, 7, {}, {}, {}, {}, file_entries(folder)).write(folder)
@@ -155,12 +159,12 @@ def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch
     monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
     header, *lines = shown(
         ("evaluation", "2026-01-01", "aaaa1111", 0.6),
-        ("dpo_evaluation", "2026-01-02", "bbbb2222", 0.5),
+        ("dpo_evaluation", "2026-01-02", "bbbb2222", GREEDY),
         ("evaluation", "2026-01-03", "aaaa1111", 0.6),  # reused by another run
     )
     assert header[0] == "version"
     assert [" ".join(line) for line in lines] == [
-        "2026-01-02 dpo 7 50.0% [40.0%, 60.0%] gold 1.50",
+        "2026-01-02 dpo 7 70.0% [60.0%, 80.0%] gold -",
         "2026-01-03 ppo 7 60.0% [50.0%, 70.0%] gold 1.50",
     ]
 

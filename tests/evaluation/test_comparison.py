@@ -79,6 +79,7 @@ def test_the_evaluation_by_hand():
         "score": {"state": "optimized", "by": {"ppo": "rewards"}},
     }
     assert found["decoding"] == {"temperature": 0.7, "max_response_tokens": 8}
+    assert found["differing"] == 1.0
     assert found["rewards"] == ["trained"] and found["variants"] == found["slices"] == {}
     sft, ppo = found["policies"]["sft"], found["policies"]["ppo"]
     assert (ppo["score"], ppo["score_lower"]) == pytest.approx((0.9166667, -0.0319791), abs=1e-6)

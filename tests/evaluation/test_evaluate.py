@@ -188,7 +188,8 @@ def test_the_win_rate_compares_with_independent_draws_of_sft(inputs, world, tmp_
 
 
 def test_greedy_answers_are_the_most_likely_tokens(inputs, world, tmp_path):
-    """As transformers decodes greedily; the log-probabilities are those at temperature 1."""
+    """As transformers decodes greedily; the log-probabilities are those at temperature 1. A KL is
+    a mean over sampled answers, so there is none."""
     sampling = {"max_response_tokens": 6, "temperature": 0}
     metrics, lines = run(inputs, tmp_path / "run", sampling=sampling)
     tokenizer = load_tokenizer(inputs["sft_model"])
@@ -209,6 +210,8 @@ def test_greedy_answers_are_the_most_likely_tokens(inputs, world, tmp_path):
         assert given["sft_logprob"] == pytest.approx(total, abs=1e-4)
     assert answers_of(lines, "sft_again") == []
     assert metrics["win_rate/score"] == metrics["paired_win_rate/score"]
+    assert {answer["kl"] for answer in map(json.loads, lines.splitlines())} == {None}
+    assert not [name for name in metrics if "/kl" in name] and metrics["ppo/sft_perplexity"] > 1
 
 
 def test_the_seed_chooses_the_prompts_and_the_draws(inputs, world, tmp_path):

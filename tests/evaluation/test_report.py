@@ -139,6 +139,45 @@ def test_the_verdict_says_where_length_explains_the_rate():
     assert "equal length" not in printed(found)
 
 
+HARDLY = "PPO hardly differs from SFT: "
+
+
+@pytest.mark.parametrize(
+    ("differing", "kl", "found"),
+    [
+        (0.004, 0.5, f"{HARDLY}KL 0.5 nats, and 0.4% of the answers with equal draws differ. Fix"),
+        (0.2, 0.0021, f"{HARDLY}KL 0.0021 nats, and 20.0% of the answers with equal draws differ."),
+        (0.004, None, f"{HARDLY}0.4% of the answers with equal draws differ. Fix: train with a "),
+        (0.2, 0.5, None),
+        (None, 0.5, None),  # of an earlier version
+    ],
+)
+def test_a_policy_that_hardly_moved_is_a_sentence(differing, kl, found):
+    evaluation = deepcopy(EVALUATION)
+    evaluation |= {} if differing is None else {"differing": differing}
+    ours = evaluation["policies"]["ppo"]
+    del ours["kl"]
+    ours |= {} if kl is None else {"kl": kl, "kl_upper": kl}
+    words = " ".join(printed(evaluation).split())
+    assert found in words if found else HARDLY not in words
+
+
+@pytest.mark.parametrize(
+    ("sft", "ppo", "found"),
+    [
+        (0.98, 0.97, "Most answers of SFT and PPO were cut at 64 tokens (98% and 97%), so the"),
+        (0.1, 0.9, "Most answers of PPO were cut at 64 tokens (90%), so the judges compare stumps"),
+        (0.5, 0.4, None),
+    ],
+)
+def test_an_evaluation_of_stumps_says_so(sft, ppo, found):
+    evaluation = deepcopy(EVALUATION)
+    for policy, share in {"sft": sft, "ppo": ppo}.items():
+        evaluation["policies"][policy]["truncated_fraction"] = share
+    words = " ".join(printed(evaluation).split())
+    assert found in words if found else "stumps" not in words
+
+
 def test_another_candidate_is_called_by_its_name():
     evaluation = deepcopy(EVALUATION)
     evaluation["candidate"] = "dpo"

@@ -4,10 +4,20 @@ import json
 
 import pytest
 from browser import chromium
-from made_by_hand import answer, artifact
+from made_by_hand import HOSTILE, answer, artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.evaluation.comparison import Standing, compare, write_answers
+
+SAMPLED = {
+    step: [
+        {"step": step, "prompt": f"User: how?\n\nUser: {name}?", "score": step / 4, "kl": 0.5,
+         "answer": HOSTILE if (name, step) == ("a", 2) else f"{name} after step {step}"}
+        for name in ("b", "a")
+    ]
+    for step in (2, 4, 6, 8)
+}  # fmt: skip
+"""The answers that PPO has sampled to two prompts."""
 
 
 @pytest.fixture
@@ -26,7 +36,9 @@ def models(tmp_path):
         for step in range(1, 9)
     ]  # fmt: skip
     return [
-        artifact(tmp_path / "models" / "ppo", "ppo", ppo, ppo={"kl": {"coef": 0.1}}),
+        artifact(
+            tmp_path / "models" / "ppo", "ppo", ppo, answers=SAMPLED, ppo={"kl": {"coef": 0.1}}
+        ),
         artifact(tmp_path / "models" / "reward_model", "reward_model", pairs),
         artifact(tmp_path / "models" / "sft", "sft", sft),
     ]

@@ -25,7 +25,7 @@ def test_the_sections_follow_the_verdict(evaluation, models):
     page = evaluation_page(evaluation(), models, REGISTRATION)
     assert headings(page) == [
         "Results", "Training of PPO", "Score and KL", "Distributions", "Reward model", "SFT",
-        "Answers", "Origin",
+        "Answers during training", "Answers", "Origin",
     ]  # fmt: skip
     assert "1 of 2 conditions hold. This is try 3 on this test set" in page
     assert "99.17%" in page
@@ -105,6 +105,20 @@ def test_the_curve_of_a_function_carries_its_name(evaluation, models):
     assert "<h3>Score of correct</h3>" in page and "<h3>Score of correct against √KL</h3>" in page
     assert "Score of the reward model" not in page and "not independent" not in page
     assert page.count("No training has optimized this judge.") == 3
+
+
+def test_the_answers_of_training_are_shown_by_prompt(evaluation, models):
+    page = evaluation_page(evaluation(), models, None)
+    assert re.findall(r"<caption>([^<]*)</caption>", page) == [
+        "User: how?\n\nUser: a?", "User: how?\n\nUser: b?"
+    ]  # fmt: skip
+    shown = re.findall(r'<td class="text">(.*?)</td>', page)
+    assert [text for text in shown if text.startswith("b")] == [
+        f"b after step {step}" for step in (2, 4, 6, 8)
+    ]
+    assert (
+        "&lt;/script&gt;" in shown[0] and '<td class="number" data-label="score">1.50</td>' in page
+    )
 
 
 def test_the_report_of_the_reward_model_is_shown(evaluation, models):

@@ -93,6 +93,39 @@ def test_the_lines_of_a_log(monkeypatch, calls, lines):
     assert output.getvalue().splitlines() == lines
 
 
+ANSWERS = [
+    {"step": 4, "prompt": "User: Hi.\n\nAssistant: Hi!\n\nUser: Which day\nis it?",
+     "answer": "\x1b[31mMonday\u202e. See http://me:key@host \N{SNOWMAN} " + 9 * "word ",
+     "score": 1.25, "reward/length": -2.0, "kl": 0.5},
+    {"step": 4, "prompt": "[bold]Why?", "answer": "", "score": 0.0, "reward/length": 0, "kl": -0.0},
+]  # fmt: skip
+SHOWN = """\
+sft: answers to held-out prompts after step 4
+  prompt  Which day is it?
+  answer  \\x1b[31mMonday\\u202e. See http://...@host \\u2603 word \\u2026
+  scores  score 1.25, reward/length -2.00, kl 0.50
+  prompt  [bold]Why?
+  answer  (empty)
+  scores  score 0.00, kl 0.00
+sft: stopped after step 4
+"""
+
+
+def test_answers_have_a_line_each_which_no_text_can_leave(monkeypatch):
+    """A terminal obeys no text of a model, and one of ASCII can show it. A resumed run has shown
+    the answers of an earlier attempt."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    display = ProgressDisplay(Console(file=output, width=60))
+    resumed = run(resume_from=3)
+    display.stage_started(resumed)
+    earlier = record(3, 0) | {"answers": ANSWERS, "note": "earlier"}
+    now = record(4, 1) | {"answers": ANSWERS, "note": "stopped after step 4"}
+    display.stage_metrics(resumed, [earlier, now])
+    output.flush()
+    lines = output.buffer.getvalue().decode()
+    assert lines[lines.index("sft: answers") :].startswith(SHOWN)
+
+
 def test_after_a_resume_the_steps_of_the_earlier_attempt_do_not_count_as_speed():
     """Steps 6 to 8 in 4 s are 2 s a step, so 2 steps take 4 s. Steps 1 to 5 were long ago."""
     resumed = run(resume_from=5)

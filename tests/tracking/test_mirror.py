@@ -295,6 +295,27 @@ def test_a_reused_stage_that_the_store_lacks_is_sent_from_disk(
     assert history(client, child, "result/score") == [(2, 1_002_000, 2.5)]
 
 
+def with_answers(step, text):
+    answer = {"step": step, "prompt": "User: Why?", "answer": text, "score": 0.5, "kl": step / 4}
+    return record(step, objective_kl=0.5) | {"answers": [answer]}
+
+
+def test_sampled_answers_are_one_table_without_a_step_twice(tracker, stage, client, runs):
+    """A resumed training takes step 2 again."""
+    tracker.stage_started(stage)
+    first, lost, again = (with_answers(*given) for given in ((1, "a"), (2, "b"), (2, "c")))
+    for records in ([first], [first, lost], [first, again]):
+        write_metrics(stage, *records, record(3, objective_kl=0.5))
+        tracker.stage_metrics(stage, records[-1:])
+    (child,) = runs()
+    table = client.load_table(experiment_id(client), "answers.json", [child.info.run_id])
+    assert [*table.columns] == ["step", "prompt", "answer", "score", "kl"]
+    assert [*table["answer"]] == ["a", "c"] and [*table["step"]] == [1, 2]
+    write_metrics(stage)
+    tracker.stage_metrics(stage, [record(4, objective_kl=0.5)])  # without answers
+    assert len(client.load_table(experiment_id(client), "answers.json")) == 2
+
+
 def test_an_outage_costs_one_warning_and_the_stage_catches_up_at_its_end(
     tracker, stage, client, runs, monkeypatch, caplog
 ):

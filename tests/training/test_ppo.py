@@ -15,6 +15,7 @@ from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl import losses
 from rlhf_pipeline.rollout.records import Rollout
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.training import ppo
 
 ONE = torch.tensor(1)
@@ -175,7 +176,47 @@ def test_training_stops_beyond_the_kl_bound_and_exports_no_later_model(ppo_input
     assert len(run.lines) < 50
     assert run.lines[-1]["objective/kl"] > 0.05
     assert all(line["objective/kl"] <= 0.05 for line in run.lines[:-1])
-    assert run.setup.best["validation"].best.metrics["validation/kl"] <= 0.05
+    best = run.setup.best["validation"].best
+    assert best.metrics["validation/kl"] <= 0.05
+    *earlier, last = read_json_lines(tmp_path / "metrics.jsonl")
+    assert last["note"] == (
+        f"stopped after step {last['step']} of 50: KL {run.lines[-1]['objective/kl']:.2f} exceeds "
+        f"ppo.kl.maximum 0.05; the best model within the limit, of step {best.step}, is exported"
+    )
+    assert not any("note" in record for record in earlier)
+
+
+@pytest.mark.parametrize(("rate", "notes"), [(1e-7, 1), (3e-2, 0)])
+def test_a_policy_that_hardly_moved_has_a_note(ppo_inputs, world, tmp_path, rate, notes):
+    actor = {"optimizer": {"learning_rate": rate, "warmup_fraction": 0.0, "eps": 1e-4}}
+    run_ppo(ppo_config(actor=actor), ppo_inputs, world, tmp_path)
+    found = [record["note"] for record in read_json_lines(tmp_path / "metrics.jsonl")
+             if "note" in record]  # fmt: skip
+    assert len(found) == notes
+    for note in found:
+        start, _, fix = note.partition(" nats. Fix: ")
+        assert start.startswith("the policy hardly moved: KL from its start ")
+        assert fix == "raise ppo.actor.optimizer.learning_rate (1e-07) or ppo.steps (2)"
+
+
+def test_each_evaluation_has_the_answers_to_the_same_prompts(
+    generator, ppo_inputs, world, tmp_path
+):
+    """Responses 20 and 21 22, in turns; the prompts are the first ones of the evaluation."""
+    config = ppo_config(maximum_logprob_gap=None)
+    run = run_ppo(config, ppo_inputs, world, tmp_path, generator=generator, answers=3)
+    records = read_json_lines(tmp_path / "metrics.jsonl")
+    (_, _, held_out), decode = generator.calls[1], run.setup.models.tokenizer.decode
+    for step, record in enumerate(records, start=1):
+        answers = record["answers"]
+        assert [each["prompt"] for each in answers] == [f"User: {n}" for n in held_out[:3]]
+        assert [each["answer"] for each in answers] == [
+            decode(ids).strip() for ids in ([20], [21, 22], [20])
+        ]
+        assert {each["step"] for each in answers} == {step}
+        assert [*answers[0]] == ["step", "prompt", "answer", "score", "kl"]
+    first, second = ([each["kl"] for each in record["answers"]] for record in records)
+    assert first != second  # the actor has moved
 
 
 def test_training_without_an_evaluated_model_within_the_kl_bound_fails(ppo_inputs, world, tmp_path):

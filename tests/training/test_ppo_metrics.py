@@ -12,6 +12,7 @@ from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training import ppo
+from rlhf_pipeline.training.ppo_metrics import sampled_answers
 
 
 def test_the_metrics_of_a_rollout_by_hand(world):
@@ -70,7 +71,7 @@ def test_the_gold_score_is_a_metric_if_it_is_known_for_every_prompt(trained, mon
 
     def gold(validation, **changes):
         changed = replace(setup, validation=validation, config=ppo_config(**changes))
-        return ppo.held_out_metrics(changed).get("objective/gold_score")
+        return ppo.held_out(changed)[0].get("objective/gold_score")
 
     prompts = setup.validation
     assert gold(prompts, sampling={"max_response_tokens": 60}) == pytest.approx(3.5)
@@ -91,7 +92,7 @@ def test_accuracy_is_a_metric_if_every_prompt_has_a_true_answer(trained, monkeyp
     monkeypatch.setitem(GOLD_SCORES, "files", lambda prompt, text: said.setdefault(
         int(prompt[-1]["content"]), text) and 0.0)  # fmt: skip
     config = ppo_config(sampling={"max_response_tokens": 60})
-    ppo.held_out_metrics(replace(setup, config=config))
+    ppo.held_out(replace(setup, config=config))
     texts = [said[n] for n in range(8)]
     assert all(len(text.split()) > 1 for text in texts[3:5])
     true = [*texts[:3], *(text.split()[0] for text in texts[3:5]), *["no such answer"] * 3]
@@ -100,7 +101,7 @@ def test_accuracy_is_a_metric_if_every_prompt_has_a_true_answer(trained, monkeyp
         (batch,) = setup.validation.batches
         batch = batch.append_column("reference", pa.array(references, pa.string()))
         validation = replace(setup.validation, batches=[batch])
-        found = ppo.held_out_metrics(replace(setup, config=config, validation=validation))
+        found, _ = ppo.held_out(replace(setup, config=config, validation=validation))
         return {name: value for name, value in found.items() if "accuracy" in name}
 
     assert accuracies(true) == {"objective/accuracy": 3 / 8, "objective/accuracy_lenient": 5 / 8}
@@ -208,3 +209,26 @@ def test_the_clip_limits_reward_models_and_leaves_functions(with_function, world
     assert line["objective/shaped_score"] == pytest.approx(30.0, abs=2e-6)
     assert abs(line["objective/score"] - 30.0) > 1e-4
     assert line["objective/clipped_fraction"] == line["validation/clipped_fraction"] == 1.0
+
+
+def test_the_answers_of_all_ranks_are_in_the_order_of_the_prompts(trained, on_threads):
+    """Two ranks with the prompts 0, 2, 4 and 1, 3, 5; with two sources, each has its score."""
+
+    def of_rank(world):
+        numbers = [world.rank, world.rank + 2, world.rank + 4]
+        values = torch.tensor(numbers).float()
+        scored = Scored(
+            collate([[5]] * 3, [[20 + n] for n in numbers], 0), torch.zeros(3, 1),
+            torch.zeros(3, 1), None, values, torch.ones(3).bool(), {"a": values, "b": -values},
+        )  # fmt: skip
+        rows = {"messages": [[{"role": "user", "content": str(n)}] for n in numbers]}
+        return sampled_answers(rows, scored, replace(trained.setup, world=world), 5)
+
+    first, second = on_threads(2, of_rank)
+    assert first == second
+    decode = trained.setup.models.tokenizer.decode
+    assert first == [
+        {"prompt": f"User: {n}", "answer": decode([20 + n]).strip(), "score": float(n),
+         "reward/a": float(n), "reward/b": float(-n), "kl": 0.0}
+        for n in range(5)
+    ]  # fmt: skip

@@ -26,7 +26,7 @@ from rlhf_pipeline.runtime.job import (
     seal,
 )
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.runtime.metrics_file import truncate_after
+from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines, truncate_after
 
 SOURCE = Path(rlhf_pipeline.__file__).parents[1]
 DRIVER = """
@@ -213,6 +213,10 @@ def require_equal(directory: Path, uninterrupted: Path) -> None:
     assert directory.name == uninterrupted.name
     assert content_digest(directory / "export") == content_digest(uninterrupted / "export")
     assert metrics(directory) == metrics(uninterrupted)
+    found, expected = (
+        answers_in(read_json_lines(work / "metrics.jsonl")) for work in (directory, uninterrupted)
+    )
+    assert found == expected and len(found) == (3 if "ppo" in directory.parts else 0)
     found, expected = (
         sorted(path.name for path in (work / "checkpoints").iterdir())
         for work in (directory, uninterrupted)

@@ -68,7 +68,7 @@ def evaluate_sft(model, paths, contract, table, world) -> dict[str, float]:
 def evaluate_ppo(model, paths, contract, table, world, folder) -> dict[str, float]:
     from rlhf_pipeline.config.ppo import PPOConfig
     from rlhf_pipeline.runtime.job import LaunchedJob
-    from rlhf_pipeline.training.ppo import held_out_metrics
+    from rlhf_pipeline.training.ppo import held_out
     from rlhf_pipeline.training.ppo_setup import set_up
 
     config = PPOConfig.model_validate(
@@ -80,7 +80,7 @@ def evaluate_ppo(model, paths, contract, table, world, folder) -> dict[str, floa
     )  # fmt: skip
     block = {"ppo": config.model_dump(mode="json")}
     job = LaunchedJob("ppo", "f", 1, block, paths, {}, folder, 300.0)
-    return held_out_metrics(replace(set_up(job, config, contract, world), validation=table))
+    return held_out(replace(set_up(job, config, contract, world), validation=table))[0]
 
 
 @pytest.mark.long

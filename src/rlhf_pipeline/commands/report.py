@@ -9,6 +9,7 @@ from rich.console import Console
 from rlhf_pipeline.commands.artifacts import EVALUATION, Ledger
 from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
+from rlhf_pipeline.evaluation.report import metric_value
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -63,6 +64,6 @@ def runs(ledger: Ledger, console: Console) -> None:
             str(Manifest.read(folder).seed),
             f"{rate['rate']:.1%} [{rate['lower']:.1%}, {rate['upper']:.1%}]",
             "reward model" if judge == REWARD_MODEL else judge,
-            f"{compared['policies'][candidate]['kl']:z.2f}",
+            metric_value(compared["policies"][candidate], "kl", "z.2f").partition(" [")[0],
         )
     console.print(table)

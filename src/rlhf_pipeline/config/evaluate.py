@@ -249,7 +249,8 @@ class RegisterConfig(Block):
     """Whether only an independent judge promotes: one of which it is known that no training of the
     candidate, of its baseline, or of a model that they were made from has optimized it."""
     max_kl: float = Field(default=10.0, gt=0)
-    """Largest KL from SFT in nats per response, beyond which policies exploit the reward model."""
+    """Largest KL from SFT in nats per response, beyond which policies exploit the reward model. No
+    condition if the KL is unknown: at `evaluate.sampling.temperature: 0`, or with other tokens."""
     max_length_ratio: float = Field(default=3.0, ge=1)
     """Answers may be this many times longer or shorter than SFT's, on average."""
     max_eos_drop: float = Field(default=0.1, ge=0, le=1)

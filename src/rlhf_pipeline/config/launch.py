@@ -1,4 +1,5 @@
-"""How training programs are launched. Only `processes` and `deterministic` can change a result."""
+"""How training programs are launched, of which only `processes` and `deterministic` can change a
+result, and what a run shows."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -6,6 +7,15 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_pipeline.config.block import Block, operational
+
+
+class ProgressConfig(Block):
+    """What a run shows of its training."""
+
+    answers: int = operational(3, ge=0)
+    """Held-out prompts, the same ones each time, whose sampled answers with their scores each
+    evaluation of PPO, GRPO and distillation shows: in the terminal, in MLflow's table answers.json,
+    and on the page. 0: none."""
 
 
 class LaunchConfig(Block):

@@ -250,6 +250,8 @@ def _judged(
     scored, text = batch.scored, batch.text
     mask = scored.sequences.action_mask
     log_ratios = kl_estimate(scored.logprobs, scored.ref_logprobs, "k1").where(mask, 0.0)
+    if setup.config.sampling.temperature == 0:  # no policy samples the most likely tokens
+        log_ratios = log_ratios * math.nan
     sft_logprobs = scored.ref_logprobs.where(mask, 0.0)
 
     def known(value: Tensor) -> float | None:  # NaN: the baseline has other tokens

@@ -57,8 +57,8 @@ class Answer:
     response: str
     scores: dict[str, float | None]  # by judge; None if the judge has none for this prompt
     kl: float | None = None
-    """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens, or the
-    answer is a text alone."""
+    """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens, the
+    answer was not sampled (temperature 0), or it is a text alone."""
     sft_logprob: float | None = None  # log pi_sft(response), nats
     response_tokens: int = 0  # words of a text alone
     ended: bool | None = None  # None: a text alone
@@ -202,7 +202,7 @@ def compare(
         rates = independent(answers[policy], drawn).items()
         return {j: r | {"paired": _paired(answers[policy], answers[baseline], j)} for j, r in rates}
 
-    slices = {}
+    slices, pairs = {}, zip(answers[candidate], answers[baseline], strict=True)
     sources = sorted({a.source for a in drawn if a.source is not None})
     for source in sources if len(sources) > 1 else ():
         both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
@@ -225,6 +225,7 @@ def compare(
         "variants": {policy: win_rates(policy) for policy in variants},
         "slices": slices,
         "changes": changes,
+        "differing": float(np.mean([a.response != b.response for a, b in pairs])),
         "smallest_visible_win_rate": smallest_visible_win_rate(prompts),
     }
 
@@ -276,8 +277,9 @@ def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, A
 def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, float]:
     """Means over answers, scores and KL with their 95% intervals; the baseline's perplexity.
 
-    KL and perplexity are missing if the baseline has other tokens than the policy; so are lengths
-    and endings if the answers are texts alone. The scores of the judges in `shares` are 0 or 1;
+    KL and perplexity are missing if the baseline has other tokens than the policy, and the KL at
+    temperature 0: it is a mean over sampled answers. Lengths and endings are missing if the answers
+    are texts alone. The scores of the judges in `shares` are 0 or 1;
     with several answers to a prompt, their pass@k is `<judge>_pass_at_<k>` for k = 2, 4, ...
     `sft_perplexity`, per token, is high if SFT would hardly write the answers.
     """
@@ -286,15 +288,14 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
     for judge, values in scores.items():
         measure = share_with_interval if judge in shares else mean_with_interval
         metrics |= with_ends(score_name(judge), measure(values))
-    has_kl = all(a.kl is not None for a in answers)
-    if has_kl:
+    if all(a.kl is not None for a in answers):
         metrics |= with_ends("kl", mean_with_interval(by_prompt(answers, lambda a: a.kl)))
     for judge in shares:
         for k in (2**power for power in range(1, len(scores[judge][0]).bit_length())):
             measured = share_with_interval(scores[judge], k)
             metrics |= with_ends(f"{judge}{OF_SEVERAL}{k}", measured)
     texts, tokens = [a.response for a in answers], [a.response_tokens for a in answers]
-    if has_kl:
+    if all(a.sft_logprob is not None for a in answers):
         logprobs = sum(a.sft_logprob or 0.0 for a in answers)
         metrics["sft_perplexity"] = math.exp(-logprobs / sum(tokens))
     if answers[0].ended is not None:

@@ -7,6 +7,7 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     win_rates   of the candidate against SFT, by judge: of answers that were drawn independently;
                 `paired` is that of answers with equal draws, with its test and the gain
     variants    win rates by judge, by variant of the candidate, such as "ppo_ema"
+    differing   share of the candidate's answers that differ from the baseline's of equal draws
     changes     accuracies of the candidate minus the baseline's, on the same prompts: `change`,
                 `lower` and `upper` by metric
     judge       the judge that decides about a promotion
@@ -17,7 +18,7 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     titles      names of policies as they stand in a sentence, where `title` has not the right one
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -36,6 +37,7 @@ from rlhf_pipeline.evaluation.comparison import (
     reward_title,
     score_name,
 )
+from rlhf_pipeline.statistics import FEW_DIFFER, SMALL_KL
 
 METRICS = {  # label and number format; z: a rounded zero has no sign
     "gold_core": ("gold score of the core", "z.2f"),
@@ -113,7 +115,7 @@ def summary(evaluation: dict[str, Any]) -> str:
     for judge, other in evaluation["win_rates"].items():
         if judge != deciding:
             sentences.append(f"{judge_title(judge).capitalize()} prefers it on {_interval(other)}.")
-    return " ".join(sentences)
+    return " ".join([*sentences, *_little_to_compare(evaluation)])
 
 
 def _of_format(changes: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -124,6 +126,31 @@ def _of_format(changes: Mapping[str, Mapping[str, float]]) -> list[str]:
     word = "gain" if kinds[0]["change"] > 0 else "loss"
     strict, lenient = (_change(each, "+.3f") for each in kinds)
     return [f"The {word} in accuracy is one of format: strict {strict}, lenient {lenient}."]
+
+
+def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences if the policies hardly differ, and if most answers of one were cut."""
+    names, policies, candidate = titles(evaluation), evaluation["policies"], evaluation["candidate"]
+    ours, baseline = policies[candidate], baseline_of(evaluation)
+    differ = evaluation.get("differing", 1.0)  # an earlier version has not counted them
+    if differ < FEW_DIFFER or ours.get("kl_upper", 1.0) < SMALL_KL:
+        kl = f"KL {ours['kl']:z.2g} nats, and " if "kl" in ours else ""
+        yield (
+            f"{sentence(names[candidate])} hardly differs from {names[baseline]}: {kl}{differ:.1%} "
+            "of the answers with equal draws differ. Fix: train with a higher learning rate or "
+            "more steps."
+        )
+    of = {
+        names[each]: policies[each].get("truncated_fraction", 0) for each in (baseline, candidate)
+    }
+    if cut := {name: share for name, share in of.items() if share > 0.5}:
+        shares = " and ".join(f"{share:.0%}" for share in cut.values())
+        limit = evaluation["decoding"]["max_response_tokens"]
+        yield (
+            f"Most answers of {' and '.join(cut)} were cut at {limit} tokens ({shares}), so the "
+            "judges compare stumps. Fix: raise evaluate.sampling.max_response_tokens, or train "
+            "until answers end by themselves."
+        )
 
 
 def _change(change: Mapping[str, float], form: str) -> str:

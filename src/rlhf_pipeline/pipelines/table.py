@@ -11,7 +11,7 @@ from kedro.pipeline import Node, Pipeline
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
-from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import evaluate, judge_model, ppo, preparation, sample, supervised
 from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
@@ -83,7 +83,7 @@ def stage_specs() -> dict[str, StageSpec]:
 
 def parameter_blocks() -> dict[str, type[Block]]:
     """All parameter blocks by name; the other parameters are `seed`, `force`, `inputs`."""
-    blocks: dict[str, type[Block]] = {"launch": LaunchConfig}
+    blocks: dict[str, type[Block]] = {"launch": LaunchConfig, "progress": ProgressConfig}
     for spec in stage_specs().values():
         blocks |= spec.blocks
     return blocks | {"register": RegisterConfig}

@@ -40,7 +40,7 @@ from rlhf_pipeline.reporting.charts import (
     training_charts,
 )
 from rlhf_pipeline.runtime.manifest import CURVES, Manifest
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
 from rlhf_pipeline.statistics import smallest_visible_win_rate
 
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -84,6 +84,7 @@ def evaluation_page(
         metrics=metric_rows(compared),
         data=_table(compared, answers),
         sections=[*_sections(compared, models, answers, reward_report)],
+        sampled=answers_in(read_json_lines(models.get(compared["candidate"], Path()) / CURVES)),
     )
 
 

@@ -1,11 +1,13 @@
 """`metrics.jsonl`, the metrics of a stage: the program appends to it, the driver follows it.
 
 One JSON object a line: {"step", "total_steps", "time", "metrics"}. Steps count from 1; step 0 is
-before training. Time is in seconds since 1970, metrics maps `group/name` to a number.
+before training. Time is in seconds since 1970, metrics maps `group/name` to a number. Some lines
+have "answers", sampled ones with step, prompt and scores, or "note", a sentence for the user.
 """
 
 import json
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,21 @@ class MetricsFile:
         self._file = path.open("a", buffering=1) if rank == 0 else None
         self._total_steps = total_steps
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
+    def write(self, step: int, metrics: dict[str, float], **further: Any) -> None:
         if self._file is not None:
             record = {"step": step, "total_steps": self._total_steps, "time": time.time()}
-            self._file.write(json.dumps(record | {"metrics": metrics}) + "\n")
+            self._file.write(json.dumps(record | {"metrics": metrics} | further) + "\n")
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
     """The complete lines; a kill or a full disk can leave half a line at the end."""
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def answers_in(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The answers that a training has sampled at its evaluations, in order."""
+    return [answer for record in records for answer in record.get("answers", [])]
 
 
 def truncate_after(path: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
-from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
@@ -151,6 +151,7 @@ class RunContext:
 
     workspace: Path  # folder of all work directories
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    progress: ProgressConfig = field(default_factory=ProgressConfig)
     forced: frozenset[str] = frozenset()
     """Stages that run again even if they are finished: the parameter `force`."""
     trust_remote_code: bool = False

@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.text import Text
 
-from rlhf_pipeline.errors import short_path
+from rlhf_pipeline.errors import printable, short_path, without_secrets
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 
@@ -117,6 +118,9 @@ class ProgressDisplay(StageListener):
     def stage_metrics(self, run: StageRun, records: list[dict[str, Any]]) -> None:
         if records:
             self._progress = self._progress.after(records, run)
+        for record in records:
+            if record["step"] > (run.resume_from or 0):  # an earlier attempt has shown the others
+                self._show(record, run.title)
         if self._live is None and time.monotonic() - self._last_line > LINE_EVERY_S:
             self._last_line = time.monotonic()
             self._print(self._progress.log_line())
@@ -129,6 +133,26 @@ class ProgressDisplay(StageListener):
             steps = progress.steps if progress.metrics and progress.step != progress.total else []
             ended = "  ".join([f"{ENDS[status]} {seconds:.0f} s", *steps, *progress.numbers])
             self._print(f"[bold]{run.title}[/]: {ended}")
+
+    def _show(self, record: dict[str, Any], title: str) -> None:
+        """Print the answers of an evaluation during training, a line for each text, and a note."""
+        if answers := record.get("answers", []):
+            after = f"answers to held-out prompts after step {record['step']}"
+            self._print(f"[bold]{title}[/]: {after}")
+        for each in answers:
+            numbers = (f"{name} {x:z.2f}" for name, x in each.items() if isinstance(x, float))
+            self._print_cut("prompt", each["prompt"].rpartition("User: ")[2])
+            self._print_cut("answer", each["answer"] or "(empty)")
+            self._print_cut("scores", ", ".join(numbers))
+        if "note" in record:
+            self._print(f"[bold]{title}[/]: {escape(record['note'])}")
+
+    def _print_cut(self, what: str, text: str) -> None:
+        """Print a text of others on one line of the terminal, in characters that it knows."""
+        line = Text(f"  {what}  {printable(without_secrets(' '.join(text.split())))}")
+        line.truncate(self._console.width, overflow="ellipsis")
+        encoding = self._console.encoding
+        self._print(escape(line.plain.encode(encoding, "backslashreplace").decode(encoding)))
 
     def _close(self) -> None:
         if self._live is not None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
 from rlhf_pipeline.stages.job import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mlflow.entities import DatasetInput
 
 DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
+ANSWERS = "answers.json"  # table of a training's sampled answers
 TAG_LENGTH = 5000  # characters of a tag's value that every version of MLflow accepts
 
 
@@ -123,6 +124,9 @@ class ChildRun:
         ]
         client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
         self._logged |= {metric.key: metric.step for metric in metrics}
+        if answers_in(records):
+            all_answers = answers_in(read_json_lines(self.run.metrics_file))
+            log_answers(client, str(self.run_id), all_answers)
         if records:
             self._last = records[-1]["step"], _milliseconds(records[-1])
 
@@ -196,6 +200,17 @@ def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:
     for report in reports:
         if report.name not in logged:
             client.log_artifact(run_id, str(report))
+
+
+def log_answers(client: MlflowClient, run_id: str, answers: Sequence[dict[str, Any]]) -> None:
+    """Log a training's sampled answers as one table of MLflow, like its `log_table`, but anew each
+    time: after a resume, it has no step twice."""
+    from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+    table = {"columns": [*answers[0]], "data": [[*answer.values()] for answer in answers]}
+    client.log_dict(run_id, table, ANSWERS)
+    logged = json.dumps([{"path": ANSWERS, "type": "table"}])
+    client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, logged)
 
 
 def _data_set(path: Path, digest: str, context: str) -> DatasetInput:

@@ -20,6 +20,8 @@ Departures from InstructGPT (Ouyang et al. 2022):
     7. The export is the best evaluated model within the bound, not the last one (`evaluate`).
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -35,11 +37,13 @@ from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.statistics import SMALL_KL
 from rlhf_pipeline.training.experience import make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
     quality_metrics,
     rollout_fault,
     rollout_metrics,
+    sampled_answers,
     sampler_fault,
 )
 from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
@@ -111,6 +115,8 @@ def train(setup: Setup) -> None:
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
             evaluate(setup, log)
+        if note := note_of(setup, log, stops=stop):
+            log.further["note"] = note
         log.write(due=stop or evaluates or step % config.log_every == 0)
         if stop:
             break
@@ -124,7 +130,9 @@ def evaluate(setup: Setup, log: StepLog) -> None:
     """Evaluate each policy on held-out prompts; offer it for export if it is within the bound."""
     for prefix, in_place in policies(setup.models).items():
         with in_place():
-            metrics = held_out_metrics(setup)
+            metrics, answers = held_out(setup)
+            if answers and prefix == VALIDATION:
+                log.further["answers"] = [{"step": log.step} | each for each in answers]
             where = f"on held-out prompts after step {log.step}"
             named = {
                 f"{prefix}/{name.removeprefix('objective/').removeprefix('rollout/')}": value
@@ -137,8 +145,10 @@ def evaluate(setup: Setup, log: StepLog) -> None:
 
 
 @torch.no_grad()
-def held_out_metrics(setup: Setup) -> dict[str, float]:
-    """Metrics of the actor on held-out prompts, with the same seeds at every evaluation.
+def held_out(setup: Setup) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics of the actor on held-out prompts, and its answers to the first of them.
+
+    Prompts and seeds are the same at every evaluation.
 
     Gold score and accuracy, if known for every prompt, are only shown: no choice depends on them.
     """
@@ -151,12 +161,32 @@ def held_out_metrics(setup: Setup) -> dict[str, float]:
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
     metrics = rollout_metrics(scored, setup.config, world, held_out=True)
-    return metrics | quality_metrics(rows, scored.sequences, setup.models.tokenizer, world)
+    metrics |= quality_metrics(rows, scored.sequences, setup.models.tokenizer, world)
+    return metrics, sampled_answers(rows, scored, setup, min(setup.answers, count))
 
 
 def exceeds_bound(metrics: dict[str, float], config: PPOConfig) -> bool:
     """Whether the KL of a rollout is above `ppo.kl.maximum`."""
     return config.kl.maximum is not None and metrics["objective/kl"] > config.kl.maximum
+
+
+def note_of(setup: Setup, log: StepLog, *, stops: bool) -> str | None:
+    """What a user should know about the step: why training stops, or that little has changed."""
+    config, kl, best = setup.config, log.metrics["objective/kl"], setup.best[VALIDATION].best
+    if stops and best is not None:  # without a model to export, the stage fails
+        return (
+            f"stopped after step {log.step} of {config.steps}: KL {kl:.2f} exceeds "
+            f"{config.stage}.kl.maximum {config.kl.maximum:g}; the best model within the limit, of "
+            f"step {best.step}, is exported"
+        )
+    kl = log.metrics.get(f"{VALIDATION}/kl_k3", kl)
+    if stops or log.step < config.steps or kl > SMALL_KL or config.has_teacher:
+        return None
+    return (
+        f"the policy hardly moved: KL from its start {kl:.2g} nats. Fix: raise "
+        f"{config.stage}.actor.optimizer.learning_rate ({config.actor.optimizer.learning_rate:g}) "
+        f"or {config.stage}.steps ({config.steps})"
+    )
 
 
 def next_kl_coef(kl_coef: float, kl: float, config: PPOConfig) -> float:

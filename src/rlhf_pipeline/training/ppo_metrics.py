@@ -11,10 +11,11 @@ from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
+from rlhf_pipeline.rollout.chat_model import dialogue
 from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.rollout.true_answers import accuracy
 from rlhf_pipeline.training.experience import equal_groups, sampler_weights_of, training_scores
-from rlhf_pipeline.training.ppo_setup import ppo_advice
+from rlhf_pipeline.training.ppo_setup import Setup, ppo_advice
 
 
 def rollout_metrics(
@@ -92,6 +93,24 @@ def quality_metrics(
     counts = torch.tensor([[sum(own), len(own), len(texts)] for own in known]).double()
     sums = zip(columns, world.sum(counts).tolist(), strict=True)
     return {f"objective/{name}": total / n for name, (total, own, n) in sums if own == n}
+
+
+def sampled_answers(
+    rows: dict[str, list[Any]], scored: Scored, setup: Setup, count: int
+) -> list[dict[str, Any]]:
+    """The answers to the first `count` prompts of all ranks, in order, as JSON types; the scores
+    are named like the metrics."""
+    world, tokenizer = setup.world, setup.models.tokenizer
+    texts = tokenizer.batch_decode(scored.sequences.response_ids, skip_special_tokens=True)
+    values = {"score": scored.scores} if setup.config.rewards else {}
+    values |= {f"reward/{name}": part for name, part in scored.parts.items()} | {"kl": scored.kl}
+    own = [
+        {"prompt": dialogue(rows["messages"][place]), "answer": texts[place].strip()}
+        | {name: round(float(value[place]), 4) for name, value in values.items()}
+        for place in range(len(range(world.rank, count, world.size)))
+    ]
+    gathered = world.gather(own)  # rank r of W has the slots r, r + W, ...
+    return [gathered[slot % world.size][slot // world.size] for slot in range(count)]
 
 
 def rollout_fault(

@@ -115,6 +115,7 @@ class Setup:
     done: int  # steps that an earlier attempt has taken
     kl_coef: float  # the KL coefficient of the next step
     stream: PromptStream  # the order of `prompts`
+    answers: int  # held-out prompts whose answers each evaluation shows
 
     def save(self, step: int, *, due: bool, kl_coef: float) -> None:
         """Save a checkpoint if one is due or a signal came; then obey the signal."""
@@ -182,6 +183,7 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         done=done or 0,
         kl_coef=loop.get("kl_coef", config.kl.coef),
         stream=stream,
+        answers=job.answers,
     )
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.world import World
@@ -50,6 +50,7 @@ class StepLog:
     def __init__(self, step: int, guard: DivergenceGuard) -> None:
         self.step = step
         self.metrics: dict[str, float] = {}
+        self.further: dict[str, Any] = {}  # fields of the line, see `metrics_file`
         self._guard = guard
         self._start = time.monotonic()
 
@@ -70,7 +71,7 @@ class StepLog:
     def write(self, *, due: bool) -> None:
         self.metrics["time/step_s"] = time.monotonic() - self._start
         if due:
-            self._guard.writer.write(self.step, self.metrics)
+            self._guard.writer.write(self.step, self.metrics, **self.further)
 
 
 def stability_advice(place: str, config: TrainedModelConfig) -> str:

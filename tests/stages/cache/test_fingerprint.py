@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.pipelines.supervised import SFT as SPEC
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.stages.cache import code as module
 from rlhf_pipeline.stages.cache import fingerprint as fingerprint_module
 from rlhf_pipeline.stages.cache.code import code_digests
-from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.cache.fingerprint import fingerprint, identify, recipe
+from rlhf_pipeline.stages.job import Job, RunContext
 
 
 def job(seed: int = 1, **changes: object) -> Job:
@@ -47,6 +47,16 @@ def test_each_ingredient_changes_it(other):
 def test_operational_parameters_do_not_change_it():
     assert key(job()) == key(job()) == key(job(log_every=50))
     assert LaunchConfig(master_port=29500).recipe() == LaunchConfig().recipe()
+
+
+def test_the_answers_that_a_run_shows_do_not_change_it(tmp_path):
+    def run(answers):
+        progress = ProgressConfig(answers=answers)
+        return identify(job(), {"demonstrations": "a"}, RunContext(tmp_path, progress=progress))
+
+    none, five = run(0), run(5)
+    assert (none.answers, five.answers) == (0, 5)
+    assert none.fingerprint == five.fingerprint and none.recipe == five.recipe
 
 
 def test_library_versions_change_it(monkeypatch):

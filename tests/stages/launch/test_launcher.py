@@ -12,9 +12,10 @@ from waiting import once, wait_until
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import Interrupted
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
+from rlhf_pipeline.runtime.metrics_file import truncate_after
+from rlhf_pipeline.stages.job import Job, RunContext, StageListener, StageRun, StageSpec
 from rlhf_pipeline.stages.launch import launcher
-from rlhf_pipeline.stages.launch.launcher import _let_save, _signals_raise
+from rlhf_pipeline.stages.launch.launcher import _let_save, _MetricsTail, _signals_raise
 from rlhf_pipeline.stages.run import StageRunner
 
 PROGRAM = """
@@ -63,6 +64,25 @@ def stage(tmp_path, monkeypatch):
         return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("seen-*.json"))]
 
     return run
+
+
+def test_the_lines_of_an_earlier_attempt_are_not_new(tmp_path):
+    """Step 3 was lost with the attempt: training resumes from step 2 and takes it again."""
+    passed = []
+    listener = StageListener()
+    listener.stage_metrics = lambda run, records: passed.extend(each["step"] for each in records)
+    run = StageRun("sft", "f", 1, {}, {}, {}, tmp_path, 60.0)
+    run.metrics_file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    tail = _MetricsTail(run, listener)
+    tail.forward()
+    assert passed == []
+    truncate_after(run.metrics_file, 2)  # by the program
+    with run.metrics_file.open("a") as file:
+        for step in (3, 4):
+            file.write(f'{{"step": {step}}}\n')
+            file.flush()
+            tail.forward()
+    assert passed == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: i
         collective_timeout_s=context.launch.collective_timeout_s,
         versions=ingredients["versions"],
         trust_remote_code=context.trust_remote_code,
+        answers=context.progress.answers,
         mixture={name: list(changes) for name, changes in context.mixture.items()},
         headline_metrics=job.spec.headline_metrics,
         recipe=ingredients,

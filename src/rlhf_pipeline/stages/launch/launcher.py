@@ -163,13 +163,16 @@ class _MetricsTail:
         self.run = run
         self.listener = listener
         self._read = (0, 0)  # the file's number, and its bytes that were read
+        if run.metrics_file.is_file():  # of an earlier attempt: a program that resumes replaces it
+            status = run.metrics_file.stat()
+            self._read = status.st_ino, status.st_size
 
     def forward(self) -> None:
         if not self.run.metrics_file.is_file():
             return
         with self.run.metrics_file.open("rb") as file:
             inode, position = self._read
-            if os.fstat(file.fileno()).st_ino != inode:  # a program that resumes replaces the file
+            if os.fstat(file.fileno()).st_ino != inode:
                 inode, position = os.fstat(file.fileno()).st_ino, 0
             file.seek(position)
             lines = [line for line in file if line.endswith(b"\n")]
