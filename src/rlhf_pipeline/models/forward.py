@@ -11,8 +11,10 @@ Shapes: B sequences, P prompt tokens, R response tokens, V vocabulary.
 """
 
 import logging
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +22,10 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.packing import PACKED
-from rlhf_pipeline.models.sequences import Packed, Sequences, collate
+from rlhf_pipeline.models.sequences import Packed, Sequences, collate, tensors
+from rlhf_pipeline.rl.divergences import Teacher
 from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
+from rlhf_pipeline.rl.softmax import Head, Softmax
 
 FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
 """Token ids of three short rows; the last two begin with a prompt of three tokens."""
@@ -38,18 +42,51 @@ class LogprobRequest:
     with_entropy: bool = False
     entropy_trains: bool = False
     """Whether the entropies have a gradient, which costs as much as that of log-probabilities."""
+    teacher: Teacher | None = None
+    """With entropies: also to compare the distributions with its own."""
 
-    def answer(self, inputs: Tensor, head: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
-        """Log-probabilities, and entropies if requested, (1 or 2, B, R) float32.
+    def answer(self, inputs: Tensor, head: Head = None) -> Tensor:
+        """Log-probabilities, entropies if requested, divergences from a teacher and its own
+        log-probabilities, (1, 2 or 4, B, R) float32.
 
         `inputs` are logits, or with `head` hidden states; they may have more columns than `ids`.
         """
         how: Any = {"temperature": self.temperature, "vocab_size": self.vocab_size, "head": head}
         inputs = inputs[:, : self.ids.shape[1]]
-        if self.with_entropy:
-            logprobs, entropy = logprobs_and_entropy(inputs, self.ids, **how)
-            return torch.stack([logprobs, entropy if self.entropy_trains else entropy.detach()])
-        return logprobs_of(inputs, self.ids, **how)[None]
+        if not self.with_entropy:
+            return logprobs_of(inputs, self.ids, **how)[None]
+        found = logprobs_and_entropy(inputs, self.ids, teacher=self.teacher, **how)
+        logprobs, entropy, *compared = found
+        entropy = entropy if self.entropy_trains else entropy.detach()
+        if compared:  # its loss needs no log-probability
+            logprobs = logprobs.detach()
+        return torch.cat([logprobs[None], entropy[None], *compared])
+
+
+@dataclass
+class TeacherRequest:
+    """A request to a forward pass: to keep what distributions are made of."""
+
+    ids: Tensor  # (B, R), as those of the student's request
+    beta: float
+    count: int | None  # tokens that are apart; None: all
+    vocab_size: int
+    temperature: float = 1.0
+    found: Teacher | None = None
+
+    def answer(self, inputs: Tensor, head: Head = None) -> Tensor:
+        """The inputs, which the caller need not read."""
+        if head is not None:  # a sharded weight is whole during this call; its detached copy stays
+            head = head[0].detach(), head[1] if head[1] is None else head[1].detach()
+        self.found = Teacher(self.beta, inputs[:, : self.ids.shape[1]], head)
+        if self.count is not None:
+            kept = self.found.inputs
+            softmax = Softmax.of(kept, self.ids, head, self.temperature, self.vocab_size)
+            self.found = self.found.likeliest(self.count, self.ids, softmax)
+        return inputs
+
+
+R = TypeVar("R", LogprobRequest, TeacherRequest)
 
 
 class LogprobHead(nn.Linear):
@@ -59,10 +96,10 @@ class LogprobHead(nn.Linear):
     backward, tied to the embeddings or not.
     """
 
-    request: LogprobRequest | None = None
+    request: LogprobRequest | TeacherRequest | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits (B, S, V), or the answer to the request (1 or 2, B, R)."""
+        """Logits (B, S, V), or the answer to the request."""
         if self.request is None:
             return super().forward(hidden)
         return self.request.answer(hidden, (self.weight, self.bias))
@@ -125,6 +162,29 @@ def response_logprobs_and_entropy(
     return found[0], found[1]
 
 
+def response_divergences(
+    student: nn.Module,
+    teacher: nn.Module,
+    batch: Sequences,
+    *,
+    beta: float,
+    count: int | None = None,
+    entropy_trains: bool = False,
+    **how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `response_logprobs_and_entropy` for the student, its divergence from
+    the teacher at each token, and the teacher's log-probability of the token, (B, R) each.
+
+    `beta` as in `rl.divergences.divergence`; `count`: the teacher's likeliest tokens that are apart
+    (None: all). The divergence has a gradient, and the log-probabilities have none.
+    """
+    wanted = {"beta": beta, "count": count, **how}
+    known = _distributions(teacher, batch, packed=probe_capabilities(student).packed, **wanted)
+    wanted = {"with_entropy": True, "entropy_trains": entropy_trains, "teacher": known, **how}
+    logprobs, entropy, away, of_teacher = _logprobs(student, batch, **wanted)
+    return logprobs, entropy, away, of_teacher
+
+
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
     """Return the value of the state before each response token, (B, R) float32."""
     values: Tensor
@@ -153,19 +213,47 @@ def network_of(policy: nn.Module) -> PreTrainedModel:
 
 
 def _logprobs(policy: nn.Module, batch: Sequences, **wanted: Any) -> Tensor:
-    """Log-probabilities, and entropies if requested, (1 or 2, B, R)."""
+    """What the request returns, (1, 2 or 4, B, R)."""
+    _, found = _pass(policy, batch, partial(LogprobRequest, **wanted))
+    return _rectangular(found, batch) if probe_capabilities(policy).packed else found
+
+
+@torch.no_grad()
+def _distributions(teacher: nn.Module, batch: Sequences, *, packed: bool, **wanted: Any) -> Teacher:
+    """The distributions of a teacher, packed or not as those of its student are."""
+    request, _ = _pass(teacher, batch, partial(TeacherRequest, **wanted))
+    found, mask = request.found, batch.real_mask
+    if probe_capabilities(teacher).packed == packed:
+        return found
+
+    def moved(x: Tensor) -> Tensor:
+        if packed:
+            return x[mask][None]
+        padded = x.new_zeros(*mask.shape, *x.shape[2:])
+        padded[mask] = x[0]
+        return padded
+
+    return replace(found, **{name: moved(x) for name, x in tensors(found).items()})
+
+
+def _pass(
+    policy: nn.Module, batch: Sequences, request_of: Callable[[Tensor], R]
+) -> tuple[R, Tensor]:
+    """A request for the tokens of the responses, and its answer."""
     able = probe_capabilities(policy)
     rows = batch.packed() if able.packed else batch
-    ids = rows.response_ids
+    request = request_of(ids := rows.response_ids)
     # Padded: the last prompt token and every response token; the last one predicts nothing.
     keep = rows.before_response if isinstance(rows, Packed) else ids.shape[1] + 1
-    request = LogprobRequest(ids, **wanted)
-    found = _requested(policy, able.head, request, **rows.model_inputs(), logits_to_keep=keep)
-    return _rectangular(found, batch) if able.packed else found
+    inputs = rows.model_inputs()
+    return request, _requested(policy, able.head, request, **inputs, logits_to_keep=keep)
 
 
 def _requested(
-    policy: nn.Module, head: LogprobHead | None, request: LogprobRequest, **inputs: Any
+    policy: nn.Module,
+    head: LogprobHead | None,
+    request: LogprobRequest | TeacherRequest,
+    **inputs: Any,
 ) -> Tensor:
     """A forward pass of the policy in which its head answers the request."""
     if head is None:
