@@ -105,7 +105,6 @@ ADVANTAGE = Door(
         "gdpo": "rlhf_pipeline.rl.advantages:gdpo",
         "reinforce": "rlhf_pipeline.rl.advantages:reinforce",
         "reinforce++": "rlhf_pipeline.rl.advantages:reinforce_plus_plus",
-        "immediate": "rlhf_pipeline.rl.advantages:immediate",
     },
     "scores parts weights penalties returns moments rewards whitened values mask",
 )

@@ -73,7 +73,7 @@ class PPOConfig(SavingConfig):
     if generator is vllm or a class of yours, or the actor's precision is not fp32. None: none."""
     advantage: Annotated[str, ADVANTAGE] = "gae"
     """Advantage estimator (docs/ppo.md has formulas and sources): gae with a critic; rloo, grpo,
-    gdpo, reinforce, reinforce++ or immediate without one; or a function of yours
+    gdpo, reinforce or reinforce++ without one; or a function of yours
     (docs/extending.md), which has a critic if it reads `values`."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
     """rloo, grpo and gdpo: what happens to a prompt whose responses all have equal scores. drop: no
@@ -319,8 +319,8 @@ class PPOConfig(SavingConfig):
 _BY_ACTOR = ("auto", "transformers", "hybrid")
 """Generators that compute as training does. `auto` is transformers until the ranks choose."""
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
-_OF_TOKENS = ("gae", "reinforce++", "immediate")
-_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
+_OF_TOKENS = ("gae", "reinforce++")
+_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++")
 _GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),

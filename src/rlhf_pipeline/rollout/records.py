@@ -74,7 +74,7 @@ class Scored:
 
     sequences: Sequences
     logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled
-    ref_logprobs: Tensor  # (B, R) log pi_ref(token)
+    ref_logprobs: Tensor | None  # (B, R) log pi_ref(token); None before a loss with a teacher
     values: Tensor | None  # (B, R) value of the state before each token; None without a critic
     scores: Tensor  # (B,) of the reward model, zeros without one; centred sum after `RewardSum`
     ended: Tensor  # (B,) bool: the response contains one of the EOS tokens
@@ -90,6 +90,7 @@ class Scored:
     @property
     def kl(self) -> Tensor:
         """(B,) KL of each response from the reference by the estimator k1, in nats."""
+        assert self.ref_logprobs is not None
         log_ratios = kl_estimate(self.logprobs, self.ref_logprobs, "k1")
         return masked_row_sums(log_ratios, self.sequences.action_mask)
 
@@ -131,7 +132,7 @@ class Experience:
 
     sequences: Sequences
     old_logprobs: Tensor  # (B, R)
-    advantages: Tensor  # (B, R)
+    advantages: Tensor | None  # (B, R); None with a teacher
     old_values: Tensor | None = None  # (B, R); None without a critic
     returns: Tensor | None = None  # (B, R), the critic's target; None without one
     ref_logprobs: Tensor | None = None  # (B, R), for the KL in the loss

@@ -54,7 +54,9 @@ def score_sequences(
     run = partial(
         by_micro_batches, sequences=sequences, tokens=config.micro_batch_tokens, world=world
     )
-    ref_logprobs = run(logprobs_of, models.reference)
+    # A teacher's are a part of the loss, beside what it compares.
+    compares = config.has_teacher and with_critic
+    ref_logprobs = None if compares else run(logprobs_of, models.reference)
     scores = torch.zeros(len(sequences))
     if models.reward_model is not None:
         scores = run(sequence_scores, models.reward_model)
@@ -113,6 +115,8 @@ def make_experience(
         sampler_logprobs=scored.sampler_logprobs,
         training_pass=scored.training_pass,
     )
+    if config.has_teacher:
+        return experience(advantages=None)
     scores, weights = training_scores(scored, config), sampler_weights_of(scored, config)
     penalties = coef_in_reward(kl_coef, config) * scored.kl
     by_prompt = groups(scores, config)

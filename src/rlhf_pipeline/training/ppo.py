@@ -37,6 +37,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
+    kl_fault,
     quality_metrics,
     rollout_fault,
     rollout_metrics,
@@ -95,7 +96,8 @@ def train(setup: Setup) -> None:
         # In the first step that trains it, the actor is still the SFT model.
         trained = step > config.critic_warmup_steps + 1
         metrics = rollout_metrics(scored, config, setup.world) | chosen
-        log.add(metrics, rollout_fault(metrics, config, f"at step {step}", trained=trained))
+        where = f"at step {step}"
+        log.add(metrics, rollout_fault(metrics, config, where, trained=trained))
         # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         # 4. Update actor and critic.
@@ -104,9 +106,10 @@ def train(setup: Setup) -> None:
             setup.models, experience, config, setup.world, key=(setup.seed, step), kl_coef=kl_coef,
             train_actor=step > config.critic_warmup_steps,
             texts=None if setup.text is None else setup.text.of_step(step),
+            given=None if setup.given is None else setup.given.of_step(step),
         )  # fmt: skip
         metrics["objective/kl_coef"] = kl_coef
-        log.add(metrics, sampler_fault(metrics, config, step))
+        log.add(metrics, sampler_fault(metrics, config, step) or kl_fault(metrics, config, where))
         # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:

@@ -25,19 +25,19 @@ def rollout_metrics(
     assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
     clipped = scored.scores.ne(scored.clipped_scores)
     mask = scored.sequences.action_mask
-    k3 = kl_estimate(scored.logprobs, scored.ref_logprobs, "k3")
     own = {
         "responses": torch.tensor(float(len(scores))),
         "score": scored.scores.sum().double(),
         "shaped": scores.sum().double(),
         "clipped": clipped.sum().double(),
-        "kl": scored.kl.sum().double(),
-        "kl_k3": masked_sum(k3, mask).double(),
         "tokens": mask.sum().double(),
         "ended": scored.ended.sum().double(),
         **{f"reward/{name}": part.sum().double() for name, part in scored.parts.items()},
         **{f"replies/{name}": torch.tensor(float(n)) for name, n in scored.replies.items()},
     }
+    if scored.ref_logprobs is not None:
+        k3 = kl_estimate(scored.logprobs, scored.ref_logprobs, "k3")
+        own |= {"kl": scored.kl.sum().double(), "kl_k3": masked_sum(k3, mask).double()}
     if scored.values is not None:
         own["values"] = masked_sum(scored.values, mask).double()
     if config.rewards and config.responses_per_prompt > 1 and not held_out:
@@ -52,11 +52,15 @@ def rollout_metrics(
         "objective/shaped_score": sums["shaped"] / count,
         "objective/clipped_fraction": sums["clipped"] / count,
     }
+    if "kl" in sums:
+        of_kl = {
+            "objective/kl": sums["kl"] / count,
+            "objective/kl_k3": sums["kl_k3"] / count,
+            "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
+        }
     return {
         **(of_rewards if config.rewards else {}),
-        "objective/kl": sums["kl"] / count,
-        "objective/kl_k3": sums["kl_k3"] / count,
-        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
+        **(of_kl if "kl" in sums else {}),
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
         **{name: value / count for name, value in sums.items() if "/" in name},
@@ -101,13 +105,8 @@ def rollout_fault(
 
     `trained`: the actor has taken an optimizer step; otherwise it is the SFT model.
     """
-    kl, bound = metrics["objective/kl"], config.kl.explosion
-    if bound is not None and not kl <= bound:  # `kl > bound` would miss NaN
-        return (
-            f"objective/kl: found {kl:.4g} nats per response {where}, expected at most "
-            f"{config.stage}.kl.explosion ({bound:g}). The actor is too far from the reference. "
-            f"Fix: {ppo_advice('objective/kl', config)}"
-        )
+    if fault := kl_fault(metrics, config, where):
+        return fault
     # An EOS ends a response and counts as one of its tokens.
     if metrics["rollout/response_tokens"] != metrics["rollout/eos_fraction"]:
         return None
@@ -121,6 +120,18 @@ def rollout_fault(
     if trained and config.has_teacher:
         cause = "the actor has learned to end at once. Fix: check whether its teacher does"
     return f"every response is empty {where}: {cause}"
+
+
+def kl_fault(metrics: dict[str, float], config: PPOConfig, where: str) -> str | None:
+    """Why the KL says that training has diverged, or None; some metrics contain no KL."""
+    kl, bound = metrics.get("objective/kl", 0.0), config.kl.explosion
+    if bound is None or kl <= bound:  # a NaN is not
+        return None
+    return (
+        f"objective/kl: found {kl:.4g} nats per response {where}, expected at most "
+        f"{config.stage}.kl.explosion ({bound:g}). The actor is too far from the reference. "
+        f"Fix: {ppo_advice('objective/kl', config)}"
+    )
 
 
 def sampler_fault(metrics: dict[str, float], config: PPOConfig, step: int) -> str | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.config.doors import POLICY_LOSS, by_name
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import micro_batches, minibatch_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
@@ -34,7 +35,9 @@ from rlhf_pipeline.rl.losses import (
     value_loss,
 )
 from rlhf_pipeline.rl.masking import masked_sum
+from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.records import Experience
+from rlhf_pipeline.training.distillation import divergence_loss, given_loss
 from rlhf_pipeline.training.experience import actor_pass
 from rlhf_pipeline.training.ppo_setup import PPOModels
 
@@ -49,6 +52,7 @@ def update_models(
     kl_coef: float,
     train_actor: bool,
     texts: Iterator[Sequences] | None = None,
+    given: Iterator[Sequences] | None = None,
 ) -> dict[str, float]:
     """Take all optimizer steps of one rollout; return means over the tokens of all epochs.
 
@@ -58,6 +62,7 @@ def update_models(
         kl_coef: weight of the KL penalty, if the loss contains it.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
+        given: the same for demonstrations of a distillation.
     """
     engines = {"actor": models.actor} if train_actor else {}
     engines |= {} if models.critic is None else {"critic": models.critic}
@@ -68,9 +73,10 @@ def update_models(
         before = sums
         for number, pieces in enumerate(islice(minibatches, config.updates_per_epoch)):
             text = next(texts) if texts is not None and train_actor else None
+            demonstrations = None if given is None else next(given)
             sums = update_minibatch(
                 models, pieces, config, world, sums, kl_coef=kl_coef, train_actor=train_actor,
-                text=text, is_sampler=epoch == 1 and number == 0,
+                text=text, given=demonstrations, is_sampler=epoch == 1 and number == 0,
             )  # fmt: skip
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
@@ -150,15 +156,26 @@ def update_minibatch(
     kl_coef: float,
     train_actor: bool,
     text: Sequences | None = None,
+    given: Sequences | None = None,
     is_sampler: bool = False,
 ) -> Sums:
     """Take one optimizer step of each model in training; return the sums with those of this step.
 
     `pieces` are the micro batches of one minibatch. With `text`, `ptx.coef` times its loss is added
-    to the actor's, each a mean over its own tokens. `is_sampler`: the actor still is the policy
-    that sampled.
+    to the actor's, each a mean over its own tokens. The answers of `given` are in the same mean as
+    those of `pieces`. `is_sampler`: the actor still is the policy that sampled.
     """
+
+    def chunks(rows: Sequences | None) -> list[Sequences]:
+        if rows is None:
+            return []
+        limit = config.micro_batch_tokens
+        (groups,) = micro_batches([rows.lengths], limit, models.actor, world)
+        return [rows.rows(index) for index in groups]
+
+    demonstrations = chunks(given)
     masks = [piece.sequences.action_mask for piece in pieces]
+    masks += [rows.action_mask for rows in demonstrations]
     counts = [
         torch.stack([mask.sum(), number_of_terms(config, mask), reduction(config)(mask, mask)[1]])
         for mask in masks
@@ -174,12 +191,14 @@ def update_minibatch(
             policy_terms=policy_terms, other_terms=other_terms, is_sampler=is_sampler,
         )  # fmt: skip
         losses: list[Loss] = [partial(loss_of, models, piece) for piece in pieces]
+        if isinstance(config, DistillConfig):
+            shared = {"tokens": tokens, "terms": policy_terms, "reduce": reduction(config)}
+            losses += [
+                partial(given_loss, models, rows, config, **shared) for rows in demonstrations
+            ]
         if text is not None:
             length = text.response_ids.numel() * world.size  # every rank has equally many blocks
-            limit = config.micro_batch_tokens
-            (groups,) = micro_batches([text.lengths], limit, models.actor, world)
-            chunks = [text.rows(index) for index in groups]
-            losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
+            losses += [partial(text_loss, models, each, config, length) for each in chunks(text)]
         steps.append((models.actor, losses))
     if (critic := models.critic) is not None:
         losses = [partial(critic_loss, critic, piece, config, tokens) for piece in pieces]
@@ -215,19 +234,29 @@ def actor_loss(
     """
     piece = piece.to(models.actor.device)
     mask = piece.sequences.action_mask
-    if (done := piece.training_pass) is not None:
-        logprobs, entropy = done.logprobs, done.entropy
+    old, reduce, sums = piece.old_logprobs, reduction(config), {}
+    if isinstance(config, DistillConfig):
+        found = divergence_loss(models, piece.sequences, config, reduce)
+        total, logprobs, entropy, of_teacher = found
+        kl, k3 = (masked_sum(kl_estimate(old, of_teacher, kind), mask) for kind in ("k1", "k3"))
+        sums = {"objective/kl": kl, "objective/kl_k3": k3, "objective/count": mask.any(1).sum()}
     else:
-        logprobs, entropy = actor_pass(models, piece.sequences, config)
-    old, reduce = piece.old_logprobs, reduction(config)
-    total, _ = policy_loss(
-        config, logprobs=logprobs, old_logprobs=old, advantages=piece.advantages, mask=mask
-    )
+        if (done := piece.training_pass) is not None:
+            logprobs, entropy = done.logprobs, done.entropy
+        else:
+            logprobs, entropy = actor_pass(models, piece.sequences, config)
+        advantages = piece.advantages
+        assert advantages is not None
+        total, _ = policy_loss(
+            config, logprobs=logprobs, old_logprobs=old, advantages=advantages, mask=mask
+        )
     loss, count = total / policy_terms, mask.sum()
     diagnostics = by_name(
         policy_diagnostics, config, logprobs=logprobs.detach(), old_logprobs=old, mask=mask
     )
-    sums = {f"policy/{name}": value for name, value in diagnostics.items()}
+    if config.has_teacher:  # nothing is clipped
+        del diagnostics["clip_fraction"]
+    sums |= {f"policy/{name}": value for name, value in diagnostics.items()}
     entropies = masked_sum(entropy, mask)
     sums |= {"policy/loss": loss * tokens, "policy/entropy": entropies, "policy/count": count}
     if is_sampler and piece.sampler_logprobs is not None:
