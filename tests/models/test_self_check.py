@@ -11,7 +11,7 @@ from varlen_reference import varlen_attn
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models import packing, self_check
 from rlhf_pipeline.models.self_check import check, compare_attention, compare_head
-from rlhf_pipeline.rl import logprobs, softmax
+from rlhf_pipeline.rl import logprobs
 
 CPU = torch.device("cpu")
 HALF = [torch.bfloat16, torch.float16]
@@ -118,7 +118,7 @@ def test_logits_that_are_rounded_are_found(monkeypatch):
     def rounded(left, right):
         return (left.float() @ right.float()).to(left.dtype).float()
 
-    monkeypatch.setattr(softmax, "matmul", rounded)
+    monkeypatch.setattr(logprobs, "_matmul", rounded)
     found = {each.kernel: each for each in compare_head(CPU, torch.bfloat16)[:1]}
     assert worst(found.values()) > 5
 
@@ -127,7 +127,7 @@ def test_a_result_that_is_not_a_number_is_refused(monkeypatch):
     def broken(left, right):
         return (left.float() @ right.float()).log()
 
-    monkeypatch.setattr(softmax, "matmul", broken)
+    monkeypatch.setattr(logprobs, "_matmul", broken)
     with pytest.raises(StageError, match="found an error of nan"):
         check(CPU, "fp32")
 

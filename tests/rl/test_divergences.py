@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_pipeline.rl.divergences import Teacher, apart, divergence
-from rlhf_pipeline.rl.logprobs import logprobs_and_entropy
-from rlhf_pipeline.rl.softmax import Softmax
+from rlhf_pipeline.rl.divergences import divergence
+from rlhf_pipeline.rl.logprobs import Teacher, logprobs_and_entropy
 
 STUDENT, TEACHER = [1.0, 2.0, 5.0], [4.0, 2.0, 2.0]
 BETAS = [0.0, 0.25, 0.5, 1.0]
@@ -27,12 +26,8 @@ def compared(
 ) -> Tensor:
     """The divergences (B, R) from a teacher with these logits, by the code of training."""
     ids = torch.zeros(logits.shape[:2], dtype=torch.long)
-    found = Teacher(beta, teacher)
-    if count is not None:
-        vocab_size = how.get("vocab_size") or logits.shape[-1]
-        softmax = Softmax(logits.shape[-1], how.get("temperature", 1.0), vocab_size, 10**6)
-        found = found.likeliest(count, ids, softmax)
-    return logprobs_and_entropy(logits, ids, teacher=found, **how)[2][0]
+    known = Teacher(teacher, None, beta, count)
+    return logprobs_and_entropy(logits, ids, teacher=known, **how)[2][0]
 
 
 def plain(logits: Tensor, teacher: Tensor, beta: float, count: int | None, temperature: float):
@@ -64,7 +59,7 @@ def plain(logits: Tensor, teacher: Tensor, beta: float, count: int | None, tempe
     ],
 )
 def test_divergences(beta: float, expected: float):
-    found = divergence(probabilities(STUDENT), probabilities(TEACHER), beta)
+    found = divergence(probabilities(STUDENT), probabilities(TEACHER), beta=beta)
     torch.testing.assert_close(found, torch.tensor([expected]), rtol=1e-5, atol=0.0)
 
 
@@ -75,13 +70,6 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(beta: float):
     found.sum().backward()
     torch.testing.assert_close(found, torch.zeros(2, 3), atol=1e-6, rtol=0.0)
     torch.testing.assert_close(logits.grad, torch.zeros(2, 3, 7), atol=1e-6, rtol=0.0)
-
-
-def test_the_likeliest_tokens_are_apart_and_the_others_are_one():
-    found = apart(probabilities([1.0, 2.0, 5.0, 8.0]), torch.tensor([[3, 1]]))
-    torch.testing.assert_close(found, probabilities([8.0, 2.0, 6.0]))
-    whole = apart(probabilities([1.0, 3.0]), torch.tensor([[1, 0]]))
-    torch.testing.assert_close(whole.exp(), torch.tensor([[0.75, 0.25, 0.0]]))
 
 
 def test_the_tokens_apart_are_those_that_the_teacher_likes():
@@ -138,9 +126,7 @@ def test_chunks_change_nothing(chunk: int, count: int | None):
         states, of_teacher = torch.randn(3, 5, 6), torch.randn(11, 6)
         ids = torch.randint(9, (3, 5))
         own = [each.requires_grad_() for each in (hidden, weight, bias)]
-        teacher = Teacher(0.3, states, (of_teacher, None))
-        if count is not None:
-            teacher = teacher.likeliest(count, ids, Softmax(11, 0.9, 9, size))
+        teacher = Teacher(states, (of_teacher, None), 0.3, count)
         logprobs, entropy, (away, known) = logprobs_and_entropy(
             hidden, ids, temperature=0.9, vocab_size=9, head=(weight, bias), teacher=teacher,
             chunk=size,
@@ -163,7 +149,9 @@ def test_one_divergence_beside_the_entropy_and_the_log_probability():
 
     def gradient(*wanted: int) -> Tensor:
         logits = values.clone().requires_grad_()
-        logprobs, entropy, both = logprobs_and_entropy(logits, ids, teacher=Teacher(1.0, teacher))
+        logprobs, entropy, both = logprobs_and_entropy(
+            logits, ids, teacher=Teacher(teacher, None, 1.0)
+        )
         results = logprobs, entropy, both[0]
         sum(results[each].sum() for each in wanted).backward()
         return logits.grad
@@ -174,7 +162,7 @@ def test_one_divergence_beside_the_entropy_and_the_log_probability():
 
 @pytest.mark.parametrize("count", [None, 10])
 def test_no_tensor_is_larger_than_a_chunk(count: int | None):
-    """The tensors of a position together are at most a chunk, besides the logits and results."""
+    """At most eight tensors exist at a time, besides the logits and results."""
     logits = torch.zeros(2, 40, 1000, dtype=torch.bfloat16, requires_grad=True)
     teacher, sizes = torch.zeros(2, 40, 1000, dtype=torch.bfloat16), []
 
@@ -188,4 +176,4 @@ def test_no_tensor_is_larger_than_a_chunk(count: int | None):
     with Sizes():
         compare = partial(compared, logits, teacher, 0.5, count)
         compare(chunk=40_000).sum().backward()
-    assert count is not None or max(sizes) == 40_000 / 8
+    assert max(sizes) == 40_000 / 8

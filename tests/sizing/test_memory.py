@@ -17,7 +17,7 @@ from rlhf_pipeline.models.forward import install_logprob_head, response_logprobs
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.packing import use_packed_attention
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rl import softmax
+from rlhf_pipeline.rl import logprobs
 from rlhf_pipeline.sizing import memory
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import Numbers, Rows, frozen_model, trained_model
@@ -305,7 +305,7 @@ FAMILIES = {
 
 
 def test_logits_exist_in_the_chunks_that_the_plan_assumes():
-    assert (memory.CHUNK, memory.GPU_CHUNK) == (softmax.CHUNK, softmax.GPU_CHUNK)
+    assert (memory.CHUNK, memory.GPU_CHUNK) == (logprobs.CHUNK, logprobs.GPU_CHUNK)
 
 
 def saved_bytes(model_type, layers, dtype, *, lora):

@@ -21,7 +21,7 @@ from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.ppo_setup import GivenBatches, set_up
-from rlhf_pipeline.training.ppo_update import update_minibatch
+from rlhf_pipeline.training.ppo_update import demonstrations, update_minibatch
 
 SMALL = {
     "rollout_batch_size": 32, "minibatch_size": 32, "micro_batch_tokens": 512,
@@ -129,15 +129,13 @@ def test_the_gradient_is_that_of_the_mean_kl_of_own_and_given_answers(
         models = replace(setup.models, actor=engines[world.rank], reference=reference)
         sequences = collate(PROMPTS[own], RESPONSES[own], 0)
         old = torch.zeros(len(sequences), sequences.response_ids.shape[1])
-        rows = Experience(sequences, old, None, sampler_logprobs=old)
+        rows = Experience(sequences, old, old, sampler_logprobs=old)
         (groups,) = micro_batches([sequences.lengths], tokens, models.actor, world)
-        table = Rows.of(pa.table(GIVEN))
-        return world.sums(
-            update_minibatch(
-                models, [rows.rows(index) for index in groups], config, world, {}, kl_coef=3.0,
-                train_actor=True, given=GivenBatches(table, config, world, 1).batch(0),
-            )
-        )  # fmt: skip
+        pieces = [rows.rows(index) for index in groups]
+        given = GivenBatches(Rows.of(pa.table(GIVEN)), config, world, 1).batch(0)
+        pieces += demonstrations(given, models, config, world)
+        sums = update_minibatch(models, pieces, config, world, {}, kl_coef=3.0, train_actor=True)
+        return world.sums(sums)
 
     sums, *_ = on_threads(ranks, step)
     student, known = (load_policy(ppo_inputs["sft_model"], "fp32"), load_policy(teacher, "fp32"))

@@ -77,10 +77,10 @@ class TeacherConfig(BaseModelConfig):
 
 
 class TeacherKLConfig(KLConfig):
-    """The reverse KL to the teacher, which a distillation minimizes; see `ppo.kl`."""
+    """The divergence from the teacher, which a distillation minimizes; see `ppo.kl`."""
 
     coef: PositiveFloat = 1.0
-    """Factor of the divergence; it weighs it against `ptx` and `entropy_coef`."""
+    """Factor of the divergence, which weighs it against `ptx` and `entropy_coef`."""
     explosion: PositiveFloat | None = None
     """KL above which training has diverged. None: no limit, since the student starts far away."""
 
@@ -113,8 +113,8 @@ class DistillConfig(PPOConfig):
     """The divergence. 1: reverse KL, which selects among what the student says; 0: forward KL,
     which covers what the teacher says; between them: generalized Jensen-Shannon divergence."""
     top_k: PositiveInt | None = None
-    """The teacher's likeliest tokens that are compared one by one, all others as one: less memory
-    and time where the vocabulary is large. None: the whole vocabulary."""
+    """The teacher's likeliest tokens that are compared one by one, and all others as one, which
+    ignores differences in the tail of a large vocabulary. None: all tokens one by one."""
     given_batch_size: NonNegativeInt = 0
     """Demonstrations of the phase `sft` in each optimizer step beside `minibatch_size` own
     responses, over all ranks. GKD's lambda is the share of own responses."""
@@ -137,7 +137,7 @@ class DistillConfig(PPOConfig):
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How responses are sampled; the temperature is also that of the teacher."""
     kl: TeacherKLConfig = TeacherKLConfig()
-    """The reverse KL to the teacher."""
+    """The divergence from the teacher."""
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=5e-5))
     """The student. It starts from the SFT model, or without SFT from the base model."""
     reference: FrozenModelConfig = FrozenModelConfig()

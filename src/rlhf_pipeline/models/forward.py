@@ -11,10 +11,8 @@ Shapes: B sequences, P prompt tokens, R response tokens, V vocabulary.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,10 +20,8 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.packing import PACKED
-from rlhf_pipeline.models.sequences import Packed, Sequences, collate, tensors
-from rlhf_pipeline.rl.divergences import Teacher
-from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
-from rlhf_pipeline.rl.softmax import Head, Softmax
+from rlhf_pipeline.models.sequences import Packed, Sequences, collate
+from rlhf_pipeline.rl.logprobs import Head, Teacher, logprobs_and_entropy, logprobs_of
 
 FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
 """Token ids of three short rows; the last two begin with a prompt of three tokens."""
@@ -33,7 +29,8 @@ FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
 
 @dataclass(frozen=True)
 class LogprobRequest:
-    """A request to a forward pass: to return log-probabilities instead of logits."""
+    """A request to a forward pass: to return log-probabilities instead of logits, or to keep what a
+    teacher's are made of."""
 
     ids: Tensor
     """(B, R) the chosen tokens; token t is predicted by the t-th hidden state that is kept."""
@@ -43,7 +40,9 @@ class LogprobRequest:
     entropy_trains: bool = False
     """Whether the entropies have a gradient, which costs as much as that of log-probabilities."""
     teacher: Teacher | None = None
-    """With entropies: also to compare the distributions with its own."""
+    """With entropies: a teacher to be compared with."""
+    keep: list[tuple[Tensor, Head]] | None = None
+    """Where a teacher's pass puts hidden states or logits, and the layer behind them."""
 
     def answer(self, inputs: Tensor, head: Head = None) -> Tensor:
         """Log-probabilities, entropies if requested, divergences from a teacher and its own
@@ -53,40 +52,18 @@ class LogprobRequest:
         """
         how: Any = {"temperature": self.temperature, "vocab_size": self.vocab_size, "head": head}
         inputs = inputs[:, : self.ids.shape[1]]
+        if self.keep is not None:
+            if head is not None:  # sharded weights are whole now, and stay as long as they are used
+                head = head[0].detach(), head[1] if head[1] is None else head[1].detach()
+            self.keep.append((inputs, head))
+            return inputs
         if not self.with_entropy:
             return logprobs_of(inputs, self.ids, **how)[None]
         found = logprobs_and_entropy(inputs, self.ids, teacher=self.teacher, **how)
         logprobs, entropy, *compared = found
+        logprobs = logprobs.detach() if compared else logprobs
         entropy = entropy if self.entropy_trains else entropy.detach()
-        if compared:  # its loss needs no log-probability
-            logprobs = logprobs.detach()
         return torch.cat([logprobs[None], entropy[None], *compared])
-
-
-@dataclass
-class TeacherRequest:
-    """A request to a forward pass: to keep what distributions are made of."""
-
-    ids: Tensor  # (B, R), as those of the student's request
-    beta: float
-    count: int | None  # tokens that are apart; None: all
-    vocab_size: int
-    temperature: float = 1.0
-    found: Teacher | None = None
-
-    def answer(self, inputs: Tensor, head: Head = None) -> Tensor:
-        """The inputs, which the caller need not read."""
-        if head is not None:  # a sharded weight is whole during this call; its detached copy stays
-            head = head[0].detach(), head[1] if head[1] is None else head[1].detach()
-        self.found = Teacher(self.beta, inputs[:, : self.ids.shape[1]], head)
-        if self.count is not None:
-            kept = self.found.inputs
-            softmax = Softmax.of(kept, self.ids, head, self.temperature, self.vocab_size)
-            self.found = self.found.likeliest(self.count, self.ids, softmax)
-        return inputs
-
-
-R = TypeVar("R", LogprobRequest, TeacherRequest)
 
 
 class LogprobHead(nn.Linear):
@@ -96,7 +73,7 @@ class LogprobHead(nn.Linear):
     backward, tied to the embeddings or not.
     """
 
-    request: LogprobRequest | TeacherRequest | None = None
+    request: LogprobRequest | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits (B, S, V), or the answer to the request."""
@@ -168,21 +145,22 @@ def response_divergences(
     batch: Sequences,
     *,
     beta: float,
-    count: int | None = None,
+    top_k: int | None = None,
     entropy_trains: bool = False,
     **how: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `response_logprobs_and_entropy` for the student, its divergence from
-    the teacher at each token, and the teacher's log-probability of the token, (B, R) each.
+) -> tuple[Tensor, ...]:
+    """Return the results of `response_logprobs_and_entropy` for the student, the divergence from
+    the teacher at each response token, and the teacher's log-probability of it, (B, R) each.
 
-    `beta` as in `rl.divergences.divergence`; `count`: the teacher's likeliest tokens that are apart
-    (None: all). The divergence has a gradient, and the log-probabilities have none.
+    `beta` and `top_k` are those of `rl.divergences`. Log-probabilities have no gradient.
     """
-    wanted = {"beta": beta, "count": count, **how}
-    known = _distributions(teacher, batch, packed=probe_capabilities(student).packed, **wanted)
-    wanted = {"with_entropy": True, "entropy_trains": entropy_trains, "teacher": known, **how}
-    logprobs, entropy, away, of_teacher = _logprobs(student, batch, **wanted)
-    return logprobs, entropy, away, of_teacher
+    packed = all(probe_capabilities(each).packed for each in (student, teacher))
+    kept: list[tuple[Tensor, Head]] = []
+    with torch.no_grad():
+        _logprobs(teacher, batch, packed=packed, keep=kept, **how)
+    known = Teacher(*kept[0], beta, top_k)
+    wanted = {"with_entropy": True, "entropy_trains": entropy_trains, "teacher": known}
+    return _logprobs(student, batch, packed=packed, **wanted, **how).unbind()
 
 
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
@@ -212,48 +190,23 @@ def network_of(policy: nn.Module) -> PreTrainedModel:
     return next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
 
 
-def _logprobs(policy: nn.Module, batch: Sequences, **wanted: Any) -> Tensor:
-    """What the request returns, (1, 2 or 4, B, R)."""
-    _, found = _pass(policy, batch, partial(LogprobRequest, **wanted))
-    return _rectangular(found, batch) if probe_capabilities(policy).packed else found
-
-
-@torch.no_grad()
-def _distributions(teacher: nn.Module, batch: Sequences, *, packed: bool, **wanted: Any) -> Teacher:
-    """The distributions of a teacher, packed or not as those of its student are."""
-    request, _ = _pass(teacher, batch, partial(TeacherRequest, **wanted))
-    found, mask = request.found, batch.real_mask
-    if probe_capabilities(teacher).packed == packed:
-        return found
-
-    def moved(x: Tensor) -> Tensor:
-        if packed:
-            return x[mask][None]
-        padded = x.new_zeros(*mask.shape, *x.shape[2:])
-        padded[mask] = x[0]
-        return padded
-
-    return replace(found, **{name: moved(x) for name, x in tensors(found).items()})
-
-
-def _pass(
-    policy: nn.Module, batch: Sequences, request_of: Callable[[Tensor], R]
-) -> tuple[R, Tensor]:
-    """A request for the tokens of the responses, and its answer."""
+def _logprobs(
+    policy: nn.Module, batch: Sequences, *, packed: bool | None = None, **wanted: Any
+) -> Tensor:
+    """What the request returns, (1, 2 or 4, B, R). `packed`: None if the policy can pack rows."""
     able = probe_capabilities(policy)
-    rows = batch.packed() if able.packed else batch
-    request = request_of(ids := rows.response_ids)
+    packed = able.packed if packed is None else packed
+    rows = batch.packed() if packed else batch
+    ids = rows.response_ids
     # Padded: the last prompt token and every response token; the last one predicts nothing.
     keep = rows.before_response if isinstance(rows, Packed) else ids.shape[1] + 1
-    inputs = rows.model_inputs()
-    return request, _requested(policy, able.head, request, **inputs, logits_to_keep=keep)
+    request = LogprobRequest(ids, **wanted)
+    found = _requested(policy, able.head, request, **rows.model_inputs(), logits_to_keep=keep)
+    return _rectangular(found, batch) if packed and request.keep is None else found
 
 
 def _requested(
-    policy: nn.Module,
-    head: LogprobHead | None,
-    request: LogprobRequest | TeacherRequest,
-    **inputs: Any,
+    policy: nn.Module, head: LogprobHead | None, request: LogprobRequest, **inputs: Any
 ) -> Tensor:
     """A forward pass of the policy in which its head answers the request."""
     if head is None:

@@ -6,19 +6,37 @@ Float32 tensors of B * R * V elements would be the largest ones of RLHF. Therefo
 positions is processed at a time, and the backward pass recomputes its probabilities.
 """
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_pipeline.rl.divergences import Teacher, chosen
-from rlhf_pipeline.rl.softmax import Head, Part, Softmax, add_product
+from rlhf_pipeline.rl.divergences import divergence
 
-ENTROPY_PARTS, TEACHER_PARTS = 8, 8
-"""Parts of a chunk: of the entropy's tensors, and where several exist to compare two models."""
+CHUNK, GPU_CHUNK = 2**25, 2**27
+"""Elements of a chunk: 128 MiB in float32 on a CPU, 512 MiB on a GPU, whose products of few rows
+are slow. One tensor of a chunk exists at a time, and parts of others; two if the entropy has a
+gradient."""
+
+ENTROPY_PARTS = 8
+TEACHER_PARTS = 8  # of a chunk: to compare two models, so many tensors exist at a time
 BLOCK = 128  # tokens of the vocabulary whose probabilities are added up first
+
+Head = tuple[Tensor, Tensor | None] | None
+"""Weight (V, d) and bias (V,) of the layer from hidden states to logits; None: there are logits."""
+
+
+class Teacher(NamedTuple):
+    """A teacher at the positions of a batch, and the `divergences.divergence` from it."""
+
+    inputs: Tensor  # (B, R, d) hidden states of any width or (B, R, V) logits, without a gradient
+    head: Head
+    beta: float
+    top_k: int | None = None
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, **how: Any) -> Tensor:
@@ -51,21 +69,23 @@ def logprobs_and_entropy(
         head: weight (V, d) and bias (V,) of the layer from hidden states to logits, which exist
             for one chunk at a time, in float32 whatever the dtype of the weight.
         with_entropy: False: the second result is None.
-        teacher: temperature, vocab_size and chunk are also those of its distributions.
+        teacher: temperature and vocab_size are also those of its distributions.
 
     Returns:
         (B, R) float32 each, from one softmax, differentiable once. With a teacher also (2, B, R):
-        `divergences.divergence` from it, and its log-probability of each token, a constant.
+        the divergence from it, and its log-probability of each token, a constant.
 
     Raises:
         ValueError: the shape of ids, the temperature or vocab_size is wrong.
     """
-    softmax = Softmax.of(logits, ids, head, temperature, vocab_size, chunk)
-    if teacher is not None:
-        softmax = replace(softmax, chunk=-(-softmax.chunk // TEACHER_PARTS))
-    weights = head or (None, None)
-    found = _LogProbs.apply(logits, *weights, ids, softmax, teacher, with_entropy)
-    return found[: 2 + (teacher is not None)]
+    weight, bias = (None, None) if head is None else head
+    columns = logits.shape[-1] if weight is None else weight.shape[0]
+    vocab_size = _checked_vocab_size(logits, columns, ids, temperature, vocab_size)
+    chunk = chunk or (CHUNK if logits.device.type == "cpu" else GPU_CHUNK)
+    chunk = chunk if teacher is None else -(-chunk // TEACHER_PARTS)
+    settings = _Settings(columns, temperature, vocab_size, chunk, with_entropy, teacher)
+    found = _LogProbs.apply(logits, weight, bias, ids, settings)
+    return found if teacher else found[:2]
 
 
 def sampled(
@@ -121,24 +141,23 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         ids: Tensor,
-        softmax: Softmax,
-        teacher: Teacher | None,
-        with_entropy: bool,
+        settings: "_Settings",
     ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(inputs, weight, bias, ids)
-        ctx.softmax, ctx.teacher = softmax, teacher
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
-        head = None if weight is None else (weight, bias)
-        logprobs = torch.empty_like(ids, dtype=torch.float32)
-        entropy = torch.empty_like(logprobs) if with_entropy else None
-        compared = None if teacher is None else logprobs.new_empty(2, *ids.shape)
-        for part in softmax.parts(ids):
-            log_p = softmax.log_softmax(inputs[part], head)
-            logprobs[part] = chosen(log_p, ids[part])
+        logprobs = inputs.new_empty(ids.shape, dtype=torch.float32)
+        entropy = torch.empty_like(logprobs) if settings.with_entropy else None
+        compared = logprobs.new_empty(2, *ids.shape) if settings.teacher else None
+        for part in settings.parts(ids):
+            log_p = settings.log_softmax(inputs[part], weight, bias)
+            logprobs[part] = _chosen(log_p, ids[part])
+            if compared is not None:
+                compared[0, *part], log_t = settings.compare(log_p, part)
+                compared[1, *part] = _chosen(log_t, ids[part])
+                del log_t
             if entropy is not None:
                 entropy[part] = _entropy(log_p)
-            if compared is not None:
-                compared[:, *part] = torch.stack(teacher.compare(log_p, ids[part], softmax, part))
             del log_p  # before the next chunk
         return logprobs, entropy, compared
 
@@ -151,50 +170,142 @@ class _LogProbs(torch.autograd.Function):
 
         d logprob / d logits = (onehot(id) - p) / temperature
         d entropy / d logits = -p * (log p + entropy) / temperature
+
+        Autograd has that of the divergence with respect to log p.
         """
         inputs, weight, bias, ids = ctx.saved_tensors
-        softmax, head = ctx.softmax, None if weight is None else (weight, bias)
+        settings = ctx.settings
         grad_inputs = torch.zeros_like(inputs)
         needed = (
             weight if ctx.needs_input_grad[1] else None,
             bias if ctx.needs_input_grad[2] else None,
         )
         sums = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in needed]
-        for part in softmax.parts(ids):
-            total = softmax.log_softmax(inputs[part], head)
+        for part in settings.parts(ids):
+            total = settings.log_softmax(inputs[part], weight, bias)
             factor = torch.zeros((), device=total.device)
-            of_teacher = None
+            slope = None
             if grad_compared is not None:
-                scale = grad_compared[0, *part] / softmax.temperature
-                of_teacher = _slope(ctx.teacher, total, ids[part], softmax, part, scale)
+                slope = settings.slope(total, part, grad_compared[0, *part])
             if grad_entropy is not None:
-                scale = grad_entropy[part].unsqueeze(-1) / softmax.temperature
+                scale = grad_entropy[part].unsqueeze(-1) / settings.temperature
                 factor = -scale * (total + _entropy(total).unsqueeze(-1))
             total.exp_()
             if grad is not None:
-                scale = grad[part].unsqueeze(-1) / softmax.temperature
+                scale = grad[part].unsqueeze(-1) / settings.temperature
                 total.mul_(factor - scale).scatter_add_(-1, ids[part].unsqueeze(-1), scale)
             else:
                 total.mul_(factor)
-            if of_teacher is not None:
-                total += of_teacher
-                del of_teacher
+            if slope is not None:
+                total += slope
+                del slope
             if weight is None:
-                grad_inputs[part][..., : softmax.vocab_size] = total
+                grad_inputs[part][..., : settings.vocab_size] = total
                 del total
                 continue
-            grad_inputs[part] = total.to(inputs.dtype) @ weight[: softmax.vocab_size]
+            grad_inputs[part] = total.to(inputs.dtype) @ weight[: settings.vocab_size]
             if sums[0] is not None:
-                add_product(
-                    sums[0][: softmax.vocab_size],
+                _add_product(
+                    sums[0][: settings.vocab_size],
                     total.flatten(0, 1).T.to(inputs.dtype),
                     inputs[part].flatten(0, 1),
                 )
             if sums[1] is not None:
-                sums[1][: softmax.vocab_size] += total.flatten(0, 1).sum(0)
+                sums[1][: settings.vocab_size] += total.flatten(0, 1).sum(0)
             del total  # before the next chunk
         grads = [None if x is None else x.to(inputs.dtype) for x in sums]
-        return grad_inputs, *grads, *[None] * 4
+        return grad_inputs, *grads, None, None
+
+
+Part = tuple[slice, slice]
+"""Some rows and positions."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `_LogProbs` needs besides tensors."""
+
+    columns: int  # columns of the logits
+    temperature: float
+    vocab_size: int
+    chunk: int
+    with_entropy: bool
+    teacher: Teacher | None
+
+    def log_softmax(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The log-softmax of a part in float32, a new tensor; padded columns are left out."""
+        size = self.vocab_size
+        if weight is None:
+            logits = inputs[..., :size].to(torch.float32, copy=True)
+        else:
+            logits = _matmul(inputs, weight[:size].T)
+            if bias is not None:
+                logits += bias[:size]
+        if self.temperature != 1:
+            logits /= self.temperature
+        return torch.log_softmax(logits, -1, out=logits)
+
+    def compare(self, log_p: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """The divergence of a part from the teacher, and the teacher's log-softmax."""
+        assert self.teacher is not None
+        inputs, head, *how = self.teacher
+        log_t = self.log_softmax(inputs[part], *(head or (None, None)))
+        return divergence(log_p, log_t, *how), log_t
+
+    def slope(self, log_p: Tensor, part: Part, grad: Tensor) -> Tensor:
+        """The gradient of the divergence with respect to the logits, times `grad`."""
+        with torch.enable_grad():
+            leaf = log_p.detach().requires_grad_()
+            found, _ = self.compare(leaf, part)
+            (slope,) = torch.autograd.grad(found, leaf, grad / self.temperature)
+        return slope - log_p.exp().mul_(slope.sum(-1, keepdim=True))
+
+    def parts(self, ids: Tensor) -> Iterator[Part]:
+        """Rows and positions of chunks: several whole rows, or else a part of one row.
+
+        Slices are views; to flatten the logits of a batch could copy them.
+        """
+        rows, width = ids.shape
+        positions = max(1, self.chunk // self.columns)
+        height = max(1, positions // max(1, width))
+        length = width if positions >= width else positions
+        for top in range(0, rows, height):
+            for left in range(0, width, max(1, length)):
+                yield slice(top, top + height), slice(left, left + length)
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """The product in float32: bf16 is too coarse for the logits of a large vocabulary."""
+    if left.is_cuda and left.dtype != torch.float32:
+        product = torch.mm(left.flatten(0, -2), right, out_dtype=torch.float32)
+        return product.view(*left.shape[:-1], -1)
+    return left.float() @ right.float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product to float32 numbers, without a second tensor of their size if torch can."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif left.is_cuda and _adds_products(left.dtype):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += _matmul(left, right)
+
+
+@cache
+def _adds_products(dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product in half precision to float32 numbers, in one kernel."""
+    ones = torch.ones(8, 8, device="cuda", dtype=dtype)
+    total = torch.ones(8, 8, device="cuda")
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 9).all())
+
+
+def _chosen(log_p: Tensor, ids: Tensor) -> Tensor:
+    return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
 def _entropy(log_p: Tensor) -> Tensor:
@@ -204,12 +315,18 @@ def _entropy(log_p: Tensor) -> Tensor:
     return -torch.cat([part.exp().mul_(part).sum(-1) for part in parts]).view(log_p.shape[:-1])
 
 
-def _slope(
-    teacher: Teacher, log_p: Tensor, ids: Tensor, softmax: Softmax, part: Part, scale: Tensor
-) -> Tensor:
-    """`scale` times the gradient of the divergence with respect to logits at temperature 1."""
-    with torch.enable_grad():
-        leaf = log_p.detach().requires_grad_()
-        found, _ = teacher.compare(leaf, ids, softmax, part)
-        (slope,) = torch.autograd.grad(found, leaf, scale)
-    return slope - log_p.exp().mul_(slope.sum(-1, keepdim=True))
+def _checked_vocab_size(
+    logits: Tensor, columns: int, ids: Tensor, temperature: float, vocab_size: int | None
+) -> int:
+    if ids.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; "
+            "expected (B, R) and (B, R, V)"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature: found {temperature}, expected a positive number")
+    if vocab_size is not None and not 1 <= vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size: found {vocab_size}, expected 1 to {columns} (columns of logits)"
+        )
+    return columns if vocab_size is None else vocab_size

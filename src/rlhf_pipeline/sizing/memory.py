@@ -25,7 +25,7 @@ NF4 = 0.5 + 4 / 64
 """Bytes of a 4-bit weight of bitsandbytes: half a byte, and a float32 scale for 64 weights."""
 
 CHUNK, GPU_CHUNK = 2**25, 2**27
-"""Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.softmax`."""
+"""Elements of the logits that exist at a time in float32: `rlhf_pipeline.rl.logprobs`."""
 HEAP, CHURNED_HEAP = 1.6, 2.6
 """On a CPU, what a training pass allocates takes this many times its size, for glibc's heap keeps
 the gaps. The second factor is for activations with adapters, and for weights that ZeRO-3 gathers

@@ -95,6 +95,9 @@ def plan_stage(
         ]
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
+            if load.config.has_teacher:  # its last hidden states stay for the backward pass
+                size = BYTES[load.config.reference.beside(load.config.actor.deepspeed).precision]
+                found[0][1][0].parts["teacher"] = size * load.rows.answers * reference.hidden
     phases = tuple(phase for _, own in found for phase in own)
     memory = StageMemory(tuple(model for model, _ in found), phases, hardware.on_gpu)
     if isinstance(load.config, SampledConfig):  # it answers before it trains

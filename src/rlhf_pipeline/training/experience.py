@@ -116,7 +116,7 @@ def make_experience(
         training_pass=scored.training_pass,
     )
     if config.has_teacher:
-        return experience(advantages=None)
+        return experience(advantages=torch.zeros_like(scored.logprobs))
     scores, weights = training_scores(scored, config), sampler_weights_of(scored, config)
     penalties = coef_in_reward(kl_coef, config) * scored.kl
     by_prompt = groups(scores, config)

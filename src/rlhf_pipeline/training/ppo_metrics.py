@@ -52,12 +52,12 @@ def rollout_metrics(
         "objective/shaped_score": sums["shaped"] / count,
         "objective/clipped_fraction": sums["clipped"] / count,
     }
-    if "kl" in sums:
-        of_kl = {
-            "objective/kl": sums["kl"] / count,
-            "objective/kl_k3": sums["kl_k3"] / count,
-            "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
-        }
+    kl = sums.get("kl", 0.0)
+    of_kl = {
+        "objective/kl": kl / count,
+        "objective/kl_k3": sums.get("kl_k3", 0.0) / count,
+        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * kl) / count,
+    }
     return {
         **(of_rewards if config.rewards else {}),
         **(of_kl if "kl" in sums else {}),

@@ -22,7 +22,7 @@ from rlhf_pipeline.distributed.optimizer_step import (
     step_together,
 )
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.forward import response_logprobs, response_values
+from rlhf_pipeline.models.forward import response_divergences, response_logprobs, response_values
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import (
@@ -37,7 +37,6 @@ from rlhf_pipeline.rl.losses import (
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.records import Experience
-from rlhf_pipeline.training.distillation import divergence_loss, given_loss
 from rlhf_pipeline.training.experience import actor_pass
 from rlhf_pipeline.training.ppo_setup import PPOModels
 
@@ -73,10 +72,11 @@ def update_models(
         before = sums
         for number, pieces in enumerate(islice(minibatches, config.updates_per_epoch)):
             text = next(texts) if texts is not None and train_actor else None
-            demonstrations = None if given is None else next(given)
+            if given is not None:
+                pieces = pieces + demonstrations(next(given), models, config, world)
             sums = update_minibatch(
                 models, pieces, config, world, sums, kl_coef=kl_coef, train_actor=train_actor,
-                text=text, given=demonstrations, is_sampler=epoch == 1 and number == 0,
+                text=text, is_sampler=epoch == 1 and number == 0,
             )  # fmt: skip
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
@@ -146,6 +146,17 @@ def _only_trained(drawn: list[Tensor], trains: Tensor, world: World) -> list[Ten
     return [rows[:count] for rows, count in zip(first, counts, strict=True)]
 
 
+def demonstrations(
+    rows: Sequences, models: PPOModels, config: PPOConfig, world: World
+) -> list[Experience]:
+    """Demonstrations as micro batches of the minibatch that they are added to."""
+    (groups,) = micro_batches([rows.lengths], config.micro_batch_tokens, models.actor, world)
+    chunks = [rows.rows(index) for index in groups]
+    none = [torch.zeros(chunk.response_ids.shape) for chunk in chunks]
+    pairs = zip(chunks, none, strict=True)
+    return [Experience(chunk, zeros, zeros, given=True) for chunk, zeros in pairs]
+
+
 def update_minibatch(
     models: PPOModels,
     pieces: Sequence[Experience],
@@ -156,26 +167,15 @@ def update_minibatch(
     kl_coef: float,
     train_actor: bool,
     text: Sequences | None = None,
-    given: Sequences | None = None,
     is_sampler: bool = False,
 ) -> Sums:
     """Take one optimizer step of each model in training; return the sums with those of this step.
 
     `pieces` are the micro batches of one minibatch. With `text`, `ptx.coef` times its loss is added
-    to the actor's, each a mean over its own tokens. The answers of `given` are in the same mean as
-    those of `pieces`. `is_sampler`: the actor still is the policy that sampled.
+    to the actor's, each a mean over its own tokens. `is_sampler`: the actor still is the policy
+    that sampled.
     """
-
-    def chunks(rows: Sequences | None) -> list[Sequences]:
-        if rows is None:
-            return []
-        limit = config.micro_batch_tokens
-        (groups,) = micro_batches([rows.lengths], limit, models.actor, world)
-        return [rows.rows(index) for index in groups]
-
-    demonstrations = chunks(given)
     masks = [piece.sequences.action_mask for piece in pieces]
-    masks += [rows.action_mask for rows in demonstrations]
     counts = [
         torch.stack([mask.sum(), number_of_terms(config, mask), reduction(config)(mask, mask)[1]])
         for mask in masks
@@ -191,14 +191,12 @@ def update_minibatch(
             policy_terms=policy_terms, other_terms=other_terms, is_sampler=is_sampler,
         )  # fmt: skip
         losses: list[Loss] = [partial(loss_of, models, piece) for piece in pieces]
-        if isinstance(config, DistillConfig):
-            shared = {"tokens": tokens, "terms": policy_terms, "reduce": reduction(config)}
-            losses += [
-                partial(given_loss, models, rows, config, **shared) for rows in demonstrations
-            ]
         if text is not None:
             length = text.response_ids.numel() * world.size  # every rank has equally many blocks
-            losses += [partial(text_loss, models, each, config, length) for each in chunks(text)]
+            limit = config.micro_batch_tokens
+            (groups,) = micro_batches([text.lengths], limit, models.actor, world)
+            chunks = [text.rows(index) for index in groups]
+            losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
         steps.append((models.actor, losses))
     if (critic := models.critic) is not None:
         losses = [partial(critic_loss, critic, piece, config, tokens) for piece in pieces]
@@ -234,10 +232,14 @@ def actor_loss(
     """
     piece = piece.to(models.actor.device)
     mask = piece.sequences.action_mask
-    old, reduce, sums = piece.old_logprobs, reduction(config), {}
+    old, reduce, sums = piece.old_logprobs, reduction(config), Sums()
     if isinstance(config, DistillConfig):
-        found = divergence_loss(models, piece.sequences, config, reduce)
-        total, logprobs, entropy, of_teacher = found
+        logprobs, entropy, away, of_teacher = response_divergences(
+            models.actor, models.reference, piece.sequences, beta=config.beta, top_k=config.top_k,
+            entropy_trains=config.entropy_coef > 0, vocab_size=models.contract.vocab_size,
+            temperature=config.sampling.temperature,
+        )  # fmt: skip
+        total, _ = reduce(kl_coef * away, mask)
         kl, k3 = (masked_sum(kl_estimate(old, of_teacher, kind), mask) for kind in ("k1", "k3"))
         sums = {"objective/kl": kl, "objective/kl_k3": k3, "objective/count": mask.any(1).sum()}
     else:
@@ -245,12 +247,12 @@ def actor_loss(
             logprobs, entropy = done.logprobs, done.entropy
         else:
             logprobs, entropy = actor_pass(models, piece.sequences, config)
-        advantages = piece.advantages
-        assert advantages is not None
         total, _ = policy_loss(
-            config, logprobs=logprobs, old_logprobs=old, advantages=advantages, mask=mask
+            config, logprobs=logprobs, old_logprobs=old, advantages=piece.advantages, mask=mask
         )
     loss, count = total / policy_terms, mask.sum()
+    if piece.given:
+        return loss, {"given/loss": loss * tokens, "given/count": count}
     diagnostics = by_name(
         policy_diagnostics, config, logprobs=logprobs.detach(), old_logprobs=old, mask=mask
     )
