@@ -87,15 +87,26 @@ def test_a_teacher_has_weights(block, fault):
     assert any(each.startswith(fault) for each in faults), faults
 
 
-def test_a_folder_without_a_model_is_refused_before_the_run(tmp_path):
+NO_ROWS = {"split": {"weights": [0, 4, 4]}, "sft": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "others", "message"),
+    [
+        ({}, {}, r"distill\.teacher\.path: found '.*', a folder without c"),
+        ({"given_batch_size": 4}, NO_ROWS,
+         r"distill\.given_batch_size: found 4, expected 0, for split\.weights gives the phase sft"),
+        ({"given_batch_size": 3}, {"launch": {"processes": 2}},
+         r"distill\.given_batch_size: found 3, expected a multiple of 2 ranks"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_use_is_refused_before_it(tmp_path, fields, others, message):
     conf = Path(__file__).parents[2] / "conf"
     loader = LayeredConfigLoader(
         str(conf),
         env="base",
-        runtime_params={"distill": {"teacher": str(tmp_path)}},
+        runtime_params={"distill": {"teacher": str(tmp_path), **fields}, **others},
         **CONFIG_LOADER_ARGS,
     )
-    with pytest.raises(
-        ConfigError, match=r"distill\.teacher\.path: found '.*', a folder without c"
-    ):
+    with pytest.raises(ConfigError, match=message):
         check(loader["parameters"], gpus=0, elsewhere=True)
