@@ -217,10 +217,6 @@ class _LogProbs(torch.autograd.Function):
         return grad_inputs, *grads, None, None
 
 
-Part = tuple[slice, slice]
-"""Some rows and positions."""
-
-
 @dataclass(frozen=True)
 class _Settings:
     """What `_LogProbs` needs besides tensors."""
@@ -245,14 +241,14 @@ class _Settings:
             logits /= self.temperature
         return torch.log_softmax(logits, -1, out=logits)
 
-    def compare(self, log_p: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def compare(self, log_p: Tensor, part: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
         """The divergence of a part from the teacher, and the teacher's log-softmax."""
         assert self.teacher is not None
-        inputs, head, *how = self.teacher
+        inputs, head, beta, top_k = self.teacher
         log_t = self.log_softmax(inputs[part], *(head or (None, None)))
-        return divergence(log_p, log_t, *how), log_t
+        return divergence(log_p, log_t, beta, top_k), log_t
 
-    def slope(self, log_p: Tensor, part: Part, grad: Tensor) -> Tensor:
+    def slope(self, log_p: Tensor, part: tuple[slice, slice], grad: Tensor) -> Tensor:
         """The gradient of the divergence with respect to the logits, times `grad`."""
         with torch.enable_grad():
             leaf = log_p.detach().requires_grad_()
@@ -260,7 +256,7 @@ class _Settings:
             (slope,) = torch.autograd.grad(found, leaf, grad / self.temperature)
         return slope - log_p.exp().mul_(slope.sum(-1, keepdim=True))
 
-    def parts(self, ids: Tensor) -> Iterator[Part]:
+    def parts(self, ids: Tensor) -> Iterator[tuple[slice, slice]]:
         """Rows and positions of chunks: several whole rows, or else a part of one row.
 
         Slices are views; to flatten the logits of a batch could copy them.

@@ -37,7 +37,6 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
-    kl_fault,
     quality_metrics,
     rollout_fault,
     rollout_metrics,
@@ -109,7 +108,8 @@ def train(setup: Setup) -> None:
             given=None if setup.given is None else setup.given.of_step(step),
         )  # fmt: skip
         metrics["objective/kl_coef"] = kl_coef
-        log.add(metrics, sampler_fault(metrics, config, step) or kl_fault(metrics, config, where))
+        fault = rollout_fault(log.metrics | metrics, config, where, trained=trained)
+        log.add(metrics, sampler_fault(metrics, config, step) or fault)
         # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:

@@ -103,10 +103,16 @@ def rollout_fault(
 ) -> str | None:
     """Why a rollout, which `where` names, contains nothing to learn from, or None.
 
-    `trained`: the actor has taken an optimizer step; otherwise it is the SFT model.
+    `trained`: the actor has taken an optimizer step; otherwise it is the SFT model. With a teacher,
+    the metrics contain a KL only after the update.
     """
-    if fault := kl_fault(metrics, config, where):
-        return fault
+    kl, bound = metrics.get("objective/kl", 0.0), config.kl.explosion
+    if bound is not None and not kl <= bound:  # `kl > bound` would miss NaN
+        return (
+            f"objective/kl: found {kl:.4g} nats per response {where}, expected at most "
+            f"{config.stage}.kl.explosion ({bound:g}). The actor is too far from the reference. "
+            f"Fix: {ppo_advice('objective/kl', config)}"
+        )
     # An EOS ends a response and counts as one of its tokens.
     if metrics["rollout/response_tokens"] != metrics["rollout/eos_fraction"]:
         return None
@@ -120,18 +126,6 @@ def rollout_fault(
     if trained and config.has_teacher:
         cause = "the actor has learned to end at once. Fix: check whether its teacher does"
     return f"every response is empty {where}: {cause}"
-
-
-def kl_fault(metrics: dict[str, float], config: PPOConfig, where: str) -> str | None:
-    """Why the KL says that training has diverged, or None; some metrics contain no KL."""
-    kl, bound = metrics.get("objective/kl", 0.0), config.kl.explosion
-    if bound is None or kl <= bound:  # a NaN is not
-        return None
-    return (
-        f"objective/kl: found {kl:.4g} nats per response {where}, expected at most "
-        f"{config.stage}.kl.explosion ({bound:g}). The actor is too far from the reference. "
-        f"Fix: {ppo_advice('objective/kl', config)}"
-    )
 
 
 def sampler_fault(metrics: dict[str, float], config: PPOConfig, step: int) -> str | None:
