@@ -74,7 +74,7 @@ class Scored:
 
     sequences: Sequences
     logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled
-    ref_logprobs: Tensor | None  # (B, R) log pi_ref(token); None before a loss with a teacher
+    ref_logprobs: Tensor  # (B, R) log pi_ref(token); NaN if only the update asks the teacher
     values: Tensor | None  # (B, R) value of the state before each token; None without a critic
     scores: Tensor  # (B,) of the reward model, zeros without one; centred sum after `RewardSum`
     ended: Tensor  # (B,) bool: the response contains one of the EOS tokens
@@ -90,7 +90,6 @@ class Scored:
     @property
     def kl(self) -> Tensor:
         """(B,) KL of each response from the reference by the estimator k1, in nats."""
-        assert self.ref_logprobs is not None
         log_ratios = kl_estimate(self.logprobs, self.ref_logprobs, "k1")
         return masked_row_sums(log_ratios, self.sequences.action_mask)
 

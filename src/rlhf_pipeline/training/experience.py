@@ -54,9 +54,10 @@ def score_sequences(
     run = partial(
         by_micro_batches, sequences=sequences, tokens=config.micro_batch_tokens, world=world
     )
-    # A teacher's are a part of the loss, beside what it compares.
-    compares = config.has_teacher and with_critic
-    ref_logprobs = None if compares else run(logprobs_of, models.reference)
+    if config.has_teacher and with_critic:  # the loss compares with the teacher
+        ref_logprobs = torch.full(sequences.response_ids.shape, torch.nan)
+    else:
+        ref_logprobs = run(logprobs_of, models.reference)
     scores = torch.zeros(len(sequences))
     if models.reward_model is not None:
         scores = run(sequence_scores, models.reward_model)

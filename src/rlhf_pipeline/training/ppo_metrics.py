@@ -35,7 +35,7 @@ def rollout_metrics(
         **{f"reward/{name}": part.sum().double() for name, part in scored.parts.items()},
         **{f"replies/{name}": torch.tensor(float(n)) for name, n in scored.replies.items()},
     }
-    if scored.ref_logprobs is not None:
+    if held_out or not config.has_teacher:
         k3 = kl_estimate(scored.logprobs, scored.ref_logprobs, "k3")
         own |= {"kl": scored.kl.sum().double(), "kl_k3": masked_sum(k3, mask).double()}
     if scored.values is not None:

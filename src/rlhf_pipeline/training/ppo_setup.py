@@ -154,9 +154,9 @@ def policies(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager
 def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> Setup:
     """Load models and data; restore the checkpoint if resuming."""
     text, given = load_text(job, config, world), None
-    if "demonstrations" in job.inputs:
-        given = load_rows(job.inputs["demonstrations"] / "train.arrow", world)
-        given = GivenBatches(given, config, world, job.seed)
+    if (folder := job.inputs.get("demonstrations")) is not None:
+        rows = load_rows(folder / "train.arrow", world)
+        given = GivenBatches(rows, config, world, job.seed)
     models = load_ppo_models(job, config, contract, world)
     if chosen := job.choices.get(f"{config.stage}.generator"):  # from here on, nothing is `auto`
         config = config.model_copy(update={"generator": chosen["value"]})
