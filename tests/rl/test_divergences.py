@@ -177,3 +177,28 @@ def test_no_tensor_is_larger_than_a_chunk(count: int | None):
         compare = partial(compared, logits, teacher, 0.5, count)
         compare(chunk=40_000).sum().backward()
     assert max(sizes) == 40_000 / 8
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_values_and_gradients_are_those_of_trl(beta: float, temperature: float):
+    """Of the function in its DistillationTrainer, from hidden states of two widths."""
+    theirs = pytest.importorskip("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    torch.manual_seed(8)
+    hidden, weight, bias = torch.randn(40, 32), torch.randn(300, 32) / 2, torch.randn(300) / 3
+    states, of_teacher, weights = torch.randn(40, 48), torch.randn(300, 48) / 3, torch.rand(40)
+    own, other = ([x.clone().requires_grad_() for x in (hidden, weight, bias)] for _ in range(2))
+    teacher, ids = Teacher(states[None], (of_teacher, None), beta), torch.zeros(1, 40).long()
+    _, _, (found, _) = logprobs_and_entropy(
+        own[0][None], ids, temperature=temperature, head=(own[1], own[2]), teacher=teacher
+    )
+    plain_logits = (1.0, None)  # neither scaled nor capped
+    expected, _ = theirs.apply(
+        *other, states, of_teacher, None, beta, temperature, *plain_logits, *plain_logits
+    )
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-6)
+    for result in (found[0], expected):
+        (result * weights).sum().backward()
+    for mine, its in zip(own, other, strict=True):
+        gap = (mine.grad - its.grad).norm() / its.grad.norm()
+        assert gap < 2e-5
