@@ -89,7 +89,7 @@ stability: $(VENV)/run.stamp   # PPO with several epochs, pooled batches, small 
 overoptimization: $(VENV)/run.stamp   # gold and proxy score against KL, for weak and strong proxies: docs/stability.md
 	$(BIN)/python benchmarks/overoptimization.py $(ARGS)
 
-parity: $(VENV)/run.stamp   # PPO, GRPO, RLOO, DPO and KTO beside TRL's on the same task and recipe: docs/parity.md
+parity: $(VENV)/run.stamp   # PPO, GRPO, RLOO, DPO, KTO and distillation beside TRL's: docs/parity.md
 	$(BIN)/python benchmarks/parity.py $(ARGS)
 
 vllm: $(VENV)/vllm.stamp   # adds vLLM for `ppo.generator: vllm`, and runs the tests that need it

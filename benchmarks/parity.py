@@ -1,6 +1,6 @@
 """Does this project learn as TRL does? Both train on the same task with the same recipe.
 
-    python benchmarks/parity.py                              # five methods, five seeds
+    python benchmarks/parity.py                              # all methods, five seeds
     python benchmarks/parity.py --seeds 1 --methods ppo dpo  # some of them
 
 The task is in `parity_task.py`, the recipe in `parity_recipe.py`. PPO is that of the last TRL that
@@ -33,7 +33,7 @@ from typing import Any
 
 from experiments import RESULTS, commit
 from panels import panels
-from parity_recipe import ON_ROWS, RECIPES
+from parity_recipe import ON_ROWS, RECIPES, base
 from ppo_iteration import install_trl
 from rich.console import Console
 from rich.table import Table
@@ -43,10 +43,17 @@ from rlhf_pipeline.statistics import mean_with_interval
 SIDES = {"ours": "#0072B2", "trl": "#D55E00"}  # Okabe and Ito
 MARGIN = 0.05
 """Two means are equivalent if they differ by less than 5% of the range of the score, which is 1."""
-FINAL = {"ppo": "proxy", "grpo": "score", "rloo": "score", "dpo": "accuracy", "kto": "accuracy"}
+FINAL = {
+    "ppo": "proxy", "grpo": "score", "rloo": "score", "dpo": "accuracy", "kto": "accuracy",
+    "distill": "score",
+}  # fmt: skip
 """What each method maximizes, in the words of `parity_task.evaluate`."""
+ALL_STEPS = "mean of all steps"
 WITHOUT_RANGE = dict.fromkeys(ON_ROWS, ("kl", "margin", "loss"))
-CURVES = {"dpo": ("accuracy", "margin"), "kto": ("loss", "good")}
+WITHOUT_RANGE |= {"distill": ("teacher_kl", "tokens")}
+CURVES = {
+    "dpo": ("accuracy", "margin"), "kto": ("loss", "good"), "distill": ("kl", "tokens")
+}  # fmt: skip
 """What each step of a method records; of the others, score and KL."""
 
 
@@ -110,38 +117,49 @@ def result(seed: int, method: str, side: str, root: Path) -> dict[str, Any]:
     if not (file := folder / "result.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        process = get_context("fork").Process(target=run, args=(seed, method, side, folder))
-        process.start()
-        process.join()
+        from parity_task import prepare
+
+        once = get_context("fork").Process(target=prepare, args=(seed, root))
+        once.start()
+        once.join()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        started = [
+            get_context("fork").Process(target=run, args=(seed, method, side, folder, rank, port))
+            for rank in range(RECIPES[method].ranks)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
         if not file.exists():
+            codes = [process.exitcode for process in started]
             raise SystemExit(
-                f"{folder}: found exit code {process.exitcode} and no result. See {folder / 'log'}"
+                f"{folder}: found exit codes {codes} and no result. See its files log*"
             )
     found = dict(json.loads(file.read_text()))
     print(f"seed {seed}, {method}, {side}: {found['seconds']:.0f} s, {found['final']}", flush=True)
     return found
 
 
-def run(seed: int, method: str, side: str, folder: Path) -> None:
+def run(seed: int, method: str, side: str, folder: Path, rank: int, port: int) -> None:
     """Train in this process, a copy of one that has imported what takes long; then evaluate."""
     from parity_task import evaluate, prepare
 
-    with (folder / "log").open("w") as log:
+    with (folder / f"log{rank or ''}").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     inputs, begin = prepare(seed, folder.parent), time.monotonic()
     if side == "trl":
         sys.path.insert(0, str(install_trl("ppo" if method == "ppo" else "grpo")))
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if (ranks := RECIPES[method].ranks) > 1 or side == "ours":
+        os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     job = {"method": method, "seed": seed, "folder": str(folder)}
     job["inputs"] = {name: str(path) for name, path in inputs.items()}
     program = str(Path(__file__).with_name(f"parity_{side}.py"))
     sys.argv = [program, json.dumps(job)]
-    runpy.run_path(program, run_name="__main__")
+    runpy.run_path(program, run_name="__main__")  # other ranks exit in it
     found = {
         "method": method, "side": side, "seed": seed, "commit": commit(),
         "seconds": time.monotonic() - begin,
@@ -162,12 +180,13 @@ def comparisons(runs: list[dict[str, Any]]) -> dict[tuple[str, str], Comparison]
             )
             for side in SIDES
         )
-        for name in (FINAL[method], *WITHOUT_RANGE.get(method, ("kl", "tokens"))):
+        kind = base(method)
+        for name in (FINAL[kind], *WITHOUT_RANGE.get(kind, ("kl", "tokens"))):
             values = ([run["final"][name] for run in each] for each in (own, other))
             found[method, name] = Comparison.of(*values)
-        curve, _ = CURVES.get(method, ("score", "kl"))
+        curve, _ = CURVES.get(kind, ("score", "kl"))
         means = ([fmean(step[curve] for step in run["steps"]) for run in e] for e in (own, other))
-        found[method, "mean of all steps"] = Comparison.of(*means)
+        found[method, "kl of all steps" if curve == "kl" else ALL_STEPS] = Comparison.of(*means)
     return found
 
 
@@ -177,7 +196,7 @@ def show(runs: list[dict[str, Any]]) -> None:
     for column in ("method", "measure", "ours", "TRL", "difference", "90% interval", "equivalent"):
         table.add_column(column, justify="right")
     for (method, name), each in comparisons(runs).items():
-        has_range = name in (FINAL[method], "mean of all steps")
+        has_range = name in (FINAL[base(method)], ALL_STEPS)
         table.add_row(
             method, name, f"{each.ours:.3f}", f"{each.trl:.3f}", f"{each.difference:+.3f}",
             f"[{each.lower:+.3f}, {each.upper:+.3f}]",
@@ -197,8 +216,9 @@ def plot(runs: list[dict[str, Any]], file: Path) -> None:
     ) as of_method:
         for method, (side, color) in product(methods, SIDES.items()):
             own = [run["steps"] for run in runs if (run["method"], run["side"]) == (method, side)]
-            unit = RECIPES[method].kl_coef if method in ON_ROWS else 1.0
-            curves = zip(CURVES.get(method, ("score", "kl")), (1.0, unit), strict=True)
+            kind = base(method)
+            unit = RECIPES[method].kl_coef if kind in ON_ROWS else 1.0
+            curves = zip(CURVES.get(kind, ("score", "kl")), (1.0, unit), strict=True)
             for panel, (name, scale) in zip(of_method(method.upper()), curves, strict=True):
                 steps = [[step[name] / scale for step in at] for at in zip(*own, strict=True)]
                 at = range(1, len(steps) + 1)

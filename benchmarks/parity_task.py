@@ -4,7 +4,8 @@ A response scores the share of its tokens that are among the first `GOOD` of 62 
 as a token. A start policy answers with 6 to 15 random letters. PPO maximizes a reward model that
 was trained to predict the share; GRPO and RLOO maximize the share itself; DPO prefers the answer
 with the larger share, and KTO has both of them, and single answers whose label says whether their
-share is above that of random letters. A seed decides models and data.
+share is above that of random letters. A teacher answers with a share of 0.8. A seed decides models
+and data.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def reward(prompts: Any, responses: Any, scored: Any) -> list[float]:
 def prepare(seed: int, folder: Path) -> dict[str, Path]:
     """The inputs of a seed, by the names of the stages; they are made once."""
     rows = {"prompts": prompt_row, "comparisons": pair_row, "labelled": labelled_row}
-    found = {name: folder / name for name in ("sft_model", "reward_model", *rows)}
+    found = {name: folder / name for name in ("sft_model", "reward_model", "teacher", *rows)}
     if not (folder / "done").exists():
         draw = random.Random(seed)
         torch.manual_seed(seed)
@@ -67,6 +68,7 @@ def prepare(seed: int, folder: Path) -> dict[str, Path]:
             for part, count in {"train": size, "validation": HELD_OUT}.items():
                 write([rows[name](draw) for _ in range(count)], found[name] / f"{part}.arrow")
             contract.write(found[name])
+        make_policy(draw, found["teacher"], good=0.8)
         (folder / "done").touch()
     return found
 
@@ -115,8 +117,8 @@ def write(rows: list[dict[str, Any]], file: Path) -> None:
         stream.write_table(table)
 
 
-def make_policy(draw: random.Random, folder: Path) -> None:
-    """A random model of two layers, trained on random answers."""
+def make_policy(draw: random.Random, folder: Path, good: float = GOOD / LETTERS) -> None:
+    """A random model of two layers, trained on random answers with this share of good letters."""
     config = OPTConfig(
         vocab_size=LETTERS + 2, hidden_size=64, word_embed_proj_dim=64, ffn_dim=256,
         num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64, dropout=0.0,
@@ -125,7 +127,7 @@ def make_policy(draw: random.Random, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
 
     def loss() -> Tensor:
-        rows = [(letters(draw, draw.randint(4, 8)), answer(draw)) for _ in range(32)]
+        rows = [(letters(draw, draw.randint(4, 8)), answer(draw, good)) for _ in range(32)]
         logprobs, mask = token_logprobs(model, *padded(rows))
         return -logprobs[mask].mean()
 
@@ -211,19 +213,23 @@ def evaluate(policy: Path, inputs: dict[str, Path], seed: int) -> dict[str, floa
 
     score: mean share of own samples. proxy: their mean score by the reward model. kl: exact KL to
     the start policy over the vocabulary, summed over the tokens of own samples, in nats. tokens:
-    their mean number. accuracy, margin, loss: of DPO on the held-out pairs, with beta 0.1.
+    their mean number. teacher_kl: the same KL to the teacher. accuracy, margin, loss: of DPO on the
+    held-out pairs, with beta 0.1.
     """
-    model, start = (
+    model, start, teacher = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for path in (policy, inputs["sft_model"])
+        for path in (policy, inputs["sft_model"], inputs["teacher"])
     )
     prompts = Dataset.from_file(str(inputs["prompts"] / "validation.arrow"))["prompt_ids"][:]
     torch.manual_seed(seed)
     rows = sampled(model, [ids for ids in prompts for _ in range(DRAWS)])
     ids, real, chosen = padded(rows)
-    ours, theirs = distributions(model, ids, real), distributions(start, ids, real)
-    kl = ((ours.exp() * (ours - theirs)).sum(-1) * chosen[:, 1:]).sum(1).mean()
-    found = {"score": sum(share(response) for _, response in rows) / len(rows), "kl": float(kl)}
+    found = {"score": sum(share(response) for _, response in rows) / len(rows)}
+    ours = distributions(model, ids, real)
+    for name, other in {"kl": start, "teacher_kl": teacher}.items():
+        theirs = distributions(other, ids, real)
+        kl = ((ours.exp() * (ours - theirs)).sum(-1) * chosen[:, 1:]).sum(1).mean()
+        found[name] = float(kl)
     found["tokens"] = float(chosen.sum(1).float().mean())
     found["proxy"] = float(proxy_scores(inputs["reward_model"], rows).mean())
     pairs = Dataset.from_file(str(inputs["comparisons"] / "validation.arrow"))

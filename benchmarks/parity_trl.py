@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
-from parity_recipe import BATCH, RECIPES, STEPS, trl
-from parity_task import share
+from parity_recipe import BATCH, LORA_ALPHA, LORA_RANK, RECIPES, STEPS, base, trl
+from parity_task import padded, share, token_logprobs
+from peft import LoraConfig
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +31,7 @@ from rlhf_pipeline.distributed.batches import step_rows
 
 given = json.loads(sys.argv[1])
 METHOD, SEED, FOLDER = given["method"], given["seed"], Path(given["folder"])
+RECIPE = RECIPES[METHOD]
 POLICY = given["inputs"]["sft_model"]
 steps: list[dict[str, float]] = []
 
@@ -140,8 +143,14 @@ def of_dpo() -> Any:
 
     pairs = Dataset.from_file(f"{given['inputs']['comparisons']}/train.arrow")
     names = {"accuracy": "rewards/accuracies", "margin": "rewards/margins", "loss": "loss"}
+    adapters = {}
+    if RECIPE.lora:
+        lora = LoraConfig(
+            r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+        adapters = {"peft_config": lora}
     trainer = Trainer(
-        model=POLICY, args=DPOConfig(**trl(METHOD, str(FOLDER), SEED)),
+        **adapters, model=POLICY, args=DPOConfig(**trl(METHOD, str(FOLDER), SEED)),
         train_dataset=ordered(pairs, BATCH), processing_class=tokenizer(),
         callbacks=[Recording(names)],
     )  # fmt: skip
@@ -183,10 +192,54 @@ def of_kto() -> Any:
     return trainer, trainer.model
 
 
+def of_distill() -> Any:
+    """The same for distillation."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    table = Dataset.from_file(f"{given['inputs']['prompts']}/train.arrow")
+    all_ids = table["prompt_ids"][:]
+
+    class Trainer(DistillationTrainer):
+        """Its prompts are tokens already; a prompt of the data set is the number of its row."""
+
+        def _tokenize_prompts(self, prompts: list[str]) -> Any:
+            return [all_ids[int(prompt)] for prompt in prompts], None, {}
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            found = super()._generate_and_score_completions(inputs)
+            kinds = ("prompt", "completion")
+            parts = [
+                [
+                    ids[mask.bool()].tolist()
+                    for ids, mask in zip(found[f"{kind}_ids"], found[f"{kind}_mask"], strict=True)
+                ]
+                for kind in kinds
+            ]
+            rows = padded(list(zip(*parts, strict=True)))
+            with torch.no_grad():
+                own, mask = token_logprobs(self.model, *rows)
+                kl = ((own - token_logprobs(self.teacher_model, *rows)[0]) * mask).sum(1).mean()
+            steps.append({"kl": float(kl), "tokens": float(mask.sum(1).float().mean())})
+            return found
+
+    numbers = Dataset.from_dict({"row": list(range(len(table)))})
+    rows = [str(row) for row in ordered(numbers, BATCH)["row"][:]]
+    trainer = Trainer(
+        model=POLICY, teacher_model=given["inputs"]["teacher"],
+        args=DistillationConfig(**trl(METHOD, str(FOLDER), SEED)),
+        train_dataset=Dataset.from_dict({"prompt": rows}), processing_class=tokenizer(),
+    )  # fmt: skip
+    return trainer, trainer.model
+
+
 if __name__ == "__main__":
     set_seed(SEED)  # TRL's PPO draws its minibatches from numpy, whose seed it does not set
-    trainer, policy = {"ppo": of_ppo, "dpo": of_dpo, "kto": of_kto}.get(METHOD, of_groups)()
+    makers = {"ppo": of_ppo, "dpo": of_dpo, "kto": of_kto, "distill": of_distill}
+    trainer, policy = makers.get(base(METHOD), of_groups)()
     gc.freeze()  # TRL's PPO collects garbage twice a step, and would look at every module
     trainer.train()
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit
+    policy = policy.merge_and_unload() if RECIPE.lora else policy
     policy.save_pretrained(FOLDER / "final")
     (FOLDER / "steps.json").write_text(json.dumps(steps))

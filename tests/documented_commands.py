@@ -54,6 +54,7 @@ NOT_RUN = {
     "params=": "part of a script that tests/stages/launch/test_two_nodes.py submits",
     "pip install --constraint constraints.txt dist/": "tests/test_package.py",
     "pip install rlhf_pipeline-": "tests/test_package.py",
+    "python benchmarks/distillation.py": "needs a finished pipeline=full",
     "python make_pairs.py": "tests/test_tutorials.py",
     "python make_sums.py": "tests/test_tutorials.py",
     "python score.py": "tests/test_tutorials.py",

@@ -4,12 +4,13 @@ import math
 
 import pytest
 
-from rlhf_pipeline.config.policies import GRPOConfig
+from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 
 CONFIGS = {
-    "ppo": PPOConfig, "grpo": GRPOConfig, "rloo": GRPOConfig, "dpo": DPOConfig, "kto": KTOConfig
+    "ppo": PPOConfig, "grpo": GRPOConfig, "rloo": GRPOConfig, "dpo": DPOConfig, "kto": KTOConfig,
+    "dpo_lora": DPOConfig, "dpo_ranks": DPOConfig, "distill": DistillConfig,
 }  # fmt: skip
 
 
@@ -52,7 +53,9 @@ def test_equivalence_needs_the_whole_interval_within_the_margin(benchmark, lower
 def test_both_sides_have_the_same_optimizer(benchmark, method):
     recipe = benchmark("parity_recipe")
     config = CONFIGS[method].model_validate(recipe.ours(method, 1600))
-    own = config.optimizer if method in recipe.ON_ROWS else config.actor.optimizer
+    on_rows = isinstance(config, DPOConfig | KTOConfig)
+    actor = config if on_rows else config.actor
+    own = actor.optimizer
     theirs = recipe.trl(method, "folder", 1)
     assert theirs["lr_scheduler_type"] == own.schedule == "constant"
     assert own.warmup_fraction == 0  # TRL's default
@@ -61,6 +64,7 @@ def test_both_sides_have_the_same_optimizer(benchmark, method):
     assert theirs["adam_epsilon"] == own.eps
     assert theirs["weight_decay"] == own.weight_decay
     assert theirs["max_grad_norm"] == own.max_grad_norm
+    assert theirs["bf16"] == (actor.deepspeed.precision == "bf16") == (actor.lora is not None)
     if method == "ppo":
         assert config.critic == config.actor  # TRL's PPO has one optimizer for both models
 
@@ -109,6 +113,26 @@ def test_methods_on_rows_take_the_same_steps_on_both_sides(benchmark, method, ro
     assert optimizer_steps(config, rows) == theirs["max_steps"]
     assert config.batch_size == theirs["per_device_train_batch_size"]
     assert config.beta == theirs["beta"]
+
+
+def test_two_ranks_share_the_batch(benchmark):
+    recipe = benchmark("parity_recipe")
+    ranks, whole = (recipe.trl(name, "folder", 1) for name in ("dpo_ranks", "dpo"))
+    assert recipe.RECIPES["dpo_ranks"].ranks * ranks.pop("per_device_train_batch_size") == 32
+    assert whole.pop("per_device_train_batch_size") == 32 and ranks == whole
+    assert recipe.ours("dpo_ranks", 1600) == recipe.ours("dpo", 1600)
+
+
+def test_distillation_is_the_same_on_both_sides(benchmark):
+    recipe = benchmark("parity_recipe")
+    config = DistillConfig.model_validate(recipe.ours("distill", 1600))
+    theirs = recipe.trl("distill", "folder", 1)
+    assert (theirs["beta"], theirs["max_steps"]) == (config.beta, config.steps)
+    assert theirs["per_device_train_batch_size"] == config.minibatch_size
+    assert config.minibatch_size == config.rollout_batch_size
+    assert theirs["temperature"] == config.sampling.temperature
+    assert theirs["max_completion_length"] == config.sampling.max_response_tokens
+    assert (config.kl.coef, config.given_batch_size, config.top_k) == (1, 0, None)
 
 
 def test_the_score_counts_every_token(benchmark):

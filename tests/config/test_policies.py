@@ -32,7 +32,10 @@ def test_the_teacher_is_loaded_beside_adapters_in_its_own_precision():
     assert isinstance(teacher, FrozenModel) and teacher.config.precision == "bf16"
 
 
-NONE = "found a value, expected none: the teacher alone says what is good. Fix: remove"
+NONE = (
+    "found a value, expected none: a distillation has neither scores nor advantages nor ratios. "
+    "Fix: remove"
+)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +49,17 @@ NONE = "found a value, expected none: the teacher alone says what is good. Fix: 
         ({"missing_eos_penalty": 1.0}, f"missing_eos_penalty: {NONE}"),
         ({"overlong_penalty": 1.0}, f"overlong_penalty: {NONE}"),
         ({"reward_model": {"deepspeed": {"precision": "bf16"}}}, f"reward_model: {NONE}"),
-        ({"critic": LORA}, "critic: found a block, expected none for advantage immediate"),
-        ({"value_lam": 1.0}, "value_lam: found 1.0, expected the default None: only advantage gae"),
-        ({"gamma": 0.9}, "gamma: found 0.9, expected the default 1.0: only advantage gae or"),
-        ({"equal_groups": "drop"}, "equal_groups: found drop, expected the default keep"),
-        ({"whiten_rewards": True}, "whiten_rewards: found True, expected the default False"),
-        ({"importance": "sequence"}, "importance: found sequence, expected token for advantage"),
+        ({"critic": LORA}, f"critic: {NONE}"),
+        ({"value_lam": 1.0}, f"value_lam: {NONE}"),
+        ({"gamma": 0.9}, f"gamma: {NONE}"),
+        ({"equal_groups": "drop"}, f"equal_groups: {NONE}"),
+        ({"whiten_rewards": True}, f"whiten_rewards: {NONE}"),
+        ({"importance": "sequence"}, f"importance: {NONE}"),
+        ({"clip_range": 0.1}, f"clip_range: {NONE}"),
+        ({"old_logprobs": "recompute"}, f"old_logprobs: {NONE}"),
+        ({"beta": 1.5}, "Input should be less than or equal to 1"),
+        ({"top_k": 0}, "Input should be greater than 0"),
+        ({"given_batch_size": -1}, "Input should be greater than or equal to 0"),
         ({"kl": {"place": "loss"}}, "place: found loss, expected none: a distillation minimizes"),
         ({"kl": {"target": 1.0}}, "target: found 1.0, expected none"),
         ({"kl": {"maximum": 1.0}}, "maximum: found 1.0, expected none"),
@@ -79,15 +87,26 @@ def test_a_teacher_has_weights(block, fault):
     assert any(each.startswith(fault) for each in faults), faults
 
 
-def test_a_folder_without_a_model_is_refused_before_the_run(tmp_path):
+NO_ROWS = {"split": {"weights": [0, 4, 4]}, "sft": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "others", "message"),
+    [
+        ({}, {}, r"distill\.teacher\.path: found '.*', a folder without c"),
+        ({"given_batch_size": 4}, NO_ROWS,
+         r"distill\.given_batch_size: found 4, expected 0, for split\.weights gives the phase sft"),
+        ({"given_batch_size": 3}, {"launch": {"processes": 2}},
+         r"distill\.given_batch_size: found 3, expected a multiple of 2 ranks"),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_use_is_refused_before_it(tmp_path, fields, others, message):
     conf = Path(__file__).parents[2] / "conf"
     loader = LayeredConfigLoader(
         str(conf),
         env="base",
-        runtime_params={"distill": {"teacher": str(tmp_path)}},
+        runtime_params={"distill": {"teacher": str(tmp_path), **fields}, **others},
         **CONFIG_LOADER_ARGS,
     )
-    with pytest.raises(
-        ConfigError, match=r"distill\.teacher\.path: found '.*', a folder without c"
-    ):
+    with pytest.raises(ConfigError, match=message):
         check(loader["parameters"], gpus=0, elsewhere=True)

@@ -43,6 +43,8 @@ def parameters():
         ({"ppo": None, "grpo": {}}, (2, 4, 4)),
         ({"ppo": None, "rejection": {}}, (2, 4, 4)),
         ({"ppo": None, "distill": {"teacher": "t"}}, (2, 4, 4)),
+        ({"sft": None, "distill": {"teacher": "t"}}, (0, 4, 4)),
+        ({"sft": None, "distill": {"teacher": "t", "given_batch_size": 2}}, (2, 4, 4)),
         ({"ppo": None, "iterative_dpo": {}}, (2, 4, 4)),
         ({"sft": None, "reward_model": None, "ppo": None}, (0, 4, 0)),  # DPO alone
         ({"sft": None, "reward_model": None, "ppo": None, "grpo": BY_ANSWERS}, (0, 0, 4)),

@@ -4,10 +4,16 @@ import pytest
 import torch
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.forward import response_values, sequence_scores
-from rlhf_pipeline.models.loading import freeze
+from rlhf_pipeline.models.forward import (
+    probe_capabilities,
+    response_divergences,
+    response_values,
+    sequence_scores,
+)
+from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rl.divergences import divergence
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
 RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]
@@ -38,3 +44,30 @@ def test_a_critic_scales_its_scalars_and_adds_an_offset(make_model):
     critic.scale, critic.offset = 2.0, -6.0
     mask = batch.action_mask
     torch.testing.assert_close(response_values(critic, batch)[mask], 2 * raw[mask] - 6)
+
+
+@pytest.mark.parametrize("count", [None, 3])
+@pytest.mark.parametrize("student", ["llama", "bloom"])
+@pytest.mark.parametrize("teacher", ["llama", "bloom"])
+def test_a_teacher_is_compared_row_by_row(make_model, student, teacher, count):
+    """Packed or padded, each of them, and with different numbers of unused columns."""
+    models = [
+        load_policy(make_model(student, seed=1, vocabulary=300), "fp32"),
+        load_policy(make_model(teacher, seed=2, vocabulary=310), "fp32"),
+    ]
+    packed = [probe_capabilities(each).packed for each in models]
+    assert packed == [name != "bloom" for name in (student, teacher)]
+    batch = collate(PROMPTS, RESPONSES, 0)
+    found = response_divergences(
+        *models, batch, beta=0.3, top_k=count, vocab_size=288, temperature=0.7
+    )
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        ids, start = torch.tensor(prompt + response), len(prompt) - 1
+        s, t = (
+            (model(input_ids=ids[None]).logits[0, start:-1, :288] / 0.7).log_softmax(-1)
+            for model in models
+        )
+        expected = [p.gather(1, ids[start + 1 :, None]).squeeze(1) for p in (s, t)]
+        expected[1:1] = [-(s.exp() * s).sum(-1), divergence(s, t, beta=0.3, top_k=count)]
+        for each, own in zip(found, expected, strict=True):
+            torch.testing.assert_close(each[row, : len(response)], own, rtol=1e-4, atol=1e-5)

@@ -48,6 +48,8 @@ def test_the_bytes_of_the_teacher_identify_its_stage_whose_result_is_an_input(
         assert ("vllm" in libraries) == (installed is not None)
     libraries = jobs_of(student, teacher, generator="transformers")[1].spec.libraries
     assert "vllm" not in libraries
+    given = jobs_of(student, teacher, given_batch_size=2)[1].inputs
+    assert given == inputs | {"demonstrations": Path("split/sft")}
     text = {"ptx": {"batch_size": 2}}
     assert jobs_of(student, teacher, **text)[1].inputs["pretraining"] == Path("split/pretraining")
 

@@ -9,6 +9,7 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import Lengths
 from rlhf_pipeline.sizing.models import Shape
+from rlhf_pipeline.sizing.stages import plan_stage
 from rlhf_pipeline.sizing.work import forward_flops, limits, measured, stage_work
 
 SPLIT = SplitConfig.model_validate(
@@ -163,8 +164,25 @@ def test_a_distillation_has_a_forward_pass_of_the_teacher(tmp_path):
     )  # fmt: skip
     own, teacher = (forward_flops(each, 5 * 16 * 50, 50) for each in (SHAPE, Shape.of(TEACHER)))
     assert teacher > 6 * own
-    assert found.flops == pytest.approx((2 + 3) * own + teacher)
+    assert found.flops == pytest.approx((1 + 3) * own + teacher)  # the sampler knows its log-probs
     assert found.saved_models == 3 * 4 * WEIGHTS  # the teacher is not saved
+
+
+@pytest.mark.parametrize(("stage", "precision", "size"), [(0, "fp32", 4), (3, "bf16", 2)])
+def test_what_a_teacher_knows_stays_until_the_student_has_learned_it(
+    tmp_path, stage, precision, size
+):
+    """Its last hidden states, and its output layer of 1000 * 200 weights if it is sharded."""
+    (tmp_path / "config.json").write_text(json.dumps(TEACHER))
+    block = {
+        "teacher": str(tmp_path), "rollout_batch_size": 16, "minibatch_size": 16,
+        "sampling": {"max_response_tokens": 20},
+        "reference": {"deepspeed": {"zero_stage": stage, "precision": precision}},
+    }  # fmt: skip
+    memory = plan_stage("distill", {"distill": block}, SHAPE, RANKS, LENGTHS)
+    update = next(phase for phase in memory.phases if phase.name == "update")
+    # Half of 16 rows are this rank's, with 20 tokens each.
+    assert update.parts["teacher"] == size * (8 * 20 * 200 + (stage == 3) * 1000 * 200)
 
 
 PPO = {

@@ -1,17 +1,27 @@
-"""On-policy distillation in this process: the student moves to its teacher."""
+"""On-policy distillation: its gradient by hand, and the student that moves to its teacher."""
 
 import json
+from dataclasses import replace
 
+import deepspeed
+import pyarrow as pa
 import pytest
 import torch
 from ppo_runs import run_ppo
 from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.config.policies import DistillConfig
-from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import Rows, micro_batches
+from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.ppo_setup import set_up
+from rlhf_pipeline.training.ppo_setup import GivenBatches, set_up
+from rlhf_pipeline.training.ppo_update import demonstrations, update_minibatch
 
 SMALL = {
     "rollout_batch_size": 32, "minibatch_size": 32, "micro_batch_tokens": 512,
@@ -62,3 +72,96 @@ def test_a_resumed_distillation_equals_an_uninterrupted_one(teacher, ppo_inputs,
     for before, after in zip(whole.lines[1:], metrics, strict=True):
         shown = {name for name in before if not name.startswith("time/")}
         assert {name: after[name] for name in shown} == {name: before[name] for name in shown}
+
+
+PROMPTS = [[5, 6, 7], [10], [11, 12], [13, 14, 15, 16]]
+RESPONSES = [[20, 1], [21, 22, 23, 1], [25], [26, 27, 1]]
+GIVEN = {
+    "prompt_ids": [[5, 6], [7, 8, 9]],
+    "response_ids": [[30, 31, 32, 1], [33, 34]],
+    "loss_mask": [[True, False, True, True], [True, True]],  # 31 is of a user
+}
+OWN, ALL = 2 + 4 + 1 + 3, 2 + 4 + 1 + 3 + 3 + 2  # tokens
+
+
+def log_distributions(model, prompt, response):
+    """(R, 288) at temperature 0.7."""
+    ids = torch.tensor([prompt + response])
+    return (model(input_ids=ids).logits[0, len(prompt) - 1 : -1, :288] / 0.7).log_softmax(-1)
+
+
+def reverse_kls(student, teacher, prompt, response):
+    s, t = (log_distributions(model, prompt, response) for model in (student, teacher))
+    return (s.exp() * (s - t.detach())).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "stage"), [(1, 99, 0), (1, 1, 1), (2, 24, 2), (2, 99, 0)]
+)
+def test_the_gradient_is_that_of_the_mean_kl_of_own_and_given_answers(
+    teacher, ppo_inputs, world, tmp_path, on_threads, ranks, tokens, stage
+):
+    """By one step of plain gradient descent, row by row without padding, coefficient 3."""
+    actor = {"optimizer": {"learning_rate": 1.0, "max_grad_norm": 1e9}}
+    given = {
+        "teacher": str(teacher), "kl": {"coef": 3.0}, "given_batch_size": 2,
+        "actor": actor | {"deepspeed": {"zero_stage": stage}}, "micro_batch_tokens": tokens,
+        "sampling": {"temperature": 0.7},
+    }  # fmt: skip
+    config = DistillConfig.model_validate(SMALL | given)
+    students = [load_policy(ppo_inputs["sft_model"], "fp32") for _ in range(ranks)]
+    before = {name: each.detach().clone() for name, each in students[0].named_parameters()}
+    inputs = {name: ppo_inputs[name] for name in ("prompts", "sft_model")} | {"teacher": teacher}
+    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, tmp_path, 60.0)
+    setup = set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
+    settings = training_settings(config.actor, hidden_size=32, on_gpu=False)
+    engines = [
+        deepspeed.initialize(
+            model=student, optimizer=torch.optim.SGD(student.parameters(), lr=1.0),
+            config=settings | {"zero_allow_untested_optimizer": True},
+        )[0] for student in students
+    ]  # fmt: skip
+
+    def step(world):
+        own = slice(world.rank, None, ranks)
+        # Each rank has its own teacher, as each process does.
+        reference = freeze(load_policy(teacher, "fp32"))
+        models = replace(setup.models, actor=engines[world.rank], reference=reference)
+        sequences = collate(PROMPTS[own], RESPONSES[own], 0)
+        old = torch.zeros(len(sequences), sequences.response_ids.shape[1])
+        rows = Experience(sequences, old, old, sampler_logprobs=old)
+        (groups,) = micro_batches([sequences.lengths], tokens, models.actor, world)
+        pieces = [rows.rows(index) for index in groups]
+        given = GivenBatches(Rows.of(pa.table(GIVEN)), config, world, 1).batch(0)
+        pieces += demonstrations(given, models, config, world)
+        sums = update_minibatch(models, pieces, config, world, {}, kl_coef=3.0, train_actor=True)
+        return world.sums(sums)
+
+    sums, *_ = on_threads(ranks, step)
+    student, known = (load_policy(ppo_inputs["sft_model"], "fp32"), load_policy(teacher, "fp32"))
+    pairs = zip(PROMPTS, RESPONSES, strict=True)
+    own = sum(reverse_kls(student, known, *pair).sum() for pair in pairs)
+    others = 0
+    for prompt, response, mask in zip(*GIVEN.values(), strict=True):
+        others += reverse_kls(student, known, prompt, response)[torch.tensor(mask)].sum()
+    gradients = torch.autograd.grad(3 * (own + others) / ALL, list(student.parameters()))
+    for (name, _), gradient in zip(student.named_parameters(), gradients, strict=True):
+        found = sum(before[name] - each.get_parameter(name).detach() for each in students) / ranks
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+    assert (sums["policy/count"], sums["given/count"], sums["objective/count"]) == (OWN, 5, 4)
+    assert sums["policy/loss"] == pytest.approx(3 * own.item(), rel=1e-5)
+    assert sums["given/loss"] == pytest.approx(3 * others.item(), rel=1e-5)
+    of_teacher = 0
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        found = log_distributions(known, prompt, response).gather(1, torch.tensor([response]).T)
+        of_teacher += found.sum().item()
+    assert sums["objective/kl"] == pytest.approx(0 - of_teacher, rel=1e-5)
+
+
+def test_a_kl_beyond_its_bound_ends_the_training(teacher, ppo_inputs, world, tmp_path):
+    config = DistillConfig.model_validate(
+        SMALL | {"teacher": str(teacher), "actor": MODEL, "steps": 2, "kl": {"explosion": 1.0}}
+    )
+    inputs = {name: ppo_inputs[name] for name in ("prompts", "sft_model")} | {"teacher": teacher}
+    with pytest.raises(StageError, match=r"nats per response at step 1, expected at most distill"):
+        run_ppo(config, inputs, world, tmp_path)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis.strategies import floats, lists
 
 from rlhf_pipeline.config.doors import Door
-from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
@@ -156,22 +155,6 @@ def test_reinforce_plus_plus_baseline_is_white_over_the_tokens_of_all_ranks(expe
     for rank, experience in enumerate(found):
         own = expected[rank::ranks]
         torch.testing.assert_close(experience.advantages, own, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_token_of_a_distillation_answers_for_its_own_kl_alone(experience_of, ranks):
-    """0.1 * (log p_teacher - log p_student), with the teacher's log-probabilities 0, not white."""
-    config = DistillConfig.model_validate({"teacher": "facebook/opt-1.3b"})
-
-    def distilled(scored, _, kl_coef, world):
-        none = torch.zeros_like(scored.scores)
-        scored = replace(scored, scores=none, clipped_scores=none)
-        return make_experience(scored, config, kl_coef=kl_coef, world=world)
-
-    expected = torch.tensor([[-0.1, -0.2], [0.0, 0.0], [-0.2, 0.0], [-0.1, 0.1]])
-    for rank, found in enumerate(experience_of(ranks, False, distilled, advantage="rloo")):
-        torch.testing.assert_close(found.advantages, expected[rank::ranks])
-        assert found.returns is None
 
 
 def of_prompts(scored, config, kl_coef, world):

@@ -106,7 +106,6 @@ ADVANTAGE = Door(
         "reinforce": "rlhf_pipeline.rl.advantages:reinforce",
         "reinforce++": "rlhf_pipeline.rl.advantages:reinforce_plus_plus",
         "reinforce++-baseline": "rlhf_pipeline.rl.advantages:reinforce_plus_plus_baseline",
-        "immediate": "rlhf_pipeline.rl.advantages:immediate",
     },
     "scores parts weights shaping penalties returns moments rewards whitened values mask",
 )

@@ -1,9 +1,16 @@
 """The kinds of PPO without a critic: GRPO, and distillation from a teacher."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.doors import ADVANTAGE
@@ -45,10 +52,12 @@ class GRPOConfig(PPOConfig):
 
 
 UNUSED = (
-    *("advantage", "rewards", "aggregate", "reward_model", "curriculum"),
-    *("score_clip", "missing_eos_penalty", "overlong_penalty"),
+    *("advantage", *ADVANTAGE_OF, "critic", "rewards", "aggregate", "reward_model", "curriculum"),
+    *("score_clip", "missing_eos_penalty", "overlong_penalty", "old_logprobs"),
+    *("policy_loss", "importance", "clip_range", "clip_range_high", "dual_clip"),
+    "sampler_correction",
 )
-"""Fields of PPO that shape scores, of which a distillation has none."""
+"""Fields of PPO that shape scores, advantages and ratios, of which a distillation has none."""
 
 
 class TeacherConfig(BaseModelConfig):
@@ -64,12 +73,12 @@ class TeacherConfig(BaseModelConfig):
 
 
 class TeacherKLConfig(KLConfig):
-    """The reverse KL to the teacher, which a distillation minimizes; see `ppo.kl`."""
+    """The divergence from the teacher, which a distillation minimizes; see `ppo.kl`."""
 
     unused = ("place", "target", "horizon", "maximum")
 
     coef: PositiveFloat = 1.0
-    """Factor of the advantages; it weighs the KL against `ptx` and `entropy_coef`."""
+    """Factor of the divergence, which weighs it against `ptx` and `entropy_coef`."""
     explosion: PositiveFloat | None = None
     """KL above which training has diverged. None: no limit, since the student starts far away."""
 
@@ -83,14 +92,12 @@ class TeacherKLConfig(KLConfig):
 class DistillConfig(PPOConfig):
     """On-policy distillation: the program of PPO with a teacher in place of rewards and critic.
 
-        A_t = kl.coef * (log p_teacher(y_t | x, y_<t) - log p_student(y_t | x, y_<t))
+    The student samples responses, and at each of their tokens its next-token distribution moves to
+    the teacher's: the loss is the mean of `rl.divergences.divergence`, over whole vocabularies.
 
-    The student samples the response y to the prompt x. Each token answers for its own reverse KL
-    alone, a discount of 0; advantages are not whitened.
-
-    Source: Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation,
-    whose recipe has these numbers of steps and this learning rate. The reverse KL on own samples is
-    also that of GKD (Agarwal et al. 2023) and MiniLLM (Gu et al. 2023), without their mixtures.
+    Source: GKD, Agarwal et al. 2024, https://arxiv.org/abs/2306.13649. The numbers of steps and the
+    learning rate are those of Thinking Machines Lab 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation.
     """
 
     stage = sampler = "distill"
@@ -101,12 +108,23 @@ class DistillConfig(PPOConfig):
         TeacherConfig, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
     ]
     """The model to learn from, which may be larger than the student."""
+    beta: float = Field(default=1.0, ge=0, le=1)
+    """The divergence. 1: reverse KL, which selects among what the student says; 0: forward KL,
+    which covers what the teacher says; between them: generalized Jensen-Shannon divergence."""
+    top_k: PositiveInt | None = None
+    """The teacher's likeliest tokens that are compared one by one, and all others as one, which
+    ignores differences in the tail of a large vocabulary. None: all tokens one by one."""
+    given_batch_size: NonNegativeInt = 0
+    """Demonstrations of the phase `sft` in each optimizer step beside `minibatch_size` own
+    responses, over all ranks. GKD's lambda is the share of own responses."""
     steps: PositiveInt = 100
     """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt = 64
     """Responses per generated batch, over all ranks."""
-    advantage: Annotated[str, ADVANTAGE] = "immediate"
-    """immediate: the advantage of a token is its own reverse KL. Another value is refused."""
+    advantage: str = "none"
+    """None: the loss is a divergence."""
+    old_logprobs: Literal["recompute", "rollout"] = "rollout"
+    """rollout: only metrics read them."""
     rewards: tuple[Reward, ...] = ()
     """None: the teacher alone says what is good."""
     missing_eos_penalty: NonNegativeFloat = 0.0
@@ -114,7 +132,7 @@ class DistillConfig(PPOConfig):
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How responses are sampled; the temperature is also that of the teacher."""
     kl: TeacherKLConfig = TeacherKLConfig()
-    """The reverse KL to the teacher."""
+    """The divergence from the teacher."""
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=5e-5))
     """The student. It starts from the SFT model, or without SFT from the base model."""
     reference: FrozenModelConfig = FrozenModelConfig()
@@ -124,7 +142,7 @@ class DistillConfig(PPOConfig):
         for name in UNUSED:
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield (
-                    f"{name}: found a value, expected none: the teacher alone says what is good. "
-                    f"Fix: remove {name}"
+                    f"{name}: found a value, expected none: a distillation has neither scores nor "
+                    f"advantages nor ratios. Fix: remove {name}"
                 )
         yield from super()._faults()

@@ -76,8 +76,8 @@ class PPOConfig(SavingConfig):
     precision is not fp32. None: none."""
     advantage: Annotated[str, ADVANTAGE] = "gae"
     """Advantage estimator (docs/ppo.md has formulas and sources): gae with a critic; rloo, grpo,
-    gdpo, reinforce, reinforce++, reinforce++-baseline or immediate without one; or a function of
-    yours (docs/extending.md), which has a critic if it reads `values`."""
+    gdpo, reinforce, reinforce++ or reinforce++-baseline without one; or a function of yours
+    (docs/extending.md), which has a critic if it reads `values`."""
     equal_groups: Literal["keep", "drop", "resample"] = "keep"
     """What happens to a prompt whose responses all have equal scores, for an advantage that
     compares them. drop: no loss counts them, not even their KL penalty; resample: others replace
@@ -344,8 +344,8 @@ class PPOConfig(SavingConfig):
 _BY_ACTOR = ("auto", "transformers", "hybrid")
 """Generators that compute as training does. `auto` is transformers until the ranks choose."""
 _OF_GROUPS = ("rloo", "grpo", "gdpo", "reinforce++-baseline")
-_OF_TOKENS = ("gae", "reinforce++", "immediate")
-_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")
+_OF_TOKENS = ("gae", "reinforce++")
+_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++")
 _GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),

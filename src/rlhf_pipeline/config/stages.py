@@ -70,7 +70,8 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
     split: SplitConfig = blocks["split"]
     prompts = bool(samplers(blocks))
     comparisons = blocks["reward_model"] is not None or not prompts
-    in_use = {"sft": blocks["sft"] is not None, "reward_model": comparisons, "ppo": prompts}
+    sft = blocks["sft"] or any(getattr(one, "given_batch_size", 0) for one in samplers(blocks))
+    in_use = {"sft": bool(sft), "reward_model": comparisons, "ppo": prompts}
     phases = [phase for phase in PHASES if in_use[phase]]
     pairs = zip(PHASES, split.weights, strict=True)
     weights = tuple(weight if in_use[phase] else 0.0 for phase, weight in pairs)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.packing import PACKED
 from rlhf_pipeline.models.sequences import Packed, Sequences, collate
-from rlhf_pipeline.rl.logprobs import logprobs_and_entropy, logprobs_of
+from rlhf_pipeline.rl.logprobs import Head, Teacher, logprobs_and_entropy, logprobs_of
 
 FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
 """Token ids of three short rows; the last two begin with a prompt of three tokens."""
@@ -29,7 +29,8 @@ FIRST, SECOND, THIRD = [1, 2, 3], [4, 5, 6, 7, 8], [4, 5, 6, 9, 10, 11]
 
 @dataclass(frozen=True)
 class LogprobRequest:
-    """A request to a forward pass: to return log-probabilities instead of logits."""
+    """A request to a forward pass: to return log-probabilities instead of logits, or to keep what a
+    teacher's are made of."""
 
     ids: Tensor
     """(B, R) the chosen tokens; token t is predicted by the t-th hidden state that is kept."""
@@ -38,18 +39,31 @@ class LogprobRequest:
     with_entropy: bool = False
     entropy_trains: bool = False
     """Whether the entropies have a gradient, which costs as much as that of log-probabilities."""
+    teacher: Teacher | None = None
+    """With entropies: a teacher to be compared with."""
+    keep: list[tuple[Tensor, Head]] | None = None
+    """Where a teacher's pass puts hidden states or logits, and the layer behind them."""
 
-    def answer(self, inputs: Tensor, head: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
-        """Log-probabilities, and entropies if requested, (1 or 2, B, R) float32.
+    def answer(self, inputs: Tensor, head: Head = None) -> Tensor:
+        """Log-probabilities, entropies if requested, divergences from a teacher and its own
+        log-probabilities, (1, 2 or 4, B, R) float32.
 
         `inputs` are logits, or with `head` hidden states; they may have more columns than `ids`.
         """
         how: Any = {"temperature": self.temperature, "vocab_size": self.vocab_size, "head": head}
         inputs = inputs[:, : self.ids.shape[1]]
-        if self.with_entropy:
-            logprobs, entropy = logprobs_and_entropy(inputs, self.ids, **how)
-            return torch.stack([logprobs, entropy if self.entropy_trains else entropy.detach()])
-        return logprobs_of(inputs, self.ids, **how)[None]
+        if self.keep is not None:
+            if head is not None:  # sharded weights are whole now, and stay as long as they are used
+                head = head[0].detach(), head[1] if head[1] is None else head[1].detach()
+            self.keep.append((inputs, head))
+            return inputs
+        if not self.with_entropy:
+            return logprobs_of(inputs, self.ids, **how)[None]
+        found = logprobs_and_entropy(inputs, self.ids, teacher=self.teacher, **how)
+        logprobs, entropy, *compared = found
+        logprobs = logprobs.detach() if compared else logprobs
+        entropy = entropy if self.entropy_trains else entropy.detach()
+        return torch.cat([logprobs[None], entropy[None], *compared])
 
 
 class LogprobHead(nn.Linear):
@@ -62,7 +76,7 @@ class LogprobHead(nn.Linear):
     request: LogprobRequest | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits (B, S, V), or the answer to the request (1 or 2, B, R)."""
+        """Logits (B, S, V), or the answer to the request."""
         if self.request is None:
             return super().forward(hidden)
         return self.request.answer(hidden, (self.weight, self.bias))
@@ -125,6 +139,30 @@ def response_logprobs_and_entropy(
     return found[0], found[1]
 
 
+def response_divergences(
+    student: nn.Module,
+    teacher: nn.Module,
+    batch: Sequences,
+    *,
+    beta: float,
+    top_k: int | None = None,
+    entropy_trains: bool = False,
+    **how: Any,
+) -> tuple[Tensor, ...]:
+    """Return the results of `response_logprobs_and_entropy` for the student, the divergence from
+    the teacher at each response token, and the teacher's log-probability of it, (B, R) each.
+
+    `beta` and `top_k` are those of `rl.divergences`. Log-probabilities have no gradient.
+    """
+    packed = all(probe_capabilities(each).packed for each in (student, teacher))
+    kept: list[tuple[Tensor, Head]] = []
+    with torch.no_grad():
+        _logprobs(teacher, batch, packed=packed, keep=kept, **how)
+    known = Teacher(*kept[0], beta, top_k)
+    wanted = {"with_entropy": True, "entropy_trains": entropy_trains, "teacher": known}
+    return _logprobs(student, batch, packed=packed, **wanted, **how).unbind()
+
+
 def response_values(critic: nn.Module, batch: Sequences) -> Tensor:
     """Return the value of the state before each response token, (B, R) float32."""
     values: Tensor
@@ -152,16 +190,19 @@ def network_of(policy: nn.Module) -> PreTrainedModel:
     return next(part for part in policy.modules() if isinstance(part, PreTrainedModel))
 
 
-def _logprobs(policy: nn.Module, batch: Sequences, **wanted: Any) -> Tensor:
-    """Log-probabilities, and entropies if requested, (1 or 2, B, R)."""
+def _logprobs(
+    policy: nn.Module, batch: Sequences, *, packed: bool | None = None, **wanted: Any
+) -> Tensor:
+    """What the request returns, (1, 2 or 4, B, R). `packed`: None if the policy can pack rows."""
     able = probe_capabilities(policy)
-    rows = batch.packed() if able.packed else batch
+    packed = able.packed if packed is None else packed
+    rows = batch.packed() if packed else batch
     ids = rows.response_ids
     # Padded: the last prompt token and every response token; the last one predicts nothing.
     keep = rows.before_response if isinstance(rows, Packed) else ids.shape[1] + 1
     request = LogprobRequest(ids, **wanted)
     found = _requested(policy, able.head, request, **rows.model_inputs(), logits_to_keep=keep)
-    return _rectangular(found, batch) if able.packed else found
+    return _rectangular(found, batch) if packed and request.keep is None else found
 
 
 def _requested(

@@ -29,7 +29,11 @@ def _spec(block: type[PPOConfig]) -> StageSpec:
 
 
 PPO, GRPO = _spec(PPOConfig), _spec(GRPOConfig)
-DISTILL = replace(_spec(DistillConfig), headline_metrics=("objective/kl", "validation/kl"))
+DISTILL = replace(
+    _spec(DistillConfig),
+    batch_sizes=(*_spec(DistillConfig).batch_sizes, "distill.given_batch_size"),
+    headline_metrics=("objective/kl", "validation/kl"),
+)
 TEACHER = replace(BASE_MODEL, name="teacher", blocks={})
 """Fetches the teacher like a base model."""
 
@@ -76,6 +80,8 @@ def distill(
     if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
         common_contract(models, "choose a teacher with the student's tokenizer and chat template")
     inputs = _shared_inputs(split, sft_model, config) | {"teacher": teacher}
+    if config.given_batch_size:
+        inputs["demonstrations"] = split / "sft"
     spec = DISTILL.answering_by(config.generator)
     return stages.run(Job(spec, {spec.name: config}, inputs, seed))
 

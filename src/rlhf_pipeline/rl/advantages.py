@@ -165,19 +165,6 @@ def reinforce(returns: Tensor, moments: Moments, *, reinforce_baseline: str) -> 
     return returns if reinforce_baseline == "none" else returns - moments(returns)[0].float()
 
 
-def immediate(rewards: Tensor) -> Tensor:
-    """Each token answers for its own reward alone, (B, R): a discount of 0, and no baseline.
-
-        A_t = r_t = -kl_coef * (log p(token) - log p_ref(token))     without scores
-
-    With a teacher as the reference this is on-policy distillation: the expected gradient is that of
-    -KL(policy || teacher) at each position.
-
-    Source: Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
-    """
-    return rewards
-
-
 @torch.no_grad()
 def to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     """Give each chosen token the advantage of its response: (B,) to (B, R) float32."""

@@ -9,11 +9,13 @@ positions is processed at a time, and the backward pass recomputes its probabili
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from rlhf_pipeline.rl.divergences import divergence
 
 CHUNK, GPU_CHUNK = 2**25, 2**27
 """Elements of a chunk: 128 MiB in float32 on a CPU, 512 MiB on a GPU, whose products of few rows
@@ -21,7 +23,20 @@ are slow. One tensor of a chunk exists at a time, and parts of others; two if th
 gradient."""
 
 ENTROPY_PARTS = 8
+TEACHER_PARTS = 8  # of a chunk: to compare two models, so many tensors exist at a time
 BLOCK = 128  # tokens of the vocabulary whose probabilities are added up first
+
+Head = tuple[Tensor, Tensor | None] | None
+"""Weight (V, d) and bias (V,) of the layer from hidden states to logits; None: there are logits."""
+
+
+class Teacher(NamedTuple):
+    """A teacher at the positions of a batch, and the `divergences.divergence` from it."""
+
+    inputs: Tensor  # (B, R, d) hidden states of any width or (B, R, V) logits, without a gradient
+    head: Head
+    beta: float
+    top_k: int | None = None
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, **how: Any) -> Tensor:
@@ -36,9 +51,10 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     chunk: int | None = None,
-    head: tuple[Tensor, Tensor | None] | None = None,
+    head: Head = None,
     with_entropy: bool = True,
-) -> tuple[Tensor, Tensor]:
+    teacher: Teacher | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probability of each chosen token under the sampled distribution, and its entropy in nats.
 
         log p = log softmax(logits / temperature)        log p[ids],  -sum_v p_v log p_v
@@ -53,9 +69,11 @@ def logprobs_and_entropy(
         head: weight (V, d) and bias (V,) of the layer from hidden states to logits, which exist
             for one chunk at a time, in float32 whatever the dtype of the weight.
         with_entropy: False: the second result is None.
+        teacher: temperature and vocab_size are also those of its distributions.
 
     Returns:
-        (B, R) float32 each, from one softmax, differentiable once.
+        (B, R) float32 each, from one softmax, differentiable once. With a teacher also (2, B, R):
+        the divergence from it, and its log-probability of each token, a constant.
 
     Raises:
         ValueError: the shape of ids, the temperature or vocab_size is wrong.
@@ -64,8 +82,10 @@ def logprobs_and_entropy(
     columns = logits.shape[-1] if weight is None else weight.shape[0]
     vocab_size = _checked_vocab_size(logits, columns, ids, temperature, vocab_size)
     chunk = chunk or (CHUNK if logits.device.type == "cpu" else GPU_CHUNK)
-    settings = _Settings(columns, temperature, vocab_size, chunk, with_entropy)
-    return _LogProbs.apply(logits, weight, bias, ids, settings)
+    chunk = chunk if teacher is None else -(-chunk // TEACHER_PARTS)
+    settings = _Settings(columns, temperature, vocab_size, chunk, with_entropy, teacher)
+    found = _LogProbs.apply(logits, weight, bias, ids, settings)
+    return found if teacher else found[:2]
 
 
 def sampled(
@@ -122,29 +142,36 @@ class _LogProbs(torch.autograd.Function):
         bias: Tensor | None,
         ids: Tensor,
         settings: "_Settings",
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(inputs, weight, bias, ids)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         logprobs = inputs.new_empty(ids.shape, dtype=torch.float32)
         entropy = torch.empty_like(logprobs) if settings.with_entropy else None
+        compared = logprobs.new_empty(2, *ids.shape) if settings.teacher else None
         for part in settings.parts(ids):
             log_p = settings.log_softmax(inputs[part], weight, bias)
-            logprobs[part] = log_p.gather(-1, ids[part].unsqueeze(-1)).squeeze(-1)
+            logprobs[part] = _chosen(log_p, ids[part])
+            if compared is not None:
+                compared[0, *part], log_t = settings.compare(log_p, part)
+                compared[1, *part] = _chosen(log_t, ids[part])
+                del log_t
             if entropy is not None:
                 entropy[part] = _entropy(log_p)
             del log_p  # before the next chunk
-        return logprobs, entropy
+        return logprobs, entropy, compared
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, grad_compared: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """The gradient of both results with respect to the inputs, the weight and the bias.
+        """The gradient of the results with respect to the inputs, the weight and the bias.
 
         d logprob / d logits = (onehot(id) - p) / temperature
         d entropy / d logits = -p * (log p + entropy) / temperature
+
+        Autograd has that of the divergence with respect to log p.
         """
         inputs, weight, bias, ids = ctx.saved_tensors
         settings = ctx.settings
@@ -157,6 +184,9 @@ class _LogProbs(torch.autograd.Function):
         for part in settings.parts(ids):
             total = settings.log_softmax(inputs[part], weight, bias)
             factor = torch.zeros((), device=total.device)
+            slope = None
+            if grad_compared is not None:
+                slope = settings.slope(total, part, grad_compared[0, *part])
             if grad_entropy is not None:
                 scale = grad_entropy[part].unsqueeze(-1) / settings.temperature
                 factor = -scale * (total + _entropy(total).unsqueeze(-1))
@@ -166,6 +196,9 @@ class _LogProbs(torch.autograd.Function):
                 total.mul_(factor - scale).scatter_add_(-1, ids[part].unsqueeze(-1), scale)
             else:
                 total.mul_(factor)
+            if slope is not None:
+                total += slope
+                del slope
             if weight is None:
                 grad_inputs[part][..., : settings.vocab_size] = total
                 del total
@@ -193,6 +226,7 @@ class _Settings:
     vocab_size: int
     chunk: int
     with_entropy: bool
+    teacher: Teacher | None
 
     def log_softmax(self, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The log-softmax of a part in float32, a new tensor; padded columns are left out."""
@@ -206,6 +240,21 @@ class _Settings:
         if self.temperature != 1:
             logits /= self.temperature
         return torch.log_softmax(logits, -1, out=logits)
+
+    def compare(self, log_p: Tensor, part: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+        """The divergence of a part from the teacher, and the teacher's log-softmax."""
+        assert self.teacher is not None
+        inputs, head, beta, top_k = self.teacher
+        log_t = self.log_softmax(inputs[part], *(head or (None, None)))
+        return divergence(log_p, log_t, beta, top_k), log_t
+
+    def slope(self, log_p: Tensor, part: tuple[slice, slice], grad: Tensor) -> Tensor:
+        """The gradient of the divergence with respect to the logits, times `grad`."""
+        with torch.enable_grad():
+            leaf = log_p.detach().requires_grad_()
+            found, _ = self.compare(leaf, part)
+            (slope,) = torch.autograd.grad(found, leaf, grad / self.temperature)
+        return slope - log_p.exp().mul_(slope.sum(-1, keepdim=True))
 
     def parts(self, ids: Tensor) -> Iterator[tuple[slice, slice]]:
         """Rows and positions of chunks: several whole rows, or else a part of one row.
@@ -249,6 +298,10 @@ def _adds_products(dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     return bool((total == 9).all())
+
+
+def _chosen(log_p: Tensor, ids: Tensor) -> Tensor:
+    return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
 def _entropy(log_p: Tensor) -> Tensor:

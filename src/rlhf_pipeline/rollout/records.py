@@ -68,7 +68,7 @@ class Scored:
 
     sequences: Sequences
     logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled
-    ref_logprobs: Tensor  # (B, R) log pi_ref(token)
+    ref_logprobs: Tensor  # (B, R) log pi_ref(token); NaN if only the update asks the teacher
     values: Tensor | None  # (B, R) value of the state before each token; None without a critic
     scores: Tensor  # (B,) of the reward model, zeros without one; centred sum after `RewardSum`
     ended: Tensor  # (B,) bool: the response contains one of the EOS tokens
@@ -125,13 +125,14 @@ class Experience:
 
     sequences: Sequences
     old_logprobs: Tensor  # (B, R)
-    advantages: Tensor  # (B, R)
+    advantages: Tensor  # (B, R); 0 with a teacher
     old_values: Tensor | None = None  # (B, R); None without a critic
     returns: Tensor | None = None  # (B, R), the critic's target; None without one
     ref_logprobs: Tensor | None = None  # (B, R), for the KL in the loss
     sampler_logprobs: Tensor | None = None  # (B, R); only to measure rounding
     training_pass: TrainingPass | None = None
     """The forward passes of all rows that the losses need, if scoring has made them."""
+    given: bool = False  # demonstrations, which the policy has not sampled
 
     def rows(self, index: Tensor) -> Self:
         """Select rows, and drop the columns that are padding in all of them."""

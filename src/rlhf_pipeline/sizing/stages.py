@@ -95,6 +95,12 @@ def plan_stage(
         ]
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
+            if load.config.has_teacher:
+                # Its last hidden states stay for the backward pass, and a layer that was sharded.
+                teacher = load.config.reference.beside(load.config.actor.deepspeed)
+                kept = load.rows.answers * reference.hidden
+                kept += (teacher.zero_stage == 3) * reference.vocab * reference.embedding
+                found[0][1][0].parts["teacher"] = kept * BYTES[teacher.precision or "fp32"]
     phases = tuple(phase for _, own in found for phase in own)
     memory = StageMemory(tuple(model for model, _ in found), phases, hardware.on_gpu)
     if isinstance(load.config, SampledConfig):  # it answers before it trains

@@ -248,8 +248,10 @@ def _supervised(config: SupervisedStage, load: Load, shape: Shape) -> dict[str, 
 def _ppo(config: PPOConfig, load: Load, shape: Shape) -> dict[str, Any]:
     row = load.lengths.row
     sampled = config.steps * config.responses_per_step * row
-    flops = 2 * forward_flops(shape, sampled, row)  # generation, the policy that sampled
-    flops += forward_flops(reference_shape(config, shape), sampled, row)
+    passes = 1 if config.old_logprobs == "rollout" else 2  # generation, the policy that sampled
+    flops = passes * forward_flops(shape, sampled, row)
+    compared = config.ppo_epochs if config.has_teacher else 1
+    flops += compared * forward_flops(reference_shape(config, shape), sampled, row)
     tokens = sampled * config.ppo_epochs
     for model in load.models:
         if model.scalar:

@@ -54,7 +54,10 @@ def score_sequences(
     run = partial(
         by_micro_batches, sequences=sequences, tokens=config.micro_batch_tokens, world=world
     )
-    ref_logprobs = run(logprobs_of, models.reference)
+    if config.has_teacher and with_critic:  # the loss compares with the teacher
+        ref_logprobs = torch.full(sequences.response_ids.shape, torch.nan)
+    else:
+        ref_logprobs = run(logprobs_of, models.reference)
     scores = torch.zeros(len(sequences))
     if models.reward_model is not None:
         scores = run(sequence_scores, models.reward_model)
@@ -113,6 +116,8 @@ def make_experience(
         sampler_logprobs=scored.sampler_logprobs,
         training_pass=scored.training_pass,
     )
+    if config.has_teacher:
+        return experience(advantages=torch.zeros_like(scored.logprobs))
     scores, weights = training_scores(scored, config), sampler_weights_of(scored, config)
     penalties = coef_in_reward(kl_coef, config) * scored.kl
     by_prompt = groups(scores, config)

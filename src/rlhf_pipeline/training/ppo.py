@@ -99,7 +99,8 @@ def train(setup: Setup) -> None:
         # In the first step that trains it, the actor is still the SFT model.
         trained = step > config.critic_warmup_steps + 1
         metrics = rollout_metrics(scored, config, setup.world) | chosen
-        log.add(metrics, rollout_fault(metrics, config, f"at step {step}", trained=trained))
+        where = f"at step {step}"
+        log.add(metrics, rollout_fault(metrics, config, where, trained=trained))
         # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         # 4. Update actor and critic.
@@ -108,9 +109,11 @@ def train(setup: Setup) -> None:
             setup.models, experience, config, setup.world, key=(setup.seed, step), kl_coef=kl_coef,
             train_actor=step > config.critic_warmup_steps,
             texts=None if setup.text is None else setup.text.of_step(step),
+            given=None if setup.given is None else setup.given.of_step(step),
         )  # fmt: skip
         metrics["objective/kl_coef"] = kl_coef
-        log.add(metrics, sampler_fault(metrics, config, step))
+        fault = rollout_fault(log.metrics | metrics, config, where, trained=trained)
+        log.add(metrics, sampler_fault(metrics, config, step) or fault)
         # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:

@@ -26,19 +26,19 @@ def rollout_metrics(
     assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
     clipped = scored.scores.ne(scored.clipped_scores)
     mask = scored.sequences.action_mask
-    k3 = kl_estimate(scored.logprobs, scored.ref_logprobs, "k3")
     own = {
         "responses": torch.tensor(float(len(scores))),
         "score": scored.scores.sum().double(),
         "shaped": scores.sum().double(),
         "clipped": clipped.sum().double(),
-        "kl": scored.kl.sum().double(),
-        "kl_k3": masked_sum(k3, mask).double(),
         "tokens": mask.sum().double(),
         "ended": scored.ended.sum().double(),
         **{f"reward/{name}": part.sum().double() for name, part in scored.parts.items()},
         **{f"replies/{name}": torch.tensor(float(n)) for name, n in scored.replies.items()},
     }
+    if held_out or not config.has_teacher:
+        k3 = kl_estimate(scored.logprobs, scored.ref_logprobs, "k3")
+        own |= {"kl": scored.kl.sum().double(), "kl_k3": masked_sum(k3, mask).double()}
     if scored.values is not None:
         own["values"] = masked_sum(scored.values, mask).double()
     if config.rewards and config.responses_per_prompt > 1 and not held_out:
@@ -53,11 +53,15 @@ def rollout_metrics(
         "objective/shaped_score": sums["shaped"] / count,
         "objective/clipped_fraction": sums["clipped"] / count,
     }
+    kl = sums.get("kl", 0.0)
+    of_kl = {
+        "objective/kl": kl / count,
+        "objective/kl_k3": sums.get("kl_k3", 0.0) / count,
+        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * kl) / count,
+    }
     return {
         **(of_rewards if config.rewards else {}),
-        "objective/kl": sums["kl"] / count,
-        "objective/kl_k3": sums["kl_k3"] / count,
-        "objective/rlhf_reward": (sums["shaped"] - config.kl.coef * sums["kl"]) / count,
+        **(of_kl if "kl" in sums else {}),
         "rollout/response_tokens": sums["tokens"] / count,
         "rollout/eos_fraction": sums["ended"] / count,
         **{name: value / count for name, value in sums.items() if "/" in name},
@@ -118,9 +122,10 @@ def rollout_fault(
 ) -> str | None:
     """Why a rollout, which `where` names, contains nothing to learn from, or None.
 
-    `trained`: the actor has taken an optimizer step; otherwise it is the SFT model.
+    `trained`: the actor has taken an optimizer step; otherwise it is the SFT model. With a teacher,
+    the metrics contain a KL only after the update.
     """
-    kl, bound = metrics["objective/kl"], config.kl.explosion
+    kl, bound = metrics.get("objective/kl", 0.0), config.kl.explosion
     if bound is not None and not kl <= bound:  # `kl > bound` would miss NaN
         return (
             f"objective/kl: found {kl:.4g} nats per response {where}, expected at most "

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import trained_weight
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
@@ -25,7 +25,7 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.rollout.generation import Generator, load_generator
 from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -39,7 +39,8 @@ from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: of the actor, and of the average of its weights."""
 TEXT_STREAM = 2**31
-"""Stream of the permutations of ptx's blocks, different from that of the prompts."""
+"""Stream of the permutations of ptx's blocks, different from that of the prompts. Demonstrations
+have the next one."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,22 @@ class TextBatches:
     def batch(self, number: int) -> Sequences:
         """This rank's share of batch `number` (from 0). The prompt is the first token."""
         assert self.config.ptx is not None
-        rows = step_rows(
-            self.blocks.num_rows, self.config.ptx.batch_size, number, self.seed, stream=TEXT_STREAM
-        )
-        ids = torch.tensor(self.blocks.columns(own_share(rows, self.world))["input_ids"])
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        return Sequences(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:], mask[:, 1:])
+        size = self.config.ptx.batch_size
+        rows = step_rows(self.blocks.num_rows, size, number, self.seed, stream=TEXT_STREAM)
+        ids = self.blocks.columns(own_share(rows, self.world))["input_ids"]
+        return collate([row[:1] for row in ids], [row[1:] for row in ids], pad_id=0)
+
+
+class GivenBatches(TextBatches):
+    """The same with demonstrations, for `distill.given_batch_size`."""
+
+    def batch(self, number: int) -> Sequences:
+        """This rank's share of batch `number` (from 0), with the tokens that SFT learns."""
+        assert isinstance(self.config, DistillConfig)
+        size = self.config.given_batch_size
+        rows = step_rows(self.blocks.num_rows, size, number, self.seed, stream=TEXT_STREAM + 1)
+        own = self.blocks.columns(own_share(rows, self.world))
+        return collate(own["prompt_ids"], own["response_ids"], 0, actions=own["loss_mask"])
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,7 @@ class Setup:
     prompts: Rows
     validation: Rows
     text: TextBatches | None  # for `ppo.ptx`; None if it is off
+    given: GivenBatches | None  # for `distill.given_batch_size`; None if it is 0
     world: World
     seed: int
     best: dict[str, BestModels]  # by prefix of the metrics: one for each policy of `policies`
@@ -142,7 +154,10 @@ def policies(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager
 
 def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> Setup:
     """Load models and data; restore the checkpoint if resuming."""
-    text = load_text(job, config, world)
+    text, given = load_text(job, config, world), None
+    if (folder := job.inputs.get("demonstrations")) is not None:
+        rows = load_rows(folder / "train.arrow", world)
+        given = GivenBatches(rows, config, world, job.seed)
     models = load_ppo_models(job, config, contract, world)
     if chosen := job.choices.get(f"{config.stage}.generator"):  # from here on, nothing is `auto`
         config = config.model_copy(update={"generator": chosen["value"]})
@@ -175,6 +190,7 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         prompts=prompts,
         validation=load_rows(job.inputs["prompts"] / "validation.arrow", world),
         text=text,
+        given=given,
         world=world,
         seed=job.seed,
         best=best,

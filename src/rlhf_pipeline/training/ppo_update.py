@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.config.doors import POLICY_LOSS, by_name
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import micro_batches, minibatch_rows
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
@@ -21,7 +22,7 @@ from rlhf_pipeline.distributed.optimizer_step import (
     step_together,
 )
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.models.forward import response_logprobs, response_values
+from rlhf_pipeline.models.forward import response_divergences, response_logprobs, response_values
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import (
@@ -34,6 +35,7 @@ from rlhf_pipeline.rl.losses import (
     value_loss,
 )
 from rlhf_pipeline.rl.masking import masked_sum
+from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.training.experience import actor_pass
 from rlhf_pipeline.training.ppo_setup import PPOModels
@@ -49,6 +51,7 @@ def update_models(
     kl_coef: float,
     train_actor: bool,
     texts: Iterator[Sequences] | None = None,
+    given: Iterator[Sequences] | None = None,
 ) -> dict[str, float]:
     """Take all optimizer steps of one rollout; return means over the tokens of all epochs.
 
@@ -58,6 +61,7 @@ def update_models(
         kl_coef: weight of the KL penalty, if the loss contains it.
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
+        given: the same for demonstrations of a distillation.
     """
     engines = {"actor": models.actor} if train_actor else {}
     engines |= {} if models.critic is None else {"critic": models.critic}
@@ -68,6 +72,8 @@ def update_models(
         before = sums
         for number, pieces in enumerate(islice(minibatches, config.updates_per_epoch)):
             text = next(texts) if texts is not None and train_actor else None
+            if given is not None:
+                pieces = pieces + demonstrations(next(given), models, config, world)
             sums = update_minibatch(
                 models, pieces, config, world, sums, kl_coef=kl_coef, train_actor=train_actor,
                 text=text, is_sampler=epoch == 1 and number == 0,
@@ -138,6 +144,17 @@ def _only_trained(drawn: list[Tensor], trains: Tensor, world: World) -> list[Ten
     first = [rows[trains[rows].argsort(descending=True, stable=True)] for rows in drawn]
     counts = world.most([max(1, int(trains[rows].sum())) for rows in drawn])
     return [rows[:count] for rows, count in zip(first, counts, strict=True)]
+
+
+def demonstrations(
+    rows: Sequences, models: PPOModels, config: PPOConfig, world: World
+) -> list[Experience]:
+    """Demonstrations as micro batches of the minibatch that they are added to."""
+    (groups,) = micro_batches([rows.lengths], config.micro_batch_tokens, models.actor, world)
+    chunks = [rows.rows(index) for index in groups]
+    none = [torch.zeros(chunk.response_ids.shape) for chunk in chunks]
+    pairs = zip(chunks, none, strict=True)
+    return [Experience(chunk, zeros, zeros, given=True) for chunk, zeros in pairs]
 
 
 def update_minibatch(
@@ -215,19 +232,33 @@ def actor_loss(
     """
     piece = piece.to(models.actor.device)
     mask = piece.sequences.action_mask
-    if (done := piece.training_pass) is not None:
-        logprobs, entropy = done.logprobs, done.entropy
+    old, reduce, sums = piece.old_logprobs, reduction(config), Sums()
+    if isinstance(config, DistillConfig):
+        logprobs, entropy, away, of_teacher = response_divergences(
+            models.actor, models.reference, piece.sequences, beta=config.beta, top_k=config.top_k,
+            entropy_trains=config.entropy_coef > 0, vocab_size=models.contract.vocab_size,
+            temperature=config.sampling.temperature,
+        )  # fmt: skip
+        total, _ = reduce(kl_coef * away, mask)
+        kl, k3 = (masked_sum(kl_estimate(old, of_teacher, kind), mask) for kind in ("k1", "k3"))
+        sums = {"objective/kl": kl, "objective/kl_k3": k3, "objective/count": mask.any(1).sum()}
     else:
-        logprobs, entropy = actor_pass(models, piece.sequences, config)
-    old, reduce = piece.old_logprobs, reduction(config)
-    total, _ = policy_loss(
-        config, logprobs=logprobs, old_logprobs=old, advantages=piece.advantages, mask=mask
-    )
+        if (done := piece.training_pass) is not None:
+            logprobs, entropy = done.logprobs, done.entropy
+        else:
+            logprobs, entropy = actor_pass(models, piece.sequences, config)
+        total, _ = policy_loss(
+            config, logprobs=logprobs, old_logprobs=old, advantages=piece.advantages, mask=mask
+        )
     loss, count = total / policy_terms, mask.sum()
+    if piece.given:
+        return loss, {"given/loss": loss * tokens, "given/count": count}
     diagnostics = by_name(
         policy_diagnostics, config, logprobs=logprobs.detach(), old_logprobs=old, mask=mask
     )
-    sums = {f"policy/{name}": value for name, value in diagnostics.items()}
+    if config.has_teacher:  # nothing is clipped
+        del diagnostics["clip_fraction"]
+    sums |= {f"policy/{name}": value for name, value in diagnostics.items()}
     entropies = masked_sum(entropy, mask)
     sums |= {"policy/loss": loss * tokens, "policy/entropy": entropies, "policy/count": count}
     if is_sampler and piece.sampler_logprobs is not None:

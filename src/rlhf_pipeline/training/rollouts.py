@@ -96,7 +96,7 @@ def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
     """
     config, models = setup.config, setup.models
     changes = config.ppo_epochs * config.updates_per_epoch > 1 or config.equal_groups == "resample"
-    if changes or step <= config.critic_warmup_steps:
+    if changes or config.has_teacher or step <= config.critic_warmup_steps:
         return False
     lengths, tokens = [rollout.sequences.lengths], config.micro_batch_tokens
     (found,) = micro_batches(lengths, tokens, models.actor, setup.world)
