@@ -1,4 +1,3 @@
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
+from rlhf_pipeline.tracking.registration import read_registration
 from rlhf_pipeline.tracking.registry import registered_sources
 from rlhf_pipeline.tracking.store import tracking_uri
 
@@ -91,7 +91,7 @@ def _not_registered(older: list[Path], ledger: Ledger) -> list[Path]:
     named: dict[Path, Any] = {}
     for dataset in datasets_of(JSONDataset, ledger.catalog).values():
         if (file := Path(str(dataset._filepath))).stem.endswith("registration"):
-            named |= {path: json.loads(path.read_text()) for path in file.glob(f"*/{file.name}")}
+            named |= {path: read_registration(path) for path in file.glob(f"*/{file.name}")}
     registered = registered_sources(ledger.project)
     models = {model for model, _ in registered}
     for path, each in named.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, verified
 
 
 class MetricsFile:
@@ -36,6 +37,15 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
     """The complete lines; a kill or a full disk can leave half a line at the end."""
     lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_curves(artifact: Path) -> list[dict[str, Any]]:
+    """The metrics of each step of a trained model; none of other artifacts.
+
+    Raises ArtifactError if they were changed after the training.
+    """
+    has_curves = CURVES in Manifest.read(artifact).files
+    return read_json_lines(verified(artifact, CURVES)) if has_curves else []
 
 
 def truncate_after(path: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from rlhf_pipeline.config.evaluate import (
     RegisterConfig,
 )
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.errors import StageError, without_secrets
+from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
     baseline_of,
@@ -31,7 +31,7 @@ from rlhf_pipeline.evaluation.comparison import (
 )
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary, titles
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, json_digest
 from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.registry import Champion
 
@@ -68,6 +68,28 @@ class Registration:
     promoted: bool  # whether the candidate is the champion
     verdict: dict[str, Any]
     """Every condition of the gate, see `rlhf_pipeline.evaluation.gate.Verdict`."""
+
+    def record(self) -> dict[str, Any]:
+        """What is published, with a digest of the rest."""
+        return asdict(self) | {"digest": json_digest(asdict(self))}
+
+
+def read_registration(file: Path) -> dict[str, Any]:
+    """A published registration; that of an earlier version has no digest.
+
+    Raises ArtifactError if it was changed or is damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        if found.pop("digest", json_digest(found)) != json_digest(found):
+            raise ValueError("its digest does not match")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ArtifactError(
+            f"{file} was changed after the registration finished ({error}). Fix: restore the file; "
+            f"if you have no copy, remove {file.parent}, and `kedro rlhf clean --versions` keeps "
+            "its models only while the registry names them"
+        ) from None
+    return found
 
 
 def register_evaluated(
