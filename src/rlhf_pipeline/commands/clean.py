@@ -1,3 +1,4 @@
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.errors import ArtifactError, without_secrets
 from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.runtime.job import JUDGE_REPLIES
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
@@ -47,6 +49,14 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool, version
     }
     unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
     unwanted |= dict.fromkeys(workspace.glob(f"*/*/*{DAMAGED}*"), "damaged, set aside")
+    replies, kept_replies = workspace / JUDGE_REPLIES, {}
+    if replies.is_dir():
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(replies.stat().st_mtime))
+        why = f"replies of chat models, last used {used}"
+        if unfinished:
+            unwanted[replies] = f"{why}; asked for again when needed"
+        else:
+            kept_replies = {replies: f"{why}; --unfinished removes them"}
     if versions:
         for fault in filter(None, (dataset.clock_fault() for dataset in datasets)):
             raise ArtifactError(fault)
@@ -70,7 +80,7 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool, version
         for row in leftovers:
             table.add_row(_name(row.path, root), row.why, decimal(row.freed))
         console.print(table)
-    for path, why in kept.items():
+    for path, why in (kept | kept_replies).items():
         show(f"kept: {_name(path, root)}: {why}")
     if not leftovers:
         show("Nothing to remove.")
