@@ -129,7 +129,7 @@ def test_a_policy_that_was_changed_is_not_served(policy, tmp_path):
     content = bytearray(weights.read_bytes())
     content[-1] ^= 0x40
     weights.write_bytes(content)
-    with pytest.raises(ArtifactError, match="model.safetensors was changed after stage ppo"):
+    with pytest.raises(ArtifactError, match=r"model\.safetensors was changed after stage ppo"):
         mlflow.pyfunc.load_model(str(changed))
 
 

@@ -138,6 +138,7 @@ def test_a_rubric_may_be_the_whole_question_and_read_the_true_answer(tmp_path):
         (b'{"choices": "' + b" " * 2**20 + b'"}', "sends more, expected at most 1048576 plain"),
         (gzip.compress(b"0" * 2**24), r"sends a compressed reply \(gzip\), expected"),
     ],
+    ids=["long", "compressed"],
 )
 @pytest.mark.parametrize("code", [200, 400])
 def test_a_reply_that_would_fill_the_memory_is_refused(tmp_path, body, fault, code):

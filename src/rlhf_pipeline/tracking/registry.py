@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 
 if TYPE_CHECKING:
@@ -65,10 +65,14 @@ def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | 
 def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -> Path:
     """The folder of a version; that of a server is downloaded into a folder of `downloads` once.
 
-    Raises ArtifactError if it is damaged, or its content is not the registered one.
+    If the project was moved or the folder removed, any artifact of the project with its content.
+    Raises ArtifactError if there is none, it is damaged, or its content is not the registered one.
     """
     if ":/" not in version.source:
-        return _with_registered_content(Path(version.source), version)
+        folder = Path(version.source)
+        if not folder.exists():
+            folder = _same_content(version, root=downloads.parents[1])
+        return _with_registered_content(folder, version)
     from mlflow.artifacts import download_artifacts
 
     # A digest, because everybody who can write to the store chooses the tag: it may be any path.
@@ -83,6 +87,20 @@ def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -
             with suppress(OSError):  # another process was faster
                 Path(found).rename(folder)
     return _with_registered_content(folder, version)
+
+
+def _same_content(version: ModelVersion, root: Path) -> Path:
+    """A published artifact, or a result in the workspace, with the content of a version."""
+    digest = version.tags.get(DIGEST_TAG)
+    for manifest in sorted(root.glob(f"*/*/*/*/{NAME}")):
+        with suppress(ArtifactError):  # another artifact
+            if content_digest(manifest.parent) == digest:
+                return manifest.parent
+    raise ArtifactError(
+        f"version {version.version} of {version.name}: found nothing in {version.source}, and no "
+        f"artifact with its content {digest} below {root}, expected its model. Fix: put the model "
+        "back from a copy; if it is lost, delete the version on the page of `kedro rlhf ui`"
+    )
 
 
 def _with_registered_content(folder: Path, version: ModelVersion) -> Path:

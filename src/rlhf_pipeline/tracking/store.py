@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +89,23 @@ def connect(uri: str, project: Path) -> MlflowClient:
                 leftover.unlink()
             MlflowClient(f"sqlite:///{database}.new")
             database.with_name(f"{database.name}.new").rename(database)
-        return MlflowClient(uri)
+        client = MlflowClient(uri)
+        _follow(database)
+        return client
+
+
+def _follow(database: Path) -> None:
+    """Let MLflow write beside the database after both were moved: it stores absolute paths."""
+    with closing(sqlite3.connect(database)) as store, store:
+        for (old,) in store.execute("SELECT artifact_location FROM experiments").fetchall():
+            new = str(database.parent / ARTIFACTS)
+            if old != new and old.startswith("/") and Path(old).name == ARTIFACTS:
+                for table, path in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                    store.execute(
+                        f"UPDATE {table} SET {path} = ? || substr({path}, ?) "  # noqa: S608
+                        f"WHERE {path} = ? OR substr({path}, 1, ?) = ?",
+                        (new, len(old) + 1, old, len(old) + 1, f"{old}/"),
+                    )
 
 
 def _database(uri: str) -> Path | None:
