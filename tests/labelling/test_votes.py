@@ -119,6 +119,15 @@ def test_a_file_with_other_lines_is_refused_and_not_changed(votes):
     assert votes.read_text() == text
 
 
+def test_a_file_of_the_user_beside_the_votes_is_left_alone(votes):
+    """An interrupted download has such a name, too."""
+    other = votes.with_name("votes.jsonl.partial")
+    other.write_text("of the user")
+    add_vote(votes, vote(0))
+    remove_vote(votes, "Ann", "pair 0")
+    assert other.read_text() == "of the user"
+
+
 def test_a_complete_last_vote_without_its_end_is_kept(votes):
     """As an editor, or lines that were joined, leave it."""
     for number in range(2):

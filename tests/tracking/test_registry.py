@@ -1,5 +1,6 @@
 """Versions and the champion of a registered model, in a real database and on a real server."""
 
+import os
 import re
 import shutil
 
@@ -7,7 +8,13 @@ import pytest
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.tracking.registry import find_champion, find_version, local_folder, registration
+from rlhf_pipeline.tracking.registry import (
+    find_champion,
+    find_version,
+    local_folder,
+    registration,
+    registry,
+)
 from rlhf_pipeline.tracking.store import DIGEST_TAG, experiment_id
 
 
@@ -186,3 +193,12 @@ def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypat
         assert found.fault is None
         assert (found.folder / "model.safetensors").read_text() == "old"
     assert len(list((tmp_path / "downloads").iterdir())) == 1
+
+
+def test_a_lookup_does_not_wait_long_and_a_download_does(client, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    monkeypatch.delenv(name, raising=False)
+    for uploads, seconds in ((False, "10"), (True, None)):
+        with registry(tmp_path, "a version", uploads=uploads):
+            assert os.environ.get(name) == seconds

@@ -44,8 +44,8 @@ def fix_date(tokenizer: Tokenizer, day: date) -> None:
         if re.search(r"\bstrftime_now\b(?!\s+is\s+(not\s+)?defined)", found):
             raise ArtifactError(
                 f"tokenizer {tokenizer.name_or_path}: the chat template uses strftime_now without "
-                "a literal format, expected a call with one like '%d %b %Y'. Fix: write a fixed date into its "
-                "chat template, and set the path to the changed folder."
+                "a literal format, expected a call with one like '%d %b %Y'. Fix: write a fixed "
+                "date into its chat template, and set the path to the changed folder."
             )
         return found
 

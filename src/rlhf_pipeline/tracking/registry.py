@@ -38,11 +38,13 @@ def find_champion(model: str, candidate: Path, project: Path, downloads: Path) -
     """
     from mlflow.exceptions import MlflowException
 
-    with registry(project, f"the champion of {model}") as client:
+    what = f"the champion of {model}"
+    with registry(project, what) as client:
         version = find_version(client, model, CHAMPION)
-        if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
-            return None
-        number = str(version.version)
+    if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
+        return None
+    number = str(version.version)
+    with registry(project, what, uploads=True) as client:
         try:
             folder = local_folder(client, version, downloads)
             tokens = [verify(folder).files.get(TOKENS), Manifest.read(candidate).files.get(TOKENS)]
@@ -120,11 +122,13 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
 
     Raises ArtifactError if the model has none of that name, and StageError if the store fails.
     """
-    with registry(project, f"version {name} of {model}") as client:
+    what = f"version {name} of {model}"
+    with registry(project, what) as client:
         version = find_version(client, model, name)
-        if version is not None:
-            return local_folder(client, version, downloads)
         candidate = find_version(client, model, "candidate") if name == CHAMPION else None
+    if version is not None:
+        with registry(project, what, uploads=True) as client:
+            return local_folder(client, version, downloads)
     if candidate is not None:
         raise ArtifactError(
             f"no policy has been promoted yet, so {model} has no champion; candidate is version "
@@ -148,13 +152,16 @@ def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str,
 
 def registered_sources(project: Path) -> set[tuple[str, str]]:
     """Model and folder or address of each version; StageError if the store fails."""
-    with registry(project, "the registered versions", uploads=False) as client:
+    with registry(project, "the registered versions") as client:
         return {(version.name, version.source) for version in client.search_model_versions()}
 
 
 @contextmanager
-def registry(project: Path, what: str, *, uploads: bool = True) -> Iterator[MlflowClient]:
-    """A client for reading. Raises StageError if the store does not return `what`."""
+def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[MlflowClient]:
+    """A client for reading; with `uploads` of models, it waits long for each of them.
+
+    Raises StageError if the store does not return `what`.
+    """
     from mlflow.exceptions import MlflowException
 
     uri = tracking_uri(project)

@@ -47,11 +47,13 @@ SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql"
 def tracking_uri(project: Path) -> str:
     """The store's address: MLFLOW_TRACKING_URI if set, else a SQLite database in the project.
 
-    Raises ConfigError if neither MLflow nor a plugin of it has a store of such an address.
+    Raises ConfigError if neither MLflow nor a plugin of it has a store of such an address, or the
+    database is none.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
-        return f"sqlite:///{project.resolve()}/mlflow.db"
+        _expect_database(database := project.resolve() / "mlflow.db")
+        return f"sqlite:///{database}"
     scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else "file"
     known = sorted({*SCHEMES, *entry_points(group="mlflow.tracking_store").names})
     if scheme not in known:
@@ -60,6 +62,16 @@ def tracking_uri(project: Path) -> str:
             f"with {', '.join(known)}{suggestion(scheme, known)}. Fix: correct or unset it"
         )
     return uri
+
+
+def _expect_database(file: Path) -> None:
+    """Raise ConfigError if a file is damaged; MLflow would begin to write into an empty one."""
+    if file.is_file() and file.open("rb").read(16) != b"SQLite format 3\0":
+        raise ConfigError(
+            f"{file}: found {file.stat().st_size} bytes that are no SQLite database, expected that "
+            "of MLflow. Fix: restore it from a copy; if you have none, move it away: runs and "
+            "champion are then gone, and the models stay"
+        )
 
 
 def is_server(uri: str) -> bool:
