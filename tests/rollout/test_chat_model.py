@@ -135,8 +135,8 @@ def test_a_rubric_may_be_the_whole_question_and_read_the_true_answer(tmp_path):
 @pytest.mark.parametrize(
     ("body", "fault"),
     [
-        (b'{"choices": "' + b" " * 2**20 + b'"}', "sends more, expected at most 1048576 plain"),
-        (gzip.compress(b"0" * 2**24), r"sends a compressed reply \(gzip\), expected"),
+        (b'{"choices": "' + b" " * 2**20 + b'"}', r"found 1\d{6} plain bytes or more"),
+        (gzip.compress(b"0" * 2**24), r"found \d+ gzip bytes or more"),
     ],
     ids=["long", "compressed"],
 )
@@ -144,7 +144,7 @@ def test_a_rubric_may_be_the_whole_question_and_read_the_true_answer(tmp_path):
 def test_a_reply_that_would_fill_the_memory_is_refused(tmp_path, body, fault, code):
     with (
         chat_server(lambda *_: "", lambda _: code, lambda *_: body) as (url, asked),
-        pytest.raises(StageError, match=rf"^ppo\.rewards\.0: org/judge-1 at http.* {fault}"),
+        pytest.raises(StageError, match=rf"^ppo\.rewards\.0: {fault} as a reply of org/judge-1, "),
     ):
         rubric(url, tmp_path)(None, answers("a"))
     assert len(asked) == 1 and not list(tmp_path.iterdir())

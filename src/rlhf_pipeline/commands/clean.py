@@ -25,7 +25,9 @@ from rlhf_pipeline.tracking.store import tracking_uri
 @click.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove the files instead of listing them.")
 @click.option(
-    "--unfinished", is_flag=True, help="Include unfinished stages, which could still resume."
+    "--unfinished",
+    is_flag=True,
+    help="Include unfinished stages, which could still resume, and replies of chat models.",
 )
 @click.option(
     "--versions",

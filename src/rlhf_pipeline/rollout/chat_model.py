@@ -102,7 +102,7 @@ class ChatModel:
             counts = {name: getattr(completion.usage, name, 0) for name in TOKENS}
             found: dict[str, Any] = {n: x if isinstance(x, int) else 0 for n, x in counts.items()}
             text = str(message.content or message.refusal or "")
-            found["text"] = without_secrets(text, secret) if secret in text else text
+            found["text"] = text if len(secret) < 8 else text.replace(secret, "...")
             own = path.with_name(uuid4().hex)  # another rank may ask the same
             own.parent.mkdir(exist_ok=True)  # `kedro rlhf clean` may have removed it
             write_atomically(own, json.dumps(found | {"sha256": json_digest([path.stem, found])}))
@@ -140,19 +140,20 @@ class ChatModel:
 
     def _read(self, response: "Response") -> None:
         """Read the body of a response. Raises StageError if it would fill the memory."""
-        from httpx2 import ByteStream
+        from httpx2 import ByteStream, SyncByteStream
 
-        body, encoding = bytearray(), response.headers.get("Content-Encoding", "identity")
-        for piece in response.stream:
+        body, encoding = bytearray(), response.headers.get("Content-Encoding", "plain")
+        stream = response.stream
+        assert isinstance(stream, SyncByteStream)
+        for piece in stream:
             body += piece
-            if len(body) > LARGEST or encoding != "identity":
-                found = "more" if encoding == "identity" else f"a compressed reply ({encoding})"
+            if len(body) > LARGEST or encoding not in ("plain", "identity"):
                 raise StageError(
-                    f"{self.place}: {self.config.model} at {without_secrets(self.config.base_url)} "
-                    f"sends {found}, expected at most {LARGEST} plain bytes. Fix: allow shorter "
-                    "replies (openai.request: {max_tokens: 1000}), or correct openai.base_url"
+                    f"{self.place}: found {len(body)} {encoding} bytes or more as a reply of "
+                    f"{self.config.model}, expected at most {LARGEST} plain ones. Fix: allow "
+                    "shorter replies (openai.request: {max_tokens: 1000}), or correct base_url"
                 )
-        response.stream.close()
+        stream.close()
         response.stream = ByteStream(bytes(body))
 
 

@@ -66,7 +66,11 @@ def tracking_uri(project: Path) -> str:
 
 def _expect_database(file: Path) -> None:
     """Raise ConfigError if a file is damaged; MLflow would begin to write into an empty one."""
-    if file.is_file() and file.open("rb").read(16) != b"SQLite format 3\0":
+    if not file.is_file():
+        return
+    with file.open("rb") as opened:
+        is_database = opened.read(16) == b"SQLite format 3\0"
+    if not is_database:
         raise ConfigError(
             f"{file}: found {file.stat().st_size} bytes that are no SQLite database, expected that "
             "of MLflow. Fix: restore it from a copy; if you have none, move it away: runs and "
@@ -108,7 +112,7 @@ def connect(uri: str, project: Path) -> MlflowClient:
 
 def _follow(database: Path) -> None:
     """Let MLflow write beside the database after both were moved: it stores absolute paths."""
-    with closing(sqlite3.connect(database)) as store, store:
+    with closing(sqlite3.connect(database, timeout=60)) as store, store:
         for (old,) in store.execute("SELECT artifact_location FROM experiments").fetchall():
             new = str(database.parent / ARTIFACTS)
             if old != new and old.startswith("/") and Path(old).name == ARTIFACTS:
