@@ -404,6 +404,14 @@ def test_a_candidate_keeps_its_number_and_each_test_set_counts_alone(client):
     assert count_try(client, "m", "2", "T") == 2
 
 
+def test_a_candidate_of_a_moved_project_is_no_further_try(client, tmp_path):
+    """The folder of its version is gone, so that it gets another version."""
+    client.create_registered_model("m")
+    for digest in ("one", "two", "one"):
+        client.create_model_version("m", str(tmp_path), tags={"rlhf.content_digest": digest})
+    assert [count_try(client, "m", version, "T") for version in "1233"] == [1, 2, 1, 1]
+
+
 def test_a_champion_keeps_its_verdict(client, sft, ppo, trained):
     first = register(client, sft=sft, candidate=ppo, **PASSED)
     again = register(client, sft=sft, candidate=ppo, promote="never", **refused("stricter"))

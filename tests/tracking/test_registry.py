@@ -199,6 +199,6 @@ def test_a_lookup_does_not_wait_long_and_a_download_does(client, tmp_path, monke
     monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     monkeypatch.delenv(name, raising=False)
-    for uploads, seconds in ((False, "10"), (True, None)):
-        with registry(tmp_path, "a version", uploads=uploads):
+    for how, seconds in (({}, "10"), ({"uploads": True}, None)):
+        with registry(tmp_path, "a version", **how):
             assert os.environ.get(name) == seconds

@@ -170,7 +170,7 @@ def test_a_store_that_was_moved_writes_beside_itself_and_reads_its_earlier_runs(
     assert client.get_experiment(elsewhere).artifact_location == f"{old}-other/mlruns"
 
 
-@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 2" + bytes(99)])
+@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 2 " * 9])
 def test_a_damaged_database_is_named_and_not_made_anew(monkeypatch, tmp_path, content):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     file = tmp_path / "mlflow.db"

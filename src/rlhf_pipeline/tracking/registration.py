@@ -251,15 +251,18 @@ def count_try(client: MlflowClient, model: str, version: str, test_set: str) -> 
     """The number of a candidate among all that were tried on a test set; it keeps its number.
 
     The test set is the sources of its prompts: another seed, which selects other prompts of them,
-    is one more chance for a policy that is no better.
+    is one more chance for a policy that is no better. A candidate is known by its content: in a
+    project that was moved, its next registration makes another version.
     """
     tag = f"{TRY_TAG}{hashlib.sha256(test_set.encode()).hexdigest()[:16]}"
     found = client.search_model_versions(f"name = '{model}'")
-    numbers = {str(other.version): int(other.tags[tag]) for other in found if tag in other.tags}
-    if version not in numbers:
-        numbers[version] = max(numbers.values(), default=0) + 1
-        client.set_model_version_tag(model, version, tag, str(numbers[version]))
-    return numbers[version]
+    contents = {str(each.version): each.tags.get(store.DIGEST_TAG, each.version) for each in found}
+    numbers = {
+        contents[str(each.version)]: int(each.tags[tag]) for each in found if tag in each.tags
+    }
+    number = numbers.get(contents[version], max(numbers.values(), default=0) + 1)
+    client.set_model_version_tag(model, version, tag, str(number))
+    return number
 
 
 def _aliases(client: MlflowClient, model: str) -> dict[str, str]:
