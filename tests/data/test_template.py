@@ -127,7 +127,7 @@ def test_the_error_names_the_dialogue_that_the_template_rejects(tokenizer) -> No
         render_prompts(tokenizer, ["a:1", "a:2", "a:3"], [QUESTION, DIALOGUE, QUESTION])
     assert str(error.value) == (
         "a:2: the tokenizer's chat template rejects the turns system, user, assistant, user: no "
-        "system"
+        "system. Fix: correct the template, or remove such rows"
     )
 
 
