@@ -2,16 +2,17 @@
 
 import json
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 
 
 @contextmanager
-def chat_server(reply, status=lambda number: 200):
+def chat_server(reply, status=lambda number: 200, payload_of=None):
     """An OpenAI-compatible server: `reply` maps the answers A and B to the text of the judge.
 
-    `status` is the status of the n-th request, from 0. Yields its address and the requests.
+    `status` is the status of the n-th request, from 0. `payload_of` maps a completion and the
+    headers of its request to other bytes. Yields the address of the server and the requests.
     """
     requests, lock = [], Lock()
 
@@ -33,12 +34,16 @@ def chat_server(reply, status=lambda number: 200):
                 "choices": [choice], "usage": usage,
             }  # fmt: skip
             payload = json.dumps(completion if code == 200 else {"error": {"message": "no"}})
+            payload = payload_of(completion, self.headers) if payload_of else payload.encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
             self.send_header("retry-after-ms", "1")
+            if payload.startswith(b"\x1f\x8b"):
+                self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
-            self.wfile.write(payload.encode())
+            with suppress(ConnectionError):  # the client does not read all
+                self.wfile.write(payload)
 
         def log_message(self, *_):
             pass

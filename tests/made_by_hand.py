@@ -1,9 +1,10 @@
 """An evaluation that is made by hand: answers, a registration, artifacts."""
 
 import json
+from dataclasses import replace
 
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
+from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 """An answer that would run in a page that does not escape it."""
@@ -50,4 +51,12 @@ def artifact(folder, stage, metrics=(), inputs=None, answers=None, **config):
         stage, f"{stage}-fingerprint", 7, config, inputs or {}, {"torch": "2.13.0"}, last,
         file_entries(folder),
     ).write(folder)  # fmt: skip
+    return folder
+
+
+def sealed(folder):
+    """Give a folder the manifest of the files that are in it now; return the folder."""
+    made = Manifest("evaluate", "evaluate-fingerprint", 7, {}, {}, {}, {}, {})
+    made = Manifest.read(folder) if (folder / NAME).is_file() else made
+    replace(made, files=file_entries(folder)).write(folder)
     return folder

@@ -32,6 +32,10 @@ def test_a_fix_names_the_program_that_the_user_started(monkeypatch, program, com
         ("kedro run '--params=a=https://h/x?sig=key' --env=b",
          "kedro run '--params=a=https://h/x?...' --env=b"),
         ("got https://h:80/x from me@home", "got https://h:80/x from me@home"),
+        ("bad Authorization: Bearer sk-1.", "bad Authorization: Bearer ..."),
+        ("{'authorization': 'Basic a2V5', 'x': 1}", "{'authorization': 'Basic ...', 'x': 1}"),
+        ("found bearer sk-1, expected none", "found bearer ..., expected none"),
+        ("https://h/x#access_token=key&a=b and https://h/x#install", "https://h/x#... and https://h/x#install"),
     ],
 )  # fmt: skip
 def test_secrets_are_not_shown(text, shown):
@@ -50,7 +54,21 @@ def test_an_extra_is_installed_with_the_pins_of_a_clone_or_without_them(tmp_path
     )
 
 
-@pytest.mark.parametrize("text", ["http://a", "http://a:", "a@", "http://a?", "x:/", "http:// @"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://a",
+        "http://a:",
+        "a@",
+        "http://a?",
+        "x:/",
+        "http:// @",
+        "bearer ",
+        "authorization:",
+        "authorization: a ",
+        "http://a#b=",
+    ],
+)
 def test_a_long_text_of_a_server_is_searched_in_linear_time(text):
     """The pattern holds the interpreter: no other thread of the driver runs meanwhile."""
     start = time.process_time()

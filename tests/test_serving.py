@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -19,7 +20,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import MLMODEL
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 SOURCE = Path(__file__).parents[1] / "src"
 WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", *"abcdefgh"]
@@ -113,6 +116,21 @@ def test_sampling_follows_the_seed_and_keeps_the_callers_random_state(served):
     # The model's own top_k would allow two first words.
     assert len({answer.partition(" ")[0] for answer in answers}) > 2
     assert torch.rand(1) == expected
+
+
+def test_a_policy_that_was_changed_is_not_served(policy, tmp_path):
+    """One bit of one weight."""
+    import mlflow.pyfunc
+
+    changed = shutil.copytree(policy, tmp_path / "policy")
+    Manifest("ppo", "f", 1, {}, {}, {}, {}, file_entries(changed)).write(changed)
+    assert mlflow.pyfunc.load_model(str(changed)).predict(prompts("a"), {"max_new_tokens": 1})
+    weights = changed / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0x40
+    weights.write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"model\.safetensors was changed after stage ppo"):
+        mlflow.pyfunc.load_model(str(changed))
 
 
 def test_a_request_without_prompts_is_refused(served):

@@ -21,8 +21,7 @@ from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.evaluation.comparison import ANSWERS, Answer, read_answers, read_evaluation
 from rlhf_pipeline.evaluation.report import Evaluation
 from rlhf_pipeline.explain import explained_errors
-from rlhf_pipeline.runtime.manifest import CURVES
-from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.runtime.metrics_file import read_curves
 
 if TYPE_CHECKING:
     from kedro.framework.session import KedroSession
@@ -55,7 +54,7 @@ class RunResults:
 
     def metrics(self, stage: str) -> list[dict[str, Any]]:
         """The training curves of a stage: {"step": 1, "metrics": {...}, ...}, in order."""
-        return read_json_lines(self.artifacts[stage] / CURVES)
+        return read_curves(self.artifacts[stage])
 
     @property
     def _evaluated(self) -> Path:

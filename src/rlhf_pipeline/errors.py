@@ -16,6 +16,9 @@ import click
 
 # At the start of what follows "://". A password may contain slashes, although it should not.
 _CREDENTIALS = re.compile(r"\A(?:[^\s/]*|[^\s@:]*:[^\s@]*)@")
+_HEADER = re.compile(
+    r"(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?|\bbearer\s+)[^\s'\",]+", re.IGNORECASE
+)
 _WORD = re.compile(r"[^\s'\"]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -101,19 +104,24 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def without_secrets(text: str) -> str:
-    """The text without users, passwords and queries in URLs; signed URLs have a key there.
+def without_secrets(text: str, *secrets: str) -> str:
+    """The text without some `secrets` of at least 8 characters, keys in headers, and users,
+    passwords, queries and fields of fragments in URLs; signed URLs have a key there.
 
     The time is linear in the text, which a server may have sent.
     """
+    for secret in secrets:
+        text = text.replace(secret, "...") if len(secret) >= 8 else text
+    text = _HEADER.sub(r"\1...", text)
     start, *rest = text.split("://")
     hidden = "://".join([start, *(_CREDENTIALS.sub("...@", each) for each in rest)])
     return _WORD.sub(_without_query, hidden)
 
 
 def _without_query(word: re.Match[str]) -> str:
-    """A word without the query of a URL. Without `name=`, a question mark belongs to a glob,
-    except in HTTP."""
-    url, _, query = word[0].partition("?")
-    is_query = "=" in query or re.search("https?://", url, re.IGNORECASE)
-    return f"{url}?..." if query and "://" in url and is_query else word[0]
+    """A word without the query of a URL, or the fields of its fragment. Without `name=`, a question
+    mark belongs to a glob, except in HTTP."""
+    mark = "?" if "?" in word[0] else "#"
+    url, _, query = word[0].partition(mark)
+    is_query = "=" in query or (mark == "?" and re.search("https?://", url, re.IGNORECASE))
+    return f"{url}{mark}..." if query and "://" in url and is_query else word[0]

@@ -25,6 +25,7 @@ from rlhf_pipeline.models.loading import (
     load_tokenizer,
     plain_generation,
 )
+from rlhf_pipeline.runtime.manifest import artifact_of, verify
 
 if TYPE_CHECKING:
     import pandas
@@ -108,4 +109,8 @@ def load(folder: Path | str) -> ServedPolicy:
     return ServedPolicy(model.eval(), tokenizer, contract)
 
 
-_load_pyfunc = load  # the name that MLflow calls
+def _load_pyfunc(folder: str) -> ServedPolicy:
+    """Load a policy for MLflow. Raises ArtifactError also if a file of the artifact was changed."""
+    if (artifact := artifact_of(Path(folder))) is not None:  # others have verified it before
+        verify(artifact)
+    return load(folder)

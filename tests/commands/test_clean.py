@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +132,21 @@ def test_a_version_of_the_future_keeps_the_real_newest_one(shelf, monkeypatch):
     ):
         shelf.clean(monkeypatch, shelf.registry)
     assert shelf.left == [0, 1, 2]
+
+
+def test_replies_of_chat_models_are_listed_with_their_last_use(shelf, monkeypatch):
+    """They cost requests, so only a flag removes them."""
+    replies = shelf.root / "workspace" / "judge_replies"
+    replies.mkdir(parents=True)
+    (replies / "a.json").write_text("12345")
+    os.utime(replies, (1e9, 1e9))
+    why = time.strftime("replies of chat models, last used %Y-%m-%d %H:%M; ", time.localtime(1e9))
+    listed = shelf.clean(monkeypatch, shelf.registry, versions=False)
+    assert f"kept: workspace/judge_replies: {why}--unfinished removes them" in listed
+    assert replies.is_dir()
+    listed = shelf.clean(monkeypatch, shelf.registry, versions=False, unfinished=True)
+    assert " ".join(listed.split()).count(f"{why}asked for again when needed 5 bytes") == 1
+    assert not replies.exists()
 
 
 def test_what_was_set_aside_as_damaged_is_listed_and_removed(shelf, monkeypatch):

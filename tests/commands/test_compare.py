@@ -15,7 +15,7 @@ from rlhf_pipeline.commands.compare import (
     verdicts,
 )
 from rlhf_pipeline.evaluation.comparison import summary, write_answers
-from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
 
 def manifest(stage, config, fingerprint):
@@ -36,7 +36,8 @@ def make(tmp_path):
         (folder / "evaluation.json").write_text(json.dumps(metrics))
         inputs = {"prompts": "p", "reward_model": reward_model, "ppo_model": name}
         blocks = {"evaluate": {"sampling": {"temperature": temperature}}}
-        Manifest("evaluate", name, 1, blocks, inputs, {}, {}, {}).write(folder)
+        files = file_entries(folder)
+        Manifest("evaluate", name, 1, blocks, inputs, {}, {}, files).write(folder)
         made_from = {"ppo": own, "sft": manifest("sft", {"epochs": 1}, "the same")}
         return Policy(name, "ppo", made_from, ((folder, "ppo"),))
 

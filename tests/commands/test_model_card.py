@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from made_by_hand import sealed
 from stand_in_hub import serving
 
 from rlhf_pipeline.commands.artifacts import Policy
@@ -47,7 +48,7 @@ def evaluated(tmp_path):
     """The folder of an evaluation of PPO."""
     (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
     manifest("evaluate", {"candidate": {"name": "ppo"}}).write(tmp_path)
-    return tmp_path
+    return sealed(tmp_path)
 
 
 def card(*stages, evaluations=(), registered=None, license_name="unknown", adapter_of=None):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
-from made_by_hand import REGISTRATION, answer, artifact
+from made_by_hand import REGISTRATION, answer, artifact, sealed
 from rich.console import Console
 
 from rlhf_pipeline.commands.artifacts import Ledger
@@ -95,10 +95,35 @@ def test_the_newest_page_is_made_and_opened(project, tmp_path):
 def test_a_page_that_is_there_is_not_made_again(project, tmp_path):
     project.publish("2026-01-01")
     page = tmp_path / "evaluation.html" / "2026-01-01" / "evaluation.html"
-    page.parent.mkdir(parents=True)
-    page.write_text("published")
     project.report("2026-01-01", show=False)
-    assert page.read_text() == "published"
+    before = page.stat()
+    project.report("2026-01-01", show=False)
+    assert (page.stat().st_ino, page.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert project.opened == []
+
+
+def test_a_page_of_other_numbers_is_made_again(project, tmp_path):
+    """Those of another evaluation, or a changed one."""
+    evaluation = project.publish("2026-01-01")
+    project.report("2026-01-01", show=False)
+    page = tmp_path / "evaluation.html" / "2026-01-01" / "evaluation.html"
+    published = page.read_text()
+    page.write_text(published.replace("%", "0%"))
+    project.report("2026-01-01", show=False)
+    assert page.read_text() == published
+    (evaluation / "weights").write_text("other numbers")
+    sealed(evaluation)
+    project.report("2026-01-01", show=False)
+    assert page.read_text() != published
+
+
+@pytest.mark.parametrize("file", ["evaluation.json", "answers.jsonl"])
+def test_the_page_of_a_changed_evaluation_is_not_shown(project, file):
+    evaluation = project.publish("2026-01-01")
+    project.report("2026-01-01", show=False)
+    (evaluation / file).write_text((evaluation / file).read_text().replace("sft", "ppo"))
+    with pytest.raises(ArtifactError, match=f"{file} was changed after stage evaluate finished"):
+        project.report("2026-01-01")
     assert project.opened == []
 
 
@@ -149,6 +174,7 @@ def shown(tmp_path):
             {name: ArtifactDataset(filepath=str(tmp_path / name)) for name in EVALUATIONS}
         )
         console = Console(file=io.StringIO(), width=140)
+        shown.printed = console.file
         runs.callback(Ledger(catalog, tmp_path), console)
         return [line.split() for line in console.file.getvalue().splitlines()]
 
@@ -167,6 +193,18 @@ def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch
         "2026-01-02 dpo 7 70.0% [60.0%, 80.0%] gold -",
         "2026-01-03 ppo 7 60.0% [50.0%, 70.0%] gold 1.50",
     ]
+
+
+def test_a_changed_evaluation_is_named_and_the_others_are_listed(shown, monkeypatch, tmp_path):
+    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    shown(("evaluation", "2026-01-01", "aaaa1111", 0.6), ("dpo_evaluation", "2026-01-02", "b", 0.5))
+    changed = tmp_path / "evaluation" / "2026-01-01" / "evaluation" / "evaluation.json"
+    changed.write_text(changed.read_text().replace("0.6", "0.9"))
+    with pytest.raises(ArtifactError, match=f"{changed} was changed after stage evaluate") as error:
+        shown()
+    assert str(error.value).count("\n") == 0
+    _, *lines = shown.printed.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines] == [["2026-01-02", "dpo"]]
 
 
 def test_without_an_evaluation_the_list_says_how_to_get_one(shown, monkeypatch):

@@ -104,6 +104,14 @@ def test_the_trained_reward_model_alone_is_the_default():
          (0, "rubric"), "openai.template: found a text, expected none: the rubric is the question"),
         (["a/my.py:f", "b/my.py:f"], (),
          "found two called 'my.f', expected unique names. Fix: set the name of one of them"),
+        *(([{"rubric": "Short.", "openai": CHAT | {"request": request}}], (0, "rubric", "openai"),
+           f"request.{name}: found a field for a secret, expected none: parameters are "
+           "recorded. Fix: set openai.api_key_env to the name of an environment variable with the")
+          for name, request in [
+              ("api_key", {"api_key": "sk-canary"}),
+              ("extra_headers.Authorization", {"extra_headers": {"Authorization": "canary"}}),
+              ("x.X-Api-Key", {"x": {"X-Api-Key": "canary"}}),
+              ("hf_token", {"hf_token": "canary"})]),
         ([{"path": "/models/a b"}], (), "found label 'a b', expected letters, digits, "),
     ],
 )  # fmt: skip

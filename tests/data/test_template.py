@@ -127,8 +127,15 @@ def test_the_error_names_the_dialogue_that_the_template_rejects(tokenizer) -> No
         render_prompts(tokenizer, ["a:1", "a:2", "a:3"], [QUESTION, DIALOGUE, QUESTION])
     assert str(error.value) == (
         "a:2: the tokenizer's chat template rejects the turns system, user, assistant, user: no "
-        "system"
+        "system. Fix: correct the template, or remove such rows"
     )
+
+
+@pytest.mark.parametrize("template", ["{% include 'x' %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}"])
+def test_an_error_of_the_template_is_no_error_of_this_package(tokenizer, template) -> None:
+    use(tokenizer, template)
+    with pytest.raises(ArtifactError, match=r"^a:1: .* template rejects the turns user: .* Fix: "):
+        render_prompts(tokenizer, ["a:1"], [QUESTION])
 
 
 def test_the_error_names_the_answer_that_the_template_rejects(tokenizer) -> None:
@@ -175,8 +182,13 @@ class TestDate:
         assert tokenizer.chat_template == {"default": '{{ "2023" }}', "tools": "no date"}
 
     def test_a_computed_format_is_refused(self, tokenizer) -> None:
-        with pytest.raises(ArtifactError, match="calls strftime_now without a literal format"):
-            self.rendered(tokenizer, "{% set form = '%Y' %}{{ strftime_now(form) }}")
+        for template in (
+            "{% set form = '%Y' %}{{ strftime_now(form) }}",
+            "{% set f = strftime_now %}{{ f('%d %b %Y') }}",
+            "{{ '%Y' | map(strftime_now) }}",
+        ):
+            with pytest.raises(ArtifactError, match="uses strftime_now without a literal format"):
+                self.rendered(tokenizer, template)
 
 
 class TestTurns:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_by_hand import sealed
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.evaluation.comparison import (
     Answer,
     Standing,
@@ -16,6 +17,7 @@ from rlhf_pipeline.evaluation.comparison import (
     compare,
     deciding_judge,
     read_answers,
+    read_evaluation,
     write_answers,
 )
 from rlhf_pipeline.evaluation.evaluate import headline
@@ -300,10 +302,23 @@ def test_the_majority_decides_by_final_answers_and_of_equally_many_the_first():
 
 def test_stored_answers_are_read_again_and_those_of_an_earlier_version_are_draw_0(tmp_path):
     write_answers(ANSWERS, tmp_path)
-    assert read_answers(tmp_path) == ANSWERS
+    assert read_answers(sealed(tmp_path)) == ANSWERS
     file = tmp_path / "answers.jsonl"
     file.write_text(file.read_text().replace(', "draw": 0', ""))
-    assert read_answers(tmp_path) == ANSWERS
+    assert read_answers(sealed(tmp_path)) == ANSWERS
+
+
+@pytest.mark.parametrize(
+    ("file", "read"), [("answers.jsonl", read_answers), ("evaluation.json", read_evaluation)]
+)
+def test_a_changed_evaluation_is_refused_by_who_reads_it(tmp_path, file, read):
+    write_answers(ANSWERS, tmp_path)
+    (tmp_path / "evaluation.json").write_text('{"rewards": [], "rate": 0.45}')
+    read(sealed(tmp_path))
+    changed = (tmp_path / file).read_text().replace("0.45", "0.95").replace('"ppo"', '"sft"')
+    (tmp_path / file).write_text(changed)
+    with pytest.raises(ArtifactError, match=rf"{file} was changed after stage evaluate finished"):
+        read(tmp_path)
 
 
 def test_the_best_of_n_by_the_reward_model():

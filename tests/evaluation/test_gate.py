@@ -79,6 +79,17 @@ def cheats(rng):
     }
 
 
+def test_a_champion_whose_files_are_gone_is_not_to_be_replaced_blindly():
+    rng = next(iter(seeds()))
+    given = evidence(rng, policy(rng, 0.9), champion_fault="its folder is gone")
+    (refusal,) = decide(given, CONFIG).refusals
+    assert refusal == (
+        "the champion: found no answers (its folder is gone), expected answers to the same "
+        "prompts. Fix: make its files readable again, or set register.model to another name to "
+        "keep both; register.promote: always replaces it without a comparison"
+    )
+
+
 def test_every_cheat_is_refused_for_its_reason_in_20_of_20_runs():
     """The first three cheat without a loss of score: nothing else speaks against them, except that
     no shorter answer shows whether five times the length is better."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_by_hand import sealed
 from random_answers import policy
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
@@ -118,6 +119,15 @@ def test_a_file_with_other_lines_is_refused_and_not_changed(votes):
     assert votes.read_text() == text
 
 
+def test_a_file_of_the_user_beside_the_votes_is_left_alone(votes):
+    """An interrupted download has such a name, too."""
+    other = votes.with_name("votes.jsonl.partial")
+    other.write_text("of the user")
+    add_vote(votes, vote(0))
+    remove_vote(votes, "Ann", "pair 0")
+    assert other.read_text() == "of the user"
+
+
 def test_a_complete_last_vote_without_its_end_is_kept(votes):
     """As an editor, or lines that were joined, leave it."""
     for number in range(2):
@@ -188,7 +198,7 @@ def test_an_evaluation_gives_the_answers_of_the_first_two_policies(tmp_path):
     answers["sft"][0].scores.update({"score": 1.0, "gold": None})
     answers["ppo"][0].scores.update({"score": 1.5, "gold": 2.0})
     write_answers(answers, tmp_path)
-    (pair, other), left_out = distinct_pairs(evaluation_rows(tmp_path))
+    (pair, other), left_out = distinct_pairs(evaluation_rows(sealed(tmp_path)))
     assert (pair.first, pair.second, pair.policies) == ("sft 0", "ppo 0", ("sft", "ppo"))
     assert pair.prompt[1] == Message("assistant", "Hi.\n\nUser: this is a quotation")
     assert len(pair.prompt) == 3
@@ -206,7 +216,7 @@ def test_people_compare_one_pair_of_answers_to_each_prompt(tmp_path):
         for name in ("sft", "ppo")
     }
     write_answers(answers, tmp_path)
-    found, _ = distinct_pairs(evaluation_rows(tmp_path))
+    found, _ = distinct_pairs(evaluation_rows(sealed(tmp_path)))
     assert [(pair.first, pair.second) for pair in found] == [
         ("sft 0 0", "ppo 0 0"),
         ("sft 1 0", "ppo 1 0"),
@@ -218,6 +228,7 @@ def test_an_evaluation_of_an_earlier_version_is_refused(tmp_path):
     answers = policy(np.random.default_rng(0), 0.0)[:2]
     others = [replace(answer, response=f"{answer.response} more") for answer in answers]
     write_answers({"sft": answers, "ppo": others}, tmp_path)
+    sealed(tmp_path)
     with pytest.raises(DataError, match=r"\(2, column 'prompt' is NoneType.*repeat its"):
         distinct_pairs(evaluation_rows(tmp_path))
 

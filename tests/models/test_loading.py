@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlhf_pipeline.models.loading import MLMODEL, load_policy
+from rlhf_pipeline.models.loading import MLMODEL, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.training.new_head import untrained
 
@@ -60,3 +60,13 @@ def test_mlflow_reads_the_signature_and_the_loader(tmp_path):
         ),
     )
     assert read.flavors == {"python_function": {"loader_module": "rlhf_pipeline.serving"}}
+
+
+def test_a_tokenizer_has_the_same_bytes_with_and_without_the_hub(make_model, tmp_path, monkeypatch):
+    """Otherwise a shell with HF_HUB_OFFLINE makes other models, and later stages train again."""
+    folder, saved = make_model("llama", seed=1), []
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        load_tokenizer(folder).save_pretrained(tmp_path / str(offline))
+        saved.append((tmp_path / str(offline) / "tokenizer_config.json").read_text())
+    assert saved[0] == saved[1] and "local_files_only" not in saved[0]

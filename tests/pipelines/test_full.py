@@ -91,11 +91,13 @@ def test_exports_are_the_same_models_in_transformers(project, tmp_path):
         torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-6)
 
 
-def test_the_best_and_the_last_model_are_kept(project):
+def test_the_weights_of_a_finished_stage_are_on_the_disk_once(project):
+    """The published version is a hard link of the result in the workspace."""
+    inodes = {path: path.stat().st_ino for path in project.root.rglob("*.safetensors")}
+    published = {inode for path, inode in inodes.items() if "07_workspace" not in path.parts}
+    assert published == {*inodes.values()}
     for stage in ("sft", "reward_model", "ppo"):
-        kept = project.recipes(stage)[0] / "checkpoints"
-        best, last = sorted(path.name for path in kept.iterdir())
-        assert re.fullmatch(r"best-\d{8}", best) and last == "last"
+        assert not (project.recipes(stage)[0] / "checkpoints").exists()
 
 
 def test_no_prompt_is_in_two_phases(project):

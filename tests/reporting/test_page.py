@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from made_by_hand import HOSTILE, REGISTRATION
+from made_by_hand import HOSTILE, REGISTRATION, sealed
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import ANSWERS
@@ -55,7 +55,16 @@ def test_an_evaluation_of_an_earlier_version_is_refused(evaluation):
     del earlier["judges"]
     file.write_text(json.dumps(earlier))
     with pytest.raises(ArtifactError, match="an evaluation of an earlier version"):
-        evaluation_page(folder, [], None)
+        evaluation_page(sealed(folder), [], None)
+
+
+@pytest.mark.parametrize("changed", ["metrics.jsonl", "reward_report.json"])
+def test_changed_curves_and_reports_are_refused(evaluation, models, changed):
+    (models[1] / "reward_report.json").write_text("{}")
+    sealed(models[1])
+    (models[1] / changed).write_text("{ }")
+    with pytest.raises(ArtifactError, match=f"{changed} was changed after stage reward_model"):
+        evaluation_page(evaluation(), models, None)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +139,7 @@ def test_the_report_of_the_reward_model_is_shown(evaluation, models):
         "sources": {"web": rate},
     }
     (models[1] / "reward_report.json").write_text(json.dumps(report))
+    sealed(models[1])
     page = evaluation_page(evaluation(), models, None)
     assert "calibration error 0.03, rank correlation of score and length -," in page
     assert "on the even and on the odd rows 0.70 and 0.80." in page
@@ -158,7 +168,7 @@ def test_sources_can_be_chosen_if_there_are_several(evaluation):
     for line in lines:
         line["source"] = "web" if line["row"] < 9 else "<books>"
     (folder / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = evaluation_page(folder, [], None)
+    page = evaluation_page(sealed(folder), [], None)
     assert "<option>web</option><option>&lt;books&gt;</option>" in page
 
 

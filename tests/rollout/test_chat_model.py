@@ -1,6 +1,9 @@
 """A chat model that scores answers by a rubric: a local server answers and fails like real ones."""
 
+import gzip
+import json
 import re
+import shutil
 from collections import Counter
 from dataclasses import replace
 from threading import Barrier
@@ -125,3 +128,71 @@ def test_a_rubric_may_be_the_whole_question_and_read_the_true_answer(tmp_path):
         ):
             source(None, replace(given, references=[None]))
     assert seen == ["User: Say a letter.|{reference} {x}|a"]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b'{"choices": "' + b" " * 2**20 + b'"}', r"found 1\d{6} plain bytes or more"),
+        (gzip.compress(b"0" * 2**24), r"found \d+ gzip bytes or more"),
+    ],
+    ids=["long", "compressed"],
+)
+@pytest.mark.parametrize("code", [200, 400])
+def test_a_reply_that_would_fill_the_memory_is_refused(tmp_path, body, fault, code):
+    with (
+        chat_server(lambda *_: "", lambda _: code, lambda *_: body) as (url, asked),
+        pytest.raises(StageError, match=rf"^ppo\.rewards\.0: {fault} as a reply of org/judge-1, "),
+    ):
+        rubric(url, tmp_path)(None, answers("a"))
+    assert len(asked) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_reply_that_was_changed_or_cut_on_the_disk_is_asked_for_again(tmp_path):
+    texts = iter(["[[7]]", *["[[8]]"] * 9])
+    with chat_server(lambda *_: next(texts)) as (url, asked):
+        source = rubric(url, tmp_path)
+        assert source(None, answers("a")).tolist() == pytest.approx([0.7])
+        assert source(None, answers("a")).tolist() == pytest.approx([0.7])
+        (file,) = tmp_path.iterdir()
+        whole = file.read_text()
+        other = json.loads(whole) | {"text": "[[3]]"}
+        for number, damaged in enumerate([whole[:20], "", "[]", "{}", json.dumps(other)], start=2):
+            file.write_text(damaged)
+            assert source(None, answers("a")).tolist() == pytest.approx([0.8])
+            assert len(asked) == number
+        source(None, answers("b"))
+        first, second = sorted(tmp_path.iterdir(), key=file.__ne__)
+        shutil.copy(second, first)  # the reply to another question
+        source(None, answers("a"))
+        assert len(asked) == number + 2
+
+
+@pytest.mark.parametrize("usage", [{"prompt_tokens": None}, {"prompt_tokens": "many"}, None])
+def test_tokens_that_are_no_numbers_do_not_count(tmp_path, usage):
+    def body(completion, _):
+        return json.dumps(completion | {"usage": usage}).encode()
+
+    with chat_server(lambda *_: "[[10]]", payload_of=body) as (url, _):
+        source = rubric(url, tmp_path)
+        assert source(None, answers("a")).tolist() == [1.0]
+        assert source.counted()["prompt_tokens"] == 0
+
+
+@pytest.mark.parametrize("code", [400, 200])
+def test_a_server_that_repeats_the_key_does_not_make_it_known(tmp_path, monkeypatch, code):
+    monkeypatch.setenv("JUDGE_KEY", "sk-canary-123")
+
+    def body(completion, headers):
+        text = f"bad key: {headers['Authorization'].removeprefix('Bearer ')}."
+        completion["choices"][0]["message"]["content"] = text
+        return json.dumps(completion if code == 200 else {"error": {"message": text}}).encode()
+
+    with (
+        chat_server(lambda *_: "", lambda _: code, body) as (url, asked),
+        pytest.raises(StageError, match=r"bad key: \.\.\.\.") as error,
+    ):
+        rubric(url, tmp_path, api_key_env="JUDGE_KEY")(None, answers("a"))
+    assert asked[0]["key"] == "Bearer sk-canary-123"
+    assert "canary" not in str(error.value)
+    assert not [file for file in tmp_path.iterdir() if "canary" in file.read_text()]

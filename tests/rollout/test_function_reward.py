@@ -86,6 +86,10 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
         ("return [1.0, float('-inf'), 2.0]", "found -inf, expected a finite number"),
         ("return [int(r) for r in responses]", f"my.py:f failed at the response 'five' to the "
          f"{SECOND}: ValueError: invalid literal"),
+        ("prompts.clear(); responses.clear(); return []", "my.py:f: found 0 results, expected 3, "
+         "one for each response. The first prompt is [{'role': 'user', 'content': 'Question 0?'}]"),
+        ("\n    class Mute(Exception):\n        def __str__(self): raise OSError\n    raise Mute",
+         f"my.py:f failed at the response '4' to the {FIRST}: Mute"),
         ("\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",
          f"my.py:f failed at 3 responses together, the first to the {FIRST}: MemoryError: all"),
     ],

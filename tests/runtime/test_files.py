@@ -56,11 +56,11 @@ def happened(monkeypatch):
 
 def test_a_file_is_on_the_disk_before_it_replaces_another_one(tmp_path, happened):
     write_atomically(tmp_path / "job.json", "new")
-    assert happened[:2] == ["force job.json.partial", f"force {tmp_path.name}"]
-    assert happened[2:] == ["rename job.json.partial", f"force {tmp_path.name}"]
+    assert happened[:2] == ["force .job.json.partial", f"force {tmp_path.name}"]
+    assert happened[2:] == ["rename .job.json.partial", f"force {tmp_path.name}"]
     happened.clear()
     write_atomically(tmp_path / "rank0.json", "a heartbeat", force=False)
-    assert happened == ["rename rank0.json.partial"]
+    assert happened == ["rename .rank0.json.partial"]
 
 
 def two_folders(tmp_path):

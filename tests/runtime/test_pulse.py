@@ -10,6 +10,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
+from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.runtime.pulse import EVERY_S, PULSE, Pulse, read_beat
 
 RANK = """
@@ -29,10 +30,11 @@ def rank(tmp_path):
     """Starts a process that follows the pulse; returns it with its child."""
     started = []
 
-    def start(launch, timeout_s):
+    def start(launch, timeout_s=None):
+        pulse = {PULSE: f"{launch} {timeout_s}"} if timeout_s else {LAUNCH: f"{launch} {tmp_path}"}
         process = subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path)],
-            env=os.environ | {PULSE: f"{launch} {timeout_s}"},
+            env=os.environ | pulse,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
@@ -75,6 +77,18 @@ def test_silence_ends_a_rank(tmp_path, rank):
     process, _ = rank(pulse.launch, 3)
     assert process.wait(60) == 1
     assert time.monotonic() - start > 3 - EVERY_S
+
+
+def test_a_rank_of_one_machine_ends_with_its_driver(rank):
+    """Whoever kills the driver may kill its guard, too."""
+    driver = subprocess.Popen(["sleep", "600"])
+    process, child = rank(f"{driver.pid}@{psutil.Process(driver.pid).create_time()}")
+    time.sleep(2 * EVERY_S)
+    assert process.poll() is None and child.is_running()
+    driver.kill()  # a zombie until it is waited for
+    assert process.wait(60) == 1
+    wait_until(lambda: not child.is_running())
+    driver.wait()
 
 
 def test_a_file_that_cannot_be_read_now_is_no_end(tmp_path):

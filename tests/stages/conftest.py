@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.config.block import Block
+from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages import run
@@ -21,6 +21,7 @@ class DrillConfig(Block):
     """Parameters of the stage."""
 
     value: int = 1
+    keep_best: int = operational(1)
 
 
 SPEC = StageSpec("drill", "drill_program", distributed=False)
@@ -65,9 +66,9 @@ class Drill:
         (root / "drill_program.py").write_text(PROGRAM)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(Path(run.__file__).parents[2])])
 
-    def job(self, value: int = 1, **fields: object) -> Job:
-        """The stage with a parameter; `fields` are fields of `Job`."""
-        config = {"drill": DrillConfig(value=value)}
+    def job(self, value: int = 1, keep_best: int = 1, **fields: object) -> Job:
+        """The stage with its parameters; `fields` are fields of `Job`."""
+        config = {"drill": DrillConfig(value=value, keep_best=keep_best)}
         return Job(SPEC, config, **{"inputs": {}, "seed": 1} | fields)
 
     def context(
@@ -86,9 +87,13 @@ class Drill:
             listener=listener or StageListener(),
         )
 
-    def run(self, value: int = 1, inputs: dict[str, Path] | None = None, **context: object) -> Path:
+    def run(
+        self, value: int = 1, inputs: dict[str, Path] | None = None, keep_best: int = 1,
+        **context: object,
+    ) -> Path:  # fmt: skip
         """Run the stage in this process, as the only stage of a run; return its export."""
-        return StageRunner(self.context(**context)).run(self.job(value, inputs=inputs or {}))
+        job = self.job(value, keep_best, inputs=inputs or {})
+        return StageRunner(self.context(**context)).run(job)
 
     def run_elsewhere(self) -> subprocess.Popen:
         """Run the stage in another process."""

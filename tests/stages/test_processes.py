@@ -78,18 +78,19 @@ from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.stages import processes
 from rlhf_pipeline.stages.processes import guarded
 launch = sys.argv[1]
-with guarded(launch, os.environ["PYTHONPATH"]):
+with guarded(launch, os.environ["PYTHONPATH"], sys.argv[2]):
     subprocess.Popen(["sleep", "900"], env=os.environ | {LAUNCH: launch}, start_new_session=True)
     print(flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_processes_of_a_killed_driver_are_killed(start, tmp_path):
+def test_the_processes_of_a_killed_driver_are_killed_and_its_folder_is_removed(start, tmp_path):
     rank, other = start("one"), start("two")
-    source = str(Path(processes.__file__).parents[2])
+    source, folder = str(Path(processes.__file__).parents[2]), tmp_path / "rlhf-1"
+    folder.mkdir()
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, f"{tmp_path} one"],
+        [sys.executable, "-c", DRIVER, f"{tmp_path} one", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": source},
@@ -99,4 +100,5 @@ def test_the_processes_of_a_killed_driver_are_killed(start, tmp_path):
     driver.kill()
     assert rank.wait(timeout=HANGS_S) == -signal.SIGKILL
     driver.communicate()  # the guard and the other process have closed its pipe
+    assert not folder.exists()
     assert other.poll() is None

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from made_by_hand import sealed
 from mlflow.exceptions import MlflowException
 from random_answers import policy
 
@@ -23,7 +24,13 @@ from rlhf_pipeline.pipelines.evaluate import register as register_node
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.statistics import win_rate
 from rlhf_pipeline.tracking.mirror import MlflowTracker
-from rlhf_pipeline.tracking.registration import Policy, count_try, register, register_evaluated
+from rlhf_pipeline.tracking.registration import (
+    Policy,
+    count_try,
+    read_registration,
+    register,
+    register_evaluated,
+)
 from rlhf_pipeline.tracking.registry import Champion, find_version, local_folder, registered_folder
 from rlhf_pipeline.tracking.store import connect, experiment_id
 
@@ -406,6 +413,14 @@ def test_a_candidate_keeps_its_number_and_each_test_set_counts_alone(client):
     assert count_try(client, "m", "2", "T") == 2
 
 
+def test_a_candidate_of_a_moved_project_is_no_further_try(client, tmp_path):
+    """The folder of its version is gone, so that it gets another version."""
+    client.create_registered_model("m")
+    for digest in ("one", "two", "one"):
+        client.create_model_version("m", str(tmp_path), tags={"rlhf.content_digest": digest})
+    assert [count_try(client, "m", version, "T") for version in "1233"] == [1, 2, 1, 1]
+
+
 def test_a_champion_keeps_its_verdict(client, sft, ppo, trained):
     first = register(client, sft=sft, candidate=ppo, **PASSED)
     again = register(client, sft=sft, candidate=ppo, promote="never", **refused("stricter"))
@@ -435,6 +450,7 @@ def test_the_gate_reads_the_tasks(client, sft, ppo, trained, tmp_path, monkeypat
     copied = {"metric": "acc", "value": 0.5, "change": -0.25, "lower": -0.5, "upper": 0.0, "n": 8}
     compared["policies"]["ppo"] |= {"tasks/copy/acc": 0.5, "tasks/copy/acc_lower": 0.25}
     (evaluation / "evaluation.json").write_text(json.dumps(compared | {"tasks": {"copy": copied}}))
+    sealed(evaluation)
     registration = register_evaluated(
         sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), SOURCES, tmp_path
     )
@@ -468,6 +484,7 @@ def test_an_evaluation_of_an_earlier_version_is_named(client, sft, ppo, trained,
     compared = json.loads((evaluation / "evaluation.json").read_text())
     del compared["judges"]
     (evaluation / "evaluation.json").write_text(json.dumps(compared))
+    sealed(evaluation)
     with pytest.raises(ArtifactError, match=r"earlier version.*kedro run --from-nodes=evaluate"):
         register_evaluated(
             sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), SOURCES, tmp_path
@@ -490,3 +507,22 @@ def test_without_a_champion_the_message_names_the_candidate(client, trained, sft
     ):
         with pytest.raises(ArtifactError, match=f"found '{name}', expected .* Fix: {fix}"):
             registered_folder(name, model, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text.replace("false", "true"), lambda text: "", lambda text: "[1]"]
+)
+def test_a_changed_registration_is_named(client, sft, ppo, trained, tmp_path, damage):
+    """It says who was promoted, and protects models from `kedro rlhf clean --versions`."""
+    made = register(client, sft=sft, candidate=ppo, promote="never", **PASSED)
+    file = tmp_path / "v1" / "registration.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(made.record(), indent=2))
+    assert read_registration(file) == asdict(made)
+    file.write_text(json.dumps(asdict(made)))  # of an earlier version
+    assert read_registration(file) == asdict(made)
+    file.write_text(damage(json.dumps(made.record())))
+    with pytest.raises(
+        ArtifactError, match=rf"{file} was changed after .*Fix: restore .*{file.parent}"
+    ):
+        read_registration(file)

@@ -1,10 +1,12 @@
 """The store: its address, concurrent access to an empty database, and the run of a recipe."""
 
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import mlflow.artifacts
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
@@ -140,3 +142,41 @@ def test_find_run_takes_the_newest_finished_run_of_the_recipe(client):
 
 def test_find_run_in_a_store_without_the_experiment_finds_nothing(client):
     assert find_run(client, "aaaa") is None
+
+
+def test_a_store_that_was_moved_writes_beside_itself_and_reads_its_earlier_runs(
+    empty_database, tmp_path
+):
+    """The paths that MLflow stores are absolute. It would make the earlier folders again."""
+    old, new = tmp_path / "it's 100% #1", tmp_path / "new"
+    old.mkdir()
+    shutil.copy(empty_database, old / "mlflow.db")
+    client = connect(f"sqlite:///{old}/mlflow.db", old)
+    experiment = experiment_id(client)
+    elsewhere = client.create_experiment("other", f"{old}-other/mlruns")
+    # MLflow remembers in a process where the run of a first artifact is.
+    run, other = (client.create_run(experiment).info.run_id for _ in range(2))
+    client.log_text(run, "before", "page.txt")
+    old.rename(new)
+    client = connect(f"sqlite:///{new}/mlflow.db", new)
+    assert experiment_id(client) == experiment
+    assert (
+        mlflow.artifacts.load_text(f"{client.get_run(run).info.artifact_uri}/page.txt") == "before"
+    )
+    for each in (other, client.create_run(experiment).info.run_id):
+        client.log_text(each, "after", "page.txt")
+        assert (new / "mlartifacts" / each / "artifacts" / "page.txt").read_text() == "after"
+    assert not old.exists()
+    assert client.get_experiment(elsewhere).artifact_location == f"{old}-other/mlruns"
+
+
+@pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 2 " * 9])
+def test_a_damaged_database_is_named_and_not_made_anew(monkeypatch, tmp_path, content):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    file = tmp_path / "mlflow.db"
+    file.write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=rf"{file}: found {len(content)} bytes .* Fix: restore it"
+    ):
+        tracking_uri(tmp_path)
+    assert file.read_bytes() == content

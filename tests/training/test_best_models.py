@@ -63,12 +63,9 @@ def test_the_best_two_are_kept_and_the_earlier_of_two_equals_is_better(
         best.forget_the_rest()
     assert names(tmp_path / "checkpoints") == ["best-00000004", "best-00000008"]
     assert best.best.step == 4
-    assert best.finish(numbered(policy, 10)) == {"step": 4, "validation/loss": -3.0}
-    assert names(tmp_path / "checkpoints") == ["best-00000004", "best-00000008", "last"]
-    assert (
-        number_of(tmp_path / "export") == 4.0
-        and number_of(tmp_path / "checkpoints" / "last") == 10.0
-    )
+    assert best.finish() == {"step": 4, "validation/loss": -3.0}
+    assert names(tmp_path / "checkpoints") == ["best-00000004", "best-00000008"]
+    assert number_of(tmp_path / "export") == 4.0
 
 
 def test_a_model_is_removed_only_after_a_checkpoint_contains_its_successor(
@@ -102,7 +99,7 @@ def test_the_export_is_read_neither_for_its_manifest_nor_to_compare_it(
     best = make_best_models(1)
     best.offer(numbered(policy, 2), 2, 1.0, {})
     assert reads.count(weights) == 1
-    best.finish(numbered(policy, 4))
+    best.finish()
     assert number_of(tmp_path / "export") == 2.0
     entry = file_entries(tmp_path / "export")[weights]
     assert reads.count(weights) == 1
@@ -124,10 +121,10 @@ def test_a_best_model_that_has_changed_is_not_exported(policy, make_best_models,
         ArtifactError,
         match=r"best-0{7}2: the best model has changed since step 2\. Fix: remove .*/checkpoints",
     ):
-        best.finish(numbered(policy, 4))
+        best.finish()
     assert not (tmp_path / "export").exists()
 
 
 def test_without_an_offer_there_is_nothing_to_export(policy, make_best_models):
     with pytest.raises(ValueError, match="no model was offered"):
-        make_best_models(1).finish(load_policy(policy, "fp32"))
+        make_best_models(1).finish()

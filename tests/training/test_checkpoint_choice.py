@@ -87,7 +87,7 @@ def test_training_resumes_exactly_from_a_step_before_the_newest_evaluation(
     assert (
         names(job.checkpoints)
         == names(expected.checkpoints)
-        == ["best-00000008", "last", "step-00000006", "step-00000008"]
+        == ["best-00000008", "step-00000006", "step-00000008"]
     )
 
 
@@ -101,4 +101,4 @@ def test_an_early_end_leaves_no_model_that_was_replaced(world, make_job, monkeyp
 
     monkeypatch.setattr(supervised.Checkpoints, "step_ended", no_checkpoint)
     train(job, world)
-    assert names(job.checkpoints) == ["best-00000008", "last"]
+    assert names(job.checkpoints) == ["best-00000008"]

@@ -1,6 +1,5 @@
 """The ledger of artifacts: finds them by a version, an alias, a folder or their content."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.evaluation.comparison import BASE_MODEL
+from rlhf_pipeline.evaluation.comparison import BASE_MODEL, EVALUATION, recorded
 from rlhf_pipeline.pipelines.preparation import base_model
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
@@ -26,7 +25,6 @@ from rlhf_pipeline.stages.job import StageListener, Stages
 from rlhf_pipeline.tracking.registry import registered_folder
 
 D = TypeVar("D", bound=AbstractDataset[Any, Any])
-EVALUATION = "evaluation.json"
 
 
 def datasets_of(kind: type[D], catalog: CatalogProtocol) -> dict[str, D]:
@@ -34,11 +32,6 @@ def datasets_of(kind: type[D], catalog: CatalogProtocol) -> dict[str, D]:
     names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
     found = {name: catalog.get(name) for name in sorted(names)}
     return {name: data for name, data in found.items() if isinstance(data, kind)}
-
-
-def policies_in(evaluation: Path) -> dict[str, dict[str, float]]:
-    """The metrics of the policies of an evaluation."""
-    return dict(json.loads((evaluation / EVALUATION).read_text())["policies"])
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,7 @@ class Policy:
         if not self.evaluations:
             return {}
         folder, name = self.evaluations[0]
-        return policies_in(folder)[name]
+        return dict(recorded(folder)["policies"][name])
 
     def parameters(self) -> dict[str, Any]:
         """The parameters and the seeds of all stages, by their dotted names."""
@@ -196,7 +189,7 @@ class Ledger:
             for source, content in Manifest.read(path).inputs.items():
                 if content == digest and source.endswith("_model") and source != "reward_model":
                     own = source.removesuffix("_model")
-                    known = own if own in policies_in(path) else BASE_MODEL
+                    known = own if own in recorded(path)["policies"] else BASE_MODEL
                     found.append((self.with_files(path), known))
         found.sort(key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
         return Policy(name, policy.stage, made_from, tuple(found), folder)

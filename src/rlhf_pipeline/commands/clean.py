@@ -1,4 +1,4 @@
-import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.errors import ArtifactError, as_typed, without_secrets
 from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.runtime.job import JUDGE_REPLIES
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
+from rlhf_pipeline.tracking.registration import read_registration
 from rlhf_pipeline.tracking.registry import registered_sources
 from rlhf_pipeline.tracking.store import tracking_uri
 
@@ -23,7 +25,9 @@ from rlhf_pipeline.tracking.store import tracking_uri
 @click.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Remove the files instead of listing them.")
 @click.option(
-    "--unfinished", is_flag=True, help="Include unfinished stages, which could still resume."
+    "--unfinished",
+    is_flag=True,
+    help="Include unfinished stages, which could still resume, and replies of chat models.",
 )
 @click.option(
     "--versions",
@@ -47,6 +51,14 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool, version
     }
     unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
     unwanted |= dict.fromkeys(workspace.glob(f"*/*/*{DAMAGED}*"), "damaged, set aside")
+    replies, kept_replies = workspace / JUDGE_REPLIES, {}
+    if replies.is_dir():
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(replies.stat().st_mtime))
+        why = f"replies of chat models, last used {used}"
+        if unfinished:
+            unwanted[replies] = f"{why}; asked for again when needed"
+        else:
+            kept_replies = {replies: f"{why}; --unfinished removes them"}
     if versions:
         for fault in filter(None, (dataset.clock_fault() for dataset in datasets)):
             raise ArtifactError(fault)
@@ -70,7 +82,7 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool, version
         for row in leftovers:
             table.add_row(_name(row.path, root), row.why, decimal(row.freed))
         console.print(table)
-    for path, why in kept.items():
+    for path, why in (kept | kept_replies).items():
         show(f"kept: {_name(path, root)}: {why}")
     if not leftovers:
         show("Nothing to remove.")
@@ -92,7 +104,7 @@ def _not_registered(older: list[Path], ledger: Ledger) -> list[Path]:
     named: dict[Path, Any] = {}
     for dataset in datasets_of(JSONDataset, ledger.catalog).values():
         if (file := Path(str(dataset._filepath))).stem.endswith("registration"):
-            named |= {path: json.loads(path.read_text()) for path in file.glob(f"*/{file.name}")}
+            named |= {path: read_registration(path) for path in file.glob(f"*/{file.name}")}
     registered = registered_sources(ledger.project)
     models = {model for model, _ in registered}
     for path, each in named.items():

@@ -1,18 +1,20 @@
 """`kedro rlhf report` and `kedro rlhf runs`: the published evaluations and their pages."""
 
-import json
 import webbrowser
 
 import click
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import EVALUATION, Ledger
+from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.evaluation.comparison import recorded
 from rlhf_pipeline.evaluation.report import metric_value
-from rlhf_pipeline.reporting.page import evaluation_page
+from rlhf_pipeline.reporting.page import evaluation_page, is_current
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.manifest import Manifest, verify
+from rlhf_pipeline.tracking.registration import read_registration
 
 
 @click.command(cls=Command)
@@ -29,15 +31,16 @@ def report(ledger: Ledger, console: Console, evaluation: str | None, show: bool)
     EVALUATION is a version that `kedro rlhf runs` lists, or the folder of an evaluation. The name
     of a policy (a version or an alias of the registered model, or a folder) selects the newest
     evaluation of that policy. The default is the newest of all evaluations. If the page does not
-    exist yet, the command makes it.
+    exist yet, or it or the evaluation was changed, the command makes it.
     """
     folder = ledger.evaluation(evaluation).resolve()
     page = ledger.beside(folder, "page") or folder.with_name(f"{folder.name}.html")
-    if not page.is_file():
+    verify(folder)
+    if not page.is_file() or not is_current(page.read_bytes().decode(errors="replace"), folder):
         models = [path for path, _ in ledger.ancestors(folder)]
         registered = ledger.beside(folder, "registration")
         is_here = registered and registered.is_file()
-        registration = json.loads(registered.read_text()) if registered and is_here else None
+        registration = read_registration(registered) if registered and is_here else None
         page.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(page, evaluation_page(folder, models, registration))
     link = page.resolve().as_uri()
@@ -54,8 +57,13 @@ def runs(ledger: Ledger, console: Console) -> None:
         console.print("No evaluation is published here. Fix: `kedro run --pipeline=full`")
         return
     table = plain_table("version", "policy", "seed", "win rate against the baseline", "judge", "KL")
+    faults = []
     for folder in sorted(found.values(), key=lambda folder: folder.parent.name):
-        compared = json.loads((folder / EVALUATION).read_text())
+        try:
+            compared = recorded(folder)
+        except ArtifactError as error:
+            faults.append(str(error))
+            continue
         candidate, judge = compared["candidate"], compared.get("judge") or REWARD_MODEL
         rate = compared["win_rates"][judge]
         table.add_row(
@@ -67,3 +75,5 @@ def runs(ledger: Ledger, console: Console) -> None:
             metric_value(compared["policies"][candidate], "kl", "z.2f").partition(" [")[0],
         )
     console.print(table)
+    if faults:
+        raise ArtifactError("\n".join(faults))

@@ -10,11 +10,15 @@ import regex
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from rlhf_pipeline.config.base_model import TEMPLATE_DATE
-from rlhf_pipeline.config.block import Block, Precision, operational
+from rlhf_pipeline.config.block import Block, Precision, leaves, operational
 from rlhf_pipeline.config.doors import Door
 
 REWARD = Door("reward", {})
 """Functions that score responses: rewards, and judges."""
+_SECRET = re.compile(
+    r"(?!prompt_cache_key)(\w*key|(\w*_)?(token|secret|password|auth|authorization|headers?))"
+)
+"""The name of a field with a secret."""
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 
@@ -159,6 +163,15 @@ class ChatConfig(Block):
     """Further fields of every request, such as max_tokens."""
     concurrency: PositiveInt = operational(8)
     """Requests at the same time."""
+
+    def _faults(self) -> Iterator[str]:
+        for name, _ in leaves(self.request):
+            if any(map(_SECRET.fullmatch, name.lower().replace("-", "_").split("."))):
+                yield (
+                    f"request.{name}: found a field for a secret, expected none: parameters are "
+                    "recorded. Fix: set openai.api_key_env to the name of an environment variable "
+                    "with the key"
+                )
 
     @field_validator("template")
     @classmethod

@@ -262,7 +262,8 @@ class SavingConfig(Block):
     keep_last: PositiveInt = operational(2)
     """Number of newest checkpoints kept until the stage finishes: one to resume, and fallbacks."""
     keep_best: PositiveInt = operational(1)
-    """Number of best evaluated models kept. The best one is exported."""
+    """Number of best evaluated models kept until the stage finishes. The best one is exported; the
+    others stay if they are several."""
 
     def checkpoint_due(self, step: int, *, last: int, evaluated: bool) -> bool:
         """Whether a checkpoint is due after this step, as after the last: an export may fail."""

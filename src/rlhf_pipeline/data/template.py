@@ -36,16 +36,16 @@ def fix_date(tokenizer: Tokenizer, day: date) -> None:
     """Write a fixed date into chat templates that render today's by `strftime_now(format)`.
 
     So results and exported tokenizers do not depend on the day. Raises ArtifactError if a template
-    computes the format of the date.
+    does anything else with that function than to call it with a literal format, or to test for it.
     """
 
     def fixed(template: str) -> str:
         found = _TODAY.sub(lambda call: f'"{day.strftime(call["format"])}"', template)
-        if re.search(r"strftime_now\s*\(", found):
+        if re.search(r"\bstrftime_now\b(?!\s+is\s+(not\s+)?defined)", found):
             raise ArtifactError(
-                f"tokenizer {tokenizer.name_or_path}: the chat template calls strftime_now without "
-                "a literal format, expected one like '%d %b %Y'. Fix: write a fixed date into its "
-                "chat template, and set the path to the changed folder."
+                f"tokenizer {tokenizer.name_or_path}: the chat template uses strftime_now without "
+                "a literal format, expected a call with one like '%d %b %Y'. Fix: write a fixed "
+                "date into its chat template, and set the path to the changed folder."
             )
         return found
 
@@ -88,13 +88,14 @@ def render_dialogues(
             rendered: list[str] = render(list(dialogues))
         else:
             rendered = [render(dialogue, tools=dialogue[0].get("tools")) for dialogue in dialogues]
-    except TemplateError as error:
+    except Exception as error:  # what the template raises; `include` raises a TypeError
         if len(dialogues) > 1:  # find the first one that fails
             for name, dialogue in zip(ids, dialogues, strict=True):
                 render_dialogues(tokenizer, [name], [dialogue], **settings)
         roles = ", ".join(message["role"] for message in dialogues[0])
         raise ArtifactError(
-            f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}"
+            f"{ids[0]}: the tokenizer's chat template rejects the turns {roles}: {error}. Fix: "
+            "correct the template, or remove such rows"
         ) from error
 
     for name, dialogue, found in zip(ids, dialogues, rendered, strict=True):

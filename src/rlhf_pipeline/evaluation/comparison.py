@@ -19,6 +19,7 @@ from rlhf_pipeline.config.evaluate import GOLD, JUDGE_MODEL, REWARD_MODEL, Evalu
 from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
 from rlhf_pipeline.data.sources.synthetic import gold_parts
 from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.runtime.manifest import verified
 from rlhf_pipeline.statistics import (
     cross_pairs,
     difference,
@@ -41,6 +42,7 @@ from rlhf_pipeline.text_statistics import (
 BASELINE = "sft"
 BASE_MODEL = "base_model"  # the baseline without SFT
 INSTRUCT = "the instruct model"  # the name of a base model that has a chat template of its own
+EVALUATION = "evaluation.json"  # file of an evaluation with its numbers
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
@@ -106,9 +108,15 @@ def baseline_of(evaluation: Mapping[str, Any]) -> str:
     return str(next(iter(evaluation["policies"])))
 
 
+def recorded(folder: Path) -> dict[str, Any]:
+    """The evaluation in a folder, by any version. Raises ArtifactError if it was changed."""
+    evaluation: dict[str, Any] = json.loads(verified(folder, EVALUATION).read_text())
+    return evaluation
+
+
 def read_evaluation(folder: Path) -> dict[str, Any]:
-    """The evaluation in a folder. Raises ArtifactError if an earlier version made it."""
-    evaluation: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
+    """As `recorded`. Raises ArtifactError also if an earlier version made the evaluation."""
+    evaluation = recorded(folder)
     if "judges" not in evaluation:
         raise ArtifactError(
             f"{folder}: found an evaluation of an earlier version, expected one that says which "
@@ -133,9 +141,9 @@ def read_standings(evaluation: Mapping[str, Any]) -> dict[str, Standing]:
 
 
 def read_answers(folder: Path) -> dict[str, list[Answer]]:
-    """The answers of an evaluation, by policy."""
+    """The answers of an evaluation, by policy. Raises ArtifactError if they were changed."""
     answers: dict[str, list[Answer]] = {}
-    for line in (folder / ANSWERS).read_text().splitlines():
+    for line in verified(folder, ANSWERS).read_text().splitlines():
         fields = json.loads(line)
         names = [name for name in fields if name.endswith("score")]
         scores = {name.removesuffix("_score"): fields.pop(name) for name in names}

@@ -158,8 +158,9 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
             yield Check(what, found, expected, "min_length_controlled_lower", lower > bound)
     if evidence.champion_fault is not None:
         found = f"no answers ({evidence.champion_fault})"
-        expected = "answers to the same prompts. Fix: set register.promote to always to replace "
-        expected += "it, or register.model to another name to keep both"
+        expected = "answers to the same prompts. Fix: make its files readable again, or set "
+        expected += "register.model to another name to keep both; register.promote: always "
+        expected += "replaces it without a comparison"
         yield Check("the champion", found, expected, None, False)
     ours, theirs = (scores_by(given, judge) for given in (evidence.candidate, evidence.baseline))
     _, lower, _ = standardized_gain(ours, theirs, alpha)

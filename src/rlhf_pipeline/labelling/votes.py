@@ -152,7 +152,7 @@ def locked(file: Path) -> Iterator[list[Vote]]:
 
 def _write(file: Path, votes: list[Vote]) -> None:
     file = file.resolve()  # a link stays one
-    partial = file.with_name(f"{file.name}.partial")  # the name that `write_atomically` uses
+    partial = file.with_name(f".{file.name}.partial")  # the name that `write_atomically` uses
     partial.unlink(missing_ok=True)  # of a killed server of another user
     partial.touch()
     shutil.copystat(file, partial)  # servers of other users may write the file, too

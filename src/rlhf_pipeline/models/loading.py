@@ -80,9 +80,12 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint folder or of a model on the hub."""
     with _explained(checkpoint):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             checkpoint, revision=revision, trust_remote_code=trust_remote_code
         )
+        # It would be saved, and follows HF_HUB_OFFLINE: equal models would have other bytes.
+        tokenizer.init_kwargs.pop("local_files_only", None)
+        return tokenizer
 
 
 def load_model(

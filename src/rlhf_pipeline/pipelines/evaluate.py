@@ -1,7 +1,7 @@
 """Nodes after the training of a policy: evaluation, registration and page."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,7 @@ def register(
     registration = register_evaluated(
         sft_model, candidate_model, evaluation, champion, answered, config, data.sources, project
     )
-    return asdict(registration)
+    return registration.record()
 
 
 def report(

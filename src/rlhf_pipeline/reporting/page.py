@@ -4,6 +4,7 @@ It is made of finished artifacts alone: the evaluation, and the models with the 
 training.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -39,12 +40,15 @@ from rlhf_pipeline.reporting.charts import (
     short,
     training_charts,
 )
-from rlhf_pipeline.runtime.manifest import CURVES, Manifest
-from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verified
+from rlhf_pipeline.runtime.metrics_file import answers_in, read_curves, read_json_lines
 from rlhf_pipeline.statistics import smallest_visible_win_rate
 
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 """The lines of `answers.jsonl`, by policy."""
+REWARD_REPORT = "reward_report.json"
+_SEAL = "\n<!-- evaluation "
+"""Begins the last line of a page: SHA-256 of what it shows, and of the lines before."""
 
 
 def evaluation_page(
@@ -52,23 +56,24 @@ def evaluation_page(
 ) -> str:
     """The page of an evaluation; it shows the models among the artifacts that it was made from.
 
-    Raises ArtifactError if an earlier version made the evaluation.
+    Raises ArtifactError if an earlier version made the evaluation, or a file was changed.
     """
     compared = read_evaluation(evaluation)
     manifest = Manifest.read(evaluation)
     models = {Manifest.read(folder).stage: folder for folder in artifacts}
-    report = models.get("reward_model", Path()) / "reward_report.json"
-    reward_report = json.loads(report.read_text()) if report.is_file() else None
+    judge_model, reward_report = models.get("reward_model", Path()), None
+    if (judge_model / REWARD_REPORT).is_file():
+        reward_report = json.loads(verified(judge_model, REWARD_REPORT).read_text())
     answers: dict[str, list[dict[str, Any]]] = {}
-    for answer in read_json_lines(evaluation / ANSWERS):
+    for answer in read_json_lines(verified(evaluation, ANSWERS)):
         answers.setdefault(answer["policy"], []).append(answer)
-    names = titles(compared)
-    candidate, judge = names[compared["candidate"]], compared["judge"]
+    names, policy = titles(compared), compared["candidate"]
+    candidate, judge = names[policy], compared["judge"]
     heading = verdict(judge, compared["win_rates"][judge], candidate)
     if registration is not None:
         promoted = outcome(registration["promoted"], registration["verdict"])
         heading = sentence(f"{candidate} is {promoted}.")
-    return render(
+    text = render(
         "evaluation.html.j2",
         heading=heading,
         summary=summary(compared),
@@ -84,8 +89,19 @@ def evaluation_page(
         metrics=metric_rows(compared),
         data=_table(compared, answers),
         sections=[*_sections(compared, models, answers, reward_report)],
-        sampled=answers_in(read_json_lines(models.get(compared["candidate"], Path()) / CURVES)),
+        sampled=answers_in(read_curves(models[policy]) if policy in models else []),
     )
+    return _sealed(text, evaluation)
+
+
+def is_current(page: str, evaluation: Path) -> bool:
+    """Whether a page shows the evaluation as it is now, and is as it was made."""
+    return page == _sealed(page.rpartition(_SEAL)[0], evaluation)
+
+
+def _sealed(text: str, evaluation: Path) -> str:
+    own = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text}{_SEAL}{content_digest(evaluation)}, page {own} -->\n"
 
 
 def render(template: str, **values: Any) -> str:
@@ -118,7 +134,7 @@ def _sections(
 ) -> Iterable[tuple[str, str, list[Chart]]]:
     candidate, baseline = compared["candidate"], baseline_of(compared)
     names = titles(compared)
-    records = {stage: read_json_lines(folder / CURVES) for stage, folder in models.items()}
+    records = {stage: read_curves(folder) for stage, folder in models.items()}
     score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"
 
     def training(stage: str) -> list[Chart]:

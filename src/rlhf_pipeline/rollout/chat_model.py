@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -21,14 +21,19 @@ from rlhf_pipeline.rollout.function_reward import require_references
 from rlhf_pipeline.rollout.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.job import JUDGE_REPLIES, LaunchedJob
+from rlhf_pipeline.runtime.manifest import json_digest
 from rlhf_pipeline.text_statistics import refuses
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 TOKENS = ("prompt_tokens", "completion_tokens")
 REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
 """What is counted: replies that refuse or contain no verdict; requests, and replies known from
 earlier; tokens of the requests."""
 RETRIES, TIMEOUT_S = 6, 120  # of a request that the server refuses for a while (429, 5xx)
+LARGEST = 2**20  # bytes of a reply
 
 RUBRIC = """\
 Score the answer to the prompt by the rubric, from 0 to {scale}. The length of the answer does not \
@@ -42,7 +47,7 @@ _SCORE = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
 
 def reply_folder(job: LaunchedJob) -> Path:
     """The folder of the workspace with all replies, which resumed steps and later stages reuse."""
-    return job.directory.parents[1] / "judge_replies"
+    return job.directory.parents[1] / JUDGE_REPLIES
 
 
 def dialogue(messages: Iterable[Mapping[str, str]]) -> str:
@@ -71,12 +76,18 @@ class ChatModel:
 
         Raises StageError if the server fails, or most replies have none.
         """
-        from openai import OpenAI, OpenAIError
+        from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
         config, url, key = self.config, self.config.base_url, self.config.api_key_env
         secret = os.environ[key] if key else "none"
-        client = OpenAI(base_url=url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S)
+        hooks = {"response": [self._read]}
+        client = OpenAI(
+            base_url=url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S,
+            http_client=DefaultHttpxClient(event_hooks=hooks),
+            default_headers={"Accept-Encoding": "identity"},
+        )  # fmt: skip
         self.cache.mkdir(parents=True, exist_ok=True)
+        os.utime(self.cache)  # the time of the last use
 
         def reply(question: str) -> tuple[dict[str, Any], bool]:
             messages = [{"role": "user", "content": question}]
@@ -84,14 +95,17 @@ class ChatModel:
             request["extra_body"] = config.request
             text = json.dumps([url, request], sort_keys=True)
             path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-            if path.is_file():
-                return json.loads(path.read_text()), True
+            if (known := _stored(path)) is not None:
+                return known, True
             completion = client.chat.completions.create(**request)
             message = completion.choices[0].message
-            found = {name: getattr(completion.usage, name, 0) for name in TOKENS}
-            found["text"] = message.content or message.refusal or ""
+            counts = {name: getattr(completion.usage, name, 0) for name in TOKENS}
+            found: dict[str, Any] = {n: x if isinstance(x, int) else 0 for n, x in counts.items()}
+            text = str(message.content or message.refusal or "")
+            found["text"] = text if len(secret) < 8 else text.replace(secret, "...")
             own = path.with_name(uuid4().hex)  # another rank may ask the same
-            write_atomically(own, json.dumps(found))
+            own.parent.mkdir(exist_ok=True)  # `kedro rlhf clean` may have removed it
+            write_atomically(own, json.dumps(found | {"sha256": json_digest([path.stem, found])}))
             own.replace(path)
             return found, False
 
@@ -101,7 +115,7 @@ class ChatModel:
                 replies = pool.map(reply, distinct)
                 for question, (answer, known) in zip(distinct, replies, strict=True):
                     heartbeat.tick()
-                    text = str(answer["text"])
+                    text = answer["text"]
                     found[question] = verdict(text)
                     self.counts["cached" if known else "calls"] += 1
                     self.counts.update({} if known else {name: answer[name] for name in TOKENS})
@@ -111,18 +125,45 @@ class ChatModel:
         except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
             # The last four: an answer without the fields of a completion.
             raise StageError(
-                f"{self.place}: {config.model} at {without_secrets(url)} did not "
-                f"judge: {type(error).__name__}: {without_secrets(str(error))}. Fix: repeat the "
+                f"{self.place}: {config.model} at {without_secrets(url)} did not judge: "
+                f"{type(error).__name__}: {without_secrets(str(error), secret)}. Fix: repeat the "
                 "command when the server answers; the replies so far are kept"
             ) from None
         if len(unusable) > len(distinct) / 2:
             raise StageError(
                 f"{self.place}: found {len(unusable)} of {len(distinct)} replies of {config.model} "
-                f"without a verdict, expected at most half, for example {unusable[0]!r}. Fix: use "
-                "another model, rubric or openai.template, or allow longer replies "
+                f"without a verdict, expected at most half, such as {unusable[0][:500]!r}. Fix: "
+                "use another model, rubric or openai.template, or allow longer replies "
                 f"(openai.request); to ask again, remove {self.cache}"
             )
         return found
+
+    def _read(self, response: "Response") -> None:
+        """Read the body of a response. Raises StageError if it would fill the memory."""
+        from httpx2 import ByteStream, SyncByteStream
+
+        body, encoding = bytearray(), response.headers.get("Content-Encoding", "plain")
+        stream = response.stream
+        assert isinstance(stream, SyncByteStream)
+        for piece in stream:
+            body += piece
+            if len(body) > LARGEST or encoding not in ("plain", "identity"):
+                raise StageError(
+                    f"{self.place}: found {len(body)} {encoding} bytes or more as a reply of "
+                    f"{self.config.model}, expected at most {LARGEST} plain ones. Fix: allow "
+                    "shorter replies (openai.request: {max_tokens: 1000}), or correct base_url"
+                )
+        stream.close()
+        response.stream = ByteStream(bytes(body))
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    """A stored reply; None without one, or if the file is not as it was written."""
+    try:
+        found = json.loads(path.read_text())
+        return found if found.pop("sha256") == json_digest([path.stem, found]) else None
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True)

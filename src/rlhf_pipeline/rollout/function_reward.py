@@ -76,7 +76,7 @@ class FunctionSource:
         own: dict[str, Any] = {"references": answered.references, "scored": scored}
         further = [*self._signature.parameters][2:]  # two get the texts
         more = {name: value for name, value in (answered.columns | own).items() if name in further}
-        return Call(answered.prompts, answered.responses, more)
+        return Call([*answered.prompts], [*answered.responses], more)  # it may empty them
 
 
 def require_references(place: str, answered: Answered) -> None:

@@ -147,7 +147,9 @@ def described(error: BaseException) -> str:
     for frame in traceback.extract_tb(error.__traceback__)[2:]:
         if not frame.filename.startswith(libraries):
             place = f" ({frame.filename}, line {frame.lineno})"
-    return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
+    with suppress(Exception):  # of a method of the user
+        return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
+    return f"{type(error).__name__}{place}"
 
 
 class Workers:

@@ -14,7 +14,7 @@ def write_atomically(path: Path, text: str, *, force: bool = True) -> None:
 
     Without `force`, a power cut may: for a file that is soon written again.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial")  # hidden: none of the user has that name
     try:
         partial.write_text(text, encoding="utf-8")
         if force:

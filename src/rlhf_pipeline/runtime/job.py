@@ -24,6 +24,8 @@ from rlhf_pipeline.runtime.manifest import folder_digest
 
 logger = logging.getLogger(__name__)
 SEAL = "seal.json"
+JUDGE_REPLIES = "judge_replies"
+"""Folder of the workspace with all replies of chat models. Its time is that of the last use."""
 _PREFIX = "step-"
 
 B = TypeVar("B", bound=Block)

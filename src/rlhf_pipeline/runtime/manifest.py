@@ -71,7 +71,7 @@ class Manifest:
         path = directory / NAME
         try:
             fields = json.loads(path.read_text())
-            if fields.pop("digest", None) != _digest(fields):
+            if fields.pop("digest", None) != json_digest(fields):
                 raise ValueError("its digest does not match")
             fields.pop("adjusted", None)  # of earlier versions
             files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
@@ -88,7 +88,7 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write the manifest completely or not at all."""
         fields = asdict(self)
-        text = json.dumps(fields | {"digest": _digest(fields)}, indent=2, sort_keys=True)
+        text = json.dumps(fields | {"digest": json_digest(fields)}, indent=2, sort_keys=True)
         write_atomically(directory / NAME, text)
 
 
@@ -104,7 +104,8 @@ def _files(directory: Path) -> dict[str, Path]:
     return {path.relative_to(directory).as_posix(): path for path in found}
 
 
-def _digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
+    """SHA-256 of a value of JSON types."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -156,7 +157,7 @@ def content_digest(path: Path) -> str:
             f"{path} is empty: {owner / NAME} lists no file below {prefix}. Fix: run stage "
             f"{manifest.stage} with parameters that create it"
         )
-    return _digest(files)
+    return json_digest(files)
 
 
 def folder_digest(directory: Path) -> str:
@@ -174,7 +175,7 @@ def copy_folder(source: Path, target: Path) -> str:
 
 
 def _folder_digest(entries: Mapping[str, FileEntry]) -> str:
-    return _digest({name: entry.sha256 for name, entry in entries.items()})
+    return json_digest({name: entry.sha256 for name, entry in entries.items()})
 
 
 def verify(directory: Path) -> Manifest:
@@ -185,22 +186,8 @@ def verify(directory: Path) -> Manifest:
         ForeignFileError: a file was added. transformers would load it if it had the right name.
     """
     manifest = Manifest.read(directory)
-    for name, entry in manifest.files.items():
-        path = directory / name
-        if not path.resolve().is_relative_to(directory.resolve()):
-            raise ArtifactError(
-                f"{path} is outside its artifact, at {path.resolve()}. Fix: replace the link by "
-                "the file"
-            )
-        if not path.is_file():
-            raise ArtifactError(
-                f"{path} is missing from a finished artifact. Fix: run stage {manifest.stage} again"
-            )
-        if not entry.matches(path):
-            raise ArtifactError(
-                f"{path} was changed after stage {manifest.stage} finished: expected SHA-256 "
-                f"{entry.sha256[:12]}... Fix: restore the file or run stage {manifest.stage} again"
-            )
+    for name in manifest.files:
+        _check(directory, name, manifest)
     for name, path in _files(directory).items():
         # Desktops and file systems add hidden files, which nothing loads.
         hidden = any(part.startswith(".") for part in Path(name).parts)
@@ -210,3 +197,27 @@ def verify(directory: Path) -> Manifest:
                 f"{path} was added after stage {manifest.stage} finished. Fix: move it elsewhere"
             )
     return manifest
+
+
+def verified(directory: Path, name: str) -> Path:
+    """The path of one file of an artifact, checked against its manifest; raises like `verify`."""
+    _check(directory, name, Manifest.read(directory))
+    return directory / name
+
+
+def _check(directory: Path, name: str, manifest: Manifest) -> None:
+    path, entry = directory / name, manifest.files.get(name)
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise ArtifactError(
+            f"{path} is outside its artifact, at {path.resolve()}. Fix: replace the link by the "
+            "file"
+        )
+    if entry is None or not path.is_file():
+        raise ArtifactError(
+            f"{path} is missing from a finished artifact. Fix: run stage {manifest.stage} again"
+        )
+    if not entry.matches(path):
+        raise ArtifactError(
+            f"{path} was changed after stage {manifest.stage} finished: expected SHA-256 "
+            f"{entry.sha256[:12]}... Fix: restore the file or run stage {manifest.stage} again"
+        )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.runtime.manifest import CURVES, Manifest, verified
 
 
 class MetricsFile:
@@ -43,6 +44,15 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
 def answers_in(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The answers that a training has sampled at its evaluations, in order."""
     return [answer for record in records for answer in record.get("answers", [])]
+
+
+def read_curves(artifact: Path) -> list[dict[str, Any]]:
+    """The metrics of each step of a trained model; none of other artifacts.
+
+    Raises ArtifactError if they were changed after the training.
+    """
+    has_curves = CURVES in Manifest.read(artifact).files
+    return read_json_lines(verified(artifact, CURVES)) if has_curves else []
 
 
 def truncate_after(path: Path, step: int) -> None:

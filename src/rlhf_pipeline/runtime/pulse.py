@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.heartbeat import FOLDER
+from rlhf_pipeline.runtime.heartbeat import FOLDER, LAUNCH
 
 NAME = "driver.json"
 PULSE = "RLHF_PULSE"
@@ -83,11 +83,31 @@ def read_beat(directory: Path) -> dict[str, Any]:
 
 
 def follow(directory: Path) -> None:
-    """Follow the driver's pulse in a thread, if ranks on other machines do so."""
+    """End this process with its driver, which a thread follows: by its pulse, if ranks on other
+    machines do so, else by its process. The driver's guard can be killed with it."""
     if PULSE in os.environ:
         launch, timeout_s = os.environ[PULSE].split()
         arguments = (directory, launch, float(timeout_s))
         threading.Thread(target=_follow, args=arguments, daemon=True).start()
+    elif LAUNCH in os.environ:
+        driver = os.environ[LAUNCH].partition(" ")[0]
+        threading.Thread(target=_follow_process, args=(driver,), daemon=True).start()
+
+
+def _follow_process(driver: str) -> None:
+    pid, _, birth = driver.partition("@")
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(int(pid))
+        while str(process.create_time()) == birth and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(EVERY_S)
+    _end()
+
+
+def _end() -> None:
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            child.kill()
+    os._exit(1)
 
 
 def _follow(directory: Path, launch: str, timeout_s: float) -> None:
@@ -100,7 +120,4 @@ def _follow(directory: Path, launch: str, timeout_s: float) -> None:
             time.sleep(EVERY_S)
             beat = read_beat(directory)
             if beat and (beat["launch"] != launch or beat["ended"]):
-                for child in psutil.Process().children(recursive=True):
-                    with suppress(psutil.Error):
-                        child.kill()
-                os._exit(1)
+                _end()

@@ -1,6 +1,7 @@
 """Identify processes, and end those of a launch, even if the driver is killed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,12 +74,13 @@ def start(
 
 
 @contextmanager
-def guarded(launch: str, python_path: str) -> Iterator[None]:
+def guarded(launch: str, python_path: str, folder: str = "") -> Iterator[None]:
     """Kill the processes of a launch at the end of the block or of this process, even by SIGKILL.
 
-    Otherwise ranks would continue to train and write into the directory of the next attempt.
+    Otherwise ranks would continue to train and write into the directory of the next attempt. Then
+    remove a temporary folder.
     """
-    command = [sys.executable, "-P", "-m", __name__, launch]
+    command = [sys.executable, "-P", "-m", __name__, launch, folder]
     environment = os.environ | {"PYTHONPATH": python_path}
     # Leaving the block closes the guard's input, as the end of this process does.
     with start(command, environment, stdin=subprocess.PIPE):
@@ -88,3 +90,4 @@ def guarded(launch: str, python_path: str) -> Iterator[None]:
 if __name__ == "__main__":
     sys.stdin.read()
     kill_launch(sys.argv[1])
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

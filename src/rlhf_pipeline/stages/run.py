@@ -70,6 +70,7 @@ class StageRunner:
                 metrics = Manifest.read(run.export).metrics
                 context.listener.stage_ended(run, "FINISHED", metrics)
                 (run.directory / RECIPE).touch()
+                _forget_training(job, run.checkpoints)
                 return run.export
             for artifact in filter(None, map(artifact_of, job.inputs.values())):
                 verify(artifact)  # every byte that the program will read
@@ -103,8 +104,7 @@ def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
         launch(job.spec, run, context)
         metrics = Manifest.read(run.export).metrics
         force_to_disk(run.export)
-        for checkpoint in list_checkpoints(run.checkpoints):  # no longer needed
-            shutil.rmtree(checkpoint)
+        _forget_training(job, run.checkpoints)
         shutil.rmtree(run.directory / heartbeat.FOLDER, ignore_errors=True)
     except BaseException as error:
         _remove_incomplete(run)
@@ -133,6 +133,16 @@ def _finished(run: StageRun) -> Path | None:
                 if (directory / "export" / NAME).is_file():  # else nobody finished it
                     set_aside(directory / "export")
     return None
+
+
+def _forget_training(job: Job, checkpoints: Path) -> None:
+    """Remove what a finished stage needed to resume, and the best model, of which the export is a
+    copy. The best models stay if `keep_best` asks for several."""
+    if any(getattr(block, "keep_best", 1) > 1 for block in job.config.values()):
+        for checkpoint in list_checkpoints(checkpoints):
+            shutil.rmtree(checkpoint)
+    else:
+        shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def _remove_incomplete(run: StageRun) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from rlhf_pipeline.config.evaluate import (
     RegisterConfig,
 )
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.errors import StageError, without_secrets
+from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
     baseline_of,
@@ -33,7 +33,7 @@ from rlhf_pipeline.evaluation.comparison import (
 )
 from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
 from rlhf_pipeline.evaluation.report import summary, titles
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, json_digest
 from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.registry import Champion
 
@@ -70,6 +70,28 @@ class Registration:
     promoted: bool  # whether the candidate is the champion
     verdict: dict[str, Any]
     """Every condition of the gate, see `rlhf_pipeline.evaluation.gate.Verdict`."""
+
+    def record(self) -> dict[str, Any]:
+        """What is published, with a digest of the rest."""
+        return asdict(self) | {"digest": json_digest(asdict(self))}
+
+
+def read_registration(file: Path) -> dict[str, Any]:
+    """A published registration; that of an earlier version has no digest.
+
+    Raises ArtifactError if it was changed or is damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        if found.pop("digest", json_digest(found)) != json_digest(found):
+            raise ValueError("its digest does not match")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ArtifactError(
+            f"{file} was changed after the registration finished ({error}). Fix: restore the file; "
+            f"if you have no copy, remove {file.parent}, and `kedro rlhf clean --versions` keeps "
+            "its models only while the registry names them"
+        ) from None
+    return found
 
 
 def register_evaluated(
@@ -238,15 +260,18 @@ def count_try(client: MlflowClient, model: str, version: str, test_set: str) -> 
     """The number of a candidate among all that were tried on a test set; it keeps its number.
 
     The test set is the sources of its prompts: another seed, which selects other prompts of them,
-    is one more chance for a policy that is no better.
+    is one more chance for a policy that is no better. A candidate is known by its content: in a
+    project that was moved, its next registration makes another version.
     """
     tag = f"{TRY_TAG}{hashlib.sha256(test_set.encode()).hexdigest()[:16]}"
     found = client.search_model_versions(f"name = '{model}'")
-    numbers = {str(other.version): int(other.tags[tag]) for other in found if tag in other.tags}
-    if version not in numbers:
-        numbers[version] = max(numbers.values(), default=0) + 1
-        client.set_model_version_tag(model, version, tag, str(numbers[version]))
-    return numbers[version]
+    contents = {str(each.version): each.tags.get(store.DIGEST_TAG, each.version) for each in found}
+    numbers = {
+        contents[str(each.version)]: int(each.tags[tag]) for each in found if tag in each.tags
+    }
+    number = numbers.get(contents[version], max(numbers.values(), default=0) + 1)
+    client.set_model_version_tag(model, version, tag, str(number))
+    return number
 
 
 def _aliases(client: MlflowClient, model: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.tracking.store import DIGEST_TAG, connect, request_limits, tracking_uri
 
 if TYPE_CHECKING:
@@ -38,11 +38,13 @@ def find_champion(model: str, candidate: Path, project: Path, downloads: Path) -
     """
     from mlflow.exceptions import MlflowException
 
-    with registry(project, f"the champion of {model}") as client:
+    what = f"the champion of {model}"
+    with registry(project, what) as client:
         version = find_version(client, model, CHAMPION)
-        if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
-            return None
-        number = str(version.version)
+    if version is None or version.tags.get(DIGEST_TAG) == content_digest(candidate):
+        return None
+    number = str(version.version)
+    with registry(project, what, uploads=True) as client:
         try:
             folder = local_folder(client, version, downloads)
             tokens = [verify(folder).files.get(TOKENS), Manifest.read(candidate).files.get(TOKENS)]
@@ -65,10 +67,14 @@ def find_version(client: MlflowClient, model: str, name: str) -> ModelVersion | 
 def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -> Path:
     """The folder of a version; that of a server is downloaded into a folder of `downloads` once.
 
-    Raises ArtifactError if it is damaged, or its content is not the registered one.
+    If the project was moved or the folder removed, any artifact of the project with its content.
+    Raises ArtifactError if there is none, it is damaged, or its content is not the registered one.
     """
     if ":/" not in version.source:
-        return _with_registered_content(Path(version.source), version)
+        folder = Path(version.source)
+        if not folder.exists():
+            folder = _same_content(version, root=downloads.parents[1])
+        return _with_registered_content(folder, version)
     from mlflow.artifacts import download_artifacts
 
     # A digest, because everybody who can write to the store chooses the tag: it may be any path.
@@ -83,6 +89,20 @@ def local_folder(client: MlflowClient, version: ModelVersion, downloads: Path) -
             with suppress(OSError):  # another process was faster
                 Path(found).rename(folder)
     return _with_registered_content(folder, version)
+
+
+def _same_content(version: ModelVersion, root: Path) -> Path:
+    """A published artifact, or a result in the workspace, with the content of a version."""
+    digest = version.tags.get(DIGEST_TAG)
+    for manifest in sorted(root.glob(f"*/*/*/*/{NAME}")):
+        with suppress(ArtifactError):  # another artifact
+            if content_digest(manifest.parent) == digest:
+                return manifest.parent
+    raise ArtifactError(
+        f"version {version.version} of {version.name}: found nothing in {version.source}, and no "
+        f"artifact with its content {digest} below {root}, expected its model. Fix: put the model "
+        "back from a copy; if it is lost, delete the version on the page of `kedro rlhf ui`"
+    )
 
 
 def _with_registered_content(folder: Path, version: ModelVersion) -> Path:
@@ -102,11 +122,13 @@ def registered_folder(name: str, model: str, project: Path, downloads: Path) -> 
 
     Raises ArtifactError if the model has none of that name, and StageError if the store fails.
     """
-    with registry(project, f"version {name} of {model}") as client:
+    what = f"version {name} of {model}"
+    with registry(project, what) as client:
         version = find_version(client, model, name)
-        if version is not None:
-            return local_folder(client, version, downloads)
         candidate = find_version(client, model, "candidate")
+    if version is not None:
+        with registry(project, what, uploads=True) as client:
+            return local_folder(client, version, downloads)
     fix = "`kedro rlhf ui` lists the versions"
     if candidate is None:
         fix = f"nothing is registered as {model} yet; `kedro run` trains and registers a policy"
@@ -131,13 +153,16 @@ def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str,
 
 def registered_sources(project: Path) -> set[tuple[str, str]]:
     """Model and folder or address of each version; StageError if the store fails."""
-    with registry(project, "the registered versions", uploads=False) as client:
+    with registry(project, "the registered versions") as client:
         return {(version.name, version.source) for version in client.search_model_versions()}
 
 
 @contextmanager
-def registry(project: Path, what: str, *, uploads: bool = True) -> Iterator[MlflowClient]:
-    """A client for reading. Raises StageError if the store does not return `what`."""
+def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[MlflowClient]:
+    """A client for reading; with `uploads` of models, it waits long for each of them.
+
+    Raises StageError if the store does not return `what`.
+    """
     from mlflow.exceptions import MlflowException
 
     uri = tracking_uri(project)

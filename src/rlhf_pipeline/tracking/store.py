@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,11 +47,13 @@ SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql"
 def tracking_uri(project: Path) -> str:
     """The store's address: MLFLOW_TRACKING_URI if set, else a SQLite database in the project.
 
-    Raises ConfigError if neither MLflow nor a plugin of it has a store of such an address.
+    Raises ConfigError if neither MLflow nor a plugin of it has a store of such an address, or the
+    database is none.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
-        return f"sqlite:///{project.resolve()}/mlflow.db"
+        _expect_database(database := project.resolve() / "mlflow.db")
+        return f"sqlite:///{database}"
     scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else "file"
     known = sorted({*SCHEMES, *entry_points(group="mlflow.tracking_store").names})
     if scheme not in known:
@@ -59,6 +62,20 @@ def tracking_uri(project: Path) -> str:
             f"with {', '.join(known)}{suggestion(scheme, known)}. Fix: correct or unset it"
         )
     return uri
+
+
+def _expect_database(file: Path) -> None:
+    """Raise ConfigError if a file is damaged; MLflow would begin to write into an empty one."""
+    if not file.is_file():
+        return
+    with file.open("rb") as opened:
+        is_database = opened.read(16) == b"SQLite format 3\0"
+    if not is_database:
+        raise ConfigError(
+            f"{file}: found {file.stat().st_size} bytes that are no SQLite database, expected that "
+            "of MLflow. Fix: restore it from a copy; if you have none, move it away: runs and "
+            "champion are then gone, and the models stay"
+        )
 
 
 def is_server(uri: str) -> bool:
@@ -88,7 +105,23 @@ def connect(uri: str, project: Path) -> MlflowClient:
                 leftover.unlink()
             MlflowClient(f"sqlite:///{database}.new")
             database.with_name(f"{database.name}.new").rename(database)
-        return MlflowClient(uri)
+        client = MlflowClient(uri)
+        _follow(database)
+        return client
+
+
+def _follow(database: Path) -> None:
+    """Let MLflow write beside the database after both were moved: it stores absolute paths."""
+    with closing(sqlite3.connect(database, timeout=60)) as store, store:
+        for (old,) in store.execute("SELECT artifact_location FROM experiments").fetchall():
+            new = str(database.parent / ARTIFACTS)
+            if old != new and old.startswith("/") and Path(old).name == ARTIFACTS:
+                for table, path in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                    store.execute(
+                        f"UPDATE {table} SET {path} = ? || substr({path}, ?) "  # noqa: S608
+                        f"WHERE {path} = ? OR substr({path}, 1, ?) = ?",
+                        (new, len(old) + 1, old, len(old) + 1, f"{old}/"),
+                    )
 
 
 def _database(uri: str) -> Path | None:

@@ -101,15 +101,14 @@ class BestModels:
         folder = self._folder(self.best).resolve()
         return f"The best model, of step {self.best.step}, is kept in {folder}."
 
-    def finish(self, last: nn.Module) -> dict[str, float]:
-        """Save the last model and export the best one; return the step and metrics of the best.
+    def finish(self) -> dict[str, float]:
+        """Export the best model; return its step and metrics.
 
         All ranks call this together. Raises ArtifactError if the saved best model has changed, for
         example after an interruption, and ValueError if no model was offered.
         """
         if self.best is None:
             raise ValueError("no model was offered")
-        self._save(last, "last")
         if self.world.rank == 0:
             self._export(self.best)
         self.forget_the_rest()

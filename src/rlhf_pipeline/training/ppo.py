@@ -216,7 +216,7 @@ def export(setup: Setup) -> dict[str, float]:
                 f"{stage}.kl.coef, or evaluate more often ({stage}.evaluations)"
             )
         with policies(setup.models)[name]():
-            metrics[name] = best.finish(setup.models.actor)
+            metrics[name] = best.finish()
     return metrics[VALIDATION]
 
 

@@ -161,7 +161,7 @@ def train(
         done=job.resume_from or 0,
     )
     fit(setup)
-    return best.finish(engine)
+    return best.finish()
 
 
 def optimizer_steps(config: SupervisedConfig, rows: int) -> int:

@@ -80,7 +80,7 @@ def survey(
 
 def remove(leftover: Leftover, workspace: Path) -> str | None:
     """Remove a leftover; if a process uses it by now, keep it and return that process in words."""
-    if not leftover.path.is_relative_to(workspace):
+    if workspace not in leftover.path.parents[1:]:  # no attempt at a recipe
         shutil.rmtree(leftover.path)
         if not any(leftover.path.parent.iterdir()):
             leftover.path.parent.rmdir()

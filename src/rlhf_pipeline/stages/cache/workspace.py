@@ -136,9 +136,9 @@ def user(first_attempt: Path) -> str | None:
     """The process that last locked the recipe, and since when, in words; None if it has ended."""
     try:
         owner = json.loads(_file(first_attempt).with_suffix(".json").read_text())
-    except (OSError, ValueError):
-        return None
-    if not may_run(owner["driver"], owner["since"]):
+        if not may_run(owner["driver"], owner["since"]):
+            return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     pid = owner["driver"].removeprefix(f"{machine()} ").partition("@")[0]
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,7 +103,7 @@ class NodeProgram:
         """Start the program; at the end of the block, kill it and every process it started."""
         with (  # only this user reads the folder, so only ranks meet there
             TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True) as private,
-            started(self, {RENDEZVOUS: f"{private}/store"}) as process,
+            started(self, private) as process,
         ):
             yield process
 
@@ -130,17 +130,15 @@ def launcher_of_machine(
 
 
 @contextmanager
-def started(
-    program: NodeProgram, variables: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program's command, with further variables; at the end of the block, kill all of it.
+def started(program: NodeProgram, private: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program's command; at the end of the block, kill all of it.
 
-    Ranks on this machine would outlive their launcher otherwise.
+    Ranks on this machine would outlive their launcher otherwise; they meet in the folder `private`.
     """
-    environment = {**program.environment, **(variables or {})}
+    environment = program.environment | ({RENDEZVOUS: f"{private}/store"} if private else {})
     with (
         (Path(program.directory) / LOG).open("wb") as output,
-        guarded(environment[LAUNCH], environment["PYTHONPATH"]),
+        guarded(environment[LAUNCH], environment["PYTHONPATH"], private),
     ):
         process = start(
             program.command,
