@@ -124,17 +124,6 @@ def test_a_run_says_which_win_rates_its_prompts_can_show(nodes, lines, caplog):
     assert said == [line] * lines
 
 
-@pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])
-def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, caplog):
-    said = said_before(nodes, caplog, base_model={"path": "small.Q4_1.gguf"})
-    assert len(said) == warnings
-    assert all(
-        "quantized weights of small.Q4_1.gguf become float32; the precision they lost is not "
-        "restored" in message
-        for message in said
-    )
-
-
 @pytest.mark.parametrize(
     ("metrics", "lines"), [({"base_model/has_chat_template": 0.0}, 1), ({}, 0)]
 )

@@ -61,7 +61,7 @@ class TeacherConfig(BaseModelConfig):
     the chat template and the end tokens of the student."""
 
     path: str
-    """A Hugging Face id, a local folder, or a local `.gguf` file."""
+    """A Hugging Face id or a local folder."""
     architecture: None = None
     """A teacher has weights."""
     vocab_size: None = None
