@@ -214,12 +214,6 @@ class PPOConfig(SavingConfig):
         return "hybrid" if shares else generator
 
     @property
-    def keeps_cache(self) -> bool:
-        """Whether a GPU keeps keys and values between rollouts, for its recorded graphs."""
-        is_whole = self.generator == "hybrid" or self.actor.deepspeed.zero_stage < 3
-        return self.sampling.cuda_graphs and self.generator in _BY_ACTOR and is_whole
-
-    @property
     def correction(self) -> SamplerCorrectionConfig | None:
         """The weights that `sampler_correction` stands for."""
         if self.sampler_correction != "auto":
