@@ -60,9 +60,9 @@ class Manifest:
             fields = json.loads(path.read_text())
             if fields.pop("digest", None) != _digest(fields):
                 raise ValueError("its digest does not match")
-            fields.pop("adjusted", None)  # of earlier versions
             files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
-            return cls(files=files, **fields)
+            known = cls.__dataclass_fields__.keys() & fields.keys()  # another version has others
+            return cls(files=files, **{name: fields[name] for name in known})
         except FileNotFoundError:
             raise ArtifactError(
                 f"{directory} is not a finished artifact: it has no {NAME}"
