@@ -40,7 +40,6 @@ NONE = "found a value, expected none: the teacher alone says what is good. Fix: 
     [
         ({"rewards": [{"reference": "exact"}]}, f"rewards: {NONE} rewards"),
         ({"advantage": "grpo"}, f"advantage: {NONE} advantage"),
-        ({"aggregate": "min"}, f"aggregate: {NONE}"),
         ({"curriculum": {}}, f"curriculum: {NONE}"),
         ({"score_clip": 1.0}, f"score_clip: {NONE}"),
         ({"missing_eos_penalty": 1.0}, f"missing_eos_penalty: {NONE}"),

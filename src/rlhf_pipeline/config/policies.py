@@ -50,7 +50,7 @@ class GRPOConfig(PPOConfig):
 
 
 UNUSED = (
-    *("advantage", "rewards", "aggregate", "reward_model", "curriculum"),
+    *("advantage", "rewards", "reward_model", "curriculum"),
     *("score_clip", "missing_eos_penalty", "overlong_penalty"),
 )
 """Fields of PPO that shape scores, of which a distillation has none."""

@@ -160,9 +160,6 @@ class PPOConfig(SavingConfig):
     """The frozen reward model."""
     rewards: Rewards = (TrainedReward(),)
     """Sources of a response's score, which is the sum of weight * (score - mean)."""
-    aggregate: Literal["sum", "min", "mean_minus_std"] = "sum"
-    """How several sources become one score: their sum, or, for reward models of one scale, the
-    lowest or the mean minus the standard deviation (Coste et al. 2023)."""
     evaluations: PositiveInt = 5
     """Number of evenly spaced evaluations on held-out prompts, the last one after the last step.
     The exported model has the highest score minus `kl.coef` times KL within `kl.maximum`."""
@@ -269,12 +266,6 @@ class PPOConfig(SavingConfig):
         if self.overlong_buffer > self.sampling.max_response_tokens and self.overlong_penalty:
             most = f"at most sampling.max_response_tokens {self.sampling.max_response_tokens}"
             yield self._fault("overlong_buffer", most, "lower it")
-        if self.aggregate != "sum" and sum(reward.weight != 0 for reward in self.rewards) < 2:
-            single = "sum for a single source of rewards"
-            yield self._fault("aggregate", single, "add a source, or remove aggregate")
-        if self.aggregate != "sum" and self.advantage == "gdpo":
-            expected = "sum for advantage gdpo, which scales each source alone"
-            yield self._fault("aggregate", expected, "remove aggregate")
         if isinstance(self.sampler_correction, Block) and self.old_logprobs == "rollout":
             expected = "null for old_logprobs rollout, whose ratios contain the correction"
             yield self._fault("sampler_correction", expected, "remove sampler_correction")

@@ -222,7 +222,7 @@ def load_ppo_models(
     mean = None if reward_model is None else reward_model.score_mean
     rewards = load_rewards(
         job, config.rewards, contract, world, tokenizer, mean, score_clip=config.score_clip,
-        aggregate=config.aggregate, micro_batch_tokens=config.micro_batch_tokens,
+        micro_batch_tokens=config.micro_batch_tokens,
     )  # fmt: skip
     later = sum(  # AdamW's moments, which the first step makes, and the average
         shard.nbytes * (len(MOMENTS) + model.averaged)
