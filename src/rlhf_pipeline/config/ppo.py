@@ -141,8 +141,8 @@ class PPOConfig(SavingConfig):
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
     """Program that samples responses. transformers: the actor itself; hybrid: a copy, sharded over
     `hybrid.inference_tp_size` ranks; vllm: a copy on each rank; auto: hybrid if that size is above
-    1, else vllm where each rank has a GPU with memory for it, else transformers (docs/scaling.md);
-    or a class of yours (docs/extending.md)."""
+    1, else vllm where it is installed and there is a GPU, else transformers (docs/scaling.md); or a
+    class of yours (docs/extending.md)."""
     gather_for_generation: bool = True
     """At ZeRO stage 3: gather all weights of the actor for each batch, which every GPU needs memory
     for. False: gather each layer at every token, which is much slower."""
@@ -302,7 +302,7 @@ class PPOConfig(SavingConfig):
 
 
 _BY_ACTOR = ("auto", "transformers", "hybrid")
-"""Generators that compute as training does. `auto` is transformers until the ranks choose."""
+"""Generators that compute as training does. See `pipelines.ppo.with_generator` for `auto`."""
 _OF_GROUPS = ("rloo", "grpo", "gdpo")
 _OF_TOKENS = ("gae", "reinforce++", "immediate")
 _WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++", "immediate")

@@ -52,8 +52,6 @@ class LaunchedJob:
     """Inputs of the pipeline run that other parameters made, with the changes."""
     trust_remote_code: bool = False
     """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
-    choices: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What the ranks have chosen for a parameter that is `auto`: value and reason, by its name."""
 
     @property
     def checkpoints(self) -> Path:

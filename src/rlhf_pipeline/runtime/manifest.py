@@ -46,8 +46,6 @@ class Manifest:
     """DeepSpeed's configuration of each engine, by model."""
     mixture: dict[str, list[str]] = field(default_factory=dict)
     """Published inputs of the pipeline run that other parameters made, with the changes."""
-    choices: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What the ranks have chosen for a parameter that is `auto`: value and reason, by its name."""
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":

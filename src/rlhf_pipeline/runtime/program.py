@@ -90,5 +90,4 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         deepspeed=deepspeed,
         files=file_entries(job.export),
         mixture=job.mixture,
-        choices=job.choices,
     ).write(job.export)
