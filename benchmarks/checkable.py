@@ -1,6 +1,6 @@
 """What is each method worth on a task that a program checks? A real model, three seeds.
 
-    python benchmarks/checkable.py MODEL            # a .gguf file or a folder
+    python benchmarks/checkable.py MODEL            # a folder or an id on the hub
     python benchmarks/checkable.py MODEL --seeds 1  # fewer seeds
     python benchmarks/checkable.py MODEL --alone 40 # only the untouched model, with 40 tokens
     python benchmarks/checkable.py --draw           # the table and the plot of what is finished

@@ -71,8 +71,7 @@ def generation(settings: Tree) -> Tree:
     model = make_model(settings, prompt + response)
     release()
     policy = freeze(load_policy(model.folder, "bf16", device=world().device))
-    given = {"batch_size_per_gpu": rows, "cuda_graphs": settings.get("graphs", True)}
-    whole = SamplingConfig(max_response_tokens=response, **given)
+    whole = SamplingConfig(max_response_tokens=response, batch_size_per_gpu=rows)
     generator = load_generator(
         settings.get("generator", "transformers"), whole, lambda: prompt, policy=policy,
         contract=model.contract, world=world(), gather=True, hybrid=None, place="generator",
@@ -86,7 +85,10 @@ def generation(settings: Tree) -> Tree:
 
     first, _ = seconds(whole, 0)
     runs = [seconds(whole, key) for key in (1, 2, 3)]
-    one = min(seconds(SamplingConfig(max_response_tokens=1, **given), key)[0] for key in (4, 5))
+    one = min(
+        seconds(SamplingConfig(max_response_tokens=1, batch_size_per_gpu=rows), key)[0]
+        for key in (4, 5)
+    )
     took = statistics.median(run[0] for run in runs)
     step = (took - one) / (response - 1)
     found: Tree = {
@@ -114,10 +116,7 @@ def ppo_config(settings: Tree, ranks: int) -> tuple[PPOConfig, Lengths]:
             "critic": one, "evaluations": 1, "generator": settings.get("generator", "transformers"),
             "micro_batch_tokens": settings.get("tokens", 16384),
             "offload_during_rollout": settings.get("offload", False),
-            "sampling": {
-                "max_response_tokens": response, "batch_size_per_gpu": batch,
-                "cuda_graphs": settings.get("graphs", True),
-            },
+            "sampling": {"max_response_tokens": response, "batch_size_per_gpu": batch},
         }
     )  # fmt: skip
     return config, Lengths(4 * batch, prompt, 0, prompt, 0)

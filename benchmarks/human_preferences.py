@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="folder, .gguf file or id of the instruct model")
+    parser.add_argument("model", help="folder or id of the instruct model")
     parser.add_argument("comparisons", type=Path, help="file of HH-RLHF, .jsonl or .jsonl.gz")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     given, root = parser.parse_args(), RESULTS / "human_preferences"

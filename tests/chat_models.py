@@ -71,7 +71,7 @@ QWEN_2 = """
 """Qwen2.5's template without its part for tools."""
 
 SMOLLM2 = "SMOLLM2_PATH"
-"""Environment variable: a folder or a .gguf file with the tokenizer of SmolLM2-Instruct."""
+"""Environment variable: a folder with the tokenizer of SmolLM2-Instruct."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,7 @@ TEXTS = (
 def published_tokenizer(model: ChatModel) -> PreTrainedTokenizerBase:
     """The tokenizer of a chat model, with few words."""
     if model.special is None:
-        path = Path(os.environ[SMOLLM2])
-        if path.suffix == ".gguf":
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(os.environ[SMOLLM2])
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -50,13 +50,6 @@ def table(path: Path) -> str:
     return ""
 
 
-def gguf(path: Path) -> str:
-    from rlhf_pipeline.models.base_model import load_gguf
-
-    load_gguf(path)
-    return ""
-
-
 def model(folder: Path) -> str:
     from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 
@@ -89,7 +82,7 @@ def votes(path: Path) -> str:
     return ""
 
 
-KINDS = (rows, records, table, gguf, model, artifact, checkpoints, votes)
+KINDS = (rows, records, table, model, artifact, checkpoints, votes)
 
 
 def read(kind: str, path: Path) -> dict[str, object]:

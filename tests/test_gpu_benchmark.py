@@ -94,7 +94,7 @@ def test_memory_that_nvidia_smi_does_not_know_is_left_out(rows, monkeypatch):
     ("fields", "gpus", "toy", "expected"),
     [
         ({}, 1, False, ""),
-        ({"cuda_only": "no graphs"}, 0, True, "CUDA only: no graphs"),
+        ({"cuda_only": "no vLLM"}, 0, True, "CUDA only: no vLLM"),
         ({"package": "no_such_package"}, 1, False, "needs the package no_such_package"),
         ({"at_least": 8}, 2, False, "needs 8 GPUs, found 2"),
         ({"at_least": 8}, 0, True, ""),
@@ -169,7 +169,7 @@ def test_what_one_h100_measures_fits_it(benchmark, rows):
 def test_the_rehearsal_of_a_part_ends_in_a_page(tmp_path):
     done = run("--cpu-rehearsal", "--part", "generation", "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0.5B, eager: pass" in done.stdout and "0.5B, graphs: skip" in done.stdout
+    assert "0.5B: pass" in done.stdout and "0.5B, vLLM: skip" in done.stdout
     page = (tmp_path / "report.md").read_text()
     assert "ms a token" in page and "no GPU: a rehearsal" in page
 

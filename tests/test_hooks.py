@@ -152,17 +152,6 @@ def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
     assert said_before(["sft"], caplog, grpo=grpo) == []
 
 
-@pytest.mark.parametrize(("nodes", "warnings"), [(["base_model", "split"], 1), (["sft"], 0)])
-def test_a_run_that_converts_a_gguf_file_says_what_is_lost(nodes, warnings, caplog):
-    said = said_before(nodes, caplog, base_model={"path": "small.Q4_1.gguf"})
-    assert len(said) == warnings
-    assert all(
-        "quantized weights of small.Q4_1.gguf become float32; the precision they lost is not "
-        "restored" in message
-        for message in said
-    )
-
-
 @pytest.mark.parametrize(
     ("metrics", "lines"),
     [

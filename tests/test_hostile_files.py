@@ -17,8 +17,6 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -58,7 +56,7 @@ def check(readers: Callable[[bool], subprocess.Popen[str]]) -> Check:
 
     def check(kind: str, files: dict[str, Path], expected: int) -> None:
         assert len(files) == expected
-        reader, faults = readers(kind in ("gguf", "model", "table")), {}
+        reader, faults = readers(kind in ("model", "table")), {}
         for name, path in files.items():
             print(json.dumps((kind, str(path))), file=reader.stdin, flush=True)
             found = json.loads(reader.stdout.readline())
@@ -306,57 +304,6 @@ def test_tables_of_artifacts(check: Check, tmp_path: Path) -> None:
             numbers[name] = tmp_path / f"{name}.arrow"
             numbers[name].write_bytes(new)
     check("table", numbers, 9)
-
-
-def header(tensors: int, fields: int, content: bytes = b"") -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + content
-
-
-def text(value: bytes, length: int | None = None) -> bytes:
-    return struct.pack("<Q", len(value) if length is None else length) + value
-
-
-def gguf_files(whole: bytes) -> dict[str, bytes]:
-    key = text(b"general.architecture")
-    array = key + struct.pack("<I", 9)
-    tensor = text(b"token_embd.weight")
-    return {
-        "empty": b"",
-        "magic": b"GGUF",
-        "zeros": b"\0" * 1000,
-        "version": b"GGUF" + struct.pack("<IQQ", 99, 0, 0),
-        "cut": whole[:5000],
-        "no-tensors": header(0, 0),
-        "fields": header(0, 2**63, b"\0" * 100),
-        "tensors": header(2**63, 0, b"\0" * 100),
-        "key": header(0, 1, text(b"key", 2**40)),
-        "text": header(0, 1, key + struct.pack("<I", 8) + text(b"llama", 2**62)),
-        "type": header(0, 1, key + struct.pack("<I", 77) + b"\0" * 100),
-        "array-of-bytes": header(0, 1, array + struct.pack("<IQ", 0, 2**40)),
-        "array-of-texts": header(0, 1, array + struct.pack("<IQ", 8, 2**40) + b"\0" * 80),
-        "array-of-doubles": header(0, 1, array + struct.pack("<IQ", 12, 2**61 + 1) + b"\0" * 80),
-        "arrays": header(0, 1, array + struct.pack("<IQ", 9, 1) * 100_000),
-        "many-bytes": header(0, 1, array + struct.pack("<IQ", 0, 64 * MIB) + bytes(64 * MIB)),
-        "many-texts": header(0, 1, array + struct.pack("<IQ", 8, 8 * MIB) + bytes(64 * MIB)),
-        "dimensions": header(1, 0, tensor + struct.pack("<I", 2**32 - 1) + b"\1" * 100),
-        "size": header(1, 0, tensor + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + b"\0" * 64),
-        "offset": header(1, 0, tensor + struct.pack("<IQIQ", 1, 8, 0, 2**60) + b"\0" * 64),
-        "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 2**62, 2**62) + b"\0" * 100,
-    }
-
-
-def test_gguf_files(check: Check, tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(str(tmp_path / "whole"), "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((64, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    files = {}
-    for name, content in gguf_files((tmp_path / "whole").read_bytes()).items():
-        files[name] = tmp_path / f"{name}.gguf"
-        files[name].write_bytes(content)
-    check("gguf", files, 21)
 
 
 def safetensors(fields: object, data: bytes = b"", length: int | None = None) -> bytes:

@@ -100,9 +100,9 @@ MISTAKES = {
         ["base_model.path (--params): found no folder '/no/such/model'. Fix: check the spelling"],
         params="base_model.path=/no/such/model",
     ),
-    "missing .gguf file": Mistake(
-        ["base_model.path (--params): found no file '/no/such.gguf'. Fix: check the spelling"],
-        params="base_model.path=/no/such.gguf",
+    "file as a model": Mistake(
+        ["base_model.path (--params): found the file '{tmp}/pairs.csv', expected a folder or an"],
+        params="base_model.path={tmp}/pairs.csv",
     ),
     "model folder without a model": Mistake(
         ["base_model.path (--params): found '{tmp}', a folder without config.json"],

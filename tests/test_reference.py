@@ -72,7 +72,6 @@ OTHER = {
     "equal_groups": "drop",
     "advantage": "rloo",
     "rewards": [{"reference": "exact"}],
-    "aggregate": "min",
     "reward_model": {"deepspeed": {"precision": "fp32"}},
     "curriculum": {},
     "score_clip": 1.0,

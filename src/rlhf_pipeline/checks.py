@@ -323,11 +323,12 @@ def path_faults(path: str | None) -> Iterator[str]:
     if path is None:
         return
     folder = Path(path)
-    if path.endswith(".gguf"):
-        if not folder.is_file():
-            yield f"base_model.path: found no file '{folder}'. Fix: check the spelling"
-        else:
-            yield from _absent("base_model.path: a .gguf file needs gguf", "gguf", "gguf")
+    if folder.is_file():
+        yield (
+            f"base_model.path: found the file {path!r}, expected a folder or an id on the hub. "
+            "Fix: load a .gguf file with transformers (`gguf_file`), and save model and tokenizer "
+            "in a folder by `save_pretrained`"
+        )
     elif folder.is_dir() and not (folder / "config.json").is_file():
         yield (
             f"base_model.path: found {path!r}, a folder without config.json, expected a model "

@@ -143,13 +143,6 @@ class PreflightHook:
         """Check what the chosen nodes need, and say what the user should know."""
         check_pipeline(pipeline, catalog)
         nodes = self._nodes = {node.name for node in pipeline.nodes}
-        base_model = catalog.load("params:base_model")
-        if "base_model" in nodes and base_model.is_gguf:
-            logger.warning(
-                "base_model.path: quantized weights of %s become float32; the precision they lost "
-                "is not restored. The metric base_model/bits_per_weight is what they have",
-                base_model.path,
-            )
         if any(name.startswith("evaluate") for name in nodes):
             prompts = catalog.load("params:evaluate").prompts
             logger.info(

@@ -43,7 +43,7 @@ def test_a_block_is_shown_with_defaults_types_and_meanings():
         ("grpo", "actor: {optimizer: {learning_rate: 1.0e-6}}  block"),
         ("ppo.actor.optimizer", "learning_rate: 3.0e-6  number > 0"),  # conf/base
         ("ppo.sampling", "max_response_tokens: 256  integer > 0"),
-        ("evaluate.sampling", "cuda_graphs: true  true or false"),
+        ("evaluate.sampling", "batch_size_per_gpu: 64  integer > 0"),
         ("dpo", "batch_size: 64  integer > 0"),
         ("split.pretraining", "block_tokens:  integer ≥ 2"),  # no default
         ("launch", "grace_s: 120.0  number ≥ 0; not in the recipe"),

@@ -120,7 +120,7 @@ def test_the_tables_of_a_large_model_fit_80_columns():
     rows = {line.split()[0]: line.split() for line in table}
     assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "kto", "evaluate"]
     assert all(re.fullmatch(r"\d\.\de\d+", row[-4]) for row in rows.values())  # FLOP
-    assert "ppo.generator is auto, counted as transformers: the ranks choose vllm if" in printed
+    assert "ppo.generator is auto, counted as transformers: a run takes vllm where" in printed
     assert rows["ppo"][-2] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
 
 

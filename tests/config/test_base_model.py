@@ -33,14 +33,6 @@ def test_the_template_s_date_is_part_of_the_recipe():
     assert changed.recipe()["template_date"] == "2023-02-01"
 
 
-@pytest.mark.parametrize("option", ["trust_remote_code", "unpickle_weights"])
-def test_trust_in_a_gguf_file_is_refused(option):
-    with pytest.raises(ValidationError, match=r"with a \.gguf file, .* Fix: set both to false"):
-        BaseModelConfig(path="model.gguf", **{option: True})
-    assert BaseModelConfig(path="model.gguf").is_gguf
-    assert not BaseModelConfig(path="model").is_gguf
-
-
 def architecture(**fields):
     return BaseModelConfig(architecture=fields, vocab_size=300).architecture
 

@@ -43,7 +43,6 @@ NONE = (
     [
         ({"rewards": [{"reference": "exact"}]}, f"rewards: {NONE} rewards"),
         ({"advantage": "grpo"}, f"advantage: {NONE} advantage"),
-        ({"aggregate": "min"}, f"aggregate: {NONE}"),
         ({"curriculum": {}}, f"curriculum: {NONE}"),
         ({"score_clip": 1.0}, f"score_clip: {NONE}"),
         ({"missing_eos_penalty": 1.0}, f"missing_eos_penalty: {NONE}"),

@@ -1,7 +1,8 @@
-"""The report of the split, its metrics and its examples."""
+"""The report of the split, its metrics, its examples and its summary in the terminal."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.split_report import first_examples, headline
+from rlhf_pipeline.data.split_report import first_examples, headline, print_summary
 from rlhf_pipeline.errors import DataError
 
 Prepare = Callable[..., dict[str, Any]]
@@ -179,11 +181,42 @@ def test_the_first_row_of_each_phase_shows_its_learned_tokens(tokenizer, tmp_pat
     )
     write(tmp_path / "ppo" / "train.arrow", {"prompt_ids": [prompt]})
     assert first_examples(tmp_path, tokenizer) == {
-        "SFT": [("User: <hi>", False), ("Hello.", True), ("<|end|>", False)],
-        "reward model, chosen answer": [("User: <hi>", False), ("Hello.<|end|>", True)],
-        "reward model, rejected answer": [("User: <hi>", False), ("No.<|end|>", True)],
-        "PPO, prompt": [("User: <hi>", False)],
+        "sft": {"prompt": "User: <hi>", "response": "Hello.<|end|>", "learned": "Hello."},
+        "reward_model": {
+            "prompt": "User: <hi>", "chosen": "Hello.<|end|>", "rejected": "No.<|end|>",
+        },
+        "ppo": {"prompt": "User: <hi>"},
+    }  # fmt: skip
+
+
+def test_the_terminal() -> None:
+    fates = ("rows", "bad", "skipped", "left_out_by_fraction", "duplicates_merged",
+             "repeats_of_held_out", "near_duplicates")  # fmt: skip
+    sources = {
+        "hub": (160_800, {"no answer": 12, "a control token": 1_310}, {}, 0, 0, 37, 30),
+        "mine": (10_000, {}, {"the scores are equal": 800}, 4_600, 12, 0, 0),
     }
+    names = ("rows", "duplicates_merged", "dropped", "truncated")
+    files = {
+        "sft/train.arrow": (34_000, 0, {"answer too long": 100, "prompt": 900}, {"prompts": 40}),
+        "sft/validation.arrow": (3_400, 0, {}, {}),
+        "evaluation/test.arrow": (1_990, 666, {"prompt": 10}, {}),
+    }
+    report = {
+        "sources": {key: dict(zip(fates, row, strict=True)) for key, row in sources.items()},
+        "files": {key: dict(zip(names, row, strict=True)) for key, row in files.items()},
+        "settings": {"near_duplicates": "keep"},
+    }
+    console = Console(file=io.StringIO(), width=80)
+    print_summary(report, console)
+    words = " ".join(console.file.getvalue().split())
+    for fact in (
+        "170,800 rows read, 1,322 bad, 800 skipped, 4,600 beyond fractions, 12 merged, 37 near",
+        "sft 34,000 3,400 0 1,000 40",
+        "evaluation 1,990 0 666 10 0",
+        "WARNING: training includes 30 near duplicates of held-out prompts",
+    ):
+        assert fact in words
 
 
 def test_demonstrations_all_train_sft_and_the_other_phases_have_weight_0(

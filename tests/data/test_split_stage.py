@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
-from rlhf_pipeline.data.split_report import headline, render_markdown
+from rlhf_pipeline.data.split_report import headline
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.pipelines.preparation import SPLIT as SPEC
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
@@ -51,7 +51,6 @@ def test_the_stage_writes_data_report_and_token_contract(
     assert all(TokenContract.read(export / folder) == contract for folder in folders)
     report = json.loads((export / "report.json").read_text())
     assert report["distinct_prompts"]["sft"] == 12
-    assert (export / "report.md").read_text() == render_markdown(report)
     assert verify(export).metrics == headline(report)
 
 

@@ -223,13 +223,13 @@ def test_people_compare_one_pair_of_answers_to_each_prompt(tmp_path):
     ]
 
 
-def test_an_evaluation_of_an_earlier_version_is_refused(tmp_path):
+def test_answers_without_messages_are_refused(tmp_path):
     """Its prompts are texts, whose turns nobody can tell from quotations."""
     answers = policy(np.random.default_rng(0), 0.0)[:2]
     others = [replace(answer, response=f"{answer.response} more") for answer in answers]
     write_answers({"sft": answers, "ppo": others}, tmp_path)
     sealed(tmp_path)
-    with pytest.raises(DataError, match=r"\(2, column 'prompt' is NoneType.*repeat its"):
+    with pytest.raises(DataError, match=r"\(2, column 'prompt' is NoneType.*correct the rows"):
         distinct_pairs(evaluation_rows(tmp_path))
 
 

@@ -1,29 +1,15 @@
-"""Base models and rewards are part of the recipe by their bytes, in any folder."""
+"""Rewards are part of the recipe by their bytes, in any folder."""
 
 import json
 
-from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.rewards import CallableReward, ModelReward, TrainedReward
 from rlhf_pipeline.pipelines.ppo import reward_inputs
-from rlhf_pipeline.pipelines.preparation import base_model_identity
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 
 
 def digests(*rewards):
     paths, identities = reward_inputs(rewards)
     return {name: content_digest(path) for name, path in paths.items()} | identities
-
-
-def test_a_gguf_file_is_identified_by_its_own_bytes(tmp_path):
-    def identity(name: str, weights: str) -> dict[str, str]:
-        (tmp_path / name).write_text(weights)
-        return base_model_identity(BaseModelConfig(path=str(tmp_path / name)))
-
-    one, other, changed = (
-        identity(*pair) for pair in (("a.gguf", "x"), ("b.gguf", "x"), ("c.gguf", "y"))
-    )
-    assert one == other  # the other file in the folder and the name do not count
-    assert one.keys() == changed.keys() == {"bytes"} and one != changed
 
 
 def test_the_trained_reward_model_adds_nothing():

@@ -24,6 +24,16 @@ class Fingerprints:
         return fingerprint(recipe(job, digests=digests, processes=1))
 
 
+class Jobs:
+    """Keeps the jobs instead of running stages."""
+
+    def __init__(self):
+        self.jobs = []
+
+    def run(self, job):
+        self.jobs.append(job)
+
+
 @pytest.fixture
 def key(tmp_path):
     """The stage's fingerprint for a split with some text, or without text."""
@@ -69,3 +79,30 @@ def test_the_version_of_vllm_is_part_of_the_recipe(tmp_path, monkeypatch):
     """Its package has another name on machines without a GPU."""
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["pytest"]})
     assert library_version.__wrapped__("vllm") == pytest.__version__
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "changes", "expected"),
+    [
+        (True, "0", {}, "vllm"),
+        (True, "", {}, "auto"),  # transformers
+        (False, "0", {}, "auto"),
+        (True, "0", {"gather_for_generation": False}, "auto"),  # which vLLM cannot do
+        (True, "0", {"generator": "transformers"}, "transformers"),
+        (True, "", {"generator": "vllm"}, "vllm"),
+    ],
+)
+def test_auto_is_vllm_where_it_is_installed_and_a_gpu_is_there(
+    tmp_path, monkeypatch, installed, gpus, changes, expected
+):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr("rlhf_pipeline.pipelines.ppo.find_spec", {"vllm": installed or None}.get)
+    sizes = {"steps": 1, "rollout_batch_size": 2, "minibatch_size": 2, "micro_batch_tokens": 32}
+    config = PPOConfig(**sizes, actor=MODEL, critic=MODEL, **changes)
+    stages = Jobs()
+    ppo(tmp_path, tmp_path, tmp_path, TRAINED, config, 0, stages)
+    (job,) = stages.jobs
+    assert job.config["ppo"].generator == expected
+    assert ("vllm" in job.spec.libraries) == (expected == "vllm")
+    assert config.generator == changes.get("generator", "auto")

@@ -8,7 +8,6 @@ import torch
 from rlhf_pipeline.rl.losses import policy_loss
 from rlhf_pipeline.rl.rewards import (
     adapted_kl_coef,
-    aggregated,
     kl_estimate,
     per_token_rewards,
     sampler_weights,
@@ -98,20 +97,6 @@ def test_long_responses_lose_more_towards_the_limit():
         overlong_penalty=2.0, overlong_buffer=4, max_response_tokens=10,
     )  # fmt: skip
     close(shaped, torch.tensor([1.0, 0.0, -1.0, -1.5]))
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("sum", [6.0, 6.0]),
-        ("min", [1.0, -1.0]),
-        # Means 2; deviations sqrt(2 / 3) = 0.8164966, sqrt(18 / 3) = 2.4494897.
-        ("mean_minus_std", [1.1835034, -0.4494897]),
-    ],
-)
-def test_an_ensemble_distrusts_what_it_disagrees_about(how, expected):
-    parts = torch.tensor([[1.0, 5.0], [3.0, -1.0], [2.0, 2.0]])
-    close(aggregated(parts, how), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

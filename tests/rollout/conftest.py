@@ -56,7 +56,7 @@ def load(policy, contract, world, tmp_path):
         )
         return load_rewards(
             job, sources, contract, world, load_tokenizer(policy), trained_mean,
-            score_clip=score_clip, aggregate="sum", micro_batch_tokens=48,
+            score_clip=score_clip, micro_batch_tokens=48,
         )  # fmt: skip
 
     return make

@@ -39,27 +39,6 @@ def test_a_source_of_weight_0_changes_no_bit_of_the_score(load, scored, rows, tm
     assert total.parts.keys() == {"trained", "zero"}
 
 
-@pytest.mark.parametrize("aggregate", ["min", "mean_minus_std"])
-def test_a_source_of_weight_0_is_in_no_ensemble(load, scored, rows, tmp_path, aggregate):
-    """The sources 1, 0, -1 and 3, -2, -3 have the minima 1, -2, -3.
-
-    Their means 2, -1, -2 less the deviations 1, 1, 1 are the same.
-    """
-    source = """
-def one(prompts, responses): return [3.0, -2.0, -3.0]
-
-def zero(prompts, responses): return [-9.0, 9.0, 9.0]
-"""
-    (tmp_path / "my.py").write_text(source)
-    files = {f"rewards.{number}": tmp_path / "my.py" for number in range(3)}
-    zero = {"callable": f"{tmp_path}/my.py:zero", "weight": 0.0}
-    one = f"{tmp_path}/my.py:one"
-    rewards = load("trained", one, zero, files=files, trained_mean=0.1)
-    found = replace(rewards, aggregate=aggregate)(scored, rows)
-    torch.testing.assert_close(found.scores, torch.tensor([1.0, -2.0, -3.0]))
-    assert found.parts.keys() == {"trained", "one", "zero"}
-
-
 def test_the_heartbeat_names_the_source_that_scores(load, scored, rows, tmp_path, monkeypatch):
     """A function that waits for a server is named in the progress line, and if it hangs."""
     source = """

@@ -1,5 +1,6 @@
 """Generation by transformers, with given random numbers."""
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.rl.logprobs import sampled
 from rlhf_pipeline.rollout import decoding
 from rlhf_pipeline.rollout.generation import row_seeds
+from rlhf_pipeline.rollout.key_values import RoomyLayer
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator, repacked
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
@@ -55,6 +57,19 @@ def test_several_responses_to_a_prompt_read_it_once(policy, generator):
     assert responses(together.sequences) == [
         row for rollout in alone for row in responses(rollout.sequences)
     ]
+
+
+def test_the_keys_and_values_of_a_batch_are_freed_at_its_end(generator):
+    """Without a garbage collection: the next batch needs the memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        generator.generate(
+            PROMPTS, SamplingConfig(max_response_tokens=2), [(0, n) for n in range(4)]
+        )
+        assert not [each for each in gc.get_objects() if isinstance(each, RoomyLayer)]
+    finally:
+        gc.enable()
 
 
 def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, generator, monkeypatch):

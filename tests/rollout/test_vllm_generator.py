@@ -22,7 +22,7 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import freeze, load_policy
-from rlhf_pipeline.rollout import chosen_generator, vllm_generator
+from rlhf_pipeline.rollout import vllm_generator
 from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.rollout.vllm_generator import VLLMGenerator
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -241,41 +241,18 @@ def steps(inputs, world, folder, config, resume_from=None):
     return setup, [json.loads(line)["metrics"] for line in lines]
 
 
-def test_auto_trains_with_vllm_and_a_resumed_run_keeps_it(
-    make_model, make_ppo_inputs, world, tmp_path, monkeypatch
-):
-    """On the CPU; only the GPU is a stand-in. Two steps in one run equal one step and another."""
+def test_training_with_vllm_and_a_resumed_run(make_model, make_ppo_inputs, world, tmp_path):
+    """On the CPU. Two steps in one run equal one step and another."""
     inputs = make_ppo_inputs(make_model("llama", 1, **HEADS))
-    config = ppo_config(steps=2, checkpoint_every=1, evaluations=1)
-    with monkeypatch.context() as with_gpu:
-        with_gpu.setattr(chosen_generator, "on_gpu", lambda: True)
-        setup, whole = steps(inputs, world, tmp_path / "whole", config)
-        assert isinstance(setup.models.generator, VLLMGenerator)
-        assert setup.config.generator == "vllm" and setup.config.correction is not None
-        assert max(line["rollout/logprob_gap"] for line in whole) < 1e-4
-        _, resumed = steps(inputs, world, tmp_path / "whole", config, resume_from=1)
-        assert len(resumed) == 2
-        for name, value in whole[1].items():
-            assert name.startswith("time/") or resumed[1][name] == value, name
-    with pytest.raises(StageError, match=r"found transformers for auto \(rank 0 has no GPU\)"):
-        steps(inputs, world, tmp_path / "whole", config, resume_from=1)
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_auto_trains_with_transformers_where_vllm_refuses_the_family(
-    make_model, make_ppo_inputs, world, tmp_path, monkeypatch, capsys, family
-):
-    inputs = make_ppo_inputs(make_model(family, 1, **REFUSED[family]))
-    config = ppo_config(steps=1, evaluations=1)
-    _, expected = steps(inputs, world, tmp_path / "without", config)
-    monkeypatch.setattr(chosen_generator, "on_gpu", lambda: True)
-    setup, found = steps(inputs, world, tmp_path / "with", config)
-    assert setup.config.generator == "transformers"
-    printed = capsys.readouterr().out
-    assert "auto is transformers: rank 0 has no GPU" in printed
-    assert f"another generator for the family {family}, which vLLM computes differ" in printed
-    for name, value in expected[0].items():
-        assert name.startswith("time/") or found[0][name] == value, name
+    config = ppo_config(steps=2, checkpoint_every=1, evaluations=1, generator="vllm")
+    setup, whole = steps(inputs, world, tmp_path / "whole", config)
+    assert isinstance(setup.models.generator, VLLMGenerator)
+    assert setup.config.correction is not None
+    assert max(line["rollout/logprob_gap"] for line in whole) < 1e-4
+    _, resumed = steps(inputs, world, tmp_path / "whole", config, resume_from=1)
+    assert len(resumed) == 2
+    for name, value in whole[1].items():
+        assert name.startswith("time/") or resumed[1][name] == value, name
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Manifests: an artifact is identified and checked by its content."""
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,21 @@ def test_a_damaged_manifest_is_reported(tmp_path, content):
     (artifact / "manifest.json").write_text(content)
     with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
         Manifest.read(artifact)
+
+
+def test_a_manifest_of_another_version_is_read_and_verified(tmp_path):
+    """Written by 1.0.0, with a field that has left since."""
+    (tmp_path / "weights").write_text("abc")
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    fields = {
+        "stage": "sft", "fingerprint": "f" * 64, "seed": 7, "config": {}, "inputs": {},
+        "versions": {}, "metrics": {"validation/loss": 0.5}, "adjusted": {"sft.batch_size": 8},
+        "files": {"weights": {"size": 3, "sha256": digest}},
+    }  # fmt: skip
+    fields["digest"] = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "manifest.json").write_text(json.dumps(fields))
+    found = verify(tmp_path)
+    assert (found.seed, found.metrics, found.ranks) == (7, {"validation/loss": 0.5}, 1)
 
 
 def test_a_flipped_bit_or_a_missing_file_is_found(tmp_path):

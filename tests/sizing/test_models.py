@@ -2,8 +2,6 @@
 
 import json
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -51,31 +49,6 @@ def test_the_shape_comes_from_architecture_folder_or_table(tmp_path):
     assert base_model_shape(BaseModelConfig(path=str(tmp_path))).vocab == 300
     assert base_model_shape(BaseModelConfig(path="facebook/opt-1.3b")).hidden == 2048
     assert base_model_shape(BaseModelConfig(path="someone/something")) is None
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_gguf_file_has_the_sizes_of_its_model(tmp_path, tied):
-    """As those of the same model in a folder: two layers 32 wide, 4 heads that share 2 of keys."""
-    file = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_token_list(["a", "b", "c", "d"])
-    for name in ["token_embd.weight", *([] if tied else ["output.weight"])]:
-        writer.add_tensor(name, np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    shape = base_model_shape(BaseModelConfig(path=str(file)))
-    assert shape == Shape(
-        model_type="llama", hidden=32, intermediate=64, layers=2, heads=4, kv_heads=2, head_size=8,
-        vocab=4, positions=0, is_tied=tied, embedding=32,
-    )  # fmt: skip
 
 
 COMMON = {

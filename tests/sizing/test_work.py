@@ -31,6 +31,7 @@ def publish(folder, split):
         }
         for phase, names in columns.items()
     }
+    files["kto/train.arrow"] = {"rows": 0, "tokens": {}}
     (artifact / "report.json").write_text(json.dumps({"files": files}))
     config = {"split": split.model_dump(mode="json")}
     Manifest("split", "f" * 64, 1, config, {}, {}, {}, {}).write(artifact)

@@ -67,7 +67,7 @@ def stages(tmp_path):
         sft__train="a",
         ppo__train="b",
         evaluation__test="c",
-        **{"report.md": "# Data", "lengths.png": "PNG"},
+        **{"report.json": "{}"},
     )
     published = tmp_path / "published" / "split"
     shutil.copytree(split.export, published)
@@ -78,7 +78,7 @@ def stages(tmp_path):
     evaluate = stage_run(
         tmp_path, "evaluate", "ee", prompts=published / "evaluation", sft_model=sft.export
     )
-    finish(evaluate, **{"report.md": "# PPO against SFT"})
+    finish(evaluate, **{"comparison.json": "{}"})
     return SimpleNamespace(
         source=source, split=split, sft=sft, evaluate=evaluate, published=published
     )
@@ -163,13 +163,13 @@ def test_a_failed_stage_has_no_results(tracker, stages, client):
     assert client.list_artifacts(split.info.run_id) == []
 
 
-def test_reports_and_figures_are_artifacts_of_their_run(tracker, stages, client):
+def test_a_report_is_an_artifact_of_its_run(tracker, stages, client):
     track(tracker, stages.split, stages.sft, stages.evaluate)
     artifacts = [
         [file.path for file in client.list_artifacts(child(client, stage).info.run_id)]
         for stage in ("split", "sft", "evaluate")
     ]
-    assert artifacts == [["lengths.png", "report.md"], [], ["report.md"]]
+    assert artifacts == [["report.json"], [], []]
 
 
 def test_a_reused_stage_adds_nothing_to_its_run(tracker, stages, client, monkeypatch):
@@ -215,17 +215,14 @@ def test_reports_that_an_outage_left_out_are_sent_to_the_run_that_was_closed(
     assert (found.info.run_id, found.info.status) == (closed.info.run_id, "FINISHED")
     assert found.info.end_time == closed.info.end_time
     reports = [file.path for file in client.list_artifacts(found.info.run_id)]
-    assert reports == ["lengths.png", "report.md"]
+    assert reports == ["report.json"]
 
 
 def test_a_reused_stage_sends_its_data_and_report_to_a_new_store(tracker, stages, client):
     track(tracker, replace(stages.split, cached=True))
     split = child(client, "split")
     assert len(data_sets(split)) == 5
-    assert [file.path for file in client.list_artifacts(split.info.run_id)] == [
-        "lengths.png",
-        "report.md",
-    ]
+    assert [file.path for file in client.list_artifacts(split.info.run_id)] == ["report.json"]
 
 
 @pytest.mark.long
@@ -237,6 +234,6 @@ def test_through_a_server(served, stages, tmp_path):
     track(tracker, stages.split, stages.sft)
     split, sft = (child(served, stage) for stage in ("split", "sft"))
     assert data_sets(sft) == {"split/sft": ("training", data_sets(split)["split/sft"][1])}
-    uri = f"{split.info.artifact_uri}/report.md"
+    uri = f"{split.info.artifact_uri}/report.json"
     report = download_artifacts(uri, tracking_uri=served.tracking_uri, dst_path=str(tmp_path))
-    assert Path(report).read_text() == "# Data"
+    assert Path(report).read_text() == "{}"

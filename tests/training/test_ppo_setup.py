@@ -7,7 +7,6 @@ from ppo_runs import ppo_config, run_ppo
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training import ppo_setup
 from rlhf_pipeline.training.experience import score_sequences
 from rlhf_pipeline.training.ppo_setup import load_ppo_models
 
@@ -54,23 +53,3 @@ def test_without_a_reward_model_the_critic_is_the_policy_with_a_new_head(
     head = next(value for name, value in start.items() if name.endswith("score.weight"))
     assert float(head.std()) == pytest.approx((head.shape[1] + 1) ** -0.5, rel=0.5)
     assert all("value/loss" in line for line in run.lines)
-
-
-@pytest.mark.parametrize(
-    ("changes", "copies"),
-    [
-        ({}, 2 + 2),
-        ({"critic": None, "advantage": "reinforce++", "ema": {"decay": 0.9}}, 3),
-        ({"ema": {"decay": 0.9}, "offload_during_rollout": True}, 0),
-    ],
-)
-def test_the_generator_is_told_what_training_allocates_later(
-    ppo_inputs, world, tmp_path, monkeypatch, changes, copies
-):
-    """AdamW's two moments and an average, each of 10 numbers in float32 on a GPU."""
-    told = []
-    shards = [torch.empty(10, device="meta")]
-    monkeypatch.setattr(ppo_setup, "fp32_shards", lambda engine: shards, raising=False)
-    monkeypatch.setattr(ppo_setup, "load_generator", lambda *_, **to: told.append(to.get("later")))
-    load(ppo_config(**changes), ppo_inputs, world, tmp_path)
-    assert told == [copies * 40]

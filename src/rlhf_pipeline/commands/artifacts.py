@@ -129,13 +129,13 @@ class Ledger:
         """The artifact that a version, an alias or a path names.
 
         A model that no stage made is imported by the stage `base_model`: a folder of transformers,
-        a .gguf file, or a name with one slash, an id on the hub. Raises ArtifactError if there is
+        or a name with one slash, an id on the hub. Raises ArtifactError if there is
         none, and StageError if MLflow's store fails.
         """
         path = Path(name)
         if (path / NAME).is_file():
             return path
-        if path.is_dir() or path.suffix == ".gguf" or name.count("/") == 1:
+        if path.exists() or name.count("/") == 1:
             refuse(fault.removeprefix("base_model.path: ") for fault in path_faults(name))
             given = self.catalog.load("params:base_model")
             config = BaseModelConfig(path=name, trust_remote_code=given.trust_remote_code)

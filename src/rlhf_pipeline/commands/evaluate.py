@@ -68,7 +68,7 @@ def evaluate(
     """Compare the answers of MODELS to the same prompts; the first model is the baseline.
 
     MODELS are versions or aliases of the registered model, folders of artifacts, folders of
-    transformers, ids on the Hugging Face hub, or .gguf files. Each model answers in its own tokens
+    transformers, or ids on the Hugging Face hub. Each model answers in its own tokens
     and chat template, and judges read the texts. A repeated command finds what is finished.
     """
     if len(models) < 2:
@@ -205,7 +205,7 @@ def labels(models: Sequence[str]) -> list[str]:
     """
     found, reserved = list[str](), {"reward", CHAMPION} - {*models}
     for model in models:
-        name = re.sub(r"[^\w.-]", "-", Path(model).name.removesuffix(".gguf")) or "model"
+        name = re.sub(r"[^\w.-]", "-", Path(model).name) or "model"
         names = chain([name], (f"{name}-{number}" for number in count(2)))
         found.append(next(each for each in names if each not in (*found, *reserved)))
     return found

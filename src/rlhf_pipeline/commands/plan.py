@@ -231,8 +231,8 @@ def show(plan: Plan, output: Console) -> None:
     for stage, work in plan.works.items():
         if work.generator == "auto" and hardware.on_gpu:
             output.print(
-                f"[dim]{stage}.generator is auto, counted as transformers: the ranks choose vllm "
-                f"if its copy fits, too. --params={stage}.generator=vllm shows that.",
+                f"[dim]{stage}.generator is auto, counted as transformers: a run takes vllm where "
+                f"it is installed. --params={stage}.generator=vllm shows that.",
                 soft_wrap=True,
             )
         if stage in POLICIES and work.cannot_move:

@@ -148,8 +148,8 @@ class BaseModelConfig(Block):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     path: str | None = None
-    """A causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`), a local
-    folder, or a local `.gguf` file. None: build a model from `architecture`."""
+    """A causal language model with its tokenizer: a Hugging Face id (`facebook/opt-350m`) or a
+    local folder. None: build a model from `architecture`."""
     revision: str | None = None
     """Branch, tag or commit of `path` on the hub; only a commit makes a run repeatable. None: the
     newest commit of the default branch."""
@@ -172,10 +172,6 @@ class BaseModelConfig(Block):
         if self.architecture is not None:
             return positions(self.architecture)
         return None if self.path is None else positions_in(Path(self.path))
-
-    @property
-    def is_gguf(self) -> bool:
-        return self.path is not None and self.path.endswith(".gguf")
 
     @field_validator("architecture")
     @classmethod
@@ -204,7 +200,7 @@ class BaseModelConfig(Block):
     def _no_url(cls, path: str | None) -> str | None:
         if path is not None and "://" in path:
             raise ValueError(
-                "found a URL, expected a Hugging Face id, a folder or a .gguf file. "
+                "found a URL, expected a Hugging Face id or a folder. "
                 "Fix: use an id, and set the hub's token as HF_TOKEN in the environment"
             )
         return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
@@ -217,14 +213,9 @@ class BaseModelConfig(Block):
                 "found trust_remote_code or unpickle_weights without path, expected path. "
                 "Fix: set path, or set both to false"
             )
-        if self.is_gguf and (self.trust_remote_code or self.unpickle_weights):
-            yield (
-                "found trust_remote_code or unpickle_weights with a .gguf file, which contains "
-                "neither code nor pickles. Fix: set both to false"
-            )
         if self.path is None and (self.architecture is None or self.vocab_size is None):
             yield (
                 "found neither path nor architecture with vocab_size, expected one of them. "
-                "Fix: set path to a Hugging Face id, folder or .gguf file, or set both others to "
-                "build a model"
+                "Fix: set path to a Hugging Face id or a folder, or set both others to build a "
+                "model"
             )

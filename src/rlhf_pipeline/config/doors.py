@@ -143,11 +143,11 @@ GENERATOR = Door(
     "generate",
 )
 _OF_PPO = {
-    "auto": "rlhf_pipeline.rollout.chosen_generator:chosen",
+    "auto": GENERATOR.own["transformers"],
     "hybrid": "rlhf_pipeline.rollout.hybrid_generator:HybridGenerator",
 }
 PPO_GENERATOR = replace(GENERATOR, own=_OF_PPO | dict(GENERATOR.own))
-"""`auto` stands for one of the others."""
+"""`auto` is transformers, where a run has not put vllm in its place."""
 
 
 def by_name(call: Callable[..., Any], block: Block | None = None, **offered: Any) -> Any:

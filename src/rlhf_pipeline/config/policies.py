@@ -52,7 +52,7 @@ class GRPOConfig(PPOConfig):
 
 
 UNUSED = (
-    *("advantage", *ADVANTAGE_OF, "critic", "rewards", "aggregate", "reward_model", "curriculum"),
+    *("advantage", *ADVANTAGE_OF, "critic", "rewards", "reward_model", "curriculum"),
     *("score_clip", "missing_eos_penalty", "overlong_penalty", "old_logprobs"),
     *("policy_loss", "importance", "clip_range", "clip_range_high", "dual_clip"),
     "sampler_correction",
@@ -65,7 +65,7 @@ class TeacherConfig(BaseModelConfig):
     the chat template and the end tokens of the student."""
 
     path: str
-    """A Hugging Face id, a local folder, or a local `.gguf` file."""
+    """A Hugging Face id or a local folder."""
     architecture: None = None
     """A teacher has weights."""
     vocab_size: None = None

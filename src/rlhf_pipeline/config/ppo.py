@@ -146,8 +146,8 @@ class PPOConfig(SavingConfig):
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
     """Program that samples responses. transformers: the actor itself; hybrid: a copy, sharded over
     `hybrid.inference_tp_size` ranks; vllm: a copy on each rank; auto: hybrid if that size is above
-    1, else vllm where each rank has a GPU with memory for it, else transformers (docs/scaling.md);
-    or a class of yours (docs/extending.md)."""
+    1, else vllm where it is installed and there is a GPU, else transformers (docs/scaling.md); or a
+    class of yours (docs/extending.md)."""
     gather_for_generation: bool = True
     """At ZeRO stage 3: gather all weights of the actor for each batch, which every GPU needs memory
     for. False: gather each layer at every token, which is much slower."""
@@ -165,9 +165,6 @@ class PPOConfig(SavingConfig):
     """The frozen reward model."""
     rewards: Rewards = (TrainedReward(),)
     """Sources of a response's score, which is the sum of weight * (score - mean)."""
-    aggregate: Literal["sum", "min", "mean_minus_std"] = "sum"
-    """How several sources become one score: their sum, or, for reward models of one scale, the
-    lowest or the mean minus the standard deviation (Coste et al. 2023)."""
     evaluations: PositiveInt = 5
     """Number of evenly spaced evaluations on held-out prompts, the last one after the last step.
     The exported model has the highest score minus `kl.coef` times KL within `kl.maximum`."""
@@ -224,12 +221,6 @@ class PPOConfig(SavingConfig):
         hybrid = info.data.get("hybrid")
         shares = generator == "auto" and hybrid and hybrid.inference_tp_size > 1
         return "hybrid" if shares else generator
-
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether a GPU keeps keys and values between rollouts, for its recorded graphs."""
-        is_whole = self.generator == "hybrid" or self.actor.deepspeed.zero_stage < 3
-        return self.sampling.cuda_graphs and self.generator in _BY_ACTOR and is_whole
 
     @property
     def correction(self) -> SamplerCorrectionConfig | None:
@@ -296,12 +287,6 @@ class PPOConfig(SavingConfig):
         if self.overlong_buffer > self.sampling.max_response_tokens and self.overlong_penalty:
             most = f"at most sampling.max_response_tokens {self.sampling.max_response_tokens}"
             yield self._fault("overlong_buffer", most, "lower it")
-        if self.aggregate != "sum" and sum(reward.weight != 0 for reward in self.rewards) < 2:
-            single = "sum for a single source of rewards"
-            yield self._fault("aggregate", single, "add a source, or remove aggregate")
-        if self.aggregate != "sum" and self.advantage == "gdpo":
-            expected = "sum for advantage gdpo, which scales each source alone"
-            yield self._fault("aggregate", expected, "remove aggregate")
         if isinstance(self.sampler_correction, Block) and self.old_logprobs == "rollout":
             expected = "null for old_logprobs rollout, whose ratios contain the correction"
             yield self._fault("sampler_correction", expected, "remove sampler_correction")
@@ -342,7 +327,7 @@ class PPOConfig(SavingConfig):
 
 
 _BY_ACTOR = ("auto", "transformers", "hybrid")
-"""Generators that compute as training does. `auto` is transformers until the ranks choose."""
+"""Generators that compute as training does. See `pipelines.ppo.with_generator` for `auto`."""
 _OF_GROUPS = ("rloo", "grpo", "gdpo", "reinforce++-baseline")
 _OF_TOKENS = ("gae", "reinforce++")
 _WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++")

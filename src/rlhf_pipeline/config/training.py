@@ -32,9 +32,6 @@ class SamplingConfig(Block):
     """Maximum length of a response; longer ones are cut."""
     batch_size_per_gpu: PositiveInt = 64
     """Prompts answered at once on each rank; limits the memory of the key-value cache."""
-    cuda_graphs: bool = True
-    """Whether a GPU records the kernels of a token and replays them, which takes a fraction of the
-    time. It keeps the key-value cache between rollouts."""
 
 
 class HybridConfig(Block):

@@ -19,7 +19,7 @@ from rlhf_pipeline.config.split import PHASES, Phase, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, RowMaker, tables
 from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
-from rlhf_pipeline.data.split_report import build_report, first_examples, headline, render_markdown
+from rlhf_pipeline.data.split_report import build_report, first_examples, headline
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.data.tokenization import ANSWERS, ControlTokenFilter, encode, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
@@ -52,8 +52,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
         output=job.export,
         metrics_file=job.metrics_file,
     )
-    (job.export / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (job.export / "report.md").write_text(render_markdown(report), encoding="utf-8")
+    text = json.dumps(report, indent=2, ensure_ascii=False)
+    (job.export / "report.json").write_text(text + "\n", encoding="utf-8")
     for phase in (path for path in job.export.iterdir() if path.is_dir()):
         contract.write(phase)
     return headline(report)

@@ -1,18 +1,14 @@
-"""The report of the split: `report.json`, its page `report.md`, a summary for the terminal."""
+"""The report of the split: `report.json`, its metrics, a summary for the terminal."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from itertools import combinations, groupby
-from operator import itemgetter
+from itertools import combinations, compress, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +21,7 @@ from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.token_contract import Tokenizer
 from rlhf_pipeline.errors import DataError
 
-_SHOWN_CHARACTERS = 2_000
-"""Characters that the page shows of an example."""
+_READ = ("prompt", "response", "chosen", "rejected")
 _UNSERVABLE = "none of the phases that may use the source can use the record"
 _DROPPED = "its prompt has no true answer (split.without_reference is drop)"
 
@@ -129,29 +124,23 @@ def _overlap(files: Mapping[str, PhaseFile], plan: Blend, parts: Sequence[Part])
     return shared
 
 
-def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, list[tuple[str, bool]]]:
-    """The first row of each training file, as segments of text, and whether each is learned."""
+def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, dict[str, str]]:
+    """The first training row of each phase as the model reads it: phase -> column -> text.
 
-    def first(phase: str) -> dict[str, Any]:
-        with pa.ipc.open_stream(folder / phase / "train.arrow") as stream:
-            return next((batch.slice(0, 1).to_pylist()[0] for batch in stream if len(batch)), {})
-
-    def segment(ids: list[int], learned: bool) -> tuple[str, bool]:
-        return str(tokenizer.decode(ids, skip_special_tokens=False)), learned
-
+    Column `learned` has the tokens of the response that SFT learns.
+    """
     examples = {}
-    if row := first("sft"):
-        ids = row["prompt_ids"] + row["response_ids"]
-        mask = [False] * len(row["prompt_ids"]) + row["loss_mask"]
-        runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
-        examples["SFT"] = [segment([token for token, _ in run], learned) for learned, run in runs]
-    if row := first("reward_model"):
-        prompt = segment(row["prompt_ids"], False)
-        for answer in ("chosen", "rejected"):
-            both = [prompt, segment(row[f"{answer}_ids"], True)]
-            examples[f"reward model, {answer} answer"] = both
-    if row := first("ppo"):
-        examples["PPO, prompt"] = [segment(row["prompt_ids"], False)]
+    for phase in ("sft", "reward_model", "ppo"):
+        with pa.ipc.open_stream(folder / phase / "train.arrow") as stream:
+            rows = (row for batch in stream for row in batch.slice(0, 1).to_pylist())
+            row: dict[str, Any] = next(rows, {})
+        columns = {name: row[f"{name}_ids"] for name in _READ if f"{name}_ids" in row}
+        if "loss_mask" in row:
+            columns["learned"] = list(compress(row["response_ids"], row["loss_mask"]))
+        examples[phase] = {
+            name: str(tokenizer.decode(ids, skip_special_tokens=False))
+            for name, ids in columns.items()
+        }
     return examples
 
 
@@ -179,40 +168,6 @@ def headline(report: dict[str, Any]) -> dict[str, float]:
     if report["pretraining"]:
         metrics["data/pretraining_blocks"] = report["pretraining"]["blocks"]
     return {name: float(value) for name, value in metrics.items()}
-
-
-def render_markdown(report: dict[str, Any]) -> str:
-    """Render the report as Markdown, by `split_report.md.j2`. Labels and reasons are escaped."""
-    environment = Environment(  # noqa: S701 - the page is Markdown, see `_cell` and `_shown`
-        loader=FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters |= {
-        "cell": _cell, "number": "{:g}".format, "shown": _shown,
-        "total": lambda counts: _cell(sum(counts.values())),
-    }  # fmt: skip
-    page = environment.get_template("split_report.md.j2").render(report)
-    return page.rstrip("\n") + "\n"
-
-
-def _cell(value: str | int | float) -> str:
-    """Format a cell: a share as percentage, text escaped and on one line."""
-    if isinstance(value, str):
-        return re.sub(r"([\\`*\[\]<&|~$]|\b_|_\b)", r"\\\1", " ".join(value.split()))
-    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
-
-
-def _shown(segments: Sequence[tuple[str, bool]]) -> str:
-    """The beginning of an example as HTML; learned tokens are marked."""
-    room, parts = _SHOWN_CHARACTERS, []
-    for text, learned in segments:
-        shown = escape(text[:room])
-        parts.append(f"<mark>{shown}</mark>" if learned and shown else shown)
-        room -= min(room, len(text))
-    more = " ..." if sum(len(text) for text, _ in segments) > _SHOWN_CHARACTERS else ""
-    return "".join(parts) + more
 
 
 def print_summary(report: dict[str, Any], console: Console) -> None:
@@ -249,13 +204,8 @@ def require_true_answers(
     """Raise DataError if prompts of the prepared files lack true answers that somebody reads."""
     given: dict[str, Sequence[Any]] = {"ppo": rewards, "evaluation": judges}
     readers = {name: [one.label for one in g if reads_references(one)] for name, g in given.items()}
-    missing = json.loads((split / "report.json").read_text()).get("without_reference")
-    if missing is None and any(readers.values()):
-        raise DataError(
-            "split: found one of an earlier version, expected one that counts true answers. Fix: "
-            "`kedro run --from-nodes=split`"
-        )
-    for path, counts in (missing or {}).items():
+    report = json.loads((split / "report.json").read_text())
+    for path, counts in report["without_reference"].items():
         if names := readers[path.partition("/")[0]]:
             listed = ", ".join(f"{source} {count}" for source, count in counts.items())
             raise DataError(

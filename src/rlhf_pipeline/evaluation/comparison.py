@@ -65,7 +65,7 @@ class Answer:
     response_tokens: int = 0  # words of a text alone
     ended: bool | None = None  # None: a text alone
     source: str | None = None  # name of the prompt's source
-    messages: list[dict[str, str]] | None = None  # the prompt; None from earlier versions
+    messages: list[dict[str, str]] | None = None  # the prompt
     draw: int = 0  # number of this answer among those of the policy to this prompt
     right: tuple[float, float] | None = None
     """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""

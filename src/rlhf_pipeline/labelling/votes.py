@@ -107,8 +107,9 @@ def distinct_pairs(rows: Iterable[Any]) -> tuple[list[Pair], Counter[str]]:
         left_out[found.reason.replace("chosen", "first").replace("rejected", "second")] += 1
     if not pairs:
         reasons = "; ".join(f"{count}, {reason}" for reason, count in left_out.items())
-        fix = "correct the rows; for an evaluation of an earlier version, repeat its `kedro run`"
-        raise DataError(f"found no pair to compare, expected at least 1 ({reasons}). Fix: {fix}")
+        raise DataError(
+            f"found no pair to compare, expected at least 1 ({reasons}). Fix: correct the rows"
+        )
     return list(pairs.values()), left_out
 
 

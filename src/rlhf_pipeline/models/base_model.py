@@ -1,7 +1,6 @@
 """Stage program: load or build the base model and its tokenizer, and export both."""
 
 import math
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GgufConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
@@ -30,11 +29,6 @@ from rlhf_pipeline.runtime.program import run_program
 PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|end|>"
 EMBEDDING_MULTIPLE = 64
 """New embeddings have a multiple of this many rows, for which GPUs have fast kernels."""
-STRING, ARRAY, UINT64 = 8, 9, 10
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, UINT64: 8, 11: 8, 12: 8}
-"""Bytes of the values of fixed size in a `.gguf` file, by type."""
-MAX_VALUES = 2**22
-"""Values in its header, of each of which readers make objects. Large vocabularies have 1.5e6."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -47,16 +41,12 @@ def main(job: LaunchedJob) -> dict[str, float]:
         tokenizer = as_loaded(trained, config, job.export)
         model = build_model(config, tokenizer)
     else:
-        if config.is_gguf:
-            model, tokenizer = load_gguf(Path(config.path))
-            metrics["base_model/bits_per_weight"] = bits_per_weight(Path(config.path))
-        else:
-            # The commit that the driver resolved; the branch may have moved since.
-            how: Any = {"revision": job.digests.get(COMMIT), "trust_remote_code": trust}
-            model = load_model(
-                AutoModelForCausalLM, config.path, None, unpickle=config.unpickle_weights, **how
-            )
-            tokenizer = load_tokenizer(config.path, **how)
+        # The commit that the driver resolved; the branch may have moved since.
+        how: Any = {"revision": job.digests.get(COMMIT), "trust_remote_code": trust}
+        model = load_model(
+            AutoModelForCausalLM, config.path, None, unpickle=config.unpickle_weights, **how
+        )
+        tokenizer = load_tokenizer(config.path, **how)
         check_size(tokenizer, rows := model.get_input_embeddings().num_embeddings)
         metrics["base_model/new_tokens"] = float(max(0, len(tokenizer) - rows))
         metrics["base_model/has_chat_template"] = float(tokenizer.chat_template is not None)
@@ -181,77 +171,6 @@ def without_weights(config: BaseModelConfig) -> PreTrainedModel:
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(architecture, **trust)
-
-
-def load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model and tokenizer of a `.gguf` file; quantized weights become float32.
-
-    Raises ArtifactError if the file is damaged, or transformers cannot convert its architecture.
-    """
-    plain: Any = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
-    source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    try:
-        check_header(file)
-        model = AutoModelForCausalLM.from_pretrained(**source, **plain)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-    except Exception as error:  # the errors of a damaged file have no common base class
-        raise ArtifactError(
-            f"base_model.path: {file}: transformers cannot read the file: {error}. Fix: download "
-            "it again; if its architecture is not supported, use the model's safetensors folder"
-        ) from error
-    for name in ("bos", "eos"):  # up to transformers 5.17, the tokenizer's EOS can be the BOS
-        if (number := getattr(model.config, f"{name}_token_id", None)) is not None:
-            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(number))
-    model.config.quantization_config = None  # exported weights are not quantized
-    return model, tokenizer
-
-
-def check_header(file: Path) -> None:
-    """Raise ValueError if the header announces more than the file contains.
-
-    The readers of gguf and transformers allocate and loop as it says. Format:
-    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-    """
-    left, size, order = MAX_VALUES, file.stat().st_size, "<"
-    with file.open("rb") as stream:
-
-        def take(count: int) -> bytes:
-            if count > size - stream.tell():
-                raise ValueError(f"byte {stream.tell()} of {size} announces {count} more bytes")
-            return stream.read(count)
-
-        def number(code: str) -> int:
-            return int(struct.unpack(order + code, take(struct.calcsize(code)))[0])
-
-        def values(kind: int, count: int = 1) -> None:
-            nonlocal left
-            left -= count
-            if left < 0:
-                raise ValueError(f"the header announces more than {MAX_VALUES} values")
-            for _ in range(count):
-                if kind == ARRAY:
-                    values(number("I"), number("Q"))
-                else:
-                    take(number("Q") if kind == STRING else SIZES[kind])
-
-        take(4)
-        order = "<" if number("I") & 0xFFFF else ">"  # as gguf's reader decides
-        tensors, fields = number("Q"), number("Q")
-        for _ in range(fields):
-            values(STRING)
-            values(number("I"))
-        for _ in range(tensors):
-            values(STRING)
-            values(UINT64, number("I"))
-            take(4 + 8)  # type and offset
-
-
-def bits_per_weight(file: Path) -> float:
-    """The mean number of bits that a weight occupies in a `.gguf` file, with its scales."""
-    from gguf import GGUFReader
-
-    tensors = GGUFReader(file).tensors
-    return 8 * sum(t.n_bytes for t in tensors) / sum(int(t.n_elements) for t in tensors)
 
 
 if __name__ == "__main__":

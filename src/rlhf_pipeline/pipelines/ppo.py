@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlhf_pipeline.config.block import Block
@@ -15,6 +16,7 @@ from rlhf_pipeline.pipelines.preparation import BASE_MODEL, base_model_identity
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.cache.code import library_version
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
+from rlhf_pipeline.stages.launch.resources import gpu_count
 
 
 def _spec(block: type[PPOConfig]) -> StageSpec:
@@ -56,8 +58,9 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         if trained is not None:
             inputs["reward_model"] = reward_model
         inputs |= rewards
-        spec = policy.answering_by(config.generator)
-        return stages.run(Job(spec, {spec.name: config}, inputs, seed, reward_identities))
+        block = with_generator(config)
+        spec = policy.answering_by(block.generator)
+        return stages.run(Job(spec, {spec.name: block}, inputs, seed, reward_identities))
 
     node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
     return node
@@ -82,8 +85,18 @@ def distill(
     inputs = _shared_inputs(split, sft_model, config) | {"teacher": teacher}
     if config.given_batch_size:
         inputs["demonstrations"] = split / "sft"
-    spec = DISTILL.answering_by(config.generator)
-    return stages.run(Job(spec, {spec.name: config}, inputs, seed))
+    block = with_generator(config)
+    spec = DISTILL.answering_by(block.generator)
+    return stages.run(Job(spec, {spec.name: block}, inputs, seed))
+
+
+def with_generator(config: PPOConfig) -> PPOConfig:
+    """The parameters with vllm for `auto`, if this machine has vLLM and a GPU, and vLLM can answer
+    with them; otherwise `auto` is transformers."""
+    if config.generator != "auto" or find_spec("vllm") is None or gpu_count() == 0:
+        return config
+    refused = any(config.refused_by_vllm())
+    return config if refused else config.model_copy(update={"generator": "vllm"})
 
 
 def _shared_inputs(split: Path, sft_model: Path, config: PPOConfig) -> dict[str, Path]:

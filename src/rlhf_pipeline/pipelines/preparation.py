@@ -10,7 +10,6 @@ from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.data.source import adapter_module, find_source, source_origin
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.hub import commit_of
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import folder_digest
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
@@ -45,15 +44,13 @@ def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: S
 
 
 def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> dict[str, str]:
-    """The commit of `revision` on the hub, or the digest of a local folder or file.
+    """The commit of `revision` on the hub, or the digest of a local folder.
 
     Empty for a model that is built from `base_model.architecture`. Raises ArtifactError if the hub
     cannot be reached, or has no such model.
     """
     if config.path is None:
         return {}
-    if config.is_gguf:
-        return {BYTES: file_digest(Path(config.path))}
     if Path(config.path).is_dir():
         return {BYTES: folder_digest(Path(config.path))}
     try:

@@ -1,7 +1,7 @@
 """From scores of responses to rewards of tokens: KL, penalties, weights of another sampler.
 
-Shapes: B sequences, R response tokens, S sources of rewards; tensors of tokens are (B, R). A mask
-as in `rl.advantages`. All functions raise ValueError if a shape is wrong.
+Shapes: B sequences, R response tokens; tensors of tokens are (B, R). A mask as in `rl.advantages`.
+All functions raise ValueError if a shape is wrong.
 """
 
 import math
@@ -13,7 +13,6 @@ from torch import Tensor
 from rlhf_pipeline.rl.masking import check_same_shape, check_shapes
 
 KLEstimator = Literal["k1", "k3"]
-Aggregate = Literal["sum", "min", "mean_minus_std"]
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -61,22 +60,6 @@ def adapted_kl_coef(
         )
     error = min(max(observed_kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * batch_size / horizon)
-
-
-@torch.no_grad()
-def aggregated(parts: Tensor, how: Aggregate) -> Tensor:
-    """One score from several sources, (S, B) to (B,), each already weighted.
-
-        sum               sum_s r_s
-        min               min_s r_s                    the most careful one
-        mean_minus_std    mean_s r_s - std_s r_s       std divides by S
-
-    Source: Coste et al., https://arxiv.org/abs/2310.02743, section 3: worst case, and uncertainty
-    weighted with the standard deviation in place of the variance, which has the unit of a score.
-    """
-    if how == "sum":
-        return parts.sum(0)
-    return parts.amin(0) if how == "min" else parts.mean(0) - parts.std(0, correction=0)
 
 
 @torch.no_grad()

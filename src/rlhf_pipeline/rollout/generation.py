@@ -50,7 +50,7 @@ def load_generator(
     The generator's class gets what its parameters name: the sampling, `longest`, the tokens of the
     longest sequence (`longest_prompt` counts those of the prompt), `rows`, the most of them at a
     time, and what is `offered`: `policy`, `contract`, `world`, `gather`, `hybrid`, and `place`, the
-    parameter that chose the generator, for messages. For `auto` there is more.
+    parameter that chose the generator, for messages.
     """
     make = PPO_GENERATOR.load(name)
     if "longest" in inspect.signature(make).parameters:

@@ -90,7 +90,7 @@ class HybridGenerator:
         return Rollout(found, together.logprobs[rows, :width])
 
     def _make(self) -> "tuple[ShardedCopy, TransformersGenerator]":
-        """A copy, and what samples from it and keeps its graphs."""
+        """A copy, and what samples from it."""
         copy = ShardedCopy(self._model, self._group)
         return copy, TransformersGenerator(copy.model, self._contract)
 

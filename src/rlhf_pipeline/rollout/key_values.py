@@ -28,7 +28,7 @@ class RoomyLayer(DynamicLayer):
     """The keys and values of one layer, (rows, heads, room, width) each.
 
     The tokens of the prompts come in one call. Then each token of the responses is written in place
-    at the cache's `column`, so nothing is copied and no address changes.
+    at the cache's `column`, so nothing is copied.
     """
 
     is_initialized: bool
@@ -55,7 +55,7 @@ class RoomyLayer(DynamicLayer):
         if self._cache.seen == 0:
             self.write(key_states, value_states)
             return key_states, value_states
-        rows, end = len(key_states), self._cache.end
+        rows, end = len(key_states), self._cache.seen + 1
         for whole, states in ((self.keys, key_states), (self.values, value_states)):
             whole[:rows].index_copy_(2, self._cache.column, states.to(whole.dtype))
         return self.keys[:rows, :, :end], self.values[:rows, :, :end]
@@ -77,8 +77,6 @@ class RoomyCache(Cache):
         self.rows, self.room, self.column = rows, room, column
         self.seen = 0
         """Tokens before the present forward pass, as far as a model asks."""
-        self.end = room
-        """Columns that a token attends to, at most."""
 
     def unpack(self, packed: Cache, mask: Tensor, rows: Tensor) -> None:
         """Write the states of packed prompts as those of left-padded ones.

@@ -2,8 +2,8 @@
 
     score = sum over sources of weight * (own score - own mean)          a function's mean is 0
 
-or another aggregate of the summands (`ppo.aggregate`). PPO maximizes the same sum with the centred
-scores of reward models clipped. Shapes: B responses of this rank.
+PPO maximizes the same sum with the centred scores of reward models clipped. Shapes: B responses of
+this rank.
 
 To add a source, write a class like `CodeSource`, its block in `config/reward_blocks.py`, its kind
 in `config/rewards.py`, and a case in `load_rewards`.
@@ -29,7 +29,6 @@ from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rl.rewards import Aggregate, aggregated
 from rlhf_pipeline.rollout.chat_model import ChatModel, RubricSource, reply_folder
 from rlhf_pipeline.rollout.code_reward import CodeSource
 from rlhf_pipeline.rollout.function_reward import FunctionSource, matches
@@ -120,7 +119,6 @@ class RewardSum:
     sources: dict[str, tuple[float, float, Source]]
     """Name to weight, clip range of the centred score, and source."""
     tokenizer: PreTrainedTokenizerBase | None  # the policy's; None: no source reads texts
-    aggregate: Aggregate = "sum"
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum, as it is and clipped.
@@ -138,13 +136,13 @@ class RewardSum:
             if isinstance(source, RubricSource | CodeSource):
                 replies |= {f"{name}/{key}": n for key, n in source.counted().items()}
         named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
-        if self.aggregate != "sum":  # a source of weight 0 must change neither minimum nor mean
-            named = [one for one in named if one[0]]
-        total = torch.stack([weight * own for weight, _, own in named])
-        clipped = torch.stack([weight * own.clamp(-clip, clip) for weight, clip, own in named])
-        total, clipped = (aggregated(each, self.aggregate) for each in (total, clipped))
+        total = [weight * own for weight, _, own in named]
+        clipped = [weight * own.clamp(-clip, clip) for weight, clip, own in named]
+        scores, clipped_scores = (torch.stack(each).sum(0) for each in (total, clipped))
         parts = parts if len(parts) > 1 else {}
-        return replace(scored, scores=total, clipped_scores=clipped, parts=parts, replies=replies)
+        return replace(
+            scored, scores=scores, clipped_scores=clipped_scores, parts=parts, replies=replies
+        )
 
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
         if self.tokenizer is None:
@@ -165,7 +163,6 @@ def load_rewards(
     trained_mean: float | None,
     *,
     score_clip: float | None,
-    aggregate: Aggregate,
     micro_batch_tokens: int,
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
@@ -208,4 +205,4 @@ def load_rewards(
         sources[reward.label] = (reward.weight, blocks.clip_of(reward, score_clip), source)
         is_text = not isinstance(reward, blocks.TrainedReward)
         read_texts |= reward.retokenize if isinstance(reward, blocks.ModelReward) else is_text
-    return RewardSum(sources, tokenizer if read_texts else None, aggregate)
+    return RewardSum(sources, tokenizer if read_texts else None)

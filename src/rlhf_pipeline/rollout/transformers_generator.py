@@ -18,12 +18,11 @@ from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.models.forward import LogprobHead, probe_capabilities
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate, pad
-from rlhf_pipeline.rollout.decoding import ROOM, Decoder, takes_prepared_mask
+from rlhf_pipeline.rollout.decoding import Decoder, takes_prepared_mask
 from rlhf_pipeline.rollout.generation import Seed, uniform_draws
 from rlhf_pipeline.rollout.records import Rollout
 
 REPACKED_DTYPES = (torch.float32, torch.bfloat16)
-GRAPHS = {"cuda"}  # types of devices that replay graphs
 
 
 class TransformersGenerator:
@@ -43,7 +42,6 @@ class TransformersGenerator:
         gather: bool = True,
     ) -> None:
         self._policy, self._contract, self._gather = policy, contract, gather
-        self._decoder: Decoder | None = None
 
     @torch.no_grad()
     def generate(
@@ -63,7 +61,17 @@ class TransformersGenerator:
         with for_generation(self._policy, gather=self._gather) as model, repacked(model, size):
             for index in reversed(lengths.argsort(stable=True).split(size)):
                 ids, mask = pad([prompts[i] for i in index], self._contract.pad_id, left=True)
-                decoder = self._decoder_for(model, packed, size, ids.shape[1], sampling)
+                room = ids.shape[1] + sampling.max_response_tokens
+                decoder = Decoder(
+                    model,
+                    self._contract,
+                    rows=len(index),
+                    room=room,
+                    tokens=sampling.max_response_tokens,
+                    device=self._policy.device,
+                    prepared=packed and takes_prepared_mask(model.config, room),
+                    synced=is_sharded(model) and not self._gather,
+                )
                 found = decoder.run(
                     ids,
                     mask,
@@ -80,32 +88,6 @@ class TransformersGenerator:
         )
         own = logprobs[:, : sequences.response_ids.shape[1]].float()
         return Rollout(sequences, own.masked_fill(~sequences.real_mask, 0.0))
-
-    def _decoder_for(
-        self, model: PreTrainedModel, packed: bool, rows: int, width: int, sampling: SamplingConfig
-    ) -> Decoder:
-        """What decodes a batch; with graphs, the one of the batch before if it has the room."""
-        device, tokens = self._policy.device, sampling.max_response_tokens
-        room = -(-(width + tokens) // ROOM) * ROOM
-        prepared = packed and takes_prepared_mask(model.config, room)
-        graphs = device.type in GRAPHS and sampling.cuda_graphs and prepared
-        graphs &= not is_sharded(model)  # the addresses of gathered weights change
-        if self._decoder is not None and self._decoder.fits(model, rows, width + tokens, tokens):
-            return self._decoder
-        self._decoder = None  # its memory, before that of the next one
-        decoder = Decoder(
-            model,
-            self._contract,
-            rows=rows,
-            room=room if graphs else width + tokens,
-            tokens=tokens,
-            device=device,
-            prepared=prepared,
-            synced=is_sharded(model) and not self._gather,
-            graphs=graphs,
-        )
-        self._decoder = decoder if graphs else None
-        return decoder
 
 
 def _until_eos(row: list[int], eos_ids: Sequence[int]) -> list[int]:

@@ -56,8 +56,6 @@ class LaunchedJob:
     """Whether Python code that ships with a model may run: `base_model.trust_remote_code`."""
     answers: int = 0
     """Held-out prompts whose answers each evaluation of training shows: `progress.answers`."""
-    choices: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What the ranks have chosen for a parameter that is `auto`: value and reason, by its name."""
 
     @property
     def checkpoints(self) -> Path:

@@ -46,8 +46,6 @@ class Manifest:
     """DeepSpeed's configuration of each engine, by model."""
     mixture: dict[str, list[str]] = field(default_factory=dict)
     """Published inputs of the pipeline run that other parameters made, with the changes."""
-    choices: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What the ranks have chosen for a parameter that is `auto`: value and reason, by its name."""
     ancestors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """`origin` of all that the artifact was made from, by content digest, so that a copy of it
     knows its lineage where the other artifacts are missing."""
@@ -73,9 +71,9 @@ class Manifest:
             fields = json.loads(path.read_text())
             if fields.pop("digest", None) != json_digest(fields):
                 raise ValueError("its digest does not match")
-            fields.pop("adjusted", None)  # of earlier versions
             files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
-            return cls(files=files, **fields)
+            known = cls.__dataclass_fields__.keys() & fields.keys()  # another version has others
+            return cls(files=files, **{name: fields[name] for name in known})
         except FileNotFoundError:
             raise ArtifactError(
                 f"{directory} is not a finished artifact: it has no {NAME}"

@@ -91,7 +91,6 @@ def write_manifest(job: LaunchedJob, metrics: dict[str, float]) -> None:
         deepspeed=deepspeed,
         files=file_entries(job.export),
         mixture=job.mixture,
-        choices=job.choices,
         ancestors=_ancestors(job),
     ).write(job.export)
 

@@ -195,41 +195,13 @@ def published(path: str) -> PublishedModel | None:
 
 
 def base_model_shape(config: BaseModelConfig) -> Shape | None:
-    """The sizes of the base model by its architecture, .gguf file, config.json or place in the
-    table; None if nothing on this machine says them. Raises ConfigError as `Shape.of`."""
+    """The sizes of the base model by its architecture, config.json or place in the table; None if
+    nothing on this machine says them. Raises ConfigError as `Shape.of`."""
     if config.architecture is not None:
         return Shape.of(config.architecture, vocab_size=config.vocab_size)
     path = str(config.path)
-    if config.is_gguf and Path(path).is_file():
-        return Shape.of(gguf_config(Path(path)))
     file = Path(path) / "config.json"
     if file.is_file():
         return Shape.of(json.loads(file.read_text()))
     model = published(path)
     return None if model is None else model.shape
-
-
-GGUF_FIELDS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-}
-"""Fields of config.json, and their names in llama.cpp's format after the architecture's."""
-
-
-def gguf_config(file: Path) -> dict[str, Any]:
-    """The sizes in a `.gguf` file as fields of a config.json. Its weights are not read."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
-    family = reader.fields["general.architecture"].contents()
-    found = {name: reader.fields.get(f"{family}.{key}") for name, key in GGUF_FIELDS.items()}
-    return {
-        "model_type": family,
-        "vocab_size": len(reader.fields["tokenizer.ggml.tokens"].data),
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-    } | {name: field.contents() for name, field in found.items() if field is not None}

@@ -121,11 +121,9 @@ def _add_rollouts(
     gathered = _for_generation(config, actor, shape, numbers, ranks)
     together = config.hybrid.inference_tp_size if config.generator == "hybrid" else 1
     sampling = generation(actor.name, shape, numbers, rows, load.lengths, gathered, together)
-    if hardware.on_gpu and config.keeps_cache:
-        actor.held["KV cache"] = sampling.parts.pop("KV cache")
     if hardware.on_gpu and config.offload_during_rollout:
         for model, _ in found:
-            stay = ("weights", "sharded copy", "KV cache") if model is actor else ()
+            stay = ("weights", "sharded copy") if model is actor else ()
             leave = {n: size for n, size in model.held.items() if n not in (*stay, "buckets")}
             sampling.away[model.name] = leave
             model.main.update(leave)

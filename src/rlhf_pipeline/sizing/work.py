@@ -125,8 +125,7 @@ def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
     if made.recipe() != split.recipe():
         return None
     files = json.loads((newest.parent / "report.json").read_text())["files"]
-    sft, comparisons, prompts = (files[f"{phase}/train.arrow"] for phase in PHASES)
-    labelled = files.get("kto/train.arrow")  # A split of an earlier version has none.
+    sft, comparisons, prompts, labelled = (files[f"{x}/train.arrow"] for x in (*PHASES, "kto"))
     pairs = [(comparisons, "chosen_ids"), (comparisons, "rejected_ids")]
     found = {
         "sft": _lengths([(sft, "response_ids")]),
@@ -139,10 +138,10 @@ def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
 
 
 def _lengths(
-    answers: Sequence[tuple[Mapping[str, Any] | None, str | None]], copies: int = 1
+    answers: Sequence[tuple[Mapping[str, Any], str | None]], copies: int = 1
 ) -> Lengths | None:
     """The lengths of the rows in files, with the column of their answers: `copies` in a row."""
-    own = [(file, column) for file, column in answers if file and file["rows"]]
+    own = [(file, column) for file, column in answers if file["rows"]]
     if not own:
         return None
     rows = sum(file["rows"] for file, _ in own) // copies

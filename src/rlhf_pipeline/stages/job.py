@@ -3,7 +3,6 @@
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -58,10 +57,10 @@ class StageSpec:
     """The two or three metrics that the progress display shows."""
 
     def answering_by(self, generator: str) -> "StageSpec":
-        """The stage whose policy answers by a generator: the version of vLLM counts, and for `auto`
-        whether it is installed."""
-        used = generator == "vllm" or (generator == "auto" and find_spec("vllm") is not None)
-        return replace(self, libraries=(*self.libraries, "vllm")) if used else self
+        """The stage whose policy answers by a generator: the version of vLLM counts."""
+        if generator != "vllm":
+            return self
+        return replace(self, libraries=(*self.libraries, "vllm"))
 
     def for_candidate(self, candidate: str) -> "StageSpec":
         """The evaluation of a candidate policy."""

@@ -186,20 +186,18 @@ def truncate(value: str, length: int) -> str:
 
 
 def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:
-    """Log the data that a finished stage made, and its report and figures as artifacts.
+    """Log the data that a finished stage made, and its report as an artifact.
 
-    Each folder of the data is a data set too. Artifacts that the run has are not logged again.
+    Each folder of the data is a data set too. A report that the run has is not logged again.
     """
     context = {"source": "source", "split": "prepared"}.get(run.stage)
     if context is not None:
         folders = sorted(path for path in run.export.iterdir() if path.is_dir())
         made = [_data_set(path, content_digest(path), context) for path in (run.export, *folders)]
         client.log_inputs(run_id, made)
-    reports = sorted([*run.export.glob("report.md"), *run.export.glob("*.png")])
-    logged = {file.path for file in client.list_artifacts(run_id)} if reports else set()
-    for report in reports:
-        if report.name not in logged:
-            client.log_artifact(run_id, str(report))
+    report = run.export / "report.json"
+    if report.is_file() and report.name not in {x.path for x in client.list_artifacts(run_id)}:
+        client.log_artifact(run_id, str(report))
 
 
 def log_answers(client: MlflowClient, run_id: str, answers: Sequence[dict[str, Any]]) -> None:

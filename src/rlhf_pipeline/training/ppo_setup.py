@@ -17,10 +17,9 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
-from rlhf_pipeline.distributed.engine_state import MOMENTS
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.distributed.zero import EMA, fp32_shards
+from rlhf_pipeline.distributed.zero import EMA
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
@@ -33,7 +32,7 @@ from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
 from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.prompts import PromptStream
-from rlhf_pipeline.training.resume import Checkpoints, loop_state
+from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
@@ -134,7 +133,6 @@ class Setup:
         best = {name: models.state() for name, models in self.best.items()}
         critic = self.models.critic
         loop = {"kl_coef": kl_coef, "best": best, "prompts": self.stream.state()}
-        loop |= {"generator": self.config.generator}
         loop |= {} if critic is None else {"value_offset": critic.module.offset}
         if self.checkpoints.step_ended(step, due=due, loop=loop):
             for models in self.best.values():
@@ -159,8 +157,6 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
         rows = load_rows(folder / "train.arrow", world)
         given = GivenBatches(rows, config, world, job.seed)
     models = load_ppo_models(job, config, contract, world)
-    if chosen := job.choices.get(f"{config.stage}.generator"):  # from here on, nothing is `auto`
-        config = config.model_copy(update={"generator": chosen["value"]})
     engines = {n: m for n, m in models.engines().items() if isinstance(m, DeepSpeedEngine)}
     store_settings({name: engine.config for name, engine in engines.items()}, job)
     load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
@@ -240,19 +236,12 @@ def load_ppo_models(
     mean = None if reward_model is None else reward_model.score_mean
     rewards = load_rewards(
         job, config.rewards, contract, world, tokenizer, mean, score_clip=config.score_clip,
-        aggregate=config.aggregate, micro_batch_tokens=config.micro_batch_tokens,
-    )  # fmt: skip
-    later = sum(  # AdamW's moments, which the first step makes, and the average
-        shard.nbytes * (len(MOMENTS) + model.averaged)
-        for model in config.models() if isinstance(model, TrainedModel)
-        for shard in fp32_shards(models[model.name]) if shard.device.type != "cpu"
+        micro_batch_tokens=config.micro_batch_tokens,
     )  # fmt: skip
     generator = load_generator(
         config.generator, config.sampling, longest_prompt, policy=actor, contract=contract,
         world=world, gather=config.gather_for_generation, hybrid=config.hybrid,
-        place=f"{config.stage}.generator", refused=next(config.refused_by_vllm(), None), job=job,
-        begun=loop_state(job.checkpoints, job.resume_from).get("generator"),
-        later=0 if config.offload_during_rollout else later,
+        place=f"{config.stage}.generator",
     )  # fmt: skip
     return PPOModels(
         actor=actor,

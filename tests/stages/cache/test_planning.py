@@ -1,11 +1,12 @@
 """A plan predicts what each stage would do and why, and launches nothing."""
 
+import json
 import os
 
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.stages.cache.planning import EARLIER_FORM, Planner, recipe_changes
+from rlhf_pipeline.stages.cache.planning import Planner, recipe_changes
 from rlhf_pipeline.stages.run import StageRunner
 
 RECORDED = {
@@ -75,11 +76,6 @@ def test_a_pending_input_is_not_a_change():
     ]
 
 
-@pytest.mark.parametrize("old", [{}, RECORDED | {"form": 1, "config": {"ppo": {"renamed": 8}}}])
-def test_recipes_of_different_forms_are_not_compared(old):
-    assert recipe_changes(old, new(seed=7), pending=()) == [EARLIER_FORM]
-
-
 @pytest.fixture
 def plan(drill):
     """Plans the stage with some parameters; returns its state and the reasons."""
@@ -123,6 +119,14 @@ def test_recipes_are_compared_with_the_nearest_one_of_which_the_last_used_wins(d
     assert plan(value=3) == ("run", "drill.value 1 -> 3")
     StageRunner(drill.context()).run(drill.job(value=9, seed=7))
     assert plan(value=3) == ("run", "drill.value 1 -> 3")
+
+
+@pytest.mark.parametrize("recipe", [{}, {"form": 1, "config": {"drill": {}}}])
+def test_a_recipe_of_another_form_is_not_compared(drill, plan, recipe):
+    directory = drill.root / "workspace" / "drill" / ("0" * 16)
+    directory.mkdir(parents=True)
+    (directory / "recipe.json").write_text(json.dumps(recipe))
+    assert plan() == ("run", "never run here")
 
 
 def test_a_failed_attempt_restarts_or_resumes(drill, plan):

@@ -20,10 +20,6 @@ from rlhf_pipeline.stages.cache.workspace import (
 )
 from rlhf_pipeline.stages.job import Job, RunContext, StageRun
 
-EARLIER_FORM = (
-    "its recipe was written by an earlier version of rlhf-pipeline and cannot be compared"
-)
-
 
 @dataclass(frozen=True)
 class PlannedStage:
@@ -96,9 +92,8 @@ def _plan(run: StageRun, pending: Mapping[str, str], context: RunContext) -> Pla
         awaited = [downstream(pending.values())] if pending else []
         earlier = _earlier_recipes(run.directory.parent, run.recipe)
         changes = [recipe_changes(recipe, run.recipe, pending=pending) for recipe in earlier]
-        # The nearest recipe explains why the stage has to run, one of another form the least.
-        changes.sort(key=lambda each: (EARLIER_FORM in each, len(each)))
-        nearest = changes[0] if changes else ["never run here"]
+        # The nearest recipe explains why the stage has to run.
+        nearest = min(changes, key=len, default=["never run here"])
         return PlannedStage(run, "run" if nearest else "may run", (*awaited, *nearest))
     run = replace(run, directory=next_directory(run.directory, finished))
     if run.directory not in existing:
@@ -118,8 +113,6 @@ def recipe_changes(
 
     `pending` inputs do not exist yet, so their content cannot be compared.
     """
-    if old.get("form") != new["form"]:
-        return [EARLIER_FORM]
 
     def differing(part: str) -> list[str]:
         names = sorted({*old[part], *new[part]})
@@ -177,9 +170,10 @@ def _earlier_recipes(stage_directory: Path, like: Mapping[str, Any]) -> list[dic
     for path in found:
         with suppress(ValueError):  # the file is damaged
             recipes.append(json.loads(path.read_text()))
-    return [recipe for recipe in recipes if _source(recipe) == _source(like)]
+    return [recipe for recipe in recipes if _comparable(recipe) == _comparable(like)]
 
 
-def _source(recipe: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _comparable(recipe: Mapping[str, Any]) -> tuple[int | None, str | None, str | None]:
+    """What two recipes have in common if they are compared: their form, and the source."""
     source = recipe.get("config", {}).get("source", {})
-    return source.get("name"), source.get("path")
+    return recipe.get("form"), source.get("name"), source.get("path")

@@ -1,13 +1,10 @@
-"""A `.gguf` file as base model: a tiny quantized Llama, written by llama.cpp's own package."""
+"""benchmarks/gguf_model.py: a tiny quantized Llama, written by llama.cpp's own package."""
 
 import gguf
 import numpy as np
-import pytest
 import torch
 
-from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import base_model
-from rlhf_pipeline.models.base_model import load_gguf
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -17,11 +14,6 @@ TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 ALPHABET = [chr(b) for b in BYTES] + [chr(256 + i) for i in range(256 - len(BYTES))]
 TOKENS = ["<s>", "</s>", *ALPHABET, "ab", "cd", *(f"<unused{i}>" for i in range(60))]
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf")
 
 
 def write_gguf(path):
@@ -76,18 +68,13 @@ def shapes():
     }
 
 
-def export(file, folder):
-    job = LaunchedJob(
-        "base_model", "f", 1, {"base_model": {"path": str(file)}}, {}, {}, folder, 60.0
-    )
-    return job.export, base_model.main(job)
-
-
-def test_the_export_is_an_ordinary_model_with_the_files_weights_tokenizer_and_template(
-    file, tmp_path
-):
-    folder, metrics = export(file, tmp_path)
-    assert metrics["base_model/bits_per_weight"] == pytest.approx(8.5, abs=0.2)  # Q8_0: 34 bytes/32
+def test_the_base_model_has_the_files_weights_tokenizer_and_template(benchmark, tmp_path):
+    file = write_gguf(tmp_path / "tiny.Q8_0.gguf")
+    benchmark("gguf_model").convert(file, tmp_path / "plain")
+    given = {"base_model": {"path": str(tmp_path / "plain")}}
+    job = LaunchedJob("base_model", "f", 1, given, {}, {}, tmp_path / "work", 60.0)
+    base_model.main(job)
+    folder = job.export
 
     model, tokenizer = load_policy(folder, "fp32"), load_tokenizer(folder)
     stored = {t.name: t for t in gguf.GGUFReader(file).tensors}
@@ -103,11 +90,3 @@ def test_the_export_is_an_ordinary_model_with_the_files_weights_tokenizer_and_te
     assert tokenizer.pad_token == "<|pad|>" and tokenizer.eos_token == "</s>"
     assert model.get_input_embeddings().num_embeddings == 384
     assert not list(folder.glob("*.gguf"))
-
-
-@pytest.mark.parametrize("bytes_left", [10, 1000, 20_000])
-def test_a_damaged_file_is_refused(file, tmp_path, bytes_left):
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(file.read_bytes()[:bytes_left])
-    with pytest.raises(ArtifactError, match=r"base_model\.path: .*cut\.gguf: transformers cannot"):
-        load_gguf(cut)
