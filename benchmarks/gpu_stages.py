@@ -245,7 +245,10 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         rows = split(base, blocks["split"], *common)
         policy = sft(rows, base, blocks["sft"], *common)
         scores = reward_model(rows, policy, blocks["reward_model"], *common)
-        judge, last = (scores, blocks["reward_model"]), (blocks["evaluate"], *common)
+        judge, last = (
+            (scores, blocks["reward_model"]),
+            (blocks["split"], blocks["evaluate"], *common),
+        )
         by_ppo = ppo(rows, policy, *judge, blocks["ppo"], *common)
         if row.whole:
             evaluate(PPO)(rows, policy, by_ppo, *judge, blocks["ppo"], *last)

@@ -13,10 +13,6 @@ from statistics import NormalDist, stdev
 import numpy as np
 
 ALPHA = 0.05  # how often an interval may miss the true value: intervals are 95%
-SMALL_KL = 0.02
-"""KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
-prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
-FEW_DIFFER = 0.05  # share of answers
 
 Values = Sequence[float] | Sequence[Sequence[float]]
 """One value for each prompt, or the equally many values of its answers."""

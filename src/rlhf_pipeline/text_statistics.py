@@ -1,9 +1,13 @@
-"""What the words of answers show: repetition, common phrases, diversity, refusals."""
+"""What answers show: repetition, common phrases, diversity, refusals, and how far they moved."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 
+SMALL_KL = 0.02
+"""KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
+prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
+FEW_DIFFER = 0.05  # share of answers
 REFUSALS = (
     "i'm sorry", "i am sorry", "sorry,", "i apologize", "i cannot", "i can't", "i can not",
     "i won't", "i will not", "i'm not able", "i am not able", "i'm unable", "i am unable",

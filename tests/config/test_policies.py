@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.checks import check
+from rlhf_pipeline.checks import batch_faults, check
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.training import FrozenModel
@@ -95,8 +95,6 @@ NO_ROWS = {"split": {"weights": [0, 4, 4]}, "sft": None}
         ({}, {}, r"distill\.teacher\.path: found '.*', a folder without c"),
         ({"given_batch_size": 4}, NO_ROWS,
          r"distill\.given_batch_size: found 4, expected 0, for split\.weights gives the phase sft"),
-        ({"given_batch_size": 3}, {"launch": {"processes": 2}},
-         r"distill\.given_batch_size: found 3, expected a multiple of 2 ranks"),
     ],
 )  # fmt: skip
 def test_what_a_run_cannot_use_is_refused_before_it(tmp_path, fields, others, message):
@@ -109,3 +107,9 @@ def test_what_a_run_cannot_use_is_refused_before_it(tmp_path, fields, others, me
     )
     with pytest.raises(ConfigError, match=message):
         check(loader["parameters"], gpus=0, elsewhere=True)
+
+
+def test_the_ranks_share_the_given_answers():
+    distill = DistillConfig(teacher="facebook/opt-1.3b", given_batch_size=3)
+    (fault,) = batch_faults({"distill": distill}, ["distill"], 2)
+    assert fault.startswith("distill.given_batch_size: found 3, expected a multiple of 2 ranks")

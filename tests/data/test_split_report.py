@@ -206,6 +206,7 @@ def test_the_terminal() -> None:
         "sources": {key: dict(zip(fates, row, strict=True)) for key, row in sources.items()},
         "files": {key: dict(zip(names, row, strict=True)) for key, row in files.items()},
         "settings": {"near_duplicates": "keep"},
+        "unserved": ["ppo"],
     }
     console = Console(file=io.StringIO(), width=80)
     print_summary(report, console)
@@ -214,6 +215,7 @@ def test_the_terminal() -> None:
         "170,800 rows read, 1,322 bad, 800 skipped, 4,600 beyond fractions, 12 merged, 37 near",
         "sft 34,000 3,400 0 1,000 40",
         "evaluation 1,990 0 666 10 0",
+        "No row can serve ppo: weight 0",
         "WARNING: training includes 30 near duplicates of held-out prompts",
     ):
         assert fact in words

@@ -313,7 +313,7 @@ def test_stored_answers_are_read_again_and_those_of_an_earlier_version_are_draw_
 )
 def test_a_changed_evaluation_is_refused_by_who_reads_it(tmp_path, file, read):
     write_answers(ANSWERS, tmp_path)
-    (tmp_path / "evaluation.json").write_text('{"rewards": [], "rate": 0.45}')
+    (tmp_path / "evaluation.json").write_text('{"judges": {}, "rate": 0.45}')
     read(sealed(tmp_path))
     changed = (tmp_path / file).read_text().replace("0.45", "0.95").replace('"ppo"', '"sft"')
     (tmp_path / file).write_text(changed)

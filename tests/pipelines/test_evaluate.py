@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.policies import GRPOConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.pipeline_registry import register_pipelines
@@ -16,6 +17,7 @@ from rlhf_pipeline.pipelines.supervised import DPO
 TRAINED = RewardModelConfig(
     epochs=1, batch_size=2, micro_batch_tokens=32, optimizer={"learning_rate": 1e-3}
 )
+DATA = SplitConfig(sources=[{"name": "synthetic"}], max_prompt_tokens=8, max_response_tokens=8)
 
 
 class Recorder:
@@ -29,7 +31,7 @@ class Recorder:
 def job_of(policy, *, trained=TRAINED, block=None, **config):
     stages = Recorder()
     folders = [Path(name) for name in ("split", "sft", "candidate", "reward_model")]
-    evaluate(policy)(*folders, trained, block, EvaluateConfig(**config), 7, stages)
+    evaluate(policy)(*folders, trained, block, DATA, EvaluateConfig(**config), 7, stages)
     return stages.job
 
 

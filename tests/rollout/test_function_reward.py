@@ -87,7 +87,7 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
         ("return [int(r) for r in responses]", f"my.py:f failed at the response 'five' to the "
          f"{SECOND}: ValueError: invalid literal"),
         ("prompts.clear(); responses.clear(); return []", "my.py:f: found 0 results, expected 3, "
-         "one for each response. The first prompt is [{'role': 'user', 'content': 'Question 0?'}]"),
+         "one for each response. Fix: return one finite number for each response"),
         ("\n    class Mute(Exception):\n        def __str__(self): raise OSError\n    raise Mute",
          f"my.py:f failed at the response '4' to the {FIRST}: Mute"),
         ("\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",

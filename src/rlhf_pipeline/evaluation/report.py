@@ -37,7 +37,7 @@ from rlhf_pipeline.evaluation.comparison import (
     reward_title,
     score_name,
 )
-from rlhf_pipeline.statistics import FEW_DIFFER, SMALL_KL
+from rlhf_pipeline.text_statistics import FEW_DIFFER, SMALL_KL
 
 METRICS = {  # label and number format; z: a rounded zero has no sign
     "gold_core": ("gold score of the core", "z.2f"),

@@ -108,9 +108,10 @@ def _where(function: Callable[..., Any], call: Call) -> str:
 
 def results(function: Callable[..., Any], call: Call) -> list[float]:
     """The finite number for each response. The function may be async. Raises ResultError."""
+    prompts, responses = [*call.prompts], [*call.responses]  # the function may change its own
     found = function(call.prompts, call.responses, **call.more)
     found = asyncio.run(found) if inspect.iscoroutine(found) else found
-    count, each = len(call.responses), None
+    count, each = len(responses), None
     with suppress(TypeError):  # a number, None, or a tensor without a dimension
         each = None if isinstance(found, str | bytes | Mapping | Set) else iter(found)
     if each is None:
@@ -120,7 +121,7 @@ def results(function: Callable[..., Any], call: Call) -> list[float]:
         what = f"{count}, one for each response" if count > 1 else "one"
         raise ResultError(f"found {len(listed)} results, expected {what}")
     numbers = [*map(_number, listed)]
-    for prompt, response, number, result in zip(*call[:2], numbers, listed, strict=True):
+    for prompt, response, number, result in zip(prompts, responses, numbers, listed, strict=True):
         if number is None:
             row = f", for the response {response!r} to the prompt {prompt}" if count > 1 else ""
             raise ResultError(f"found {_shown(result)}, expected a finite number{row}")

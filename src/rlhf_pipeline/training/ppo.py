@@ -37,7 +37,7 @@ from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import SMALL_KL
+from rlhf_pipeline.text_statistics import SMALL_KL
 from rlhf_pipeline.training.experience import make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
     quality_metrics,
