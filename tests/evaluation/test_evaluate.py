@@ -54,7 +54,7 @@ def inputs(make_model, tmp_path_factory):
     torch.nn.init.normal_(model.classifier.score.weight)
     model.classifier.save_pretrained(reward_model)
     store_score_mean(reward_model, 0.1)
-    reported(reward_model, 100, 1.0, 1.0, shorter=(1, 4))
+    reported(reward_model, 100, 1.0, 1.0)
     prompts = tmp_path_factory.mktemp("prompts")
     messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
     ids = [
@@ -127,12 +127,10 @@ def evaluation_in(folder):
     return json.loads((folder / "export" / "evaluation.json").read_text())
 
 
-def reported(model, pairs, margin, spread, shorter):
-    """Write the report of a reward model; `shorter` are right ones among the shorter ones."""
-    right, n = shorter
-    square = margin**2 + spread**2
-    report = {"pairs": pairs, "margin": margin, "margin_square": square}
-    report |= {"accuracy_shorter": {"n": n, "rate": right / n}}
+def reported(model, pairs, margin, spread):
+    """Write the report of a reward model."""
+    report = {"pairs": pairs, "margin": margin, "margin_square": margin**2 + spread**2}
+    report |= {"over_length": {"lower": 0.25}}
     (model / "reward_report.json").write_text(json.dumps(report))
 
 
@@ -140,11 +138,11 @@ def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path
     """Two copies of the reward model score as it does; their comparisons are counted together.
 
     Margins 1 and 2 of 100 and 300 comparisons: mean 1.75, mean square (100 * 2 + 300 * 5) / 400 =
-    4.25, so the variance is 1.1875, and the lower end 1.75 - 1.96 sqrt(1.1875 / 400) = 1.6432.
+    4.25, so the variance is 1.1875, and the lower end 1.75 - 1.9659 sqrt(1.1875 / 399) = 1.6427.
     """
     other = shutil.copytree(inputs["reward_model"], tmp_path / "other")
-    reported(other, 300, 2.0, 1.0, shorter=(5, 12))
-    reported(inputs["reward_model"], 100, 1.0, 1.0, shorter=(1, 4))
+    reported(other, 300, 2.0, 1.0)
+    reported(inputs["reward_model"], 100, 1.0, 1.0)
     models = {"judge_model.0": inputs["reward_model"], "judge_model.1": other}
     _, lines = run(inputs | models, tmp_path / "run")
     for answer in map(json.loads, lines.splitlines()):
@@ -153,8 +151,9 @@ def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path
     assert list(evaluation["win_rates"]) == ["gold", "judge_model", "score"]
     found = evaluation["accuracy"]["judge_model"]
     assert (found["margin"]["n"], found["margin"]["mean"]) == (400, 1.75)
-    assert found["margin"]["lower"] == pytest.approx(1.6432065, rel=1e-6)
-    assert (found["shorter"]["n"], found["shorter"]["rate"]) == (16, 0.375)
+    assert found["margin"]["lower"] == pytest.approx(1.6427484, rel=1e-5)
+    assert "over_length" not in found
+    assert evaluation["accuracy"]["score"]["over_length"] == {"lower": 0.25}
 
 
 def test_the_gold_score_has_parts(inputs, world, tmp_path):

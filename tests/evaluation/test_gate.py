@@ -19,10 +19,9 @@ def evidence(rng, candidate, **more):
     return Evidence(candidate=candidate, baseline=policy(rng, 0.0, kl=0.0), **more)
 
 
-def accuracy(margin, shorter=0.6):
-    """Of the reward model: the lower end of its margin, and the upper end of its accuracy."""
-    one = {"rate": shorter - 0.05, "upper": shorter}
-    return {"score": {"margin": {"lower": margin}, "shorter": one}}
+def accuracy(margin, over_length=0.1):
+    """Of the reward model: the lower ends of its margin, and of what it knows beyond length."""
+    return {"score": {"margin": {"lower": margin}, "over_length": {"lower": over_length}}}
 
 
 def seeds():
@@ -175,7 +174,7 @@ def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
         (
             "optimized",
             "which training has optimized",
-            "hold comparisons back for a second reward model (evaluate.judge_model: ",
+            "add an independent judge to evaluate.judges, hold comparisons back for one (",
             " by the judge that it was trained on",
         ),
         (
@@ -199,10 +198,6 @@ def test_only_an_independent_judge_promotes_unless_the_parameters_say_otherwise(
     assert f"Fix: {fix}" in refusal
     verdict = decide(given, RegisterConfig(require_independent_judge=False)).record()
     assert verdict["refusals"] == [] and outcome(True, verdict) == f"promoted{outcomes}"
-    champion = replace(
-        given, standing=INDEPENDENT, champion=policy(rng, 0.0), champion_standing=standing
-    )
-    assert decide(champion, CONFIG).record()["state"] == state
 
 
 def test_an_outcome_against_the_conditions_names_its_parameter():
@@ -221,6 +216,8 @@ def test_a_fall_of_right_answers_is_no_improvement():
     fallen = replace(given, baseline=right, candidate=wrong)
     names = [refusal.partition(":")[0] for refusal in decide(fallen, CONFIG).refusals]
     assert names == ["strict accuracy against SFT", "lenient accuracy against SFT"]
+    unknown = [replace(a, right=None) if a.row == 5 else a for a in wrong]  # is left out
+    assert len(decide(replace(fallen, candidate=unknown), CONFIG).refusals) == 2
     assert not decide(fallen, RegisterConfig(max_task_drop=0.1)).refusals
 
 
@@ -273,15 +270,16 @@ def test_a_task_may_fall_by_as_much_as_is_allowed():
 def test_a_reward_model_that_measures_length_cannot_promote():
     """Not even by another judge, if training has optimized it."""
     rng = np.random.default_rng(9)
-    given = evidence(rng, policy(rng, 0.9), accuracy=accuracy(0.7, shorter=0.49))
+    given = evidence(rng, policy(rng, 0.9), accuracy=accuracy(0.7, over_length=0.0))
     (refusal,) = decide(given, CONFIG).refusals
     assert refusal == (
-        "accuracy of the reward model where the chosen answer is the shorter one: found 0.440, "
-        "at most 0.490, expected at least 0.5: a model that measures length is worse than chance "
-        "there (register.min_accuracy_shorter)"
+        "accuracy of the reward model above that of the longer answer: found +0.000 as the lower "
+        "end of its 95% interval, expected more than 0: else it may measure length alone "
+        "(register.min_accuracy_over_length)"
     )
-    assert not decide(given, RegisterConfig(min_accuracy_shorter=0)).refusals
-    assert not decide(replace(given, accuracy=accuracy(0.7, shorter=0.5)), CONFIG).refusals
+    assert not decide(given, RegisterConfig(min_accuracy_over_length=None)).refusals
+    of_file = {"score": {"margin": {"lower": 0.7}}}
+    assert not decide(replace(given, accuracy=of_file), CONFIG).refusals
 
 
 def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():

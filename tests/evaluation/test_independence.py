@@ -178,6 +178,26 @@ def test_a_student_inherits_from_its_teacher(made):
     assert made.standing("sft", "student")["score"] == ("optimized", {"student": "earlier"})
 
 
+def test_a_reward_model_without_effect_on_a_policy_is_independent(made):
+    """It is an input of PPO and GRPO, whatever their rewards are."""
+    inputs = [("sft_model", "sft"), ("reward_model", "rm")]
+    trained = {"model": "trained", "weight": 0.0}
+    for name, rewards in (("own", []), ("silent", [trained])):
+        rewards = {"grpo": {"rewards": [{"callable": "my.py:f", "weight": 1.0}, *rewards]}}
+        made.make(name, "grpo", rewards, inputs)
+        assert made.standing("sft", name)["score"] == ("independent", {})
+
+
+def test_a_policy_that_trains_on_its_own_answers_was_rewarded_where_it_has_drawn_them(made):
+    """The stage `sample` reads the reward model; the policy has only the table of the answers."""
+    trained = [{"model": "trained", "weight": 1.0}]
+    own = {"rejection": {"rewards": trained}, "table": {"rewards": trained}}
+    made.make("drawn", "sample", own, [("policy", "sft"), ("reward_model", "rm")])
+    inputs = [("base_model", "sft"), ("demonstrations", "drawn")]
+    made.make("best", "rejection", {"rejection": {}, "table": {"rewards": trained}}, inputs)
+    assert made.standing("sft", "best")["score"] == ("optimized", {"best": "rewards"})
+
+
 def test_another_model_of_the_same_comparisons_is_not_independent(made):
     """Two reward models that learned from one table share its mistakes, and so does DPO."""
     sft, first = [("sft_model", "sft")], {"comparisons": "first of split"}

@@ -53,7 +53,7 @@ def test_one_model_trains_on_what_was_held_back(made):
 def test_five_models_train_on_a_file_and_each_leaves_another_fifth_out(made):
     models, (source, rows, *jobs) = made(path="careful.jsonl", columns={"chosen": "good",
                                          "rejected": "bad", "prompt": "q"})  # fmt: skip
-    assert (source.spec.name, rows.spec.name) == ("source", "split")
+    assert (source.spec.name, rows.spec.name) == ("source", "judge_split")
     split = rows.config["split"]
     assert split.weights == (0, 1, 0) and split.held_back == split.validation_fraction == 0
     assert [one.path for one in split.sources] == ["careful.jsonl"]
@@ -62,7 +62,9 @@ def test_five_models_train_on_a_file_and_each_leaves_another_fifth_out(made):
     folds = [job.config["fold"] for job in jobs]
     assert [(fold.number, fold.of) for fold in folds] == [(number, 5) for number in range(5)]
     assert {job.config["reward_model"].epochs for job in jobs} == {10}
-    assert {job.inputs["comparisons"] for job in jobs} == {Path.cwd() / "split/2/reward_model"}
+    assert {job.inputs["comparisons"] for job in jobs} == {
+        Path.cwd() / "judge_split/2/reward_model"
+    }
 
 
 def test_the_number_of_passes_is_a_parameter(made):

@@ -149,17 +149,18 @@ def test_gdpo_scales_each_reward_before_the_sum():
 
 
 def test_gdpo_does_not_scale_what_cut_and_long_responses_lose():
-    """0.5 / (0.7071068 + 1e-4) = 0.7070068 each way, less -1 and +1 of the penalty 2: 0.2929932.
+    """0.5 / (0.7071068 + 1e-4) = 0.7070068 each way, whose deviation over all four is 0.8163811.
 
-    The deviation of these four, whose mean is 0, is sqrt(4 * 0.0858450 / 3) = 0.3383193 + 1e-4.
+    So +-0.7070068 / (0.8163811 + 1e-4) = +-0.8659193, less -1 and +1 of the penalty 2.
     """
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     shaping = torch.tensor([[-2.0, 0.0], [0.0, -2.0]])
     none = torch.zeros_like(rewards)
     found = gdpo(rewards[None], torch.ones(1), shaping, none, moments)
-    close(
-        found, torch.tensor([[-0.8657697, 0.8657697], [0.8657697, -0.8657697]]), rtol=1e-5, atol=0
-    )
+    expected = torch.tensor([[-0.1340807, 0.1340807], [0.1340807, -0.1340807]])
+    close(found, expected, rtol=1e-5, atol=1e-6)
+    equal = gdpo(none[None], torch.ones(1), 0.001 * shaping, none, moments)
+    close(equal, 0.001 * torch.tensor([[-1.0, 1.0], [1.0, -1.0]]), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("returns", [torch.zeros(1, 3), torch.zeros(4)], ids=["one", "no groups"])

@@ -284,13 +284,13 @@ def of_three_sources(trained, regex, exact, ended, function=make_experience):
 def test_gdpo_gets_clipped_scores_weights_and_penalties(experience_of):
     """The third response was cut. A pair that differs has +-0.5 / 0.7072068 = +-0.7070068.
 
-    a: the model's scores are equal once clipped; the pattern counts three times, 2.1210204, and the
-    penalty of 1 takes +-0.5, unscaled: 2.6210204. b: the model's scores alone. All over the
-    deviation sqrt(14.7392121 / 3) = 2.2165461 plus 1e-4.
+    a: the model's scores are equal once clipped; the pattern counts three times, 2.1210204. b: the
+    model's scores alone. All over the deviation sqrt(9.9971722 / 3) = 1.8254837 plus 1e-4; the
+    penalty of 1 then takes +-0.5 of a, unscaled.
     """
     made = of_three_sources([9.0, 2.0, 5.0, 1.0], [1.0] * 2 + [0.0, 1.0], [0.0] * 4, [1, 1, 0, 1])
     (found,) = experience_of(1, False, made, **THREE)
-    first, second = 1.1824258, 0.3189538
+    first, second = 1.6618314, 0.3872771
     expected = torch.tensor([[first, first], [second, 0.0], [-first, 0.0], [-second, -second]])
     torch.testing.assert_close(found.advantages, expected, rtol=1e-5, atol=1e-6)
 

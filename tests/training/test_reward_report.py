@@ -28,8 +28,10 @@ def test_the_report_by_hand():
     found = {name: rate["rate"] for name, rate in report["sources"].items()}
     assert found == {"a": 0.5, "b:train": 0.75}
     assert report["halves"] == [0.75, 0.5]
-    # The chosen answer is shorter in the second pair alone, which is wrong.
-    assert (report["accuracy_shorter"]["rate"], report["accuracy_shorter"]["n"]) == (0.0, 1)
+    # The longer answer is the chosen one but in the second pair; the third one is a tie for both.
+    assert report["over_length"]["difference"] == 0.0
+    shorter = describe(["a"] * 4, scores, tokens[:, ::-1])
+    assert shorter["over_length"]["difference"] == 0.625 - 0.375
     assert report["length_correlation"] > 0.9
     assert sum(each["n"] for each in report["calibration"]["bins"]) == 4
     json.dumps(report)
@@ -38,7 +40,6 @@ def test_the_report_by_hand():
 def test_one_pair_has_one_half():
     report = describe(["a"], np.array([[1.0, 0.0]]), np.array([[3, 3]]))
     assert report["halves"] == [1.0, None] and report["length_correlation"] is None
-    assert report["accuracy_shorter"] == {"rate": 0.5, "lower": 0.0, "upper": 1.0, "n": 0}
 
 
 @pytest.fixture

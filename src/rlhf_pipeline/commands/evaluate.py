@@ -158,7 +158,7 @@ def evaluation_config(given: EvaluateConfig, judges: Sequence[str]) -> EvaluateC
 
     Raises ConfigError if there is no judge, or a judge is wrong.
     """
-    values = given.model_dump(mode="json") | {"best_of_n": 0, "tasks": None}
+    values = given.model_dump(mode="json") | {"best_of_n": 0, "tasks": None, "judge_model": None}
     values["answers_per_prompt"] = given.baseline_draws
     values["judges"] = [judge_of(each) for each in judges] or values["judges"]
     if not values["judges"]:

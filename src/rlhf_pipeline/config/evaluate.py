@@ -241,10 +241,10 @@ class RegisterConfig(Block):
     min_length_controlled_lower: float = Field(default=0.5, ge=0, lt=1)
     """The lower end of the 95% interval on the win rate at equal length must be above this value,
     against SFT and against the champion: a longer answer is not a better one. 0: no check."""
-    min_accuracy_shorter: float = Field(default=0.5, ge=0, le=1)
-    """The upper end of the 95% interval on the accuracy of a reward model, on held-out comparisons
-    whose chosen answer is the shorter one, must reach this value: of the one that decides, and
-    of one that training has optimized. 0: no check."""
+    min_accuracy_over_length: float | None = Field(default=0.0, ge=0, le=1)
+    """A reward model that decides, or that training has optimized, must know more than length: the
+    lower end of the 95% interval on its held-out accuracy, minus that of preferring the longer
+    answer, must be above this value. None: no check. That of a careful file has too few."""
     require_independent_judge: bool = True
     """Whether only an independent judge promotes: one of which it is known that no training of the
     candidate, of its baseline, or of a model that they were made from has optimized it."""

@@ -49,7 +49,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import rate_interval
+from rlhf_pipeline.statistics import ALPHA
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -155,25 +155,23 @@ def load(
 
 
 def accuracy_of(models: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """How well reward models, each measured on other held-out comparisons, judge together.
+    """How well reward models judge together, each of which was measured on its own comparisons.
 
-    margin      mean of chosen minus rejected score, with the 95% interval of a mean: above 0,
-                the models know more than chance. A margin says more than its sign does
-    shorter     accuracy where the chosen answer is the shorter one, with its interval
+    margin          mean of chosen minus rejected score, with the 95% interval of a mean
+                    (Student's t): above 0, the models know more than chance
+    over_length     of a single model: its accuracy minus that of preferring the longer answer
     """
+    from scipy.special import stdtrit
+
     reports = [json.loads((model / "reward_report.json").read_text()) for model in models]
     names = "pairs", "margin", "margin_square"
     n, margins, squares = (np.array([one[name] for one in reports], float) for name in names)
-    margin, square = n @ margins / n.sum(), n @ squares / n.sum()
-    half = 1.96 * math.sqrt((square - margin**2) / n.sum())
-    parts = [one["accuracy_shorter"] for one in reports]
-    few = sum(part["n"] for part in parts)
-    rate = sum(part["n"] * part["rate"] for part in parts) / max(few, 1)
-    lower, upper = rate_interval(rate, few) if few else (0.0, 1.0)
-    return {
-        "margin": {"mean": margin, "lower": margin - half, "upper": margin + half, "n": n.sum()},
-        "shorter": {"rate": rate, "lower": lower, "upper": upper, "n": few},
-    }
+    pairs, margin = n.sum(), n @ margins / n.sum()
+    variance = max(0.0, n @ squares / pairs - margin**2)
+    quantile = float(stdtrit(pairs - 1, 1 - ALPHA / 2)) if pairs > 1 else math.inf
+    half = quantile * math.sqrt(variance / max(pairs - 1, 1))
+    found = {"margin": {"mean": margin, "lower": margin - half, "upper": margin + half, "n": pairs}}
+    return found if len(reports) > 1 else found | {"over_length": reports[0]["over_length"]}
 
 
 def headline(evaluation: dict[str, Any]) -> dict[str, float]:

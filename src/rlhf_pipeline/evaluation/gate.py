@@ -21,7 +21,6 @@ from rlhf_pipeline.evaluation.comparison import (
     judge_title,
     scores_by,
     summary,
-    worst,
 )
 from rlhf_pipeline.statistics import difference, length_controlled, standardized_gain, win_rate
 
@@ -39,8 +38,9 @@ BY_JUDGE: Mapping[State, str] = {
 """What a promotion by such a judge is called."""
 ADVICE: Mapping[State, str] = {
     "independent": "",
-    "optimized": ". Fix: hold comparisons back for a second reward model (evaluate.judge_model: "
-    "{held_back: 0.5}), or add an independent judge to evaluate.judges",
+    "optimized": ". Fix: add an independent judge to evaluate.judges, hold comparisons back for "
+    "one (evaluate.judge_model: {held_back: 0.5}), or set register.require_independent_judge to "
+    "false",
     "unknown": ". Fix: if you know that no training has optimized it, set "
     "register.require_independent_judge to false",
 }
@@ -57,7 +57,6 @@ class Evidence:
     against: str = "SFT"  # the baseline as it stands in a sentence
     champion: list[Answer] | None = None  # None: there is none, or the candidate is it
     champion_judge: str | None = None  # between candidate and champion; None: `judge`
-    champion_standing: Standing | None = None  # of that judge; None: `standing`
     champion_fault: str | None = None  # why the present champion could not answer the prompts
     accuracy: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """Of each reward model of the pipeline that decides or was optimized: see
@@ -66,11 +65,6 @@ class Evidence:
     """The change of each task from SFT to the candidate, see `tasks.Tasks.add_to`."""
     tries: int = 1
     """Candidates registered with test prompts of these sources so far, this one included."""
-
-    @property
-    def state(self) -> State:
-        """The worst standing of the judges that decide."""
-        return worst(self.standing, self.champion_standing or self.standing).state
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ def decide(evidence: Evidence, config: RegisterConfig) -> Verdict:
     alpha = allowed_error(evidence.tries)
     judging, audits = _judging(evidence, config), _audits(evidence, config)
     checks = (*_comparisons(evidence, config, alpha), *judging, *audits)
-    return Verdict(evidence.judge, evidence.state, evidence.tries, 1 - alpha, checks)
+    return Verdict(evidence.judge, evidence.standing.state, evidence.tries, 1 - alpha, checks)
 
 
 def allowed_error(tries: int) -> float:
@@ -177,15 +171,17 @@ def _judging(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
         what = f"preference of {judge_title(judge)} for the chosen answers"
         found = f"{lower:.3f} as the lower end of the 95% interval of its margin"
         yield Check(what, found, "more than 0, which is chance", None, lower > 0)
-    for name, measured in evidence.accuracy.items() if config.min_accuracy_shorter else ():
-        shorter, least = measured["shorter"], config.min_accuracy_shorter
-        what = f"accuracy of {judge_title(name)} where the chosen answer is the shorter one"
-        found = f"{shorter['rate']:.3f}, at most {shorter['upper']:.3f}"
-        expected = f"at least {least:g}: a model that measures length is worse than chance there"
-        yield Check(what, found, expected, "min_accuracy_shorter", shorter["upper"] >= least)
+    for name, measured in evidence.accuracy.items():
+        least, over = config.min_accuracy_over_length, measured.get("over_length")
+        if over is not None and least is not None:
+            what = f"accuracy of {judge_title(name)} above that of the longer answer"
+            found = f"{over['lower']:+.3f} as the lower end of its 95% interval"
+            expected = f"more than {least:g}: else it may measure length alone"
+            yield Check(what, found, expected, "min_accuracy_over_length", over["lower"] > least)
     if config.require_independent_judge:
-        found, passed = f"{judge}, {STATES[evidence.state]}", evidence.state == "independent"
-        expected = f"one that no training has optimized{ADVICE[evidence.state]}"
+        state = evidence.standing.state
+        found, passed = f"{judge}, {STATES[state]}", state == "independent"
+        expected = f"one that no training has optimized{ADVICE[state]}"
         yield Check("judge that decides", found, expected, "require_independent_judge", passed)
 
 
@@ -261,9 +257,9 @@ def _at_equal_length(
 def _right_answers(
     baseline: list[Answer], candidate: list[Answer]
 ) -> dict[str, tuple[list[list[float]], list[list[float]]]]:
-    """The strict and the lenient accuracy of both policies, where the true answers are known."""
-    if any(answer.right is None for answer in (*baseline, *candidate)):
-        return {}
-    before, after = accuracies(baseline), accuracies(candidate)
-    kinds = ("strict_accuracy", "lenient_accuracy")
+    """The strict and the lenient accuracy of both policies, on prompts with a true answer."""
+    unknown = {answer.row for answer in (*baseline, *candidate) if answer.right is None}
+    both = ([a for a in given if a.row not in unknown] for given in (baseline, candidate))
+    before, after = (accuracies(given) if given else {} for given in both)
+    kinds = [kind for kind in ("strict_accuracy", "lenient_accuracy") if kind in before]
     return {kind.replace("_", " "): (before[kind], after[kind]) for kind in kinds}

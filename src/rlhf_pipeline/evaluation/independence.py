@@ -72,7 +72,7 @@ def standings(
             elif (
                 imported[policy] - shared
                 or _is_incomplete(manifest)
-                or _may_overlap(learned, _comparisons([manifest]))
+                or _may_overlap(learned, _comparisons_of_policy(manifest))
             ):
                 unknown[policy] = "unknown"
         state: State = "optimized" if by else "unknown" if unknown else "independent"
@@ -103,16 +103,24 @@ def _optimized(
     """How the trainings of a lineage have optimized a judge, which learned from comparisons."""
     own = set().union(*(_identities(judge, content) for content in contents or [""]))
     reads_truth = reads_references(judge)
-    for number, record in enumerate(policy.lineage):
-        for index, reward in enumerate(_rewards(record)):
-            place = "reward_model" if isinstance(reward, TrainedReward) else f"rewards.{index}"
-            given = record["inputs"].get(place)
-            is_judge = not own.isdisjoint(_identities(reward, given))
-            if reward.weight and (is_judge or (reads_truth and _may_read_truth(reward, given))):
-                return "earlier" if number else "rewards"
+    for digest, record in [("", policy.origin), *policy.ancestors.items()]:
+        for reward, given in _weighted(record):
+            is_judge = not own.isdisjoint(_identities(reward, given or ""))
+            if is_judge or (reads_truth and _may_read_truth(reward, given)):
+                # A policy that trains on its own answers was rewarded where it has drawn them.
+                sampled = record["stage"] == "sample" and digest in policy.inputs.values()
+                return "rewards" if not digest or sampled else "earlier"
     if policy.inputs.get("comparisons") in learned:
         return "comparisons"
-    return None if _comparisons([policy]).keys().isdisjoint(learned) else "earlier"
+    return None if _comparisons_of_policy(policy).keys().isdisjoint(learned) else "earlier"
+
+
+def _weighted(record: Record) -> Iterator[tuple[SampleReward, str | None]]:
+    """The rewards of a training that had an effect, with the digest of each one's content."""
+    for index, reward in enumerate(_rewards(record)):
+        place = "reward_model" if isinstance(reward, TrainedReward) else f"rewards.{index}"
+        if reward.weight:
+            yield reward, record["inputs"].get(place)
 
 
 def _may_read_truth(reward: SampleReward, content: str | None) -> bool:
@@ -135,11 +143,22 @@ def _rewards(record: Record) -> Sequence[SampleReward]:
 
 
 def _comparisons(made: Iterable[Manifest]) -> dict[str, Record | None]:
-    """The digests of the comparisons that trainings have learned from, with the split of each."""
-    known = {digest: one for manifest in made for digest, one in manifest.ancestors.items()}
-    records = [record for manifest in made for record in manifest.lineage]
-    learned = [r["inputs"]["comparisons"] for r in records if "comparisons" in r["inputs"]]
-    return {digest: known.get(digest) for digest in learned}
+    """The digests of the comparisons that models have learned from, with the split of each."""
+    found = {one.inputs["comparisons"]: one for one in made if "comparisons" in one.inputs}
+    return {digest: one.ancestors.get(digest) for digest, one in found.items()}
+
+
+def _comparisons_of_policy(policy: Manifest) -> dict[str, Record | None]:
+    """The same of a policy: by DPO or KTO, or through a reward model that it was trained on."""
+    records = {"": policy.origin, **policy.ancestors}
+    rewarding = {given for record in records.values() for _, given in _weighted(record)}
+    learned = [
+        record["inputs"]["comparisons"]
+        for digest, record in records.items()
+        if "comparisons" in record["inputs"]
+        and ("reward_model" not in record["config"] or digest in rewarding)
+    ]
+    return {digest: policy.ancestors.get(digest) for digest in learned}
 
 
 def _may_overlap(judge: Mapping[str, Record | None], policy: Mapping[str, Record | None]) -> bool:

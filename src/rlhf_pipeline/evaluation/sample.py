@@ -9,6 +9,7 @@ Policy and judges work as in an evaluation, one model at a time. An interrupted 
 """
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -134,7 +135,8 @@ def write(
     for part in PARTS:
         rows = [row_of(one) for one in used if one["part"] == part]
         if len(rows) < ranks:
-            best = max(score for one in samples if one["part"] == part for score in one["scores"])
+            own = (score for one in samples if one["part"] == part for score in one["scores"])
+            best = max(own, default=-math.inf)
             why, fix = f"{cut:.0%} of the answers were cut", "use rewards that tell answers apart"
             if min_score is not None and best < min_score:
                 why += f", and no answer reached min_score {min_score:g}: the best one has {best:g}"

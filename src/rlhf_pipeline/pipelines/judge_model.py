@@ -7,11 +7,13 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import JUDGE_MODEL, FoldConfig, JudgeModelConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.pipelines.preparation import split
+from rlhf_pipeline.pipelines.preparation import SPLIT, split
 from rlhf_pipeline.pipelines.supervised import REWARD_MODEL
 from rlhf_pipeline.stages.job import Job, Stages
 
 SPEC = replace(REWARD_MODEL, name=JUDGE_MODEL, blocks={}, batch_sizes=())
+SPLIT_OF_FILE = replace(SPLIT, name="judge_split", blocks={})
+SPECS = SPLIT_OF_FILE, SPEC
 FOLDS, EPOCHS = 5, 10.0
 """Some hundred comparisons of a file are too few to hold some out: five models train on four fifths
 each and judge together, and their accuracy counts every comparison once. One pass would be few
@@ -42,7 +44,7 @@ def judge_models(
             "test_fraction": 0.0,
             "pretraining": None,
         }
-        careful = split(sft_model, data.model_copy(update=own), seed, stages)
+        careful = split(sft_model, data.model_copy(update=own), seed, stages, SPLIT_OF_FILE)
         comparisons, epochs = careful / "reward_model", config.epochs or EPOCHS
         folds = [{"fold": FoldConfig(number=number, of=FOLDS)} for number in range(FOLDS)]
     block: dict[str, Block] = {"reward_model": trained.model_copy(update={"epochs": epochs})}

@@ -62,7 +62,9 @@ def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> d
         ) from error
 
 
-def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> Path:
+def split(
+    base_model: Path, config: SplitConfig, seed: int, stages: Stages, spec: StageSpec = SPLIT
+) -> Path:
     """Divide the sources into disjoint, tokenized rows for each phase, validation and test."""
     inputs = {
         "base_model": base_model,
@@ -70,7 +72,7 @@ def split(base_model: Path, config: SplitConfig, seed: int, stages: Stages) -> P
     }
     if config.pretraining is not None:
         inputs |= read_sources("pretraining", config.pretraining.records(), config, seed, stages)
-    return stages.run(Job(SPLIT, {"split": config}, inputs, seed))
+    return stages.run(Job(spec, {"split": config}, inputs, seed))
 
 
 def read_sources(

@@ -77,7 +77,7 @@ def stage_specs() -> dict[str, StageSpec]:
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = map(evaluate.SPEC.for_candidate, candidates)
-    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, judge_model.SPEC
+    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, *judge_model.SPECS
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 

@@ -112,18 +112,19 @@ def gdpo(
 ) -> Tensor:
     """GDPO: scale each reward within its group before the sum, and the sum over the step.
 
-        S_i = sum_s w_s * (R_si - mean(R_s)) / (std(R_s) + 1e-4) + shaping_i - mean(shaping)
-        A_i = (S_i - mean(S)) / (std(S) + 1e-4) - (penalty_i - mean(penalty))
+        S_i = sum_s w_s * (R_si - mean(R_s)) / (std(R_s) + 1e-4)
+        A_i = (S_i - mean(S)) / (std(S) + 1e-4) + shaping_i - mean(shaping)
+              - (penalty_i - mean(penalty))
 
     Source: Liu et al., https://arxiv.org/abs/2601.05242, equations 4 to 6. Parts are (S, K, G),
     weights (S,), penalties of the KL (K, G). Shaping (K, G), which lowers scores of cut and long
     responses, is not scaled, because a small one would act like a large one.
     """
     scaled = torch.stack([group_relative(part, scale=True) for part in parts])
-    total = (weights.view(-1, 1, 1) * scaled).sum(0) + group_relative(shaping, scale=False)
+    total = (weights.view(-1, 1, 1) * scaled).sum(0)
     mean, variance = moments(total)
     normalized = (total - mean.float()) / (variance.float().sqrt() + 1e-4)
-    return normalized - group_relative(penalties, scale=False)
+    return normalized + group_relative(shaping - penalties, scale=False)
 
 
 @torch.no_grad()

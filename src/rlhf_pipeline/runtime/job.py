@@ -96,9 +96,11 @@ class LaunchedJob:
 
 
 def title(stage: str, config: Mapping[str, Any]) -> str:
-    """The name of a stage, with the source or the round that tells its jobs apart."""
+    """The name of a stage, with the source, the fold or the round that tells its jobs apart."""
     if stage == "source":
         return f"source {config['source']['name']}"
+    if "fold" in config:
+        return f"{stage} {config['fold']['number'] + 1} of {config['fold']['of']}"
     return f"{stage} round {config['table']['round']}" if "table" in config else stage
 
 

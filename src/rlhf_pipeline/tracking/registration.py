@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
+    JUDGE_MODEL,
     JUDGE_PREFIX,
     TASK_PREFIX,
     Promote,
@@ -169,12 +170,10 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
             )
         others = read_standings(read_evaluation(answered))
         both = {judge: worst(own, others[judge]) for judge, own in standings.items()}
-        judge = deciding_judge(both)
         evidence = replace(
             evidence,
             champion=read_answers(answered)[CHAMPION],
-            champion_judge=judge,
-            champion_standing=both[judge],
+            champion_judge=deciding_judge(both),
         )
     return evidence
 
@@ -182,9 +181,10 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
 def conditions(evaluation: Path) -> dict[str, Any]:
     """What two evaluations must share, so that their answers can be compared prompt by prompt."""
     manifest = Manifest.read(evaluation)
-    inputs, judging = manifest.inputs.items(), (JUDGE_PREFIX, TASK_PREFIX)
+    judging = JUDGE_PREFIX, TASK_PREFIX, "reward_model", f"{JUDGE_MODEL}."
+    inputs = manifest.inputs.items()
     return {
-        **{n: digest for n, digest in inputs if n == "reward_model" or n.startswith(judging)},
+        **{name: digest for name, digest in inputs if name.startswith(judging)},
         "prompts": sorted({digest for name, digest in inputs if name.endswith("prompts")}),
         "seed": manifest.seed,
         "evaluate": json.dumps(manifest.config["evaluate"], sort_keys=True),

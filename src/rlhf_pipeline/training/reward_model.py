@@ -31,7 +31,7 @@ from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import calibration, rank_correlation, rate_interval
+from rlhf_pipeline.statistics import calibration, difference, rank_correlation, rate_interval
 from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import BLOCK, train
@@ -114,7 +114,7 @@ def write_report(
     metrics = {
         "validation/accuracy_lower": report["accuracy"]["lower"],
         "validation/accuracy_upper": report["accuracy"]["upper"],
-        "validation/accuracy_shorter": report["accuracy_shorter"]["rate"],
+        "validation/accuracy_over_length": report["over_length"]["difference"],
         "validation/calibration_error": report["calibration"]["error"],
         "validation/length_correlation": report["length_correlation"],
         "validation/accuracy_half_1": report["halves"][0],
@@ -151,17 +151,19 @@ def held_out(
 def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> dict[str, Any]:
     """The report on held-out comparisons, as JSON types; see `held_out`.
 
-    `accuracy_shorter` is that where the chosen answer is the shorter one: a model that measures
-    length is worse than chance there. The halves are the even and the odd rows, because a table is
+    `over_length` is the accuracy minus that of a judge who prefers the longer answer: a model that
+    measures length has none. The halves are the even and the odd rows, because a table is
     in the order of its sources.
     """
     margins = scores[:, 0] - scores[:, 1]
     right, of_source = (np.sign(margins) + 1) / 2, np.array(sources)
+    longer = (np.sign(tokens[:, 0] - tokens[:, 1]) + 1) / 2
+    over_length = difference(right.tolist(), longer.tolist())
     error, bins = calibration(margins.tolist())
     return {
         "pairs": len(margins),
         "accuracy": _rate(right),
-        "accuracy_shorter": _rate(right[tokens[:, 0] < tokens[:, 1]]),
+        "over_length": dict(zip(("difference", "lower", "upper"), over_length, strict=True)),
         "margin": float(margins.mean()),
         "margin_square": float(np.square(margins).mean()),
         "calibration": {"error": error, "bins": bins},
@@ -172,9 +174,7 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
 
 
 def _rate(right: np.ndarray) -> dict[str, float]:
-    """A share of rows with its 95% interval; a tie is half right. Of no rows nothing is known."""
-    if not len(right):
-        return {"rate": 0.5, "lower": 0.0, "upper": 1.0, "n": 0}
+    """A share of rows with its 95% interval; a tie is half right."""
     rate, n = float(right.mean()), len(right)
     lower, upper = rate_interval(rate, n, int((right == 0.5).sum()))
     return {"rate": rate, "lower": lower, "upper": upper, "n": n}
