@@ -28,7 +28,7 @@ def seeds():
     return [np.random.default_rng(seed) for seed in range(20)]
 
 
-EQUAL_LENGTH = "the same against SFT at equal length"
+EQUAL_LENGTH = "win rate against SFT at equal length"
 
 
 def longer(rng, noise):
@@ -69,7 +69,7 @@ def cheats(rng):
         "preference of the reward model for the chosen answers: found -0.030": evidence(
             rng, better, judge="score", accuracy=accuracy(-0.03)
         ),
-        "judge that decides: found gold, which training has optimized": evidence(
+        "judge that decides: found the gold judge, which training has optimized": evidence(
             rng, better, standing=OPTIMIZED
         ),
         "the champion: found no answers (other tokens)": evidence(
@@ -194,7 +194,9 @@ def test_only_an_independent_judge_promotes_unless_the_parameters_say_otherwise(
         rng, policy(rng, 0.9), judge="score", standing=standing, accuracy=accuracy(0.6)
     )
     (refusal,) = decide(given, CONFIG).refusals
-    assert refusal.startswith(f"judge that decides: found score, {words}, expected one that no ")
+    assert refusal.startswith(
+        f"judge that decides: found the reward model, {words}, expected one that no "
+    )
     assert f"Fix: {fix}" in refusal
     verdict = decide(given, RegisterConfig(require_independent_judge=False)).record()
     assert verdict["refusals"] == [] and outcome(True, verdict) == f"promoted{outcomes}"
@@ -229,9 +231,9 @@ def test_the_verdict_has_every_number():
     assert record["confidence"] == pytest.approx(1 - 0.1 / 6)
     assert [check["what"] for check in record["checks"]] == [
         "paired win rate against SFT by the gold judge",
-        "the same against SFT at equal length",
+        "win rate against SFT at equal length",
         "paired win rate against the champion by the gold judge",
-        "the same against the champion at equal length",
+        "win rate against the champion at equal length",
         "gain over SFT in units of the scores' spread",
         "judge that decides",
         "answers that differ from SFT's",

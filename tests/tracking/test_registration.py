@@ -361,7 +361,7 @@ def test_the_present_champion_answers_the_same_prompts(
     }  # fmt: skip
     refusal, at_equal_length = registration["verdict"]["refusals"]
     assert refusal.startswith("paired win rate against the champion by the gold judge: found 0.")
-    assert at_equal_length.startswith("the same against the champion at equal length: found 0.")
+    assert at_equal_length.startswith("win rate against the champion at equal length: found 0.")
     assert registration["aliases"]["champion"] == str(version)
 
 

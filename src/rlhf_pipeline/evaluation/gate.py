@@ -146,7 +146,7 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
         yield Check(what, found, expected, "min_win_rate_lower", lower > bound)
         bound = config.min_length_controlled_lower
         lower = _at_equal_length(evidence.candidate, answers, by, alpha)
-        what = f"the same against {name} at equal length"
+        what = f"win rate against {name} at equal length"
         found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
         if bound:
             yield Check(what, found, expected, "min_length_controlled_lower", lower > bound)
@@ -180,7 +180,7 @@ def _judging(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
             yield Check(what, found, expected, "min_accuracy_over_length", over["lower"] > least)
     if config.require_independent_judge:
         state = evidence.standing.state
-        found, passed = f"{judge}, {STATES[state]}", state == "independent"
+        found, passed = f"{judge_title(judge)}, {STATES[state]}", state == "independent"
         expected = f"one that no training has optimized{ADVICE[state]}"
         yield Check("judge that decides", found, expected, "require_independent_judge", passed)
 
