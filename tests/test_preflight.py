@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kedro.framework.project import pipelines
@@ -84,6 +85,7 @@ def test_a_root_that_is_a_pattern_or_a_list_is_refused(character):
         (["grpo"], "ppo", "grpo needs rows with a prompt with a true answer or without any"),
         (["sft"], "sft", "sft needs rows with an answer"),
         (["kto"], "reward_model", None),  # labelled answers fill the same phase
+        (["distill"], "sft", "distill needs rows with an answer"),
         (["sft"], "ppo", None),
         (["evaluate"], "ppo", None),
     ],
@@ -93,9 +95,10 @@ def test_a_stage_without_a_row_is_refused_before_anything_trains(tmp_path, nodes
     files = {path: {"rows": 0 if path.startswith(empty) else 9} for path in paths}
     report = {"files": files, "sources": {"files (pc.csv)": {}}}
     (tmp_path / "report.json").write_text(json.dumps(report))
+    blocks = {"distill": SimpleNamespace(given_batch_size=4)}
     end = r".*; found none in files \(pc\.csv\)\. Fix: name such columns"
     with pytest.raises(DataError, match=f"^split: {needs}{end}") if needs else nullcontext():
-        check_rows(tmp_path, nodes)
+        check_rows(tmp_path, nodes, blocks)
 
 
 @pytest.fixture

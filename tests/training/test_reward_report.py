@@ -92,4 +92,5 @@ def test_each_comparison_is_held_out_by_one_of_the_folds(inputs):
         assert asked[0].isdisjoint(asked[1])
         held_out += validation["id"]
         sizes.append(len(train["id"]) + len(validation["id"]))
+        assert len(validation["id"]) > 0
     assert sorted(held_out) == sorted(everything["id"]) and sizes == [9, 9, 9]
