@@ -14,8 +14,11 @@ from rlhf_pipeline import preflight
 from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.source import FirstRows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.preflight import (
+    careful_faults,
     check_gate,
     check_inputs,
     check_memory,
@@ -99,6 +102,27 @@ def test_a_stage_without_a_row_is_refused_before_anything_trains(tmp_path, nodes
     end = r".*; found none in files \(pc\.csv\)\. Fix: name such columns"
     with pytest.raises(DataError, match=f"^split: {needs}{end}") if needs else nullcontext():
         check_rows(tmp_path, nodes, blocks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (20 * [{"chosen": "a", "rejected": "b"}], None),
+        (19 * [{"chosen": "a", "rejected": "b"}], "found comparisons of 19 prompts, expected at "
+         "least 20, for five models in turn are measured on a fifth. Fix: add comparisons"),
+        (20 * [{"chosen": "a"}], "found one answer in a row, expected chosen and rejected in"),
+    ],
+)  # fmt: skip
+def test_careful_comparisons_are_looked_at_before_a_run(rows, message):
+    prompts = [(Message("user", f"{number}?"),) for number in range(len(rows))]
+    examples = [Example(prompt, **row) for prompt, row in zip(prompts, rows, strict=True)]
+    found = FirstRows({f"a:{number}": row for number, row in enumerate(examples)})
+    assert [*careful_faults(found)] == [] or "one answer" in message, "other rows may follow"
+    found.is_whole = True
+    faults = [*careful_faults(found)]
+    assert [fault.startswith(f"evaluate.judge_model.path: {message}") for fault in faults] == (
+        [True] if message else []
+    )
 
 
 @pytest.fixture
