@@ -204,6 +204,16 @@ def test_the_limits_of_the_fix_fit_the_positions(parameters, positions):
     assert list(length_faults(positions, mended, [], evaluate)) == []
 
 
+def test_the_share_that_is_held_back_has_one_place(parameters):
+    parameters["split"]["held_back"] = 0.5
+    with pytest.raises(ConfigError) as refused:
+        check_values(parameters)
+    assert refused.value.message == (
+        "split.held_back: found 0.5, expected none, for a run sets it. "
+        "Fix: set evaluate.judge_model.held_back"
+    )
+
+
 def test_all_faults_are_reported_at_once(parameters):
     wrong = changed(changed(parameters, "sft.epochs", 0), "ppo.gamma", 2)
     with pytest.raises(ConfigError) as refusal:

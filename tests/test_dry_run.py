@@ -15,7 +15,8 @@ from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.dry_run import function_faults, model_faults, reference_faults
+from rlhf_pipeline.data.source import FirstRows
+from rlhf_pipeline.dry_run import function_faults, model_faults, reference_faults, stage_faults
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -26,12 +27,22 @@ def row(**fields):
     return Example((Message("user", "2 + 3?"),), **fields)
 
 
+def first(*rows, is_uniform=True):
+    """A source with these first rows."""
+    found = FirstRows({f"a.jsonl:{number}": each for number, each in enumerate(rows, start=1)})
+    found.is_uniform = is_uniform
+    return SOURCE, found
+
+
+KNOWN = [first(row())]
+
+
 @pytest.fixture
 def faults(tmp_path):
     """The faults of a function with this body, which counts its calls in a file."""
     file, calls = tmp_path / "my.py", tmp_path / "calls"
 
-    def faults(body, rows=(), **fields):
+    def faults(body, rows=KNOWN, **fields):
         count = f"open({str(calls)!r}, 'a').write('x')"
         text = f"import os, sys, time\ndef f(prompts, responses):\n    {count}\n    {body}\n"
         if not file.is_file() or file.read_text() != text:
@@ -48,7 +59,34 @@ def test_a_function_without_a_fault_is_called_again_only_after_a_change(faults):
     assert faults("return [1.0] * 3") == ([], 1)
     assert faults("return [1.0] * 3") == ([], 1)
     assert faults("return [2.0] * 3") == ([], 2)
-    assert faults("return [2.0] * 3", [(SOURCE, {"a.jsonl:1": row()})]) == ([], 3)
+    assert faults("return [2.0] * 3", [first(row(reference="5"))]) == ([], 3)
+
+
+def test_a_function_is_not_called_on_made_up_data(faults):
+    for rows in ([], [first(is_uniform=False)]):
+        assert faults("raise KeyError", rows) == ([], 0)
+
+
+def test_a_memory_that_cannot_be_written_costs_only_the_memory(faults, tmp_path):
+    (tmp_path / "work").touch()
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [1.0] * 3") == ([], 2)
+
+
+def test_the_memory_contains_no_prompt(faults, tmp_path):
+    faults("return [1.0] * 3")
+    (known,) = (tmp_path / "work" / ".dry_runs").iterdir()
+    assert known.read_bytes() == b""
+
+
+def test_rows_that_are_all_skipped_are_no_prompts_alone():
+    blocks = {"sft": True}
+    (fault,) = stage_faults(blocks, {"sft"}, [first()])
+    assert fault.startswith(
+        "split.sources: found no example, for they are skipped, in the first rows of files "
+        "(a.jsonl), but sft needs an answer. Fix: "
+    )
+    assert [*stage_faults(blocks, {"sft"}, [first(row(), is_uniform=False)])] == []
 
 
 def test_a_function_with_a_fault_is_called_each_time(faults):
@@ -70,8 +108,8 @@ def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkey
     monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
     monkeypatch.setenv("DRY_RUN_TEST", mark := str(time.time()))
     caplog.set_level(logging.INFO)
-    found, _ = faults("os.fork(); time.sleep(99)", processes=1, timeout_s=0.1)
-    assert found[0].startswith("grpo.rewards.0: my.py:f has no result after 6.3 s. Fix: correct")
+    assert faults("os.fork(); time.sleep(99)", processes=1, timeout_s=0.1)[0] == []
+    assert "my.py:f: no result after 6.3 s; not checked before the run" in caplog.text
     assert "my.py:f: tried out, for at most 6.3 s" in caplog.text
 
     def has_mark(process):
@@ -87,13 +125,13 @@ def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkey
 
 def test_true_answers_that_no_row_has_are_missed():
     reader = {"grpo.rewards.0": ReferenceReward(reference="last_number")}
-    (fault,) = reference_faults(reader, [(SOURCE, {"a.jsonl:1": row()})])
+    (fault,) = reference_faults(reader, KNOWN)
     assert fault.startswith(
         "grpo.rewards.0: found no true answer in the first rows of files (a.jsonl), expected one "
         "for each prompt, as last_number reads it. Fix: set columns.reference of the source"
     )
-    some = (SOURCE, {"a.jsonl:1": row(), "a.jsonl:2": row(reference="5")})
-    for rows in ([some], [(SOURCE, None)], [(SOURCE, {"a.jsonl:1": row()}), (SOURCE, None)], []):
+    unknown = first(is_uniform=False)
+    for rows in ([first(row(), row(reference="5"))], [unknown], [*KNOWN, unknown], []):
         assert [*reference_faults(reader, rows)] == [], "the split decides"
 
 
@@ -130,7 +168,7 @@ def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
     model = {"path": str(tmp_path)}
     blocks = check_values(parameters | {"base_model": model, "sft": sft})
     turns = (Message(doubt.get("role", "user"), "Hello!"), Message("user", "2 + 3?"))
-    rows = [(SOURCE, {"a.jsonl:1": Example(turns, tools=doubt.get("tools"))})]
+    rows = [first(Example(turns, tools=doubt.get("tools")))]
     assert model_faults(blocks, {"base_model", "sft"}, rows, tmp_path / "work") == []
     said = "base_model: not checked before the run: the check ended its process with code 1 ("
     assert (said in caplog.text) == is_asked

@@ -166,5 +166,5 @@ def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
 def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
     run = StageRun("base_model", "f", 1, {}, {}, {}, tmp_path, 60.0)
     found = {f"base_model/{name}": value for name, value in metrics.items()}
-    StageSummary(Console(), ["base_model"]).stage_ended(run, "FINISHED", found)
+    StageSummary(Console(), ["base_model"], {}).stage_ended(run, "FINISHED", found)
     assert capsys.readouterr().out.splitlines() == lines

@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kedro.framework.project import pipelines
@@ -13,8 +14,11 @@ from rlhf_pipeline import preflight
 from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.source import FirstRows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.preflight import (
+    careful_faults,
     check_gate,
     check_inputs,
     check_memory,
@@ -84,6 +88,7 @@ def test_a_root_that_is_a_pattern_or_a_list_is_refused(character):
         (["grpo"], "ppo", "grpo needs rows with a prompt with a true answer or without any"),
         (["sft"], "sft", "sft needs rows with an answer"),
         (["kto"], "reward_model", None),  # labelled answers fill the same phase
+        (["distill"], "sft", "distill needs rows with an answer"),
         (["sft"], "ppo", None),
         (["evaluate"], "ppo", None),
     ],
@@ -93,9 +98,31 @@ def test_a_stage_without_a_row_is_refused_before_anything_trains(tmp_path, nodes
     files = {path: {"rows": 0 if path.startswith(empty) else 9} for path in paths}
     report = {"files": files, "sources": {"files (pc.csv)": {}}}
     (tmp_path / "report.json").write_text(json.dumps(report))
+    blocks = {"distill": SimpleNamespace(given_batch_size=4)}
     end = r".*; found none in files \(pc\.csv\)\. Fix: name such columns"
     with pytest.raises(DataError, match=f"^split: {needs}{end}") if needs else nullcontext():
-        check_rows(tmp_path, nodes)
+        check_rows(tmp_path, nodes, blocks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (20 * [{"chosen": "a", "rejected": "b"}], None),
+        (19 * [{"chosen": "a", "rejected": "b"}], "found comparisons of 19 prompts, expected at "
+         "least 20, for five models in turn are measured on a fifth. Fix: add comparisons"),
+        (20 * [{"chosen": "a"}], "found one answer in a row, expected chosen and rejected in"),
+    ],
+)  # fmt: skip
+def test_careful_comparisons_are_looked_at_before_a_run(rows, message):
+    prompts = [(Message("user", f"{number}?"),) for number in range(len(rows))]
+    examples = [Example(prompt, **row) for prompt, row in zip(prompts, rows, strict=True)]
+    found = FirstRows({f"a:{number}": row for number, row in enumerate(examples)})
+    assert [*careful_faults(found)] == [] or "one answer" in message, "other rows may follow"
+    found.is_whole = True
+    faults = [*careful_faults(found)]
+    assert [fault.startswith(f"evaluate.judge_model.path: {message}") for fault in faults] == (
+        [True] if message else []
+    )
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_pipeline.config.block import leaves, meant, nearest, validated
 from rlhf_pipeline.config.doors import ADVANTAGE, defined, door_faults, parameters
-from rlhf_pipeline.config.evaluate import EvaluateConfig, JudgeModelConfig, task_faults
+from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
@@ -28,8 +28,8 @@ from rlhf_pipeline.config.rewards import (
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
-from rlhf_pipeline.data.source import carried, find_source, first_rows
-from rlhf_pipeline.errors import ConfigError, DataError, install
+from rlhf_pipeline.data.source import carried, find_source
+from rlhf_pipeline.errors import ConfigError, install
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.job import forced_stages
@@ -88,6 +88,9 @@ def check_values(
     except ConfigError as error:
         faults.append(str(error))
     refuse(faults, origin)
+    if held_back := blocks["split"].held_back:
+        fault = f"split.held_back: found {held_back:g}, expected none, for a run sets it"
+        refuse([f"{fault}. Fix: set evaluate.judge_model.held_back"], origin)
     blocks["split"] = split_in_use(blocks)
     return blocks
 
@@ -118,8 +121,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     by_ppo = [policy for policy in policies if isinstance(policy, PPOConfig)]
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
-    if not elsewhere and evaluate.judge_model is not None and evaluate.judge_model.path is not None:
-        yield from _careful(evaluate.judge_model)
     yield from path_faults(base_model.path)
     yield from length_faults(base_model.positions, split, policies, evaluate)
     inner = {p.sampler: p.sample for p in policies if isinstance(p, SampledConfig)}
@@ -293,20 +294,6 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
             yield from _absent(f"{place}.{index}: needs {library}", library, "gym")
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
-
-
-def _careful(judge: JudgeModelConfig) -> Iterator[str]:
-    """A file of comparisons that is missing or cannot be read, long before it is needed."""
-    try:
-        rows = first_rows(judge.source.records(), max_bad_fraction=0.0) or {}
-    except DataError as error:
-        yield f"evaluate.judge_model: {error.message}"
-        return
-    if any(row.rejected is None for row in rows.values()):
-        yield (
-            f"evaluate.judge_model.path: found one answer in a row of {judge.path}, expected "
-            "chosen and rejected in each. Fix: name them in evaluate.judge_model.columns"
-        )
 
 
 def _carried(sources: Mapping[int, SourceConfig]) -> dict[str, tuple[str, ...]]:

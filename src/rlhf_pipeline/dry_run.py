@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,12 +22,12 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.rewards import CallableReward, reads_references
 from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig
-from rlhf_pipeline.config.stages import READERS
+from rlhf_pipeline.config.stages import readers
 from rlhf_pipeline.data.record_files import labelled, phase_bits, serves
 from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.source import FirstRows
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +38,13 @@ RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
 OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Variables that a function may expect, because ranks have them."""
-PROMPT, ANSWER = [{"role": "user", "content": "What is 2 + 3?"}], "5"
-"""What functions get where no row, or no true answer, is at hand."""
 
-Rows = Sequence[tuple[BlendedSourceConfig, Mapping[str, Example] | None]]
-"""Sources with their first rows by place; None: the rows are elsewhere."""
+Rows = Sequence[tuple[BlendedSourceConfig, FirstRows]]
+"""Sources with their first rows."""
 
 
 def _known(rows: Rows) -> list[Example]:
-    return [row for _, each in rows for row in (each or {}).values()]
+    return [row for _, each in rows for row in each.values()]
 
 
 def stage_faults(blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows) -> Iterator[str]:
@@ -58,17 +57,20 @@ def stage_faults(blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows) 
         table = pa.Table.from_pylist(found, schema)
         able = serves(table) & phase_bits([phase]) > 0
         forms = {"label": "labels", "rejected": "two answers", "chosen": "one answer"}
-        given = [form for name, form in forms.items() if table[name].null_count < len(table)]
-        for stage in [one for one in READERS[phase] if one in nodes and blocks[one] is not None]:
+        found_forms = [form for name, form in forms.items() if table[name].null_count < len(table)]
+        stages = [one for one in readers(blocks)[phase] if one in nodes]
+        for stage in [one for one in stages if blocks[one] is not None]:
             compares = stage in ("reward_model", "dpo")
             is_able = (able & ~labelled(table) if compares else able).any()
             needed = need if stage == "kto" else need.partition(" (")[0]
-            if own and not is_able and all(each is not None for _, each in own):
+            if own and not is_able and all(each.is_uniform for _, each in own):
+                form = f"{[*found_forms, 'prompts alone'][0]} in each of"
+                form = form if found else "no example, for they are skipped, in"
                 null = f", set {stage} to null" if stage in ("sft", "reward_model") else ""
                 yield (
-                    f"split.sources: found {[*given, 'prompts alone'][0]} in each of the first rows"
-                    f" of {_labels(own)}, but {stage} needs {needed}. Fix: name these columns in "
-                    f"`columns` of the source, add another source{null}, or choose another pipeline"
+                    f"split.sources: found {form} the first rows of {_labels(own)}, but {stage} "
+                    f"needs {needed}. Fix: name these columns in `columns` of the source, add "
+                    f"another source{null}, or choose another pipeline"
                 )
 
 
@@ -78,8 +80,8 @@ def _labels(rows: Rows) -> str:
 
 def reference_faults(sources: Mapping[str, Any], rows: Rows) -> Iterator[str]:
     """Rewards or judges, by place, that read true answers, if none of the first rows has one."""
-    is_unknown = not rows or any(each is None for _, each in rows)
-    for place, source in () if is_unknown else sources.items():
+    is_known = rows and all(each.is_uniform for _, each in rows)
+    for place, source in sources.items() if is_known else ():
         if reads_references(source) and not any(row.reference for row in _known(rows)):
             yield (
                 f"{place}: found no true answer in the first rows of {_labels(rows)}, expected one "
@@ -89,19 +91,21 @@ def reference_faults(sources: Mapping[str, Any], rows: Rows) -> Iterator[str]:
 
 
 def function_faults(sources: Mapping[str, Any], rows: Rows, workspace: Path) -> Iterator[str]:
-    """What is wrong with the functions among rewards or judges, by place, each called once."""
-    with_answers = sorted(_known(rows), key=lambda row: row.reference is None)
-    chosen = [*islice(cycle(with_answers), len(RESPONSES))]
+    """What is wrong with the functions among rewards or judges, by place, each called once.
+
+    None is called on made-up data: without rows, or true answers, it is only imported.
+    """
+    known = _known(rows)
+    with_answers = [row for row in known if row.reference is not None]
+    chosen = [*islice(cycle(with_answers or known), len(RESPONSES))]
     further = [json.loads(row.extra or "{}") for row in chosen]
     columns = {name: [row.get(name) for row in further] for row in further for name in row}
-    prompts = [row.messages() for row in chosen] or [PROMPT] * len(RESPONSES)
-    references = [row.reference or ANSWER for row in chosen] or [ANSWER] * len(RESPONSES)
-    call = prompts, RESPONSES, columns | {"references": references}
+    columns |= {"references": [row.reference for row in with_answers and chosen]}
+    call = [row.messages() for row in chosen], RESPONSES, columns
     for place, source in sources.items():
         if isinstance(source, CallableReward):
             name, by_row = source.callable, source.processes > 0
-            own = [*columns] if chosen else None
-            asked = {"function": name, "call": call, "columns": own, "by_row": by_row}
+            asked = {"function": name, "call": call if chosen else None, "by_row": by_row}
             call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
             try:
                 found = _answer(asked, [source_file(name)], LOAD_S + call_s, workspace)
@@ -129,7 +133,7 @@ def model_faults(
     }
     folders = [Path(model.path) for model in here.values() if model.path]
     kinds: dict[Any, tuple[str, Any]] = {}  # a prompt of each kind
-    for place, row in (item for _, each in rows for item in (each or {}).items()):
+    for place, row in (item for _, each in rows for item in each.items()):
         kind = tuple((turn.role, bool(turn.further)) for turn in row.prompt)
         kinds.setdefault((kind, row.tools is None), (place, row.messages()))
     prompts = dict(islice(kinds.values(), 50))
@@ -169,15 +173,18 @@ def _is_usual(folder: Path, has_system: bool) -> bool:
 def _answer(
     asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
 ) -> list[str]:
-    """What the program answers; "no fault" is remembered until a file changes.
+    """What the program answers; "no fault" is remembered until a file changes. It warns if there is
+    no answer in time.
 
-    Raises StageError without an answer in time, or if its process ends without one.
+    Raises StageError if the process ends without an answer.
     """
+    what = asked.get("function", "tokenizers and layers")
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = json.dumps([asked, states], sort_keys=True)
-    known = workspace / ".dry_runs" / sha256(key.encode()).hexdigest()[:16]
-    if known.is_file():
-        return []
+    key = json.dumps([asked, states, sys.prefix, version("rlhf-pipeline")], sort_keys=True)
+    known = workspace / DRY_RUNS / sha256(key.encode()).hexdigest()[:16]
+    with suppress(OSError):
+        if known.is_file():
+            return []
     with TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "question.json").write_text(json.dumps(asked))
@@ -191,11 +198,11 @@ def _answer(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(QUIET_S)
             if process.poll() is None:
-                what = asked.get("function", "tokenizers and layers")
                 logger.info("%s: tried out, for at most %g s", what, limit_s)
             process.wait(limit_s - QUIET_S)
         except subprocess.TimeoutExpired:
-            raise StageError(f"has no result after {limit_s:g} s") from None
+            logger.warning("%s: no result after %g s; not checked before the run", what, limit_s)
+            return []
         finally:
             with suppress(ProcessLookupError):  # it has ended, and left no child
                 os.killpg(process.pid, signal.SIGKILL)
@@ -206,6 +213,7 @@ def _answer(
             raise StageError(f"ended its process with code {process.returncode}{said}")
         found: list[str] = json.loads(answer.read_text())
     if not found:
-        known.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(known, key)
+        with suppress(OSError):
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.touch()
     return found

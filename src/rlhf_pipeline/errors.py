@@ -20,17 +20,19 @@ _HEADER = re.compile(
     r"(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?|\bbearer\s+)[^\s'\",]+", re.IGNORECASE
 )
 _WORD = re.compile(r"[^\s'\"]+")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]"
+)
 
 
 class PipelineError(click.ClickException):
-    """Base of all errors that are explained to the user.
+    """Base of all errors that are explained to the user, without secrets.
 
     Kedro's command line prints the message of a `ClickException` without a traceback.
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(as_typed(printable(message)))
+        super().__init__(as_typed(printable(without_secrets(message))))
 
 
 class ConfigError(PipelineError):

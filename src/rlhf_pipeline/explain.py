@@ -63,9 +63,9 @@ def explain(error: Exception) -> click.ClickException:
     for cause in causes(error):
         message = _message(cause)
         if message is not None:
-            return PipelineError(without_secrets(message))
+            return PipelineError(message)
     first_line = str(error).strip().partition("\n")[0]
-    return UnexpectedError(f"unexpected {type(error).__name__}: {without_secrets(first_line)}")
+    return UnexpectedError(f"unexpected {type(error).__name__}: {first_line}")
 
 
 def _message(error: BaseException) -> str | None:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.stages import ON_PROMPTS
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import read_evaluation
@@ -186,7 +187,9 @@ class StagesHook:
     ) -> None:
         """Check the published inputs, start the parent run, and make the stage runner."""
         tracker = MlflowTracker(tracking_uri(self._project), self._project)
-        summary = StageSummary(self._console, {node.name for node in pipeline.nodes})
+        nodes = {node.name for node in pipeline.nodes}
+        blocks = {name: catalog.load(f"params:{name}") for name in ON_PROMPTS}
+        summary = StageSummary(self._console, nodes, blocks)
         listeners = ProgressDisplay(self._console), summary, tracker
         context = run_context(catalog, *listeners)
         chosen = {name: str(value) for name, value in self._chosen.items()}

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,12 +19,12 @@ from rlhf_pipeline.config.split import NEEDS, PHASES
 from rlhf_pipeline.config.stages import (
     BLOCKS,
     ON_PROMPTS,
-    READERS,
     adapter_rates,
     faults_without_reward_model,
+    readers,
     samplers,
 )
-from rlhf_pipeline.data.source import first_rows
+from rlhf_pipeline.data.source import FirstRows, first_rows
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
@@ -48,6 +48,9 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
 """The smallest block of a policy, if not an empty one is enough."""
+
+CAREFUL, CAREFUL_PROMPTS = "evaluate.judge_model", 20
+"""The place of a file of careful comparisons, and the fewest prompts that it must have."""
 
 CONF = "params:conf"
 """The entry of the catalog with the loader of the configuration, which knows who set what."""
@@ -132,13 +135,16 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) 
     texts = split.pretraining.records() if sources and split.pretraining else []
     given = {f"split.sources.{index}": each for index, each in enumerate(sources)}
     given |= {f"split.pretraining.sources.{index}": each for index, each in enumerate(texts)}
-    found = list[Any]()
+    judge = blocks["evaluate"].judge_model if is_judged else None
+    if judge is not None and judge.path is not None:
+        given[CAREFUL] = judge.source.records()
+    found = dict[str, FirstRows]()
     for place, source in given.items():
         try:
-            found.append(first_rows(source, split.max_bad_fraction))
+            found[place] = first_rows(source, split.max_bad_fraction)
         except DataError as error:
             raise DataError(f"{place}: {error.message}") from None
-    rows = [*zip(split.sources, found, strict=False)]  # the texts are last
+    rows = [(split.sources[n], found[f"split.sources.{n}"]) for n in range(len(sources))]
     for_ppo = [(source, each) for source, each in rows if source.may_serve("ppo")]
     rewards = {
         f"{policy.sampler}.rewards.{index}": reward
@@ -149,10 +155,27 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) 
     named = enumerate(blocks["evaluate"].judges if is_judged else ())
     judges = {f"evaluate.judges.{index}": judge for index, judge in named}
     faults = [*stage_faults(blocks, nodes, rows), *reference_faults(rewards, for_ppo)]
-    refuse([*faults, *reference_faults(judges, rows)])
+    careful = careful_faults(found[CAREFUL]) if CAREFUL in found else ()
+    refuse([*faults, *reference_faults(judges, rows), *careful])
     faults = [*function_faults(rewards, for_ppo, workspace)]
     faults += [*function_faults(judges, rows, workspace)]
     refuse([*faults, *model_faults(blocks, nodes, rows, workspace)])
+
+
+def careful_faults(rows: FirstRows) -> Iterator[str]:
+    """Comparisons for a second reward model that are too few, or no comparisons."""
+    prompts = len({row.prompt for row in rows.values()})
+    if any(row.rejected is None for row in rows.values()):
+        yield (
+            f"{CAREFUL}.path: found one answer in a row, expected chosen and rejected in each. "
+            f"Fix: name them in {CAREFUL}.columns"
+        )
+    elif rows.is_whole and prompts < CAREFUL_PROMPTS:
+        yield (
+            f"{CAREFUL}.path: found comparisons of {prompts} prompts, expected at least "
+            f"{CAREFUL_PROMPTS}, for five models in turn are measured on a fifth. Fix: add "
+            f"comparisons, or set {CAREFUL}.held_back instead"
+        )
 
 
 def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
@@ -186,7 +209,7 @@ def check_inputs(
         faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
         refuse(faults)
     if "split" in inputs:
-        check_rows(inputs["split"], [one for one in nodes if blocks.get(one) is not None])
+        check_rows(inputs["split"], [one for one in nodes if blocks.get(one)], blocks)
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}
         rewards = [one for name in policies if name in asked for one in policies[name].rewards]
@@ -198,12 +221,12 @@ def check_inputs(
         check_gate(inputs["reward_model"], trained.gate, policies[node])
 
 
-def check_rows(split: Path, nodes: Collection[str]) -> None:
+def check_rows(split: Path, nodes: Collection[str], blocks: Mapping[str, Any]) -> None:
     """Raise DataError if a split has no row for one of the nodes that train."""
     report = json.loads((split / "report.json").read_text())
     files = {path: file["rows"] for path, file in report.get("files", {}).items()}
-    for phase, readers in READERS.items():
-        for stage in [one for one in readers if one in nodes]:
+    for phase, stages in readers(blocks).items():
+        for stage in [one for one in stages if one in nodes]:
             folders = (phase, "kto") if stage == "kto" else (phase,)
             if not any(files.get(f"{folder}/train.arrow", 1) for folder in folders):
                 raise DataError(
@@ -298,7 +321,7 @@ def check_phases(blocks: Mapping[str, Any], nodes: Collection[str]) -> None:
     empty = [
         phase
         for phase, weight in zip(PHASES, weights, strict=True)
-        if weight == 0 and trained & {*READERS[phase]} and "split" in nodes
+        if weight == 0 and trained & {*readers(blocks)[phase]} and "split" in nodes
     ]
     if empty:
         raise ConfigError(

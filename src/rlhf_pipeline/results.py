@@ -1,7 +1,7 @@
 """The results of a run that it prints at its end."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 class StageSummary(StageListener):
     """Prints what a user should know about a finished split or base model."""
 
-    def __init__(self, console: Console, nodes: Collection[str]) -> None:
+    def __init__(self, console: Console, nodes: Collection[str], blocks: Mapping[str, Any]) -> None:
         self._console = console
-        self._nodes = nodes
+        self._nodes, self._blocks = nodes, blocks
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
         """Print the table of a new split's report, and what the run leaves of it; say if the base
@@ -34,7 +34,7 @@ class StageSummary(StageListener):
             report = json.loads((run.export / "report.json").read_text(encoding="utf-8"))
             if not run.cached:
                 print_split(report, self._console)
-            if text := unused_rows(report, self._nodes):
+            if text := unused_rows(report, self._nodes, self._blocks):
                 show(escape(text))
         if metrics.get("base_model/has_chat_template") == 0:
             show("base_model: found no chat template; turns are written as Human: and Assistant:")

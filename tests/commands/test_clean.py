@@ -160,3 +160,11 @@ def test_what_was_set_aside_as_damaged_is_listed_and_removed(shelf, monkeypatch)
     assert "frees 5 bytes" in shown and damaged.is_dir()
     shelf.clean(monkeypatch, shelf.registry, versions=False)
     assert not damaged.exists() and (attempt / "export" / "weights").is_file()
+
+
+def test_the_memory_of_checks_before_runs_is_removed(shelf, monkeypatch):
+    memory = shelf.root / "workspace" / ".dry_runs"
+    memory.mkdir(parents=True)
+    (memory / "0123").touch()
+    shelf.clean(monkeypatch, shelf.registry, versions=False)
+    assert not memory.exists()

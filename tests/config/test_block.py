@@ -124,6 +124,9 @@ def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
         ("dpo.lr", "(did you mean optimizer.learning_rate?)"),
         ("grpo.learning_rate", "(did you mean actor.optimizer.learning_rate?)"),
         ("grpo.beta", "(did you mean kl.coef?)"),
+        ("grpo.kl.beta", "(did you mean coef?)"),
+        ("ppo.kl.kl_coef", "(did you mean coef?)"),
+        ("kto.kl_coef", "(did you mean beta?)"),
         ("rejection.num_generations", "(did you mean sample.n?)"),
         ("sft.bf16", "(did you mean deepspeed.precision?)"),
         ("kto.betta", "(did you mean beta?)"),
@@ -134,7 +137,9 @@ def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
 )
 def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place: str, said: str) -> None:
     kinds: dict[str, Any] = dict(parameter_blocks())
-    stage, _, word = place.rpartition(".")
-    fields = kinds[stage].model_fields if stage else {}
-    known = {name: field.annotation for name, field in fields.items()} or kinds
+    *blocks, word = place.split(".")
+    known = kinds
+    for name in blocks:
+        (kind,) = block.blocks_in(known[name])
+        known = {each: field.annotation for each, field in kind.model_fields.items()}
     assert meant(word, known).strip() == said

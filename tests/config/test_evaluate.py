@@ -84,6 +84,7 @@ def test_other_judges_are_refused(judges, message):
     ("functions", "labels"),
     [
         (["my.py:score"], ["my.score"]),
+        (["my.py:judge_model"], ["my.judge_model"]),
         (["my.py:gold", "my.py:short"], ["my.gold", "short"]),
         (["./a.py:f", "folder/b.py:f", "package.module:f"], ["a.f", "b.f", "module.f"]),
         ([{"callable": "my.py:score", "name": "mine"}, "my.py:score"], ["mine", "my.score"]),

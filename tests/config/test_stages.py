@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -141,6 +142,7 @@ DPO_ALONE = {"base_model", "split", "sft", "reward_model", "dpo"}
          "that are not in it"),
         ({"split", "sft"}, (20, 0, 0), [SHOWN], None),
         ({*DPO_ALONE, "ppo"}, (20, 40, 40), [PAIRS], None),
+        ({"distill"}, (20, 0, 40), [SHOWN], None),
         ({"base_model", "split"}, (20, 40, 40), [PAIRS], None),
     ],
 )  # fmt: skip
@@ -150,7 +152,8 @@ def test_a_run_says_how_much_of_its_split_it_leaves_to_others(nodes, sizes, kind
         "serves": kinds,
         "settings": {"weights": [2.0 if sizes[0] else 0.0, 4.0, 4.0]},
     }
-    assert unused_rows(report, nodes) == (expected and f"split: this run {expected}")
+    blocks = {"distill": SimpleNamespace(given_batch_size=4)}
+    assert unused_rows(report, nodes, blocks) == (expected and f"split: this run {expected}")
 
 
 def test_the_shares_of_the_phases_are_those_of_rows_that_can_serve_each(parameters):

@@ -260,7 +260,7 @@ def test_the_first_rows_are_read_before_a_run(tmp_path: Path) -> None:
     good = tmp_path / "good.jsonl"
     good.write_text(json.dumps(PAIR) + "\n")
     for path in (str(good), f"{tmp_path}/*.jsonl"):
-        (row,) = (first_rows(SourceConfig(name="files", path=path), 0.0) or {}).items()
+        (row,) = first_rows(SourceConfig(name="files", path=path), 0.0).items()
         assert row[0] == "good.jsonl:1" and row[1].chosen == PAIR["chosen"]
     fault = fault_of(name="tatsu-lab/alpaca", path=str(good))
     assert "good.jsonl:1: column 'instruction' is missing" in fault
@@ -289,7 +289,7 @@ def test_bad_rows_are_refused_before_a_run_if_no_other_row_can_make_up_for_them(
     file, good, bad = tmp_path / "mixed.jsonl", json.dumps(PAIR), json.dumps(PAIR | {"chosen": ""})
     source = SourceConfig(name="files", path=str(file))
     file.write_text("\n".join([bad] * 999 + [good] + [good] * 9))
-    assert len(first_rows(source, 0.5) or {}) == 1
+    assert len(first_rows(source, 0.5)) == 1
     assert "999 of 1000 rows are bad" in fault_of(**source.model_dump(exclude_none=True))
     file.write_text("\n".join([bad] * 1000 + [good]))
     assert "1000 of 1000 rows are bad" in fault_of(0.5, name="files", path=str(file))
@@ -298,11 +298,36 @@ def test_bad_rows_are_refused_before_a_run_if_no_other_row_can_make_up_for_them(
 
 
 @pytest.mark.parametrize(
+    ("row", "more", "is_whole", "is_uniform"),
+    [
+        (PAIR, [], True, True),
+        (PAIR, [PAIR] * 1000, False, True),
+        ({"prompt": "Why?"}, [{"prompt": "Why?"}] * 1000, False, True),
+        (PAIR | {"reference": "a"}, [PAIR] * 1000, False, False),
+        ({"prompt": "Why?", "response": "So.", "label": True}, [PAIR] * 1000, False, False),
+    ],
+)
+def test_rows_after_the_first_ones_may_have_another_form(
+    row: dict[str, Any],
+    more: list[dict[str, Any]],
+    is_whole: bool,
+    is_uniform: bool,
+    tmp_path: Path,
+) -> None:
+    """The column map decides whether a prompt has two answers; a true answer may be missing."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in [row, *more]))
+    columns = {name: name for name in row}
+    found = first_rows(SourceConfig(name="files", path=str(path), columns=columns), 1.0)
+    assert (found.is_whole, found.is_uniform) == (is_whole, is_uniform)
+
+
+@pytest.mark.parametrize(
     "source", [{"name": "Dahoas/rm-static"}, {"name": "files", "path": "s3://nowhere/pairs.jsonl"}]
 )
 def test_rows_that_are_not_here_are_left_to_their_stage(source: dict[str, Any]) -> None:
-    assert first_rows(SourceConfig(**source), 0.0) is None
+    assert first_rows(SourceConfig(**source), 0.0) == {}
 
 
 def test_generated_rows_are_few() -> None:
-    assert len(first_rows(SourceConfig(name="synthetic"), 0.0) or {}) == 8
+    assert len(first_rows(SourceConfig(name="synthetic"), 0.0)) == 8

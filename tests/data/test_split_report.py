@@ -237,11 +237,13 @@ def test_the_weights_that_a_run_is_advised_to_set_give_it_all_rows(
 ) -> None:
     """SFT alone on pairs, which the default weights also keep for the other phases."""
     own = write_records("own", *(asked(f"Question {n}?", "Yes.", "No.") for n in range(40)))
-    text = unused_rows(prepare(own), {"split", "sft"})
+    text = unused_rows(prepare(own), {"split", "sft"}, {})
     assert text is not None and "trains on 19% of the training conversations" in text
     weights = json.loads(text.partition("set split.weights to ")[2])
     report = prepare(own, out="all", weights=weights)
-    assert report["conversations"]["sft"] == 32 and unused_rows(report, {"split", "sft"}) is None
+    assert (
+        report["conversations"]["sft"] == 32 and unused_rows(report, {"split", "sft"}, {}) is None
+    )
 
 
 def test_a_split_that_is_all_test_serves_no_phase_and_says_nothing(

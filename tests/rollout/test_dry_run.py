@@ -32,11 +32,11 @@ def raises(prompts, responses): raise KeyError("score")
 def faults(tmp_path):
     """The faults of a function of this file, or of another text."""
 
-    def faults(name, text=FUNCTIONS, columns=(), by_row=False, **more):
+    def faults(name, text=FUNCTIONS, is_known=True, by_row=False, **more):
         file = tmp_path / "my.py"
         file.write_text(text)
-        call = [ASKED, RESPONSES, {"references": ["5"] * 3} | more]
-        found = function_faults(f"{file}:{name}", call, columns, by_row)
+        call = [ASKED, RESPONSES, {"references": ["5"] * 3} | more] if is_known else None
+        found = function_faults(f"{file}:{name}", call, by_row)
         return [fault.replace(str(file), "my.py") for fault in found]
 
     return faults
@@ -46,15 +46,21 @@ def faults(tmp_path):
 @pytest.mark.parametrize("by_row", [False, True])
 def test_a_sound_function_has_no_fault(faults, name, by_row):
     assert faults(name, by_row=by_row) == []
-    assert faults(name, by_row=by_row, columns=None) == []
 
 
 def test_a_function_gets_the_columns_of_the_first_rows(faults):
-    assert faults("level", columns=["level"], level=[1, 2, 3]) == []
-    (fault,) = faults("level", columns=["level"], level=["a", "b", "c"])
+    assert faults("level", level=[1, 2, 3]) == []
+    (fault,) = faults("level", level=["a", "b", "c"])
     assert "TypeError: unsupported operand" in fault
-    assert faults("level", columns=None) == [], "the prompts are made up"
     assert faults("tokens") == []
+    assert faults("right", references=[]) == [], "no prompt has a true answer"
+
+
+@pytest.mark.parametrize("name", ["level", "right", "none", "raises"])
+def test_without_prompts_a_function_is_imported_and_not_called(faults, name):
+    assert faults(name, is_known=False) == []
+    (fault,) = faults("f", "def f(prompts): ...", is_known=False)
+    assert fault.startswith("my.py:f cannot be called with (prompts, responses): ")
 
 
 @pytest.mark.parametrize(

@@ -94,15 +94,15 @@ def test_the_lines_of_a_log(monkeypatch, calls, lines):
 
 
 ANSWERS = [
-    {"step": 4, "prompt": "User: Hi.\n\nAssistant: Hi!\n\nUser: Which day\nis it?",
-     "answer": "\x1b[31mMonday\u202e. See http://me:key@host \N{SNOWMAN} " + 9 * "word ",
+    {"step": 4, "prompt": "User: Fill in :smile:\n\nUser: Which day\nis it?",
+     "answer": "\x1b[31mMonday\u202e\u200e. See http://me:key@host \N{SNOWMAN} " + 99 * "word ",
      "score": 1.25, "reward/length": -2.0, "kl": 0.5},
     {"step": 4, "prompt": "[bold]Why?", "answer": "", "score": 0.0, "reward/length": 0, "kl": -0.0},
 ]  # fmt: skip
 SHOWN = """\
 sft: answers to held-out prompts after step 4
-  prompt  Which day is it?
-  answer  \\x1b[31mMonday\\u202e. See http://...@host \\u2603 word \\u2026
+  prompt  Fill in :smile: User: Which day is it?
+CUT
   scores  score 1.25, reward/length -2.00, kl 0.50
   prompt  [bold]Why?
   answer  (empty)
@@ -123,7 +123,9 @@ def test_answers_have_a_line_each_which_no_text_can_leave(monkeypatch):
     display.stage_metrics(resumed, [earlier, now])
     output.flush()
     lines = output.buffer.getvalue().decode()
-    assert lines[lines.index("sft: answers") :].startswith(SHOWN)
+    answer = "\\x1b[31mMonday\\u202e\\u200e. See http://...@host \N{SNOWMAN} " + 99 * "word "
+    cut = f"  answer  {answer}"[:499].encode("ascii", "backslashreplace").decode() + "\\u2026"
+    assert lines[lines.index("sft: answers") :].startswith(SHOWN.replace("CUT", cut))
 
 
 def test_after_a_resume_the_steps_of_the_earlier_attempt_do_not_count_as_speed():

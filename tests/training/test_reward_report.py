@@ -79,6 +79,13 @@ def test_the_report_of_the_exported_model(inputs, world, tmp_path):
     }
 
 
+def test_no_fold_is_empty(inputs):
+    """Nine prompts in nine folds: each has one of them."""
+    file = inputs["comparisons"] / "validation.arrow"
+    folds = [FoldConfig(number=number, of=9) for number in range(9)]
+    assert [rows_of_fold(fold, file).num_rows for fold in folds] == [1] * 9
+
+
 def test_each_comparison_is_held_out_by_one_of_the_folds(inputs):
     """Equal prompts are in one fold; nothing that a model is measured on is trained on."""
     file = inputs["comparisons"] / "train.arrow"

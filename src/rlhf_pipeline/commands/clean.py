@@ -13,7 +13,7 @@ from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.datasets.artifact import PageDataset
 from rlhf_pipeline.errors import ArtifactError, as_typed, without_secrets
 from rlhf_pipeline.pipelines.table import stage_specs
-from rlhf_pipeline.runtime.job import JUDGE_REPLIES
+from rlhf_pipeline.runtime.job import DRY_RUNS, JUDGE_REPLIES
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
@@ -51,6 +51,8 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool, version
     }
     unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
     unwanted |= dict.fromkeys(workspace.glob(f"*/*/*{DAMAGED}*"), "damaged, set aside")
+    if (tried := workspace / DRY_RUNS).is_dir():
+        unwanted[tried] = "memory of checks, which are repeated when needed"
     replies, kept_replies = workspace / JUDGE_REPLIES, {}
     if replies.is_dir():
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(replies.stat().st_mtime))
@@ -111,7 +113,7 @@ def _not_registered(older: list[Path], ledger: Ledger) -> list[Path]:
         if each["model"] not in models:
             uri = tracking_uri(ledger.project)
             raise ArtifactError(
-                f"--versions: found no {each['model']} in the registry at {without_secrets(uri)}, "
+                f"--versions: found no {each['model']} in the registry at {uri}, "
                 "expected this registered model. Fix: set MLFLOW_TRACKING_URI as for the runs; if "
                 f"the model was deleted on purpose, remove {path.parent}"
             )

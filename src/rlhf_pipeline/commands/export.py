@@ -122,17 +122,16 @@ def _former(
 ) -> set[str]:
     """The files of an earlier export. Raises ConfigError if they may not be replaced."""
     present = {path.removeprefix(root).lstrip("/") for path in store.find(root)}
-    shown = without_secrets(destination)
     if present and not overwrite:
         raise ConfigError(
-            f"{shown}: found {len(present)} files, expected none. Fix: choose another destination, "
-            "or add --overwrite to replace an earlier export"
+            f"{destination}: found {len(present)} files, expected none. Fix: choose another "
+            "destination, or add --overwrite to replace an earlier export"
         )
     sums = store.cat_file(f"{root}/{SUMS}").decode() if SUMS in present else ""
     listed = {SUMS} | {line.partition("  ")[2] for line in sums.splitlines()}
     if foreign := sorted(present - listed):
         raise ConfigError(
-            f"{shown}: found {foreign[0] or 'a file'!r}, which no finished export lists. Fix: "
-            "remove it, or choose another destination"
+            f"{destination}: found {foreign[0] or 'a file'!r}, which no finished export lists. "
+            "Fix: remove it, or choose another destination"
         )
     return present

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from rlhf_pipeline.errors import suggestion, without_secrets
+from rlhf_pipeline.errors import suggestion
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["nf4"]
@@ -164,7 +164,7 @@ def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
         listed = f"; the parameters there are {', '.join(known)}" if known else ""
         return f"{place}: unknown parameter{meant(str(parts[-1]), known) or listed}"
     expected = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0])
-    found = without_secrets(repr(value))
+    found = repr(value)
     if expected is None or kind == "value_error":
         message = detail["msg"].removeprefix("Value error, ")
         inner = message.partition(":")[0]
@@ -189,8 +189,12 @@ def meant(word: str, known: Mapping[str, Any]) -> str:
 
 def _place(name: str, known: Mapping[str, Any]) -> str | None:
     """The place of a parameter in one of the known types, or in a block inside them."""
-    if name.partition(".")[0] in known:
+    first, _, rest = name.partition(".")
+    if first in known and not rest:
         return name
+    if first in known:
+        inner_blocks = blocks_in(known[first])
+        return name if any(_place(rest, _fields(each, ())) for each in inner_blocks) else None
     for field, kind in known.items():
         blocks = [] if get_origin(kind) in (tuple, list) else [*blocks_in(kind)]
         if len(blocks) == 1 and (inner := _place(name, _fields(blocks[0], ()))):

@@ -21,7 +21,14 @@ from pydantic import (
 
 from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import GENERATOR
-from rlhf_pipeline.config.rewards import GOLD, REWARD_MODEL, Judge, RewardSource, distinct
+from rlhf_pipeline.config.rewards import (
+    GOLD,
+    JUDGE_MODEL,
+    REWARD_MODEL,
+    Judge,
+    RewardSource,
+    distinct,
+)
 from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
@@ -32,8 +39,6 @@ from rlhf_pipeline.config.training import (
 )
 from rlhf_pipeline.errors import suggestion
 
-JUDGE_MODEL = "judge_model"
-"""The judge that is the second reward model, its stage and its parameter block."""
 CHAMPION = "champion"
 """The registry's champion where it answers beside a candidate, and its alias."""
 JUDGE_PREFIX = "judges."

@@ -33,6 +33,8 @@ INPUT_PREFIX = "rewards."
 
 REWARD_MODEL = "score"
 """The judge that is the reward model, and its scores."""
+JUDGE_MODEL = "judge_model"
+"""The judge that is the second reward model, its stage and its parameter block."""
 GOLD = "gold"
 """The judge that knows the true quality."""
 _NAME = re.compile(r"[\w.-]+")
@@ -79,7 +81,8 @@ def distinct(sources: tuple[Any, ...]) -> tuple[Any, ...]:
     """Rewards or judges with one label each: a function whose name is taken, by another one or by
     our own judges, also gets the name of its file. Raises ValueError if two labels are equal."""
     labels = [source.label for source in sources]
-    taken = {label for label in labels if labels.count(label) > 1} | {REWARD_MODEL, GOLD}
+    taken = {label for label in labels if labels.count(label) > 1}
+    taken |= {REWARD_MODEL, JUDGE_MODEL, GOLD}
     found = tuple(
         source.model_copy(update={"name": source.full_name})
         if isinstance(source, CallableReward) and not source.name and source.label in taken

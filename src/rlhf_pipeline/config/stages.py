@@ -48,12 +48,12 @@ OPTIONAL: Mapping[str, Any] = {
 }
 """The blocks that may be null, with the value of one that is missing."""
 
-READERS: Mapping[Phase, Collection[str]] = {
-    "sft": ("sft",),
-    "reward_model": ("reward_model", "dpo", "kto"),
-    "ppo": ON_PROMPTS,
-}
-"""The nodes that train on the rows of each phase."""
+
+def readers(blocks: Mapping[str, Any]) -> dict[Phase, tuple[str, ...]]:
+    """The nodes that train on the rows of each phase."""
+    given = [name for name in ON_PROMPTS if getattr(blocks.get(name), "given_batch_size", 0)]
+    comparing = ("reward_model", "dpo", "kto")
+    return {"sft": ("sft", *given), "reward_model": comparing, "ppo": ON_PROMPTS}
 
 
 def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
@@ -70,8 +70,8 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
     split: SplitConfig = blocks["split"]
     prompts = bool(samplers(blocks))
     comparisons = blocks["reward_model"] is not None or not prompts
-    sft = blocks["sft"] or any(getattr(one, "given_batch_size", 0) for one in samplers(blocks))
-    in_use = {"sft": bool(sft), "reward_model": comparisons, "ppo": prompts}
+    sft = any(blocks[name] for name in readers(blocks)["sft"])
+    in_use = {"sft": sft, "reward_model": comparisons, "ppo": prompts}
     phases = [phase for phase in PHASES if in_use[phase]]
     pairs = zip(PHASES, split.weights, strict=True)
     weights = tuple(weight if in_use[phase] else 0.0 for phase, weight in pairs)
@@ -99,10 +99,12 @@ def shares_text(split: SplitConfig) -> str:
     return f"Training conversations that can serve each phase: {found}"
 
 
-def unused_rows(report: Mapping[str, Any], nodes: Collection[str]) -> str | None:
+def unused_rows(
+    report: Mapping[str, Any], nodes: Collection[str], blocks: Mapping[str, Any]
+) -> str | None:
     """How much of a split, by its report, the nodes of a run leave to others, and how to use it."""
     weights = dict(zip(PHASES, report["settings"]["weights"], strict=True))
-    used = [phase for phase in PHASES if weights[phase] and {*READERS[phase]} & {*nodes}]
+    used = [phase for phase in PHASES if weights[phase] and {*readers(blocks)[phase]} & {*nodes}]
     sizes = {phase: report["conversations"][phase] for phase in PHASES}
     left = [phase for phase, size in sizes.items() if size and phase not in used]
     if not used or not left:

@@ -166,8 +166,7 @@ def _with_query(path: str) -> str:
     if name in os.environ:
         return f"{start}{os.environ[name].removeprefix('?')}"
     raise DataError(
-        f"{without_secrets(path)}: environment variable {name} is not set. Fix: export it with the "
-        "query of the URL."
+        f"{path}: environment variable {name} is not set. Fix: export it with the query of the URL."
     )
 
 
@@ -189,9 +188,9 @@ def _identity(file: File) -> str:
 def _saved_location(path: str, store: fsspec.AbstractFileSystem, root: str) -> Location:
     if not any(store.isfile(f"{root}/{marker}") for marker in ("dataset_dict.json", "state.json")):
         raise DataError(
-            f"{without_secrets(path)}: expected files, or a folder written by `save_to_disk`; "
+            f"{path}: expected files, or a folder written by `save_to_disk`; "
             "found another folder. Fix: select the files in the folder, for example "
-            f"{without_secrets(path).rstrip('/')}/*.parquet."
+            f"{path.rstrip('/')}/*.parquet."
         )
     paths = sorted(store.find(root))
     return Location(

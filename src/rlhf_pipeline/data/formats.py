@@ -103,7 +103,7 @@ def _saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise DataError(
-                f"{without_secrets(folder)}: split {split!r} not found. Fix: set the source's "
+                f"{folder}: split {split!r} not found. Fix: set the source's "
                 f"`split` to one of: {', '.join(saved)}."
             )
         saved = saved[split]

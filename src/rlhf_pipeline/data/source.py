@@ -15,7 +15,7 @@ from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts
 from rlhf_pipeline.data.records import Example, Record, Text, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
-from rlhf_pipeline.errors import ConfigError, DataError, without_secrets
+from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.hub import commit_of, is_commit
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -143,18 +143,26 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
         yield place, (record_fault(record) or record)
 
 
-def first_rows(config: SourceConfig, max_bad_fraction: float) -> dict[str, Example] | None:
-    """The examples in a source's first rows, by place; None if they are elsewhere: on the hub, or
-    in a store.
+class FirstRows(dict[str, Example]):
+    """The examples in a source's first rows, by place; none of those on the hub or in a store."""
+
+    is_whole = False
+    """Whether the source has no other rows, or others of the same generator."""
+    is_uniform = False
+    """Whether no other row of the source can have a form, such as two answers, that these lack."""
+
+
+def first_rows(config: SourceConfig, max_bad_fraction: float) -> FirstRows:
+    """The examples in a source's first rows.
 
     Raises DataError if a file is missing, empty or damaged, or too many of the rows are bad.
     """
-    limit, is_generated = 1000, find_source(config.name).generate is not None
-    if is_generated:
+    limit, source, found = 1000, find_source(config.name), FirstRows()
+    if source.generate is not None:
         limit = len(config.tasks or range(8))
     elif config.path is None or "://" in config.path:
-        return None
-    samples, counts, found = min(config.samples or limit, limit), RowCounts(), dict[str, Example]()
+        return found
+    samples, counts = min(config.samples or limit, limit), RowCounts()
     rows = read(config.model_copy(update={"samples": samples}), seed=0)
     for counts.rows, (place, record) in enumerate(rows, start=1):
         if isinstance(record, Unused):
@@ -164,6 +172,12 @@ def first_rows(config: SourceConfig, max_bad_fraction: float) -> dict[str, Examp
     is_bad = max_bad_fraction == 0 or counts.bad.total() == counts.rows
     if is_bad or counts.rows < samples:  # else the other rows may make up for them
         counts.check_bad_fraction(max_bad_fraction, config.label())
+    in_file = counts.rows < limit or config.samples == samples
+    found.is_whole = found.is_uniform = source.generate is not None or in_file
+    if found and not found.is_whole and source.parser is not None and config.path is not None:
+        split = config.split or source.split
+        columns = config.columns or _known_columns(config, config.path, split)
+        found.is_uniform = not (columns.messages or columns.label or columns.reference)
     return found
 
 
@@ -197,7 +211,7 @@ def _hub_rows(
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"source {source.name!r} (revision {revision or 'newest'}) cannot be loaded from the "
-            f"hub: {without_secrets(str(error))}. Fix: check subset, split, revision and the "
+            f"hub: {error}. Fix: check subset, split, revision and the "
             "network, or download the data and set the source's `path`."
         ) from error
     columns = [column for column in source.columns if column in rows.column_names]

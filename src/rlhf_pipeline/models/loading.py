@@ -14,7 +14,7 @@ from transformers.utils import find_adapter_config_file
 
 from rlhf_pipeline.config.block import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.errors import ArtifactError, PipelineError, without_secrets
+from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.models.forward import install_logprob_head
 from rlhf_pipeline.models.lean_transformers import (
     AutoConfig,
@@ -158,7 +158,7 @@ def _explained(path: str | Path) -> Iterator[None]:
     except (PipelineError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the errors of a damaged file have no common base class
-        message = without_secrets(str(error))
+        message = str(error)
         if isinstance(error, pickle.UnpicklingError):
             fault = (
                 "found more than tensors in pytorch_model.bin, expected tensors only; reading the "

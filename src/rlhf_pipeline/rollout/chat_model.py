@@ -125,7 +125,7 @@ class ChatModel:
         except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
             # The last four: an answer without the fields of a completion.
             raise StageError(
-                f"{self.place}: {config.model} at {without_secrets(url)} did not judge: "
+                f"{self.place}: {config.model} at {url} did not judge: "
                 f"{type(error).__name__}: {without_secrets(str(error), secret)}. Fix: repeat the "
                 "command when the server answers; the replies so far are kept"
             ) from None

@@ -20,21 +20,20 @@ from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.rollout.function_workers import Call, loaded, scores
 
 
-def function_faults(
-    function: str, call: Sequence[Any], columns: Sequence[str] | None, by_row: bool
-) -> Iterator[str]:
+def function_faults(function: str, call: Sequence[Any] | None, by_row: bool) -> Iterator[str]:
     """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call.
 
-    `columns` are those of the sources; None: the prompts are made up, so a function that asks for
-    other columns is only imported. So is one that asks for the policy's tokens.
+    Without a call it is only imported. So is one that asks for the policy's tokens, or for true
+    answers that the call lacks.
     """
-    prompts, responses, more = call
     try:
         scored = loaded(function, *function.rsplit(":", 1))
         signature = inspect.signature(scored)
         asked = [*signature.parameters][2:]
-        if "scored" not in asked and (columns is not None or {*asked} <= {*more}):
-            check_signature(function, signature, {"the split": columns or ()})
+        check_signature(function, signature, {"the split": asked if call is None else call[2]})
+        lacks = {"scored"} if call and call[2]["references"] else {"scored", "references"}
+        if call is not None and not lacks & {*asked}:
+            prompts, responses, more = call
             whole = Call(prompts, responses, {name: more[name] for name in asked if name in more})
             for each in map(whole.row, range(len(responses))) if by_row else [whole]:
                 scores(function, scored, each)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 SEAL = "seal.json"
 JUDGE_REPLIES = "judge_replies"
 """Folder of the workspace with all replies of chat models. Its time is that of the last use."""
+DRY_RUNS = ".dry_runs"
+"""Folder of the workspace that remembers what was looked at before a run, and had no fault."""
 _PREFIX = "step-"
 
 B = TypeVar("B", bound=Block)

@@ -14,6 +14,8 @@ from rlhf_pipeline.errors import printable, short_path, without_secrets
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 
+LOG_WIDTH = 500
+"""Longest line with a text in a log."""
 LINE_EVERY_S = 15.0
 """Seconds between two lines of progress if the output is not a terminal."""
 PHASES = {"loading": "loading models and data", "finished": "finishing"}
@@ -141,18 +143,20 @@ class ProgressDisplay(StageListener):
             self._print(f"[bold]{title}[/]: {after}")
         for each in answers:
             numbers = (f"{name} {x:z.2f}" for name, x in each.items() if isinstance(x, float))
-            self._print_cut("prompt", each["prompt"].rpartition("User: ")[2])
+            self._print_cut("prompt", each["prompt"].removeprefix("User: "))
             self._print_cut("answer", each["answer"] or "(empty)")
             self._print_cut("scores", ", ".join(numbers))
         if "note" in record:
             self._print(f"[bold]{title}[/]: {escape(record['note'])}")
 
     def _print_cut(self, what: str, text: str) -> None:
-        """Print a text of others on one line of the terminal, in characters that it knows."""
+        """Print a text of others on one line, as it is, in characters that the console knows."""
         line = Text(f"  {what}  {printable(without_secrets(' '.join(text.split())))}")
-        line.truncate(self._console.width, overflow="ellipsis")
+        width = self._console.width if self._console.is_terminal else LOG_WIDTH
+        line.truncate(width, overflow="ellipsis")
         encoding = self._console.encoding
-        self._print(escape(line.plain.encode(encoding, "backslashreplace").decode(encoding)))
+        shown = line.plain.encode(encoding, "backslashreplace").decode(encoding)
+        self._console.out(shown, highlight=False)
 
     def _close(self) -> None:
         if self._live is not None:

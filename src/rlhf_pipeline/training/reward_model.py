@@ -90,7 +90,9 @@ def rows_of_fold(fold: FoldConfig, file: Path) -> Rows:
     """The rows of `train.arrow` that are in a fold for `validation.arrow`, else the others."""
     table = mapped(file.with_name("train.arrow"))
     prompts = table.column("prompt_ids").to_pylist()
-    own = [crc32(np.array(ids, np.int32).tobytes()) % fold.of == fold.number for ids in prompts]
+    keys = [crc32(np.array(ids, np.int32).tobytes()) for ids in prompts]
+    ranks = {key: rank for rank, key in enumerate(sorted({*keys}))}  # so that no fold is empty
+    own = [ranks[key] % fold.of == fold.number for key in keys]
     held_out = file.stem == "validation"
     return Rows.of(table.filter(pa.array([one == held_out for one in own])))
 
