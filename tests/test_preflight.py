@@ -296,6 +296,17 @@ def test_a_split_without_true_answers_that_a_run_reads_is_refused(
         check_inputs(f"{reader} of a test", inputs, set(nodes), blocks)
 
 
+def test_a_split_that_holds_nothing_back_is_refused_before_a_policy_trains(parameters, tmp_path):
+    """As with `--from-nodes=ppo --params=inputs=newest` and a split of an earlier run."""
+    (tmp_path / "report.json").write_text('{"files": {}, "without_reference": {}}')
+    parameters["evaluate"] |= {"judge_model": {"held_back": 0.5}}
+    blocks = check_values(parameters)
+    with pytest.raises(ConfigError, match=r"held_back: found a split that holds nothing back"):
+        check_inputs("ppo", {"split": tmp_path}, {"ppo", "evaluate"}, blocks)
+    (tmp_path / "judge_model").mkdir()
+    check_inputs("ppo", {"split": tmp_path}, {"ppo", "evaluate"}, blocks)
+
+
 @pytest.fixture
 def automatic(parameters, monkeypatch):
     """SFT of OPT-1.3B in bf16, on one GPU with 80 GiB; the other stages have numbers."""

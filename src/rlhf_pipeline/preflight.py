@@ -13,7 +13,7 @@ from kedro.pipeline import Pipeline
 from rlhf_pipeline.checks import batch_faults, length_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import TrainedReward, as_judges
+from rlhf_pipeline.config.rewards import JUDGE_MODEL, TrainedReward, as_judges
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import NEEDS, PHASES
 from rlhf_pipeline.config.stages import (
@@ -209,6 +209,11 @@ def check_inputs(
         faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
         refuse(faults)
     if "split" in inputs:
+        if split.held_back and not (inputs["split"] / JUDGE_MODEL).is_dir():
+            raise ConfigError(
+                f"{CAREFUL}.held_back: found a split that holds nothing back, expected one that "
+                f"does. Fix: run the whole pipeline, or set {CAREFUL}.path instead"
+            )
         check_rows(inputs["split"], [one for one in nodes if blocks.get(one)], blocks)
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}
