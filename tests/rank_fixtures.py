@@ -169,6 +169,8 @@ def make_ppo_inputs(tmp_path_factory):
         load_tokenizer(sft).save_pretrained(reward)
         TokenContract.read(sft).write(reward)
         store_score_mean(reward, 0.1)
+        report = {"pairs": 8, "margin": 0.5, "margin_square": 1.0, "over_length": {"difference": 0}}
+        (reward / "reward_report.json").write_text(json.dumps(report))
         table = pa.table(
             {
                 "id": [str(i) for i in range(8)],

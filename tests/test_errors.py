@@ -44,7 +44,7 @@ def test_secrets_are_not_shown(text, shown):
 
 def test_no_message_shows_a_secret():
     error = DataError("a.jsonl: https://me:key@host/a?sig=key: Authorization: Bearer sk-1 refused")
-    assert error.message == "a.jsonl: https://...@host/a?... Authorization: Bearer ... refused"
+    assert error.message == "a.jsonl: https://...@host/a?...: Authorization: Bearer ... refused"
 
 
 def test_an_extra_is_installed_with_the_pins_of_a_clone_or_without_them(tmp_path, monkeypatch):

@@ -126,4 +126,5 @@ def _without_query(word: re.Match[str]) -> str:
     mark = "?" if "?" in word[0] else "#"
     url, _, query = word[0].partition(mark)
     is_query = "=" in query or (mark == "?" and re.search("https?://", url, re.IGNORECASE))
-    return f"{url}{mark}..." if query and "://" in url and is_query else word[0]
+    colon = ":" if query.endswith(":") else ""  # a message goes on after it
+    return f"{url}{mark}...{colon}" if query and "://" in url and is_query else word[0]

@@ -109,7 +109,8 @@ def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(projec
             "expected one for each prompt, as last_number reads it. Fix: set columns.reference",
         ),
         (
-            ["one", "two", "--judge={tmp}/judge.py:nothing"],
+            ["one", "two", "--judge={tmp}/judge.py:nothing", "--prompts={path: "
+             "{tmp}/questions.jsonl, columns: {prompt: question}}"],
             "judge.py:nothing: found None, expected a list of 3 numbers, one for each response.",
         ),
         (["one", "two", "--judge=exact", "--prompts={tmp}/empty.csv"], "contains no rows. Fix: do"),

@@ -94,7 +94,7 @@ def test_grpo_needs_a_model_and_prompts_whose_answers_can_be_checked(road):
     assert "grpo: reused" in output
     status = own.kedro(*own.arguments, env="road", command="rlhf status")
     assert "null: base_model is passed on" in status
-    assert "by phase: ppo 100%" in status
+    assert "can serve each phase: ppo 100%" in status
 
 
 def test_dpo_trains_the_base_model_on_all_pairs_that_are_not_held_out(road):
@@ -211,7 +211,7 @@ def test_distill_moves_the_base_model_to_a_larger_teacher(road, tmp_path):
     assert config["num_hidden_layers"] == 3
     assert list(evaluation_of(own, "distill")["policies"]) == ["base_model", "distill"]
     page = own.newest("08_reporting/distill_evaluation.html").read_text()
-    assert "KL from the teacher" in page and "Distillation was not trained on this judge" in page
+    assert "KL from the teacher" in page and "No training has optimized this judge." in page
     assert "KL from SFT, nats per response" not in page
     plan = json.loads(own.kedro(*arguments, "--json", command="rlhf plan", **options))
     sizes = plan["stages"][0]["models"]

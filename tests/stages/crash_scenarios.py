@@ -313,11 +313,11 @@ def test_the_end_of_a_stage(tmp_path, drill, monkeypatch, damage):
         verify(export)
         assert (export / "weights").read_text() == "trained"
         kept = texts(root)
-        assert {b"best 1", b'{"step": 4}\n'} <= kept
+        assert b'{"step": 4}\n' in kept
         if damage == "export":
             assert b"weightX" in kept
         if damage == "checkpoints":
-            assert {b"stat3 2", b"stat3 4"} <= kept
+            assert {b"stat3 2", b"stat3 4", b"best 1"} <= kept
 
     visit(f"end of a stage, damaged {damage}", tmp_path, prepare, act, check, explained=True)
 

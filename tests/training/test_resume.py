@@ -218,7 +218,7 @@ def require_equal(directory: Path, uninterrupted: Path) -> None:
     )
     assert found == expected and len(found) == (3 if "ppo" in directory.parts else 0)
     found, expected = (
-        sorted(path.name for path in (work / "checkpoints").iterdir())
+        sorted(path.name for path in (work / "checkpoints").glob("*"))
         for work in (directory, uninterrupted)
     )
     assert found == expected
