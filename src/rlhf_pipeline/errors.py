@@ -126,5 +126,5 @@ def _without_query(word: re.Match[str]) -> str:
     mark = "?" if "?" in word[0] else "#"
     url, _, query = word[0].partition(mark)
     is_query = "=" in query or (mark == "?" and re.search("https?://", url, re.IGNORECASE))
-    colon = ":" if query.endswith(":") else ""  # a message goes on after it
+    colon = ":" if query.endswith(":") else ""  # it ends the URL in a message
     return f"{url}{mark}...{colon}" if query and "://" in url and is_query else word[0]

@@ -314,6 +314,8 @@ def test_the_end_of_a_stage(tmp_path, drill, monkeypatch, damage):
         assert (export / "weights").read_text() == "trained"
         kept = texts(root)
         assert b'{"step": 4}\n' in kept
+        if damage == "nothing":  # the export is a copy of the best model
+            assert b"best 1" not in kept
         if damage == "export":
             assert b"weightX" in kept
         if damage == "checkpoints":

@@ -217,11 +217,8 @@ def require_equal(directory: Path, uninterrupted: Path) -> None:
         answers_in(read_json_lines(work / "metrics.jsonl")) for work in (directory, uninterrupted)
     )
     assert found == expected and len(found) == (3 if "ppo" in directory.parts else 0)
-    found, expected = (
-        sorted(path.name for path in (work / "checkpoints").glob("*"))
-        for work in (directory, uninterrupted)
-    )
-    assert found == expected
+    for work in (directory, uninterrupted):
+        assert not (work / "checkpoints").exists()  # a finished stage does not resume
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ class Decoder:
         return left if rows - left >= FINISHED * rows else None
 
     def _keep(self, rows: int, size: int, end: int) -> None:
-        """Move the `size` rows that go on to the front."""
+        """Move the `size` unfinished rows to the front."""
         order = self._finished[:rows].byte().argsort(stable=True)[:size]
         self._cache.keep_rows(order, end)
         for tensor in (self._visible, self._ids, self._positions, self._places, self._finished):
