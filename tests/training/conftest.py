@@ -2,12 +2,14 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pytest
 import torch
 from rank_fixtures import write_table
+from transformers import PreTrainedModel
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World
@@ -56,10 +58,30 @@ def on_threads():
             )
             for rank in range(ranks)
         ]
-        with ThreadPoolExecutor(ranks) as pool:
+        with loaded_one_by_one(), ThreadPoolExecutor(ranks) as pool:
             return list(pool.map(function, worlds))
 
     return run
+
+
+@contextmanager
+def loaded_one_by_one():
+    """Threads load their models one after the other.
+
+    While transformers loads a model, it replaces `PreTrainedModel.tie_weights` and torch's default
+    type for the whole process. Two loads at once would leave the replacement for later tests.
+    """
+    load, lock = PreTrainedModel.__dict__["from_pretrained"], threading.RLock()
+
+    def from_pretrained(cls, *args, **kwargs):
+        with lock:
+            return load.__func__(cls, *args, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = load
 
 
 @pytest.fixture(scope="module")
