@@ -27,6 +27,7 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 
 PLAIN = "plain"
+KL = {"coef": 0.1, "maximum": 3.0}
 ALL_THREE = {"ppo_epochs": 4, "rollout_batches": 4, "steps": 12, "minibatch_size": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
     PLAIN: {"ppo_epochs": 1},
@@ -81,7 +82,8 @@ def main() -> int:
 def run(start: Start, name: str) -> dict[str, Any]:
     """Run one setting on one seed; return its results, or `error` if PPO exported nothing."""
     try:
-        policy = train(start, SETTINGS[name])
+        changes = SETTINGS[name]
+        policy = train(start, changes | {"kl": KL | changes.get("kl", {})})
     except StageError as error:
         return {"setting": name, "seed": start.seed, "error": str(error)}
     evaluation, steps = read_evaluation(compare(start, policy)), history(policy)
