@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_pipeline.rl.divergences import divergence
 from rlhf_pipeline.rl.logprobs import Teacher, logprobs_and_entropy
@@ -161,19 +160,11 @@ def test_one_divergence_beside_the_entropy_and_the_log_probability():
 
 
 @pytest.mark.parametrize("count", [None, 10])
-def test_no_tensor_is_larger_than_a_chunk(count: int | None):
+def test_no_tensor_is_larger_than_a_chunk(float32_sizes, count: int | None):
     """At most eight tensors exist at a time, besides the logits and results."""
     logits = torch.zeros(2, 40, 1000, dtype=torch.bfloat16, requires_grad=True)
-    teacher, sizes = torch.zeros(2, 40, 1000, dtype=torch.bfloat16), []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.dtype == torch.float32:
-                sizes.append(result.numel())
-            return result
-
-    with Sizes():
+    teacher = torch.zeros(2, 40, 1000, dtype=torch.bfloat16)
+    with float32_sizes() as sizes:
         compare = partial(compared, logits, teacher, 0.5, count)
         compare(chunk=40_000).sum().backward()
     assert max(sizes) == 40_000 / 8

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_pipeline.rl.logprobs import (
     logprobs_and_entropy,
@@ -70,19 +69,10 @@ def test_chunks_of_rows_and_of_positions_agree_bit_for_bit(chunk: int):
     assert all(torch.equal(whole, part) for whole, part in zip(*results, strict=True))
 
 
-def test_no_tensor_is_larger_than_a_chunk():
+def test_no_tensor_is_larger_than_a_chunk(float32_sizes):
     """Besides the logits, their gradient and the results."""
     logits = torch.zeros(2, 40, 1000, dtype=torch.bfloat16, requires_grad=True)
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.dtype == torch.float32:
-                sizes.append(result.numel())
-            return result
-
-    with Sizes():
+    with float32_sizes() as sizes:
         both = logprobs_and_entropy(logits, torch.zeros(2, 40, dtype=torch.long), chunk=5000)
         sum(both).sum().backward()
     assert max(sizes) == 5000
