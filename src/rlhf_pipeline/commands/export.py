@@ -64,12 +64,14 @@ def export(
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
     name, destination = ("champion", *names)[-2:]
     folder, workspace = ledger.language_model(name), ledger.workspace
+    where = without_secrets(destination)
     with explained(destination):
         store, root = open_store(destination)
         store.invalidate_cache()
         former = _former(store, root, destination, overwrite=overwrite)
     workspace.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=workspace, prefix=".export-") as temporary:
+    writing = console.status(f"writing the policy to {where}, and reading it back")
+    with writing, TemporaryDirectory(dir=workspace, prefix=".export-") as temporary:
         _convert(folder, temporary, settings)
         digest, model, policy = content_digest(folder), ledger.model, ledger.policy(name)
         version = registration(digest, model, ledger.project)
@@ -77,7 +79,6 @@ def export(
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
         with explained(destination):
             size = publish(Path(temporary), store, root, former)
-    where = without_secrets(destination)
     console.out(f"{name} is in {where}: {decimal(size)}, verified; {SUMS} has every digest")
 
 

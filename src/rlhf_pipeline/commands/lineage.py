@@ -34,7 +34,8 @@ def lineage(ledger: Ledger, console: Console, policy: str) -> None:
     """
     walk = Walk(ledger)
     tree = Tree(f"[bold]{escape(policy)}", guide_style="dim")
-    walk.visit(tree, "policy", ledger.folder(policy))
+    with console.status("reading every byte"):
+        walk.visit(tree, "policy", ledger.folder(policy))
     console.print(tree, highlight=False)
     if walk.faults:
         raise ArtifactError("\n".join([f"lineage of {policy}:", *walk.faults]))

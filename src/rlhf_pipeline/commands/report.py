@@ -8,7 +8,7 @@ from rich.console import Console
 from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, as_typed
 from rlhf_pipeline.evaluation.comparison import recorded
 from rlhf_pipeline.evaluation.report import metric_value
 from rlhf_pipeline.reporting.page import evaluation_page, is_current
@@ -54,7 +54,7 @@ def runs(ledger: Ledger, console: Console) -> None:
     """List the published evaluations, the newest one last."""
     found = {Manifest.read(folder).fingerprint: folder for folder in ledger.evaluations}
     if not found:
-        console.print("No evaluation is published here. Fix: `kedro run --pipeline=full`")
+        console.print(as_typed("No evaluation is published here. Fix: `kedro run --pipeline=full`"))
         return
     table = plain_table("version", "policy", "seed", "win rate against the baseline", "judge", "KL")
     faults = []
