@@ -94,14 +94,14 @@ def test_the_lines_of_a_log(monkeypatch, calls, lines):
 
 
 ANSWERS = [
-    {"step": 4, "prompt": "User: Fill in :smile:\n\nUser: Which day\nis it?",
+    {"step": 4, "prompt": "User: Hello!\n\nAssistant: Hi!\n\nUser: Fill in :smile:\nWhich day?",
      "answer": "\x1b[31mMonday\u202e\u200e. See http://me:key@host \N{SNOWMAN} " + 99 * "word ",
      "score": 1.25, "reward/length": -2.0, "kl": 0.5},
     {"step": 4, "prompt": "[bold]Why?", "answer": "", "score": 0.0, "reward/length": 0, "kl": -0.0},
 ]  # fmt: skip
 SHOWN = """\
 sft: answers to held-out prompts after step 4
-  prompt  Fill in :smile: User: Which day is it?
+  prompt  Fill in :smile: Which day?
 CUT
   scores  score 1.25, reward/length -2.00, kl 0.50
   prompt  [bold]Why?

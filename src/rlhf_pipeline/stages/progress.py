@@ -143,7 +143,8 @@ class ProgressDisplay(StageListener):
             self._print(f"[bold]{title}[/]: {after}")
         for each in answers:
             numbers = (f"{name} {x:z.2f}" for name, x in each.items() if isinstance(x, float))
-            self._print_cut("prompt", each["prompt"].removeprefix("User: "))
+            last_turn = f"\n\n{each['prompt']}".rpartition("\n\nUser: ")[2]
+            self._print_cut("prompt", last_turn)
             self._print_cut("answer", each["answer"] or "(empty)")
             self._print_cut("scores", ", ".join(numbers))
         if "note" in record:
