@@ -49,7 +49,7 @@ POLICIES: dict[str, Tree] = {
             "ppo_epochs": 2,
             "micro_batch_tokens": 4096,
             "sampling": {"max_response_tokens": 48},
-            "kl": {"coef": 0.2, "maximum": 3.0},
+            "kl": {"coef": 0.3, "maximum": 3.0},
             "actor": {"optimizer": {"learning_rate": 3.0e-4}},
         }
     },

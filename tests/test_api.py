@@ -66,7 +66,7 @@ def test_the_page_runs_on_finished_stages(project, tmp_path, capsys):
         assert len([*(root / "07_workspace" / stage).iterdir()]) == len(project.recipes(stage))
     assert names["each"] == result
     candidate = names["candidate"]
-    assert candidate.stage == "ppo" and candidate.parameters()["ppo.kl.coef"] == 0.2
+    assert candidate.stage == "ppo" and candidate.parameters()["ppo.kl.coef"] == 0.3
     assert candidate.metrics == result.evaluation["policies"]["ppo"]
     assert (names["tokenizer"].padding_side, names["model"].training) == ("left", False)
     split = run(env="tiny", params={"root": root}, to_nodes=["split"])

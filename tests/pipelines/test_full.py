@@ -24,7 +24,7 @@ from rlhf_pipeline.stages.run import StageRunner
 pytestmark = pytest.mark.slow
 PROJECT = Path(__file__).parents[2]
 STAGES = ["source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate"]
-FROM_PPO = "ppo.kl.coef=0.3,ppo.ema.decay=0.9"
+FROM_PPO = "ppo.kl.coef=0.1,ppo.ema.decay=0.9"
 """Parameters of a second policy."""
 
 
@@ -146,7 +146,7 @@ def test_mlflow_holds_a_parent_and_a_child_for_each_stage(project):
     assert {run.info.status for run in children.values()} == {"FINISHED"}
     history = project.client().get_metric_history(children["ppo"].info.run_id, "objective/kl")
     assert [point.step for point in history][:3] == [1, 2, 3]
-    assert children["ppo"].data.params["ppo.kl.coef"] == "0.2"
+    assert children["ppo"].data.params["ppo.kl.coef"] == "0.3"
 
 
 def test_the_registry_holds_both_policies_side_by_side(project):
@@ -231,7 +231,7 @@ def test_from_ppo_on_only_ppo_trains_again(project):
         "sft/score", ""
     )
     manifest = Manifest.read(project.newest("06_models/ppo_model"))
-    assert manifest.config["ppo"]["kl"]["coef"] == 0.3
+    assert manifest.config["ppo"]["kl"]["coef"] == 0.1
     assert manifest.inputs["sft_model"] == content_digest(project.newest("06_models/sft_model"))
     assert manifest.deepspeed["critic"]["zero_optimization"]["stage"] == 1
     assert manifest.config["ppo"]["generator"] == "auto"
