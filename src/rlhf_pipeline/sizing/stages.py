@@ -4,10 +4,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
+from rlhf_pipeline.config.stages import StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import Hardware
+from rlhf_pipeline.sizing.load import Known, Load, Parameters
 from rlhf_pipeline.sizing.memory import (
     BYTES,
     ModelMemory,
@@ -22,8 +26,7 @@ from rlhf_pipeline.sizing.memory import (
     trained_model,
     weight_bytes,
 )
-from rlhf_pipeline.sizing.models import Shape
-from rlhf_pipeline.sizing.work import Known, Load, Parameters, reference_shape
+from rlhf_pipeline.sizing.models import Shape, base_model_shape
 
 LIBRARIES = 300 * 2**20
 """Bytes of a rank without a model: interpreter and libraries."""
@@ -86,7 +89,7 @@ def plan_stage(
     if isinstance(load.config, EvaluateConfig):
         found = _evaluate(load.config, load, shape, hardware)
     else:
-        reference = reference_shape(load.config, shape)
+        reference = _reference_shape(load.config, shape)
         found = [
             trained_model(model, shape, hardware, load.rows)
             if isinstance(model, TrainedModel)
@@ -109,6 +112,19 @@ def plan_stage(
         sampling = plan_stage("evaluate", own, shape, hardware, lengths)
         return max(memory, sampling, key=lambda each: each.peak)
     return memory
+
+
+def _reference_shape(config: StageConfig, shape: Shape) -> Shape:
+    """The sizes of the reference: those of the base model, or of a teacher (ConfigError if not
+    known)."""
+    if not isinstance(config, DistillConfig):
+        return shape
+    if (found := base_model_shape(config.teacher)) is None:
+        raise ConfigError(
+            f"distill.teacher.path: found {config.teacher.path}, whose sizes are not known on this "
+            "machine. Fix: set it to a local folder with a config.json"
+        )
+    return found
 
 
 def _add_rollouts(
