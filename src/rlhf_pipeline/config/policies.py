@@ -54,7 +54,7 @@ class GRPOConfig(PPOConfig):
 UNUSED = (
     *("advantage", *ADVANTAGE_OF, "critic", "rewards", "reward_model", "curriculum"),
     *("score_clip", "missing_eos_penalty", "overlong_penalty", "old_logprobs"),
-    *("policy_loss", "importance", "clip_range", "clip_range_high", "dual_clip"),
+    *("policy_loss", "importance", "clip_range", "clip_range_high"),
     "sampler_correction",
 )
 """Fields of PPO that shape scores, advantages and ratios, of which a distillation has none."""
