@@ -28,8 +28,8 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
-from rlhf_pipeline.sizing.load import measured
 from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model, published
+from rlhf_pipeline.sizing.stages import measured
 from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
 
 COLUMNS = {
@@ -54,7 +54,6 @@ class Plan:
     is_measured: bool
     """Whether lengths are those of a published split."""
     fits: Mapping[str, Fit]
-    """By stage."""
     numbers: Mapping[str, int]
     """What `micro_batch_tokens: auto` stands for, by parameter."""
 

@@ -21,7 +21,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
 
-_MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps", "several_rows")
+_MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps")
 """The modules of the folder `sources`, in the order of docs/data.md. After a change to one of them,
 only its sources are read again."""
 

@@ -7,10 +7,9 @@ import pytest
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
-from rlhf_pipeline.sizing.load import Load, limits, measured
 from rlhf_pipeline.sizing.memory import Lengths, Rows
 from rlhf_pipeline.sizing.models import Shape
-from rlhf_pipeline.sizing.stages import plan_stage
+from rlhf_pipeline.sizing.stages import Load, limits, measured, plan_stage
 
 SPLIT = SplitConfig.model_validate(
     {"sources": [{"name": "synthetic"}], "max_prompt_tokens": 64, "max_response_tokens": 48}
