@@ -43,7 +43,6 @@ class File:
 
     @property
     def url(self) -> str:
-        """URL, or path of a local file."""
         return self.path if self.local else str(self.store.unstrip_protocol(self.path))
 
     @property

@@ -25,7 +25,6 @@ class TokenContract:
     vocabulary_digest: str
     """SHA-256 of the tokenizer's vocabulary, merges and added tokens."""
     chat_template_digest: str
-    """SHA-256 of the chat template."""
     pad_id: int
     eos_ids: tuple[int, ...]
     """The tokens that end a response, see `end_tokens`."""
@@ -75,7 +74,6 @@ class TokenContract:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the contract stored with a model."""
         path = folder / NAME
         if not path.is_file():
             raise ArtifactError(
@@ -86,7 +84,6 @@ class TokenContract:
         return cls(**fields | {"eos_ids": tuple(fields["eos_ids"])})
 
     def write(self, folder: Path) -> None:
-        """Store the contract with a model."""
         (folder / NAME).write_text(json.dumps(asdict(self), indent=2))
 
 

@@ -45,9 +45,7 @@ class Limited:
 
     ids: list[int]
     dropped: str | None = None
-    """Why the row is dropped, if it is."""
     cut: str | None = None
-    """What was cut, if anything."""
 
 
 def tokenize(
