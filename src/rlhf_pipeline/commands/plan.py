@@ -146,14 +146,13 @@ def make_plan(
     else:
         config = BaseModelConfig.model_validate(parameters["base_model"])
         name = config.path or "the model of base_model.architecture"
-        known_shape = base_model_shape(config)
-        if known_shape is None:
+        if (known := base_model_shape(config)) is None:
             raise ConfigError(
                 f"base_model.path: found {config.path}, whose sizes are not known on this machine. "
                 "Fix: set it to a local folder with a config.json, or name a model of about its "
                 "size, such as --model opt-1.3b"
             )
-        shape = known_shape
+        shape = known
     hardware = hardware or hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
     found = micro_batch_tokens(parameters, shape, hardware)
     numbers = {f"{stage}.micro_batch_tokens": number for stage, number in found.items()}

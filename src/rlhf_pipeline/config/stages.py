@@ -88,7 +88,7 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
 def shares_text(split: SplitConfig) -> str:
     """Which share of the conversations that train each phase gets, for a table's last line."""
     weights = zip(PHASES, split.weights, strict=True)
-    shares = [f"{phase} {one / sum(split.weights):.0%}" for phase, one in weights if one]
+    shares = (f"{phase} {one / sum(split.weights):.0%}" for phase, one in weights if one)
     found = ", ".join(shares)
     if split.held_back:
         found += f"; {split.held_back:.0%} of reward_model's train only the second one, a judge"

@@ -153,10 +153,8 @@ class FirstRows(dict[str, Example]):
 
 
 def first_rows(config: SourceConfig, max_bad_fraction: float) -> FirstRows:
-    """The examples in a source's first rows.
-
-    Raises DataError if a file is missing, empty or damaged, or too many of the rows are bad.
-    """
+    """The examples in a source's first rows. Raises DataError if a file is missing, empty or
+    damaged, or too many of the rows are bad."""
     limit, source, found = 1000, find_source(config.name), FirstRows()
     if source.generate is not None:
         limit = len(config.tasks or range(8))

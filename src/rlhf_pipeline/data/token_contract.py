@@ -43,10 +43,8 @@ class TokenContract:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, model_eos: int | Sequence[int] | None = None) -> Self:
-        """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
-
-        Raises ArtifactError if EOS or padding is missing, one token is both, or an EOS is unfit.
-        """
+        """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`. Raises
+        ArtifactError if EOS or padding is missing, one token is both, or an EOS is unfit."""
         eos_ids = end_tokens(tokenizer, model_eos)
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in eos_ids:
             ends = tokenizer.convert_ids_to_tokens(list(eos_ids))

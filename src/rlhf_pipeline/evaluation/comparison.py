@@ -154,10 +154,8 @@ def deciding_judge(standings: Mapping[str, Standing]) -> str:
 
 
 def complete_judges(answers: list[Answer]) -> list[str]:
-    """The judges, in their order. The gold score takes part only if every answer has one.
-
-    Raises StageError if another judge has no score for an answer.
-    """
+    """The judges, in their order. The gold score takes part only if every answer has one. Raises
+    StageError if another judge has no score for an answer."""
     missing = Counter(judge for a in answers for judge, score in a.scores.items() if score is None)
     for judge in missing.keys() - {GOLD}:
         raise StageError(

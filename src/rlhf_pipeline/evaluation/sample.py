@@ -184,10 +184,8 @@ def choose(
 def write(
     samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int, min_score: float | None = None
 ) -> dict[str, float]:
-    """Write all answers, and the rows of both parts; return the metrics.
-
-    Raises StageError if a part has fewer rows than the ranks that are to train on it.
-    """
+    """Write all answers, and the rows of both parts; return the metrics. Raises StageError if a
+    part has fewer rows than the ranks that are to train on it."""
     folder.mkdir(exist_ok=True)
     with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
         for one in samples:

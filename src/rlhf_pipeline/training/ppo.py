@@ -117,8 +117,9 @@ def train(setup: Setup) -> None:
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
             evaluate(setup, log)
-        if stop and setup.best[VALIDATION].best is not None:  # without a model, the stage fails
-            log.further["note"] = stop_note(setup, log)
+        best = setup.best[VALIDATION].best
+        if stop and best is not None:  # without a model to export, the stage fails
+            log.further["note"] = stop_note(config, log, best.step)
         log.write(due=stop or evaluates or step % config.log_every == 0)
         if stop:
             break
@@ -172,14 +173,12 @@ def exceeds_bound(metrics: dict[str, float], config: PPOConfig) -> bool:
     return config.kl.maximum is not None and metrics["objective/kl"] > config.kl.maximum
 
 
-def stop_note(setup: Setup, log: StepLog) -> str:
-    """Why training stops, and what is exported."""
-    config, kl, best = setup.config, log.metrics["objective/kl"], setup.best[VALIDATION].best
-    assert best is not None
+def stop_note(config: PPOConfig, log: StepLog, exported: int) -> str:
+    """Why training stops, and the step of the model that is exported."""
     return (
-        f"stopped after step {log.step} of {config.steps}: KL {kl:.2f} exceeds "
-        f"{config.stage}.kl.maximum {config.kl.maximum:g}; the best model within the limit, of "
-        f"step {best.step}, is exported"
+        f"stopped after step {log.step} of {config.steps}: KL {log.metrics['objective/kl']:.2f} "
+        f"exceeds {config.stage}.kl.maximum {config.kl.maximum:g}; the best model within the "
+        f"limit, of step {exported}, is exported"
     )
 
 
@@ -194,10 +193,8 @@ def next_kl_coef(kl_coef: float, kl: float, config: PPOConfig) -> float:
 
 
 def export(setup: Setup) -> dict[str, float]:
-    """Export the best model of each policy; return the metrics of the actor's.
-
-    Raises StageError if no evaluated model was within the KL bound.
-    """
+    """Export the best model of each policy; return the metrics of the actor's. Raises StageError if
+    no evaluated model was within the KL bound."""
     metrics, stage = {}, setup.config.stage
     for name, best in setup.best.items():
         if best.best is None:

@@ -82,8 +82,7 @@ def quality_metrics(
     world: World,
 ) -> dict[str, float]:
     """Gold score, and strict and lenient accuracy (`rollout.true_answers.accuracy`), as means over
-    all ranks; each of them only if it is known for every prompt.
-    """
+    all ranks; each of them only if it is known for every prompt."""
     texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
     right = [each or (None, None) for each in map(accuracy, rows["reference"], texts)]
     columns = {
