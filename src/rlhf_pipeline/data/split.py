@@ -175,12 +175,10 @@ def _require_rows(
         share = 0.0 if phase in unserved else weight
         shares[f"{phase}/train.arrow"] = share
         shares[f"{phase}/validation.arrow"] = share * config.validation_fraction
-
-    def is_empty(path: str) -> bool:  # labelled answers without comparisons serve KTO alone
-        paths = (path, path.replace("reward_model", "kto"))
-        return not any(files[one].wanted.any() for one in paths)
-
-    empty = [path for path, share in shares.items() if share and is_empty(path)]
+    found = {path for path, file in files.items() if file.wanted.any()}
+    # Labelled answers without comparisons serve KTO alone.
+    found |= {path.replace("kto", "reward_model") for path in found}
+    empty = [path for path, share in shares.items() if share and path not in found]
     if empty and not config.is_test:
         raise DataError(
             f"{', '.join(empty)}: found 0 rows, expected at least 1. Fix: add data, raise their "
