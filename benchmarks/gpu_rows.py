@@ -59,6 +59,15 @@ def share_of_bandwidth(read: float, seconds: float, bandwidth: float) -> float:
     return read / bandwidth / seconds
 
 
+def training_flops(shape: Shape, tokens: float, context: float, adapters: bool = False) -> float:
+    """Operations of both passes without recomputation: 2 for each weight and token, and those of
+    causal attention over rows of `context` tokens on average. The backward pass costs twice as much
+    as the forward pass, with adapters as much."""
+    weights = shape.matrices + shape.vocab * shape.embedding
+    forward = tokens * (2 * weights + 2 * shape.layers * shape.queries * context)
+    return (2 if adapters else 3) * forward
+
+
 def mfu(flops: float, seconds: float, peak: float, gpus: int) -> float:
     """Operations a second as a share of what the GPUs can do (model FLOPs utilization)."""
     return flops / seconds / (peak * gpus)

@@ -43,7 +43,6 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import SamplingConfig, SFTConfig
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.sizing.memory import Lengths
-from rlhf_pipeline.sizing.work import training_flops
 
 STEPS = 5
 """Steps of a row; all but the first are measured."""
@@ -119,7 +118,7 @@ def ppo_config(settings: Tree, ranks: int) -> tuple[PPOConfig, Lengths]:
             "sampling": {"max_response_tokens": response, "batch_size_per_gpu": batch},
         }
     )  # fmt: skip
-    return config, Lengths(4 * batch, prompt, 0, prompt, 0)
+    return config, Lengths(prompt, 0, prompt, 0)
 
 
 def ppo(settings: Tree) -> Tree:
@@ -185,7 +184,7 @@ def sft_config(settings: Tree, ranks: int) -> tuple[SFTConfig, Lengths]:
         }
         | settings.get("changes", {})
     )  # fmt: skip
-    return config, Lengths(batch, prompt, response, prompt, response)
+    return config, Lengths(prompt, response, prompt, response)
 
 
 @dataclass(frozen=True)
@@ -242,8 +241,8 @@ def sft(settings: Tree) -> Tree:
     step = statistics.median(seconds[1:])
     found: Tree = {"tokens/s": training.tokens / step, "step, ms": 1e3 * step}
     if (limits := gpu_rows.limits_of(card())) is not None:
-        config, shape = training.setup.config, training.model.shape
-        flops = training_flops(config, shape, training.tokens, settings["length"])
+        adapters, shape = training.setup.config.lora is not None, training.model.shape
+        flops = gpu_rows.training_flops(shape, training.tokens, settings["length"], adapters)
         found["MFU, %"] = 100 * gpu_rows.mfu(flops, step, limits[0], world().size)
     found |= {"first loss": losses[0], "last loss": losses[-1]}
     return found | memory_beside(training.planned)

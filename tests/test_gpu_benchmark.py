@@ -70,6 +70,14 @@ def test_a_token_reads_every_weight_once_and_the_keys_and_values_before_it(rows)
     assert rows.bytes_of_token(shape, rows=3, prompt=20, response=10) == 2 * (weights + cache)
 
 
+def test_training_has_three_forward_passes_and_adapters_two(rows):
+    """10 tokens in rows of 50: causal attention reads half of the row, keys and values, twice."""
+    shape = SimpleNamespace(matrices=2000, vocab=50, embedding=4, layers=2, queries=8)
+    forward = 10 * (2 * (2000 + 200) + 2 * 2 * 8 * 50)
+    assert rows.training_flops(shape, 10, 50) == 3 * forward
+    assert rows.training_flops(shape, 10, 50, adapters=True) == 2 * forward
+
+
 def test_shares_of_what_a_gpu_can_do(rows):
     assert rows.share_of_bandwidth(3e9, 0.002, 3e12) == pytest.approx(0.5)
     assert rows.mfu(flops=8e14, seconds=2.0, peak=1e15, gpus=2) == pytest.approx(0.2)

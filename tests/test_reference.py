@@ -82,7 +82,6 @@ OTHER = {
     "importance": "sequence",
     "clip_range": 0.1,
     "clip_range_high": 0.3,
-    "dual_clip": 3.0,
     "sampler_correction": None,
     "scale_rewards": "none",
 }

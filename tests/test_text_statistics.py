@@ -3,7 +3,6 @@
 import pytest
 
 from rlhf_pipeline.text_statistics import (
-    common_phrase,
     distinct_n,
     final_answer,
     refuses,
@@ -37,12 +36,6 @@ def test_distinct_n(texts: list[str], n: int, expected: float):
 )
 def test_repetition_within_a_text(text: str, expected: float):
     assert repetition(text) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_most_common_phrase_counts_each_text_once():
-    texts = ["I am not sure at all", "well I am not sure I am not sure", "no", "yes of course not"]
-    assert common_phrase(texts) == ("I am not sure", 0.5)
-    assert common_phrase(["no", "no", "a b c d e"]) == ("no", 2 / 3)  # shorter than a phrase
 
 
 def test_the_openings_of_refusals():

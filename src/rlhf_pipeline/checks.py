@@ -152,11 +152,6 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
         if isinstance(policy, DistillConfig):
             faults = path_faults(policy.teacher.path)
             yield from (one.replace("base_model.path", "distill.teacher.path") for one in faults)
-            if policy.given_batch_size and not split.weights[0]:
-                yield (
-                    f"distill.given_batch_size: found {policy.given_batch_size}, expected 0, for "
-                    "split.weights gives the phase sft no rows. Fix: raise its weight"
-                )
         yield from _critic(policy)
     yield from judge_faults(evaluate.judges, every, "evaluate.judges")
     if evaluate.tasks is not None:

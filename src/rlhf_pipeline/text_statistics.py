@@ -1,13 +1,8 @@
-"""What answers show: repetition, common phrases, diversity, refusals, and how far they moved."""
+"""What answers show: repetition, diversity, refusals, results."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 
-SMALL_KL = 0.02
-"""KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
-prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
-FEW_DIFFER = 0.05  # share of answers
 REFUSALS = (
     "i'm sorry", "i am sorry", "sorry,", "i apologize", "i cannot", "i can't", "i can not",
     "i won't", "i will not", "i'm not able", "i am not able", "i'm unable", "i am unable",
@@ -28,20 +23,6 @@ def repetition(text: str, n: int = 3) -> float:
     """Share of a text's n-grams that it contained before, in [0, 1]; words end at white space."""
     found = _ngrams(text, n)
     return 1 - len(set(found)) / len(found) if found else 0.0
-
-
-def common_phrase(texts: Sequence[str], n: int = 4) -> tuple[str, float]:
-    """The n words in a row that most texts contain, and the share of texts that contain them.
-
-    A text of fewer than n words is one phrase. Of equally common phrases, the first one counts.
-    """
-    phrases = Counter(
-        phrase
-        for text in texts
-        for phrase in dict.fromkeys(_ngrams(text, n) or [tuple(text.split())])
-    )
-    phrase, count = phrases.most_common(1)[0]
-    return " ".join(phrase), count / len(texts)
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:

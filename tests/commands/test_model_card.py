@@ -19,6 +19,7 @@ EVALUATION = {
     "decoding": {"temperature": 1.0},
     "judge": "gold",
     "answers_per_prompt": 1,
+    "differing": 0.5,
     "judges": {"gold": {"state": "independent", "by": {}}},
     "rewards": ["trained"],
     "policies": {

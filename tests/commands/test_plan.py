@@ -58,8 +58,6 @@ def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
     stages = {stage["stage"]: stage for stage in found["stages"]}
     assert list(stages) == ["sft", "reward_model", "ppo", "evaluate"]
     assert all(stage["fits"] for stage in stages.values())
-    assert stages["ppo"]["steps"] == 3
-    assert stages["ppo"]["generator"] == "auto" and stages["sft"]["generator"] is None
     # conf/tiny: a Llama with 512 * 32 embeddings, twice 4 * 32 * 32 + 3 * 32 * 64 weights, 5 norms.
     assert found["parameters"] == 512 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64) + 5 * 32
     imported = {line.rpartition("|")[2].strip() for line in log.splitlines()}
@@ -72,7 +70,7 @@ def test_a_published_model_on_a_named_gpu_with_the_fix(plan):
     code, printed, log = plan("--model=opt-1.3b", "--gpus=1x24")
     assert code == 0, printed + log
     lines = printed.splitlines()
-    assert lines[0] == "opt-1.3b: 1.32 B parameters, on 1 x GPU, 24.0 GiB each"
+    assert lines[0] == "opt-1.3b: 1,315,753,984 parameters, on 1 x GPU, 24.0 GiB each"
     assert sum("does not fit: found" in line for line in lines) == len(fixes(lines)) > 1
 
 
@@ -95,19 +93,7 @@ def test_a_fix_is_on_one_line_of_a_terminal_with_80_columns():
     assert len(option) > 80
 
 
-SLOW = "ppo.actor.optimizer.learning_rate=1.5e-4"
-
-
-def test_rates_that_cannot_move_the_policy_are_a_warning(plan):
-    code, printed, log = plan("--env=tiny", params=["ppo.steps=2", SLOW])
-    assert code == 0, printed + log
-    text = " ".join(printed.split())  # two updates with a cosine from 1.5e-4
-    assert "ppo hardly trains: the learning rates of its 2 updates sum to 1.5e-04" in text
-    assert "Fix: raise ppo.steps, ppo.ppo_epochs or ppo.actor.optimizer.learning_rate" in text
-    assert "hardly trains" not in plan("--env=tiny")[1]
-
-
-def test_the_tables_of_a_large_model_fit_80_columns():
+def test_the_table_of_a_large_model_fits_80_columns():
     loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
     found = make_plan(
         loader["parameters"], list(BLOCKS), model="opt-1.3b", hardware=named(None, "2x8x80")
@@ -116,12 +102,8 @@ def test_the_tables_of_a_large_model_fit_80_columns():
     show(found, Console(file=output, width=80))
     printed = output.getvalue()
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
-    table = printed[printed.index("Work of all ranks") :].splitlines()[3:9]
-    rows = {line.split()[0]: line.split() for line in table}
-    assert list(rows) == ["sft", "reward_model", "ppo", "dpo", "kto", "evaluate"]
-    assert all(re.fullmatch(r"\d\.\de\d+", row[-4]) for row in rows.values())  # FLOP
-    assert "ppo.generator is auto, counted as transformers: a run takes vllm where" in printed
-    assert rows["ppo"][-2] == "14.70"  # GiB: three models of 1.316e9 weights, 4 bytes each
+    assert "PPO's `generator: auto` counts as transformers" in " ".join(printed.split())
+    assert len(re.findall("  main memory ", printed)) == len(found.fits) == 6
 
 
 def test_the_plan_names_the_number_that_auto_stands_for():
@@ -131,7 +113,7 @@ def test_the_plan_names_the_number_that_auto_stands_for():
     number = found.numbers["sft.micro_batch_tokens"]
     given = changed(parameters, found.numbers)
     same = make_plan(given, ["sft"], model="opt-1.3b", hardware=named(None, "8x40"))
-    assert (same.fits, same.works) == (found.fits, found.works)
+    assert same.fits == found.fits
     assert json.loads(to_json(found))["automatic"] == {"sft.micro_batch_tokens": number}
     output = io.StringIO()
     show(found, Console(file=output, width=80))
@@ -209,7 +191,7 @@ def test_the_parameters_are_checked_for_the_hardware(monkeypatch, options, param
 
 
 @pytest.mark.slow
-def test_rows_and_lengths_are_those_of_the_published_split(plan, project):
+def test_lengths_are_those_of_the_published_split(plan, project):
     code, printed, log = plan("--env=tiny", "--json", root=project.root)
     assert code == 0, printed + log
     assert json.loads(printed)["lengths"] == "published split"

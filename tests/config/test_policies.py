@@ -32,10 +32,7 @@ def test_the_teacher_is_loaded_beside_adapters_in_its_own_precision():
     assert isinstance(teacher, FrozenModel) and teacher.config.precision == "bf16"
 
 
-NONE = (
-    "found a value, expected none: a distillation has neither scores nor advantages nor ratios. "
-    "Fix: remove"
-)
+NONE = "found a value, expected none: a distillation has neither scores nor advantages. Fix: remove"
 
 
 @pytest.mark.parametrize(
@@ -59,9 +56,9 @@ NONE = (
         ({"beta": 1.5}, "Input should be less than or equal to 1"),
         ({"top_k": 0}, "Input should be greater than 0"),
         ({"given_batch_size": -1}, "Input should be greater than or equal to 0"),
-        ({"kl": {"place": "loss"}}, "place: found loss, expected none: a distillation minimizes"),
-        ({"kl": {"target": 1.0}}, "target: found 1.0, expected none"),
-        ({"kl": {"maximum": 1.0}}, "maximum: found 1.0, expected none"),
+        ({"kl": {"place": "loss"}}, "place: found a value, expected none: a distillation min"),
+        ({"kl": {"target": 1.0}}, "target: found a value, expected none"),
+        ({"kl": {"maximum": 1.0}}, "maximum: found a value, expected none"),
         ({"reference": {"deepspeed": {"offload_parameters": True}}},
          "reference.deepspeed.offload_parameters: found true at zero_stage 0"),
     ],
@@ -86,25 +83,15 @@ def test_a_teacher_has_weights(block, fault):
     assert any(each.startswith(fault) for each in faults), faults
 
 
-NO_ROWS = {"split": {"weights": [0, 4, 4]}, "sft": None}
-
-
-@pytest.mark.parametrize(
-    ("fields", "others", "message"),
-    [
-        ({}, {}, r"distill\.teacher\.path: found '.*', a folder without c"),
-        ({"given_batch_size": 4}, NO_ROWS,
-         r"distill\.given_batch_size: found 4, expected 0, for split\.weights gives the phase sft"),
-    ],
-)  # fmt: skip
-def test_what_a_run_cannot_use_is_refused_before_it(tmp_path, fields, others, message):
+def test_what_a_run_cannot_use_is_refused_before_it(tmp_path):
     conf = Path(__file__).parents[2] / "conf"
     loader = LayeredConfigLoader(
         str(conf),
         env="base",
-        runtime_params={"distill": {"teacher": str(tmp_path), **fields}, **others},
+        runtime_params={"distill": {"teacher": str(tmp_path)}},
         **CONFIG_LOADER_ARGS,
     )
+    message = r"distill\.teacher\.path: found '.*', a folder without c"
     with pytest.raises(ConfigError, match=message):
         check(loader["parameters"], gpus=0, elsewhere=True)
 

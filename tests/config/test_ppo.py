@@ -74,8 +74,6 @@ def test_no_critic_is_needed(advantage):
          "gamma: found 0.9, expected the default 1.0: only advantage gae or reinforce++ reads it"),
         (GAE | {"importance": "sequence"},
          "importance: found sequence, expected token for advantage gae, whose advantages differ"),
-        (RLOO | {"policy_loss": "cispo", "dual_clip": 3.0},
-         "dual_clip: found 3.0, expected null for policy_loss cispo"),
         (RLOO | {"overlong_penalty": 1.0, "sampling": {"max_response_tokens": 100}},
          "overlong_buffer: found 128, expected at most sampling.max_response_tokens 100"),
         (GAE | {"curriculum": {}},

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlhf_pipeline.checks import check, check_values
-from rlhf_pipeline.config.policies import GRPOConfig
+from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import (
@@ -179,6 +179,10 @@ def test_a_node_whose_block_is_null_needs_no_rows_and_a_policy_needs_its_block(p
     blocks["split"] = blocks["split"].model_copy(update={"weights": (0, 0, 1)})
     with pytest.raises(ConfigError, match="with 0 for reward_model"):
         check_phases(blocks, {"split", "dpo"})
+    blocks["split"] = blocks["split"].model_copy(update={"weights": (0, 1, 1)})
+    blocks["distill"] = DistillConfig(teacher="FOLDER", given_batch_size=4)
+    with pytest.raises(ConfigError, match="with 0 for sft"):
+        check_phases(blocks, {"split", "distill"})
 
 
 def test_grpo_needs_no_parameter_and_names_its_models_after_its_block():

@@ -15,7 +15,6 @@ from rlhf_pipeline.data.phase_files import PARTS, TABLES
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message, normalized
 from rlhf_pipeline.data.source import read
-from rlhf_pipeline.errors import DataError
 
 Make = Callable[..., Blend]
 Source = tuple[list[Example], dict[str, Any]]
@@ -89,17 +88,6 @@ def test_a_prompt_of_two_sources_lands_in_one_part(make: Make) -> None:
     assert plan.starts == [0, 20, 40]
     assert plan.counts["merged"] == plan.counts["left_out"] == [0, 0]
     assert [plan.distinct(plan.prompt_keys, part) for part in PARTS] == [2, 2, 3, 7, 6, 0]
-
-
-def test_without_a_usable_prompt_the_parts_are_empty(make: Make) -> None:
-    with pytest.raises(
-        DataError, match=r"^sft, reward_model, ppo: found none of 0 distinct conversations"
-    ):
-        make([], [], **NOTHING_HELD_OUT)
-    with pytest.raises(
-        DataError, match=r"^sft, reward_model, ppo: found none of 0 distinct conversations"
-    ):
-        make(([asked("a", "demonstration")], {"phases": ("ppo",)}), **NOTHING_HELD_OUT)
 
 
 # --- what an earlier source has -------------------------------------------------------------------

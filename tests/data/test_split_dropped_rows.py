@@ -113,7 +113,24 @@ def test_a_phase_without_a_row_to_validate_on_is_refused(write_records, prepare:
     few = write_records("few", *comparisons, *(asked(f"Shown {n}?", "So.") for n in range(10)))
     with pytest.raises(
         DataError,
-        match=r"^reward_model/validation\.arrow: found 0 rows, .* Fix: add data that "
-        r"reward_model can use",
+        match=r"^reward_model/validation\.arrow: found 0 rows, .* Fix: add data, raise",
     ):
         prepare(few, weights=(1, 1, 0), validation_fraction=0.2, test_fraction=0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "held_out", "empty"),
+    [
+        (0, 0, "sft/train.arrow, reward_model/train.arrow, ppo/train.arrow"),
+        (1, 0, "sft/train.arrow, ppo/train.arrow"),  # quotas 0.2, 0.4 and 0.4
+        (2, 0, "sft/train.arrow"),
+        (4, 0.02, "evaluation/test.arrow, sft/validation.arrow, reward_model/validation.arrow, "
+         "ppo/validation.arrow"),
+    ],
+)  # fmt: skip
+def test_a_file_that_gets_no_prompt_is_refused_before_texts_are_read(
+    write_records, prepare: Prepare, prompts: int, held_out: float, empty: str
+) -> None:
+    given = write_records("few", *(asked(f"{n}?", "~" * 300, "No.") for n in range(prompts)))
+    with pytest.raises(DataError, match=f"^{empty}: found 0 rows, expected at least 1. Fix: add"):
+        prepare(given, weights=(2, 4, 4), validation_fraction=held_out, test_fraction=held_out)

@@ -258,7 +258,7 @@ def test_a_task_may_fall_by_as_much_as_is_allowed():
     tasks = {"arc": task(0.7 - 0.75), "copy": task(-0.125), "letters": task(0.25)}
     given = evidence(rng, policy(rng, 0.9), tasks=tasks)
     assert decide(given, CONFIG).refusals == [
-        "acc of task copy against SFT: found 0.625, a change of -0.125 (95%: -0.150 to -0.100), "
+        "acc of task copy against SFT: found a change of -0.125 (95%: -0.150 to -0.100), "
         "expected a fall of at most 0.05 (register.max_task_drop)"
     ]
     assert not decide(given, RegisterConfig(max_task_drop=0.125)).refusals

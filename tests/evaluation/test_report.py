@@ -40,6 +40,7 @@ EVALUATION = {
     "decoding": {"temperature": 0.7, "max_response_tokens": 64},
     "judge": "gold",
     "answers_per_prompt": 1,
+    "differing": 0.5,
     "judges": {
         "gold": {"state": "independent", "by": {}},
         "score": {"state": "optimized", "by": {"ppo": "rewards"}},
@@ -149,12 +150,11 @@ HARDLY = "PPO hardly differs from SFT: "
         (0.2, 0.0021, f"{HARDLY}KL 0.0021 nats, and 20.0% of the answers with equal draws differ."),
         (0.004, None, f"{HARDLY}0.4% of the answers with equal draws differ. Fix: train with a "),
         (0.2, 0.5, None),
-        (None, 0.5, None),  # of an earlier version
     ],
 )
 def test_a_policy_that_hardly_moved_is_a_sentence(differing, kl, found):
     evaluation = deepcopy(EVALUATION)
-    evaluation |= {} if differing is None else {"differing": differing}
+    evaluation["differing"] = differing
     ours = evaluation["policies"]["ppo"]
     del ours["kl"]
     ours |= {} if kl is None else {"kl": kl, "kl_upper": kl}

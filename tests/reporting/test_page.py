@@ -48,16 +48,6 @@ def test_what_is_absent_is_left_out(evaluation):
     assert "All parameters" not in page
 
 
-def test_an_evaluation_of_an_earlier_version_is_refused(evaluation):
-    folder = evaluation()
-    file = folder / "evaluation.json"
-    earlier = json.loads(file.read_text())
-    del earlier["judges"]
-    file.write_text(json.dumps(earlier))
-    with pytest.raises(ArtifactError, match="an evaluation of an earlier version"):
-        evaluation_page(sealed(folder), [], None)
-
-
 @pytest.mark.parametrize("changed", ["metrics.jsonl", "reward_report.json"])
 def test_changed_curves_and_reports_are_refused(evaluation, models, changed):
     (models[1] / "reward_report.json").write_text("{}")

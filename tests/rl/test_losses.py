@@ -45,34 +45,25 @@ def check(loss, parameter: Tensor, expected: float, gradient: list) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "dual_clip", "expected", "gradient"),
+    ("ratio", "advantage", "expected", "gradient"),
     [
-        (1.0, 2.0, None, -2.0, -2.0),
-        (1.0, -2.0, None, 2.0, 2.0),
-        (1.1, 2.0, None, -2.2, -2.2),
-        (0.9, -2.0, None, 1.8, 1.8),
-        (1.5, 2.0, None, -2.4, 0.0),  # min(3, 1.2 * 2): clipped, no gradient
-        (1.5, -2.0, None, 3.0, 3.0),  # min(-3, -2.4): not clipped, the ratio decreases
-        (0.5, 2.0, None, -1.0, -1.0),  # min(1, 0.8 * 2): not clipped, the ratio increases
-        (0.5, -2.0, None, 1.6, 0.0),  # min(-1, 0.8 * -2): clipped, no gradient
-        (5.0, -2.0, None, 10.0, 10.0),
-        (5.0, -2.0, 3.0, 6.0, 0.0),  # max(min(-10, -2.4), 3 * -2): beyond dual_clip
-        (2.0, -2.0, 3.0, 4.0, 4.0),  # max(-4, -6): within dual_clip
-        (5.0, 2.0, 3.0, -2.4, 0.0),  # min(10, 1.2 * 2): dual_clip ignores positive advantages
+        (1.0, 2.0, -2.0, -2.0),
+        (1.0, -2.0, 2.0, 2.0),
+        (1.1, 2.0, -2.2, -2.2),
+        (0.9, -2.0, 1.8, 1.8),
+        (1.5, 2.0, -2.4, 0.0),  # min(3, 1.2 * 2): clipped, no gradient
+        (1.5, -2.0, 3.0, 3.0),  # min(-3, -2.4): not clipped, the ratio decreases
+        (0.5, 2.0, -1.0, -1.0),  # min(1, 0.8 * 2): not clipped, the ratio increases
+        (0.5, -2.0, 1.6, 0.0),  # min(-1, 0.8 * -2): clipped, no gradient
+        (5.0, -2.0, 10.0, 10.0),
     ],
 )
-def test_policy_loss_on_both_sides_of_the_clips(ratio, advantage, dual_clip, expected, gradient):
+def test_policy_loss_on_both_sides_of_the_clips(ratio, advantage, expected, gradient):
     logprobs = torch.tensor([[-3.0 + math.log(ratio), NAN]], requires_grad=True)
     old, advantages = torch.tensor([[-3.0, NAN]]), torch.tensor([[advantage, NAN]])
     mask = torch.tensor([[True, False]])
-    loss = policy_loss(logprobs, old, advantages, mask, clip_range=0.2, dual_clip=dual_clip)
+    loss = policy_loss(logprobs, old, advantages, mask, clip_range=0.2)
     check(loss, logprobs, expected, [[gradient, 0.0]])
-
-
-def test_dual_clip_must_exceed_1():
-    x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"dual_clip: found 1\.0, expected more than 1 or None"):
-        policy_loss(x, x, x, ONE, clip_range=0.2, dual_clip=1.0)
 
 
 def test_policy_loss_accepts_the_current_logprobs_as_old_ones():

@@ -29,7 +29,7 @@ SHAPE = Shape.of(
      "intermediate_size": 400, "vocab_size": 1000, "tie_word_embeddings": True}
 )  # fmt: skip
 WEIGHTS = 740_900  # 4 * (4 * 100 * 100 + 3 * 100 * 400 + 2 * 100) + 1000 * 100 + 100
-ROWS = Rows(tokens=10, passes=2, computed=10, answers=5)
+ROWS = Rows(passes=2, computed=10, answers=5)
 GPUS = Hardware(2, gpu_memory=2**30)
 BUCKET = 50_000_000
 
@@ -277,7 +277,7 @@ def test_one_rank_reads_the_whole_model_that_zero_3_shards():
 def test_a_single_pass_on_the_cpu_frees_activations_for_gradients():
     """In fp32, 4 bytes for each weight; several passes need both at once."""
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-3}})
-    rows = [Rows(tokens=5000, passes=passes, computed=5000, answers=5) for passes in (1, 2)]
+    rows = [Rows(passes=passes, computed=5000, answers=5) for passes in (1, 2)]
     model = TrainedModel("sft", config)
     ((one,), (two,)) = (trained_model(model, SHAPE, Hardware(1), each)[1] for each in rows)
     assert two.total - one.total == 4 * WEIGHTS

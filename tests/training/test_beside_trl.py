@@ -60,11 +60,6 @@ GRPO_SETTINGS = {
         {"loss_type": "cispo", "epsilon_high": 1.4},
     ),
     "clip-higher": ({"clip_range_high": 0.28}, {"epsilon_high": 0.28}),
-    "delta": ({"dual_clip": 1.5}, {"delta": 1.5}),
-    "delta, sequences": (
-        {"dual_clip": 1.3, "denominator": "sequences"},
-        {"delta": 1.3, "loss_type": "grpo"},
-    ),
     "no deviation": ({"scale_rewards": "none"}, {"scale_rewards": "none"}),
     "deviation of the batch": ({"scale_rewards": "batch"}, {"scale_rewards": "batch"}),
     "gdpo": ({"advantage": "gdpo"}, {"multi_objective_aggregation": "normalize_then_sum"}),
@@ -75,7 +70,6 @@ GRPO_SETTINGS = {
     ),
     "gspo, tokens": (GSPO, TRL_GSPO),
     "gspo, constant": (GSPO | {"denominator": "constant"}, TRL_GSPO | {"loss_type": "dr_grpo"}),
-    "gspo, delta": (GSPO | {"dual_clip": 1.2}, TRL_GSPO | {"delta": 1.2}),
     "cispo of sequences": (
         GSPO | {"policy_loss": "cispo", "clip_range_high": 0.1},
         TRL_GSPO | {"loss_type": "cispo", "epsilon_high": 1.1},

@@ -126,5 +126,5 @@ def test_a_best_model_that_has_changed_is_not_exported(policy, make_best_models,
 
 
 def test_without_an_offer_there_is_nothing_to_export(policy, make_best_models):
-    with pytest.raises(ValueError, match="no model was offered"):
+    with pytest.raises(AssertionError, match="no model was offered"):
         make_best_models(1).finish()

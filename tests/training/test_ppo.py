@@ -186,19 +186,6 @@ def test_training_stops_beyond_the_kl_bound_and_exports_no_later_model(ppo_input
     assert not any("note" in record for record in earlier)
 
 
-@pytest.mark.parametrize(("rate", "notes"), [(1e-7, 1), (3e-2, 0)])
-def test_a_policy_that_hardly_moved_has_a_note(ppo_inputs, world, tmp_path, rate, notes):
-    actor = {"optimizer": {"learning_rate": rate, "warmup_fraction": 0.0, "eps": 1e-4}}
-    run_ppo(ppo_config(actor=actor), ppo_inputs, world, tmp_path)
-    found = [record["note"] for record in read_json_lines(tmp_path / "metrics.jsonl")
-             if "note" in record]  # fmt: skip
-    assert len(found) == notes
-    for note in found:
-        start, _, fix = note.partition(" nats. Fix: ")
-        assert start.startswith("the policy hardly moved: KL from its start ")
-        assert fix == "raise ppo.actor.optimizer.learning_rate (1e-07) or ppo.steps (2)"
-
-
 def test_each_evaluation_has_the_answers_to_the_same_prompts(
     generator, ppo_inputs, world, tmp_path
 ):

@@ -171,16 +171,16 @@ def test_a_rank_with_fewer_rows_that_train_computes_others(on_threads):
     assert [rows.tolist() for rows in second] == [[0], [3, 2]]
 
 
-def test_the_dual_clip_reaches_the_loss(ppo_inputs, world, tmp_path, monkeypatch):
-    dual_clips = []
+def test_the_clip_range_reaches_the_loss(ppo_inputs, world, tmp_path, monkeypatch):
+    clip_ranges = []
     original = losses.policy_loss
 
     @functools.wraps(original)
     def policy_loss(*args, **options):
-        dual_clips.append(options["dual_clip"])
+        clip_ranges.append(options["clip_range_high"])
         return original(*args, **options)
 
     monkeypatch.setattr(losses, "policy_loss", policy_loss)
-    config = ppo_config(dual_clip=3.0, steps=1, evaluations=1)
+    config = ppo_config(clip_range_high=0.3, steps=1, evaluations=1)
     run_ppo(config, ppo_inputs, world, tmp_path)
-    assert set(dual_clips) == {3.0}
+    assert set(clip_ranges) == {0.3}

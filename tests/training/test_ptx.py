@@ -14,12 +14,11 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import load_rows, micro_batches
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models, load_text
+from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models
 from rlhf_pipeline.training.ppo_update import update_minibatch, update_models
 
 BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
@@ -257,16 +256,6 @@ def test_text_is_trained_on_only_while_the_actor_trains(inputs, world, tmp_path)
     expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
     assert run.lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the first update
     assert run.setup.models.actor.global_steps == 1
-
-
-def test_ptx_without_text_fails(inputs, world, tmp_path):
-    job = job_of({name: path for name, path in inputs.items() if name != "pretraining"}, tmp_path)
-    with pytest.raises(
-        ArtifactError,
-        match=r"ppo\.ptx: the split has no plain text\. Fix: set split\.pretraining",
-    ):
-        load_text(job, config(), world)
-    assert load_text(job, config(ptx=None), world) is None
 
 
 def chain(rows, seed):

@@ -16,7 +16,7 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.evaluation.comparison import BASE_MODEL, EVALUATION, recorded
+from rlhf_pipeline.evaluation.comparison import BASE_MODEL, EVALUATION, read_evaluation
 from rlhf_pipeline.pipelines.preparation import base_model
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
@@ -55,7 +55,7 @@ class Policy:
         if not self.evaluations:
             return {}
         folder, name = self.evaluations[0]
-        return dict(recorded(folder)["policies"][name])
+        return dict(read_evaluation(folder)["policies"][name])
 
     def parameters(self) -> dict[str, Any]:
         """The parameters and the seeds of all stages, by their dotted names."""
@@ -189,7 +189,7 @@ class Ledger:
             for source, content in Manifest.read(path).inputs.items():
                 if content == digest and source.endswith("_model") and source != "reward_model":
                     own = source.removesuffix("_model")
-                    known = own if own in recorded(path)["policies"] else BASE_MODEL
+                    known = own if own in read_evaluation(path)["policies"] else BASE_MODEL
                     found.append((self.with_files(path), known))
         found.sort(key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
         return Policy(name, policy.stage, made_from, tuple(found), folder)

@@ -11,7 +11,7 @@ from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.config.base_model import COMMIT
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.evaluation.comparison import recorded
+from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import metric_rows, summary
 from rlhf_pipeline.hub import UNKNOWN, license_of
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -92,9 +92,8 @@ def _origin(manifest: Manifest) -> dict[str, str | None]:
 
 
 def _evaluation(policy: Policy) -> dict[str, Any] | None:
-    """The newest evaluation of the policy as a candidate, or else as SFT; none of old versions."""
-    read = ((recorded(f), name) for f, name in policy.evaluations)
-    found = [(compared, name) for compared, name in read if "rewards" in compared]
+    """The newest evaluation of the policy as a candidate, or else as SFT."""
+    found = [(read_evaluation(folder), name) for folder, name in policy.evaluations]
     if not found:
         return None
     own = (compared for compared, name in found if compared["candidate"] == name)

@@ -22,14 +22,14 @@ from rlhf_pipeline.commands.command import (
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS, POLICIES, samplers, shares_text
+from rlhf_pipeline.config.stages import BLOCKS, samplers
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model, published
-from rlhf_pipeline.sizing.work import LEAST_RATE_SUM, Work, limits, measured, stage_work
+from rlhf_pipeline.sizing.stages import measured
 from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
 
 COLUMNS = {
@@ -52,12 +52,8 @@ class Plan:
     shape: Shape
     hardware: Hardware
     is_measured: bool
-    """Whether rows and lengths are those of a published split."""
+    """Whether lengths are those of a published split."""
     fits: Mapping[str, Fit]
-    """By stage."""
-    works: Mapping[str, Work]
-    """By stage."""
-    split: SplitConfig
     numbers: Mapping[str, int]
     """What `micro_batch_tokens: auto` stands for, by parameter."""
 
@@ -81,7 +77,7 @@ def plan(
     project: Path, pipeline: str, model: str | None, gpu: str | None, gpus: str | None,
     check: bool, as_json: bool, env: str | None, conf_source: str | None, params: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Show the memory, steps and disk that each stage needs, and whether it fits.
+    """Show the memory that each stage needs, and whether it fits.
 
     Nothing is loaded or downloaded. Without --gpu and --gpus, the plan is for this machine.
     """
@@ -141,7 +137,7 @@ def make_plan(
 ) -> Plan:
     """Plan the stages among the nodes of a pipeline.
 
-    `splits` is the folder of the published splits, whose rows count if the parameters are theirs;
+    `splits` is the folder of published splits, whose lengths count if the parameters are theirs;
     `model` is the short name of a model that replaces `base_model`. Without `hardware`, the plan is
     for this machine. Raises ConfigError if nothing on this machine says the sizes of the model.
     """
@@ -150,21 +146,19 @@ def make_plan(
     else:
         config = BaseModelConfig.model_validate(parameters["base_model"])
         name = config.path or "the model of base_model.architecture"
-        known_shape = base_model_shape(config)
-        if known_shape is None:
+        if (known := base_model_shape(config)) is None:
             raise ConfigError(
                 f"base_model.path: found {config.path}, whose sizes are not known on this machine. "
                 "Fix: set it to a local folder with a config.json, or name a model of about its "
                 "size, such as --model opt-1.3b"
             )
-        shape = known_shape
+        shape = known
     hardware = hardware or hardware_at_hand(LaunchConfig.model_validate(parameters["launch"]))
     found = micro_batch_tokens(parameters, shape, hardware)
     numbers = {f"{stage}.micro_batch_tokens": number for stage, number in found.items()}
     parameters = changed(parameters, numbers)
     split = SplitConfig.model_validate(parameters["split"])
     lengths = None if splits is None else measured(splits, split)
-    known = limits(split) if lengths is None else lengths
     named = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
     stages = [stage for stage in named if parameters[stage] is not None]
     return Plan(
@@ -172,9 +166,7 @@ def make_plan(
         shape=shape,
         hardware=hardware,
         is_measured=lengths is not None,
-        fits={stage: find_fit(stage, parameters, shape, hardware, known) for stage in stages},
-        works={stage: stage_work(stage, parameters, shape, hardware, known) for stage in stages},
-        split=split,
+        fits={stage: find_fit(stage, parameters, shape, hardware, lengths) for stage in stages},
         numbers=numbers,
     )
 
@@ -193,7 +185,6 @@ def to_json(plan: Plan) -> str:
             "libraries": fit.memory.libraries,
             "models": {model.name: fit.memory.parts_of(model) for model in fit.memory.models},
             "main_memory": fit.memory.main_of_node(plan.hardware.ranks),
-            **asdict(plan.works[stage]),
         }
         for stage, fit in plan.fits.items()
     ]
@@ -209,40 +200,26 @@ def to_json(plan: Plan) -> str:
 
 
 def show(plan: Plan, output: Console) -> None:
-    """Print the plan as tables."""
+    """Print the plan as a table."""
     hardware = plan.hardware
     nodes = f"{hardware.nodes} nodes of " if hardware.nodes > 1 else ""
     each = f", {size_text(hardware.rank_memory)} each" if hardware.rank_memory else ""
     kind = hardware.name if hardware.on_gpu else "CPU rank"
     output.print(
-        f"[bold]{plan.model}[/]: {_count(plan.shape.parameters)} parameters, on "
-        f"{nodes}{hardware.ranks} x {kind}{each}"
+        f"[bold]{plan.model}[/]: {plan.shape.parameters:,} parameters, on {nodes}"
+        f"{hardware.ranks} x {kind}{each}"
     )
     output.print("\n[bold]Memory of a rank at its peak, GiB")
     output.print(_memory_table(plan))
-    output.print("\n[bold]Work of all ranks; disk and main memory of a node, GiB")
-    output.print(_work_table(plan))
     source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
-    output.print(f"[dim]Rows and lengths: {source}. {shares_text(plan.split)}.\n")
+    output.print(
+        f"[dim]Lengths: {source}. PPO's `generator: auto` counts as transformers; a run takes vllm "
+        "where a GPU has it.\n"
+    )
     for name, number in plan.numbers.items():
         output.print(f"{name}: auto is {number} here", highlight=False, soft_wrap=True)
     for stage, fit in plan.fits.items():
         output.print(verdict(stage, fit), highlight=False, soft_wrap=True)
-    for stage, work in plan.works.items():
-        if work.generator == "auto" and hardware.on_gpu:
-            output.print(
-                f"[dim]{stage}.generator is auto, counted as transformers: a run takes vllm where "
-                f"it is installed. --params={stage}.generator=vllm shows that.",
-                soft_wrap=True,
-            )
-        if stage in POLICIES and work.cannot_move:
-            output.print(
-                f"[yellow]{stage} hardly trains[/]: the learning rates of its {work.updates} "
-                f"updates sum to {work.rate_sum:.1e}, expected at least {LEAST_RATE_SUM:.0e}. Fix: "
-                f"raise {stage}.steps, {stage}.ppo_epochs or {stage}.actor.optimizer.learning_rate",
-                highlight=False,
-                soft_wrap=True,
-            )
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -261,23 +238,9 @@ def _memory_table(plan: Plan) -> Table:
             name = model.name.removeprefix(f"{stage}.")
             table.add_row(f"  {name}", *cells, _gib(sum(shown) + other))
         table.add_row("  [dim]libraries", *empty, f"[dim]{_gib(memory.libraries)}")
-    return table
-
-
-def _work_table(plan: Plan) -> Table:
-    counts = ("batch", "per\nrank", "micro\nbatches", "steps", "tokens", "FLOP")
-    sizes = ("check-\npoints", "models", "main\nmemory")
-    table = plain_table("stage", numbers=counts + sizes, gap=1)
-    for stage, work in plan.works.items():
-        main = plan.fits[stage].memory.main_of_node(plan.hardware.ranks)
-        table.add_row(
-            f"[bold]{stage}",
-            *map(str, (work.batch, work.rows_per_rank, work.micro_batches)),
-            "" if stage == "evaluate" else _count(work.steps),
-            _count(work.tokens),
-            "?" if work.flops is None else f"{work.flops:.1e}".replace("e+", "e"),
-            *map(_gib, (work.checkpoints, work.saved_models, main)),
-        )
+        if memory.on_gpu:
+            main = memory.main_of_node(plan.hardware.ranks)
+            table.add_row("  [dim]main memory", *empty, f"[dim]{_gib(main)}")
     return table
 
 
@@ -293,16 +256,6 @@ def verdict(stage: str, fit: Fit) -> str:
     if fit.changes is None:
         return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
     return f"{text}Fix: {fit.fix} ({after})"
-
-
-def _count(value: float | None) -> str:
-    """Such as 950, 1.2 M or 3.4 B; ? if it is not known."""
-    if value is None:
-        return "?"
-    if value < 10_000:
-        return f"{value:.0f}"
-    unit, name = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if each[0] <= value)
-    return f"{value / unit:.3g} {name}"
 
 
 def _gib(value: float) -> str:

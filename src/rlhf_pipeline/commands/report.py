@@ -9,7 +9,7 @@ from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.errors import ArtifactError, as_typed
-from rlhf_pipeline.evaluation.comparison import recorded
+from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import metric_value
 from rlhf_pipeline.reporting.page import evaluation_page, is_current
 from rlhf_pipeline.runtime.files import write_atomically
@@ -60,11 +60,11 @@ def runs(ledger: Ledger, console: Console) -> None:
     faults = []
     for folder in sorted(found.values(), key=lambda folder: folder.parent.name):
         try:
-            compared = recorded(folder)
+            compared = read_evaluation(folder)
         except ArtifactError as error:
             faults.append(str(error))
             continue
-        candidate, judge = compared["candidate"], compared.get("judge") or REWARD_MODEL
+        candidate, judge = compared["candidate"], compared["judge"]
         rate = compared["win_rates"][judge]
         table.add_row(
             folder.parent.name,

@@ -55,6 +55,11 @@ class Block(BaseModel):
         """Why values that are valid alone do not fit each other. The user sees the first reason."""
         yield from ()
 
+    def _given_but_unused(self, why: str) -> Iterator[str]:
+        for name in self.unused:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield f"{name}: found a value, expected none: {why}. Fix: remove {name}"
+
     def _fault(self, place: str, expected: str, fix: str = "") -> str:
         """What the parameter at a place of this block is, and what is expected instead."""
         value = attrgetter(place)(self)

@@ -51,15 +51,6 @@ class GRPOConfig(PPOConfig):
     """The policy in training. It starts from the SFT model, or without SFT from the base model."""
 
 
-UNUSED = (
-    *("advantage", *ADVANTAGE_OF, "critic", "rewards", "reward_model", "curriculum"),
-    *("score_clip", "missing_eos_penalty", "overlong_penalty", "old_logprobs"),
-    *("policy_loss", "importance", "clip_range", "clip_range_high", "dual_clip"),
-    "sampler_correction",
-)
-"""Fields of PPO that shape scores, advantages and ratios, of which a distillation has none."""
-
-
 class TeacherConfig(BaseModelConfig):
     """The model to learn from, its `path` alone or fields of `base_model`. It needs the tokenizer,
     the chat template and the end tokens of the student."""
@@ -83,10 +74,7 @@ class TeacherKLConfig(KLConfig):
     """KL above which training has diverged. None: no limit, since the student starts far away."""
 
     def _faults(self) -> Iterator[str]:
-        for name in self.unused:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                why = "a distillation minimizes the KL to the teacher, and holds it nowhere"
-                yield self._fault(name, f"none: {why}", f"remove {name}")
+        yield from self._given_but_unused("a distillation minimizes the KL to the teacher alone")
 
 
 class DistillConfig(PPOConfig):
@@ -102,7 +90,11 @@ class DistillConfig(PPOConfig):
 
     stage = sampler = "distill"
     has_teacher = True
-    unused = ("critic", *ADVANTAGE_OF, *UNUSED)
+    unused = (  # what shapes scores, advantages and ratios, of which a distillation has none
+        *("advantage", *ADVANTAGE_OF, "critic", "rewards", "reward_model", "curriculum"),
+        *("score_clip", "missing_eos_penalty", "overlong_penalty", "old_logprobs"),
+        *("policy_loss", "importance", "clip_range", "clip_range_high", "sampler_correction"),
+    )
 
     teacher: Annotated[
         TeacherConfig, BeforeValidator(lambda x: {"path": x} if isinstance(x, str) else x)
@@ -139,10 +131,5 @@ class DistillConfig(PPOConfig):
     """How the frozen teacher is loaded, also beside LoRA."""
 
     def _faults(self) -> Iterator[str]:
-        for name in UNUSED:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                yield (
-                    f"{name}: found a value, expected none: a distillation has neither scores nor "
-                    f"advantages nor ratios. Fix: remove {name}"
-                )
+        yield from self._given_but_unused("a distillation has neither scores nor advantages")
         yield from super()._faults()

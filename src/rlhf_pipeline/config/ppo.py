@@ -117,8 +117,6 @@ class PPOConfig(SavingConfig):
     `sampling.max_response_tokens` (Dr. GRPO, Liu et al. 2025)."""
     truncated: Literal["score", "mask"] = "score"
     """Whether a response that was cut trains: score, with its score; mask, no loss counts it."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio that counts for a token with a negative advantage (3 in Ye et al. 2020)."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the policy's mean entropy per token. Usually 0 in RLHF."""
     ptx: PtxConfig | None = None
@@ -278,8 +276,6 @@ class PPOConfig(SavingConfig):
             yield self._fault("kl.horizon", expected)
 
     def _score_and_loss_faults(self) -> Iterator[str]:
-        if self.policy_loss == "cispo" and self.dual_clip is not None:
-            yield self._fault("dual_clip", "null for policy_loss cispo", "remove dual_clip")
         if self.importance == "sequence" and self.advantage in _OF_TOKENS:
             differ = "whose advantages differ within a response"
             expected = f"token for advantage {self.advantage}, {differ}"

@@ -85,15 +85,11 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
     return split.model_copy(update={"weights": weights, "held_back": held_back})
 
 
-def shares(split: SplitConfig) -> dict[Phase, float]:
-    """The share of each phase of a positive weight in the conversations that train."""
-    weights = zip(PHASES, split.weights, strict=True)
-    return {phase: weight / sum(split.weights) for phase, weight in weights if weight}
-
-
 def shares_text(split: SplitConfig) -> str:
-    """Which share of the rows each phase gets, for a table's last line."""
-    found = ", ".join(f"{phase} {share:.0%}" for phase, share in shares(split).items())
+    """Which share of the conversations that train each phase gets, for a table's last line."""
+    weights = zip(PHASES, split.weights, strict=True)
+    shares = (f"{phase} {one / sum(split.weights):.0%}" for phase, one in weights if one)
+    found = ", ".join(shares)
     if split.held_back:
         found += f"; {split.held_back:.0%} of reward_model's train only the second one, a judge"
     return f"Training conversations that can serve each phase: {found}"

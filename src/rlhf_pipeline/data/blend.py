@@ -82,8 +82,8 @@ def blend(
 
     Rows that a source repeats within itself stay: two annotators who agree are two judgements. A
     row of several sources serves every phase that one of these sources may serve. `usable` has one
-    (rows,) bool for each source; False excludes a row. Raises DataError if a part gets no
-    conversation, some serve only phases of weight 0, or a prompt has two true answers.
+    (rows,) bool for each source; False excludes a row. Raises DataError if conversations serve only
+    phases of weight 0, or a prompt has two true answers.
     """
     rows = pa.concat_tables(sources, promote_options="default")  # some have no column `extra`
     starts = np.cumsum([0, *(table.num_rows for table in sources)])
@@ -227,8 +227,7 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
     sorted by SHA-256 of the bytes "split\\n<seed>\\n" and the key, then cut into runs of exact
     quotas, rounded by largest remainder, held-out parts first. `config.weights` divides the rest
     among the phases that the class can serve, so a phase that no class can serve gets nothing.
-    Raises DataError if a class can serve only phases of weight 0, or another part with a positive
-    share gets no conversation.
+    Raises DataError if a class can serve only phases of weight 0.
     """
     conversations, conversation_of_row = np.unique(_as_scalars(keys), return_inverse=True)
     servable = np.zeros(len(conversations), np.uint8)
@@ -239,7 +238,6 @@ def assign(keys: np.ndarray, serves: np.ndarray, config: SplitConfig, seed: int)
         members = ordered[servable[ordered] == bits]
         sizes = apportion(len(members), _shares(config, bits, len(members)))
         parts[members] = np.repeat(np.arange(len(sizes)), sizes)
-    _require_conversations(config, parts, servable)
     return parts[conversation_of_row]
 
 
@@ -317,26 +315,3 @@ def _shares(config: SplitConfig, bits: int, conversations: int) -> list[Fraction
 def _exact(number: float) -> Fraction:
     """The decimal that is written: 0.02 is 1/50, not the nearest binary fraction."""
     return Fraction(str(number))
-
-
-def _require_conversations(config: SplitConfig, parts: np.ndarray, servable: np.ndarray) -> None:
-    shares = (config.test_fraction, config.validation_fraction, *config.weights)
-    sizes = dict(zip(PARTS, np.bincount(parts, minlength=len(shares)), strict=False))
-    able: dict[str, int] = {
-        phase: int(np.count_nonzero(servable & phase_bits([phase]))) for phase in PHASES
-    }
-    given = zip(PARTS, shares, strict=False)
-    empty = [part for part, share in given if share > 0 and not sizes[part]]
-    if len(parts):  # what none of the conversations can serve needs none
-        empty = [part for part in empty if able.get(part, 1)]
-    if empty and not config.is_test:
-        found, serving = (
-            ", ".join(f"{name} {count}" for name, count in counts.items())
-            for counts in (sizes, able)
-        )
-        raise DataError(
-            f"{', '.join(empty)}: found none of {len(parts)} distinct conversations, expected at "
-            f"least 1 (sizes: {found}; able to serve: {serving}). Fix: add data, or set the share "
-            "of a part that you do not need to 0, in split.weights, validation_fraction or "
-            "test_fraction"
-        )

@@ -43,7 +43,6 @@ class File:
 
     @property
     def url(self) -> str:
-        """URL, or path of a local file."""
         return self.path if self.local else str(self.store.unstrip_protocol(self.path))
 
     @property
@@ -82,10 +81,8 @@ class Origin:
 
 
 def find_files(path: str) -> Location:
-    """Find the files at a local path or fsspec URL: a file, a glob, or a saved data set.
-
-    Raises DataError if no file was found, one has an unknown format, or the store is unreachable.
-    """
+    """Find the files at a local path or fsspec URL: a file, a glob, or a saved data set. Raises
+    DataError if no file was found, one has an unknown format, or the store is unreachable."""
     with explain_store_errors(path):
         store, root = fsspec.url_to_fs(_with_query(path))
         store.invalidate_cache()  # files may have changed since an earlier listing

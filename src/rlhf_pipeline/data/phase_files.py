@@ -41,7 +41,6 @@ class Table:
     """One prepared file."""
 
     path: str
-    """Relative to the folder of all prepared files."""
     part: Part
     """The part whose prompts it contains."""
     phase: Phase | None
@@ -86,13 +85,11 @@ class PhaseFile:
 
     table: Table
     output: Path
-    """The folder of all files."""
     wanted: np.ndarray
     """(N,) bool: the rows of the blend that belong to the file."""
     duplicates_merged: int
     """Rows left out because of a repeated prompt."""
     has_extra: bool = False
-    """Whether a source carries further columns."""
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)

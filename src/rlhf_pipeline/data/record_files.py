@@ -135,12 +135,6 @@ def mapped(path: Path) -> pa.Table:
     return table
 
 
-def fix_of(reason: str) -> str:
-    """The fix for a file with a fault in most rows."""
-    columns = "correct the source's `columns` or the file: most rows are bad."
-    return TO_UTF8 if reason == NOT_UTF8 else columns
-
-
 class ArrowWriter:
     """Writes an Arrow IPC stream in batches. The same batches give the same bytes."""
 
@@ -234,11 +228,9 @@ class RowCounts:
 
     rows: int = 0
     bad: Counter[str] = field(default_factory=Counter)
-    """Broken rows by reason."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Sound rows without anything to learn from, by reason."""
     first_bad: list[tuple[str, str]] = field(default_factory=list)
-    """Place and reason of the first bad rows."""
 
     def add_unused(self, place: str, row: Unused) -> None:
         (self.bad if row.bad else self.skipped)[row.reason] += 1
@@ -253,8 +245,10 @@ class RowCounts:
             shown = self.first_bad[:_SHOWN_BAD_ROWS]
             listed = "".join(f"\n  {place}: {reason}" for place, reason in shown)
             reason, _ = self.bad.most_common(1)[0]
-            fix = fix_of(reason)
-            if 2 * bad <= self.rows and reason != NOT_UTF8:
+            fix = "correct the source's `columns` or the file: most rows are bad."
+            if reason == NOT_UTF8:
+                fix = TO_UTF8
+            elif 2 * bad <= self.rows:
                 enough = f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
                 fix = f"correct these rows, or set split.max_bad_fraction to at least {enough}"
             raise DataError(

@@ -21,7 +21,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
 
-_MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps", "several_rows")
+_MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps")
 """The modules of the folder `sources`, in the order of docs/data.md. After a change to one of them,
 only its sources are read again."""
 
@@ -153,10 +153,8 @@ class FirstRows(dict[str, Example]):
 
 
 def first_rows(config: SourceConfig, max_bad_fraction: float) -> FirstRows:
-    """The examples in a source's first rows.
-
-    Raises DataError if a file is missing, empty or damaged, or too many of the rows are bad.
-    """
+    """The examples in a source's first rows. Raises DataError if a file is missing, empty or
+    damaged, or too many of the rows are bad."""
     limit, source, found = 1000, find_source(config.name), FirstRows()
     if source.generate is not None:
         limit = len(config.tasks or range(8))

@@ -5,9 +5,8 @@ python -m rlhf_pipeline.data.split job.json
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +74,7 @@ def split_sources(
     The same arguments give the same bytes. Memory grows by a few dozen bytes per record, and by the
     first turns of the held-out ones. `sources` and `pretraining` are folders of records, in the
     order of the configuration. Returns the report, see `split_report`. Raises DataError if too many
-    rows are bad, a text is too long, a part gets no conversation, or a prompt has two true answers;
+    rows are bad, a text is too long, a file gets no row, or a prompt has two true answers;
     ArtifactError if the tokenizer or its chat template is unsuitable.
     """
     read = [examples(folder) for folder in sources]
@@ -88,6 +87,7 @@ def split_sources(
     files = {
         table.path: PhaseFile(table, output, *plan.rows(table), extra) for table in tables(config)
     }
+    _require_rows(files, config, config.unserved(plan.kinds()))
     batches = _needed_batches(config, read, plan.references, list(files.values()))
     progress = RowProgress(metrics_file, len(plan.parts))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
@@ -109,8 +109,6 @@ def split_sources(
         progress.at(int(batch.numbers[-1]) + 1)
     for file in files.values():
         file.close()
-    _require_rows(files, config, config.unserved(plan.kinds()))
-
     report = build_report(config, labels, counts, plan, files, lengths)
     report["examples"] = first_examples(output, tokenizer)
     if config.pretraining is not None:
@@ -168,26 +166,25 @@ def _unique_labels(sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def _require_rows(
-    files: dict[str, PhaseFile], config: SplitConfig, unserved: Sequence[Phase]
+    files: Mapping[str, PhaseFile], config: SplitConfig, unserved: Collection[Phase]
 ) -> None:
-    parts = {"train": 1.0, "validation": config.validation_fraction}
-    if config.held_back and not files[f"{JUDGE_MODEL}/train.arrow"].rows:
+    """Raise DataError for files that have a share of the data and get no row of it."""
+    shares = {"evaluation/test.arrow": config.test_fraction}
+    shares[f"{JUDGE_MODEL}/train.arrow"] = config.held_back or 0.0
+    for phase, weight in zip(PHASES, config.weights, strict=True):
+        share = 0.0 if phase in unserved else weight
+        shares[f"{phase}/train.arrow"] = share
+        shares[f"{phase}/validation.arrow"] = share * config.validation_fraction
+    found = {path for path, file in files.items() if file.wanted.any()}
+    # Labelled answers without comparisons serve KTO alone.
+    found |= {path.replace("kto", "reward_model") for path in found}
+    empty = [path for path, share in shares.items() if share and path not in found]
+    if empty and not config.is_test:
         raise DataError(
-            f"evaluate.judge_model.held_back: found 0 comparisons in {config.held_back:g} of those "
-            "of the reward model, expected at least 1. Fix: raise it, or add data"
+            f"{', '.join(empty)}: found 0 rows, expected at least 1. Fix: add data, raise their "
+            "share in split.weights, validation_fraction, test_fraction or "
+            "evaluate.judge_model.held_back, or set it to 0"
         )
-    for (phase, weight), part in product(zip(PHASES, config.weights, strict=True), parts):
-        path = f"{phase}/{part}.arrow"
-        rows = files[path].rows
-        if phase == "reward_model":  # labelled answers without comparisons serve KTO alone
-            rows += files[f"kto/{part}.arrow"].rows
-        is_wanted = weight > 0 and phase not in unserved and parts[part] > 0
-        if is_wanted and not rows and not config.is_test:
-            raise DataError(
-                f"{path}: found 0 rows, expected at least 1. Fix: add data that {phase} can "
-                "use, raise split.validation_fraction, or set the phase's weight in "
-                "split.weights to 0."
-            )
 
 
 def pack(

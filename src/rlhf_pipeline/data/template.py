@@ -59,10 +59,8 @@ def fix_date(tokenizer: Tokenizer, day: date) -> None:
 def render_prompts(
     tokenizer: Tokenizer, ids: Sequence[str], prompts: Sequence[Conversation]
 ) -> list[str]:
-    """Render prompts with the template's generation prompt.
-
-    Raises ArtifactError if the tokenizer has no chat template, or its template rejects a dialogue.
-    """
+    """Render prompts with the template's generation prompt. Raises ArtifactError if the tokenizer
+    has no chat template, or its template rejects a dialogue."""
     return render_dialogues(tokenizer, ids, prompts, add_generation_prompt=True)
 
 

@@ -25,7 +25,6 @@ class TokenContract:
     vocabulary_digest: str
     """SHA-256 of the tokenizer's vocabulary, merges and added tokens."""
     chat_template_digest: str
-    """SHA-256 of the chat template."""
     pad_id: int
     eos_ids: tuple[int, ...]
     """The tokens that end a response, see `end_tokens`."""
@@ -44,10 +43,8 @@ class TokenContract:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, model_eos: int | Sequence[int] | None = None) -> Self:
-        """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`.
-
-        Raises ArtifactError if EOS or padding is missing, one token is both, or an EOS is unfit.
-        """
+        """The contract of a tokenizer and of a model with these EOS ids, see `end_tokens`. Raises
+        ArtifactError if EOS or padding is missing, one token is both, or an EOS is unfit."""
         eos_ids = end_tokens(tokenizer, model_eos)
         if tokenizer.pad_token_id is None or tokenizer.pad_token_id in eos_ids:
             ends = tokenizer.convert_ids_to_tokens(list(eos_ids))
@@ -75,7 +72,6 @@ class TokenContract:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the contract stored with a model."""
         path = folder / NAME
         if not path.is_file():
             raise ArtifactError(
@@ -86,7 +82,6 @@ class TokenContract:
         return cls(**fields | {"eos_ids": tuple(fields["eos_ids"])})
 
     def write(self, folder: Path) -> None:
-        """Store the contract with a model."""
         (folder / NAME).write_text(json.dumps(asdict(self), indent=2))
 
 

@@ -45,9 +45,7 @@ class Limited:
 
     ids: list[int]
     dropped: str | None = None
-    """Why the row is dropped, if it is."""
     cut: str | None = None
-    """What was cut, if anything."""
 
 
 def tokenize(
@@ -129,9 +127,7 @@ def limited(
     bos_id: int | None = None,
 ) -> Limited:
     """Apply the limit: a cut prompt keeps BOS and the newest tokens, an answer its beginning.
-
-    Raises DataError if the text is longer, and `over_long_*` is "error".
-    """
+    Raises DataError if the text is longer, and `over_long_*` is "error"."""
     kind, what = ("prompt", "prompt") if text == "prompt" else ("response", f"{text} answer")
     key, setting = f"max_{kind}_tokens", f"over_long_{kind}s"
     limit, action = getattr(config, key), getattr(config, setting)

@@ -223,10 +223,8 @@ def _by_reward_model(
 
 
 def _model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[str, Judge]]:
-    """Load the further reward models, one after the other, with their names.
-
-    Raises ArtifactError if one reads other tokens than the policies, and `retokenize` is off.
-    """
+    """Load the further reward models, one after the other, with their names. Raises ArtifactError
+    if one reads other tokens than the policies, and `retokenize` is off."""
     setup, contracts = setups[0], [setup.contract for setup in setups]
     for index, judge in enumerate(setup.config.judges):
         if isinstance(judge, ModelJudge):

@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_MODEL, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
 from rlhf_pipeline.data.sources.synthetic import gold_parts
-from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.manifest import verified
 from rlhf_pipeline.statistics import (
     cross_pairs,
@@ -32,7 +32,6 @@ from rlhf_pipeline.statistics import (
     win_rate,
 )
 from rlhf_pipeline.text_statistics import (
-    common_phrase,
     distinct_n,
     final_answer,
     refuses,
@@ -108,20 +107,9 @@ def baseline_of(evaluation: Mapping[str, Any]) -> str:
     return str(next(iter(evaluation["policies"])))
 
 
-def recorded(folder: Path) -> dict[str, Any]:
-    """The evaluation in a folder, by any version. Raises ArtifactError if it was changed."""
-    evaluation: dict[str, Any] = json.loads(verified(folder, EVALUATION).read_text())
-    return evaluation
-
-
 def read_evaluation(folder: Path) -> dict[str, Any]:
-    """As `recorded`. Raises ArtifactError also if an earlier version made the evaluation."""
-    evaluation = recorded(folder)
-    if "judges" not in evaluation:
-        raise ArtifactError(
-            f"{folder}: found an evaluation of an earlier version, expected one that says which "
-            "judges are independent. Fix: `kedro run --from-nodes=evaluate`"
-        )
+    """The evaluation in a folder. Raises ArtifactError if it was changed."""
+    evaluation: dict[str, Any] = json.loads(verified(folder, EVALUATION).read_text())
     return evaluation
 
 
@@ -166,10 +154,8 @@ def deciding_judge(standings: Mapping[str, Standing]) -> str:
 
 
 def complete_judges(answers: list[Answer]) -> list[str]:
-    """The judges, in their order. The gold score takes part only if every answer has one.
-
-    Raises StageError if another judge has no score for an answer.
-    """
+    """The judges, in their order. The gold score takes part only if every answer has one. Raises
+    StageError if another judge has no score for an answer."""
     missing = Counter(judge for a in answers for judge, score in a.scores.items() if score is None)
     for judge in missing.keys() - {GOLD}:
         raise StageError(
@@ -276,7 +262,6 @@ def _independent(
 
 
 def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, Any]:
-    """The win rate of answers with equal draws, its exact test, and the gain."""
     scores = scores_by(ours, judge), scores_by(theirs, judge)
     rate, gain = (win_rate(*scores), with_ends("gain", standardized_gain(*scores)))
     return asdict(rate) | gain | {"p_value": sign_test(rate.wins, rate.losses)}
@@ -317,7 +302,6 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
         "distinct_1": distinct_n(texts, 1),
         "distinct_2": distinct_n(texts, 2),
         "repetition": float(np.mean([repetition(text) for text in texts])),
-        "phrase_share": common_phrase(texts)[1],
     }
 
 

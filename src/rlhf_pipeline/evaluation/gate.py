@@ -217,20 +217,14 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     what = f"spread of the scores relative to {sft}'s"
     yield Check(what, f"{spread:.2f}", expected, "min_score_spread", spread >= least)
 
-    for name, (before, after) in _right_answers(baseline, candidate).items():
-        change, lower, upper = difference(after, before)
+    changes = _right_answers(baseline, candidate)
+    for name, task in evidence.tasks.items():
+        changes[f"{task['metric']} of task {name}"] = task["change"], task["lower"], task["upper"]
+    for name, (change, lower, upper) in changes.items():
         found = f"a change of {change:+.3f} (95%: {lower:+.3f} to {upper:+.3f})"
         expected = f"a fall of at most {config.max_task_drop:g}"
-        passed = change + config.max_task_drop > -1e-9
-        yield Check(f"{name} against {sft}", found, expected, "max_task_drop", passed)
-
-    for name, task in evidence.tasks.items():
-        change, interval = task["change"], f"{task['lower']:+.3f} to {task['upper']:+.3f}"
-        what = f"{task['metric']} of task {name} against {sft}"
-        found = f"{task['value']:.3f}, a change of {change:+.3f} (95%: {interval})"
-        expected = f"a fall of at most {config.max_task_drop:g}"
         passed = change + config.max_task_drop > -1e-9  # differences of shares are rounded
-        yield Check(what, found, expected, "max_task_drop", passed)
+        yield Check(f"{name} against {sft}", found, expected, "max_task_drop", passed)
 
 
 def _at_equal_length(
@@ -256,10 +250,10 @@ def _at_equal_length(
 
 def _right_answers(
     baseline: list[Answer], candidate: list[Answer]
-) -> dict[str, tuple[list[list[float]], list[list[float]]]]:
-    """The strict and the lenient accuracy of both policies, on prompts with a true answer."""
+) -> dict[str, tuple[float, float, float]]:
+    """The change of the strict and the lenient accuracy, on prompts with a true answer."""
     unknown = {answer.row for answer in (*baseline, *candidate) if answer.right is None}
     both = ([a for a in given if a.row not in unknown] for given in (baseline, candidate))
     before, after = (accuracies(given) if given else {} for given in both)
     kinds = [kind for kind in ("strict_accuracy", "lenient_accuracy") if kind in before]
-    return {kind.replace("_", " "): (before[kind], after[kind]) for kind in kinds}
+    return {kind.replace("_", " "): difference(after[kind], before[kind]) for kind in kinds}

@@ -179,7 +179,7 @@ def _imported(lineage: Iterable[Record]) -> set[tuple[tuple[str, str], ...]]:
 
 
 def _is_incomplete(policy: Manifest) -> bool:
-    """Whether the lineage lacks the record of a model, because an earlier version made it."""
+    """Whether the lineage lacks the record of a model, such as a teacher from elsewhere."""
     inputs = [record["inputs"] for record in policy.lineage]
     asked = {given[name] for given in inputs for name in _MODELS if name in given}
     return not asked <= policy.ancestors.keys()

@@ -37,7 +37,6 @@ from rlhf_pipeline.evaluation.comparison import (
     reward_title,
     score_name,
 )
-from rlhf_pipeline.text_statistics import FEW_DIFFER, SMALL_KL
 
 METRICS = {  # label and number format; z: a rounded zero has no sign
     "gold_core": ("gold score of the core", "z.2f"),
@@ -55,10 +54,13 @@ METRICS = {  # label and number format; z: a rounded zero has no sign
     "distinct_1": ("distinct words", "z.3f"),
     "distinct_2": ("distinct word pairs", "z.3f"),
     "repetition": ("repeated word triples of an answer", "z.3f"),
-    "phrase_share": ("answers with the most common four words", "z.3f"),
 }
 
 ABSENT = "-"
+SMALL_KL = 0.02
+"""KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
+prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
+FEW_DIFFER = 0.05  # share of answers
 TITLES = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
 TITLES |= {"distill": "distillation"}
 BAR = 40  # columns of the bar of wins, ties and losses
@@ -132,7 +134,7 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
     """Sentences if the policies hardly differ, and if most answers of one were cut."""
     names, policies, candidate = titles(evaluation), evaluation["policies"], evaluation["candidate"]
     ours, baseline = policies[candidate], baseline_of(evaluation)
-    differ = evaluation.get("differing", 1.0)  # an earlier version has not counted them
+    differ = evaluation["differing"]
     if differ < FEW_DIFFER or ours.get("kl_upper", 1.0) < SMALL_KL:
         kl = f"KL {ours['kl']:z.2g} nats, and " if "kl" in ours else ""
         yield (
@@ -154,7 +156,6 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _change(change: Mapping[str, float], form: str) -> str:
-    """A difference with its interval."""
     return "{change:F} [{lower:F}, {upper:F}]".replace("F", form).format(**change)
 
 

@@ -10,7 +10,10 @@ Policy and judges work as in an evaluation, one model at a time. An interrupted 
 
 import json
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
@@ -19,8 +22,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL
-from rlhf_pipeline.config.rewards import SampleReward, TrainedReward
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
+from rlhf_pipeline.config.rewards import PairwiseJudge, SampleReward, TrainedReward
 from rlhf_pipeline.config.sample import Kind, SampleConfig, TableConfig
 from rlhf_pipeline.data.phase_files import COMPARISON, DEMONSTRATION
 from rlhf_pipeline.data.record_files import ArrowWriter
@@ -30,10 +33,10 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.answering import Setup, answer_all, in_order, judge_all
 from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.judges import load_judges
-from rlhf_pipeline.evaluation.knockout import judge_groups
+from rlhf_pipeline.evaluation.judges import load_judges, outcomes_of
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.rollout.chat_model import reply_folder
+from rlhf_pipeline.rollout.chat_model import ChatModel, reply_folder
+from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
@@ -41,6 +44,8 @@ from rlhf_pipeline.runtime.program import run_program
 PARTS = ("train", "validation")
 Sample = dict[str, Any]
 """A prompt with its answers: a line of `samples.jsonl`, and the tokens."""
+Match = tuple[int, int]
+"""The numbers of two answers that a judge compares."""
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -89,6 +94,64 @@ def main(job: LaunchedJob) -> dict[str, float]:
     return metrics
 
 
+def judge_groups(
+    drawn: Sequence[Answer], config: EvaluateConfig, cache: Path, *, cut: bool
+) -> list[Answer]:
+    """Let chat models compare the answers of a policy to the same prompt, on rank 0 alone.
+
+    An answer gets 1 for each win and -1 for each loss, as in `judge_pairs`, which raises the same.
+    Answers that were cut play only if `cut` is set.
+    """
+    playing = [i for i, one in enumerate(drawn) if cut or one.ended]
+    fields = [list(own) for _, own in groupby(playing, key=lambda i: drawn[i].row)]
+    texts, answers = [(one.prompt, one.response) for one in drawn], list(drawn)
+    for judge in config.judges:
+        if isinstance(judge, PairwiseJudge):
+            model = ChatModel(judge.openai, cache, config.place_of(judge))
+            with heartbeat.scored_by(judge.label):
+                points = knock_out(fields, partial(_decide, texts, model))
+            answers = [
+                replace(one, scores=one.scores | {judge.label: points.get(i, 0.0)})
+                for i, one in enumerate(answers)
+            ]
+    return answers
+
+
+def _decide(
+    texts: Sequence[tuple[str, str]], model: ChatModel, matches: Sequence[Match]
+) -> list[float]:
+    return outcomes_of([(*texts[one], texts[two][1]) for one, two in matches], model)
+
+
+def knock_out(
+    fields: Sequence[Sequence[int]], decide: Callable[[Sequence[Match]], Sequence[float]]
+) -> Mapping[int, float]:
+    """Wins minus losses of all players; n of a field play about 3n/2 matches.
+
+    `decide` gives 1 for a match that the first player wins, -1 for the second one, 0 for a draw.
+    All fields play a round together. The winners of the first one play on for the best place, its
+    losers for the worst one. After a draw, the player with more points counts as the winner. One of
+    an odd number waits, and plays first in the next round.
+    """
+    points: dict[int, float] = defaultdict(float)
+    # With the places in a pair, better and worse, from which players stay.
+    brackets: list[tuple[Sequence[int], tuple[int, ...]]] = [(field, (0, 1)) for field in fields]
+    while brackets := [each for each in brackets if len(each[0]) > 1]:
+        pairs = [list(zip(field[::2], field[1::2], strict=False)) for field, _ in brackets]
+        matches, ranked = [match for own in pairs for match in own], {}
+        for (one, two), outcome in zip(matches, decide(matches), strict=True):
+            points[one] += outcome
+            points[two] -= outcome
+            lead = outcome or points[one] - points[two]
+            ranked[one, two] = (one, two) if lead >= 0 else (two, one)
+        brackets = [
+            ([*field[2 * len(own) :], *(ranked[match][place] for match in own)], (place,))
+            for (field, places), own in zip(brackets, pairs, strict=True)
+            for place in places
+        ]
+    return points
+
+
 def totals(answers: Sequence[Answer], config: SampleConfig) -> list[float]:
     """The score of each answer to a prompt: the weighted sum of all sources of rewards."""
 
@@ -121,10 +184,8 @@ def choose(
 def write(
     samples: Sequence[Sample], folder: Path, kind: Kind, ranks: int, min_score: float | None = None
 ) -> dict[str, float]:
-    """Write all answers, and the rows of both parts; return the metrics.
-
-    Raises StageError if a part has fewer rows than the ranks that are to train on it.
-    """
+    """Write all answers, and the rows of both parts; return the metrics. Raises StageError if a
+    part has fewer rows than the ranks that are to train on it."""
     folder.mkdir(exist_ok=True)
     with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
         for one in samples:

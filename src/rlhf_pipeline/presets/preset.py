@@ -60,7 +60,6 @@ class Preset:
     settings: Mapping[str, Value]
     """Values by dotted name, with the source or reason of each."""
     memory: Mapping[str, StageMemory]
-    """By stage."""
 
     @property
     def name(self) -> str:

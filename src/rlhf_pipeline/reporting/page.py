@@ -55,9 +55,7 @@ def evaluation_page(
     evaluation: Path, artifacts: Iterable[Path], registration: Mapping[str, Any] | None
 ) -> str:
     """The page of an evaluation; it shows the models among the artifacts that it was made from.
-
-    Raises ArtifactError if an earlier version made the evaluation, or a file was changed.
-    """
+    Raises ArtifactError if a file was changed."""
     compared = read_evaluation(evaluation)
     manifest = Manifest.read(evaluation)
     models = {Manifest.read(folder).stage: folder for folder in artifacts}

@@ -99,7 +99,6 @@ def policy_loss(
     *,
     clip_range: float,
     clip_range_high: float | None = None,
-    dual_clip: float | None = None,
     importance: Importance = "token",
     reduce: Reduce = reduced,
 ) -> LossSum:
@@ -107,28 +106,18 @@ def policy_loss(
 
         clipped_t = clip(ratio_t, 1 - clip_range, 1 + clip_range_high)
         surrogate_t = min(ratio_t * A_t, clipped_t * A_t)
-        surrogate_t = max(surrogate_t, dual_clip * A_t)     where A_t < 0, if dual_clip is set
-        L = -sum_t surrogate_t                              summed by `reduce`
+        L = -sum_t surrogate_t          summed by `reduce`
 
-    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; dual clip: Ye et al.,
-    https://arxiv.org/abs/1912.09729, equation 5; a range of its own upwards: DAPO, Yu et al.,
-    https://arxiv.org/abs/2503.14476, equation 10; ratios of sequences: GSPO.
-
-    Without `clip_range_high`, `clip_range` holds upwards, too. Raises ValueError if dual_clip, the
-    largest ratio that counts for a negative advantage, is not above 1.
+    Source: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; a range of its own
+    upwards: DAPO, Yu et al., https://arxiv.org/abs/2503.14476, equation 10; ratios of sequences:
+    GSPO. Without `clip_range_high`, `clip_range` holds upwards, too.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip: found {dual_clip}, expected more than 1 or None")
     ratio = importance_ratios(logprobs, old_logprobs, mask, importance=importance)
     high = clip_range if clip_range_high is None else clip_range_high
     advantages = torch.where(mask, advantages.detach().float(), 0.0)
     clipped_ratio = ratio.clamp(1 - clip_range, 1 + high)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    if dual_clip is not None:
-        surrogate = torch.where(
-            advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate
-        )
     return reduce(-surrogate, mask)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -27,6 +28,7 @@ from rlhf_pipeline.text_statistics import refuses
 
 if TYPE_CHECKING:
     from httpx2 import Response
+    from openai import OpenAI
 
 TOKENS = ("prompt_tokens", "completion_tokens")
 REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
@@ -89,30 +91,10 @@ class ChatModel:
         self.cache.mkdir(parents=True, exist_ok=True)
         os.utime(self.cache)  # the time of the last use
 
-        def reply(question: str) -> tuple[dict[str, Any], bool]:
-            messages = [{"role": "user", "content": question}]
-            request: dict[str, Any] = {"model": config.model, "messages": messages}
-            request["extra_body"] = config.request
-            text = json.dumps([url, request], sort_keys=True)
-            path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-            if (known := _stored(path)) is not None:
-                return known, True
-            completion = client.chat.completions.create(**request)
-            message = completion.choices[0].message
-            counts = {name: getattr(completion.usage, name, 0) for name in TOKENS}
-            found: dict[str, Any] = {n: x if isinstance(x, int) else 0 for n, x in counts.items()}
-            text = str(message.content or message.refusal or "")
-            found["text"] = text if len(secret) < 8 else text.replace(secret, "...")
-            own = path.with_name(uuid4().hex)  # another rank may ask the same
-            own.parent.mkdir(exist_ok=True)  # `kedro rlhf clean` may have removed it
-            write_atomically(own, json.dumps(found | {"sha256": json_digest([path.stem, found])}))
-            own.replace(path)
-            return found, False
-
         distinct, found, unusable = [*dict.fromkeys(questions)], dict[str, float | None](), []
         try:
             with ThreadPoolExecutor(config.concurrency) as pool:
-                replies = pool.map(reply, distinct)
+                replies = pool.map(partial(self._reply, client), distinct)
                 for question, (answer, known) in zip(distinct, replies, strict=True):
                     heartbeat.tick()
                     text = answer["text"]
@@ -137,6 +119,27 @@ class ChatModel:
                 f"(openai.request); to ask again, remove {self.cache}"
             )
         return found
+
+    def _reply(self, client: "OpenAI", question: str) -> tuple[dict[str, Any], bool]:
+        """The text and the tokens of a reply, and whether it was known already."""
+        messages = [{"role": "user", "content": question}]
+        request: dict[str, Any] = {"model": self.config.model, "messages": messages}
+        request["extra_body"] = self.config.request
+        text = json.dumps([self.config.base_url, request], sort_keys=True)
+        path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        if (known := _stored(path)) is not None:
+            return known, True
+        completion = client.chat.completions.create(**request)
+        message = completion.choices[0].message
+        counts = {name: getattr(completion.usage, name, 0) for name in TOKENS}
+        found: dict[str, Any] = {n: x if isinstance(x, int) else 0 for n, x in counts.items()}
+        text, secret = str(message.content or message.refusal or ""), client.api_key
+        found["text"] = text if len(secret) < 8 else text.replace(secret, "...")
+        own = path.with_name(uuid4().hex)  # another rank may ask the same
+        own.parent.mkdir(exist_ok=True)  # `kedro rlhf clean` may have removed it
+        write_atomically(own, json.dumps(found | {"sha256": json_digest([path.stem, found])}))
+        own.replace(path)
+        return found, False
 
     def _read(self, response: "Response") -> None:
         """Read the body of a response. Raises StageError if it would fill the memory."""

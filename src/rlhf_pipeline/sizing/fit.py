@@ -16,8 +16,7 @@ from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
 from rlhf_pipeline.sizing.models import Shape
-from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
-from rlhf_pipeline.sizing.work import Known, Load, Parameters
+from rlhf_pipeline.sizing.stages import Known, Load, Parameters, StageMemory, plan_stage
 
 USABLE = 0.92
 """Share of the memory that tensors can fill: the allocator leaves gaps, and GPUs with ECC have up
@@ -39,7 +38,6 @@ class Need:
 
     @property
     def is_met(self) -> bool:
-        """Whether the memory is enough, or unknown."""
         return self.available is None or self.found <= self.available
 
     def __str__(self) -> str:

@@ -42,7 +42,6 @@ class Hardware:
     main_memory: int | None = None
     """Bytes of each node; None: not known."""
     name: str = "CPU"
-    """Name of the GPU if it is known."""
     total: int | None = None
     """All ranks, if not every node has as many as `ranks`, the most."""
 

@@ -92,8 +92,6 @@ class Phase:
 class Lengths:
     """The training rows of a phase."""
 
-    rows: int | None
-    """None: not known before the split."""
     prompt: float
     """Mean tokens of a prompt."""
     response: float
@@ -116,8 +114,6 @@ class Lengths:
 class Rows:
     """Rows of one pass on one rank."""
 
-    tokens: int
-    """Tokens of a forward pass: the budget, or one longest row."""
     passes: int
     """Forward passes of an optimizer step (gradient accumulation)."""
     computed: int

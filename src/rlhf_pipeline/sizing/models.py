@@ -156,7 +156,6 @@ class PublishedModel:
     """A model on the hub."""
 
     path: str
-    """Its id."""
     config: Mapping[str, Any]
 
     @property

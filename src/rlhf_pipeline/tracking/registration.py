@@ -110,7 +110,7 @@ def register_evaluated(
     The gate reads the answers of the evaluation and those of the present champion to the same
     prompts, in the evaluation `answered`. `sources` are those of the data.
 
-    Raises StageError, see `register`, and ArtifactError if an earlier version made the evaluation.
+    Raises StageError, see `register`.
     """
     compared = read_evaluation(evaluation)
     candidate, baseline = compared["candidate"], baseline_of(compared)

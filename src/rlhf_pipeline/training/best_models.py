@@ -104,11 +104,10 @@ class BestModels:
     def finish(self) -> dict[str, float]:
         """Export the best model; return its step and metrics.
 
-        All ranks call this together. Raises ArtifactError if the saved best model has changed, for
-        example after an interruption, and ValueError if no model was offered.
+        All ranks call this together, after an offer. Raises ArtifactError if the saved best model
+        has changed, for example after an interruption.
         """
-        if self.best is None:
-            raise ValueError("no model was offered")
+        assert self.best is not None, "no model was offered"
         if self.world.rank == 0:
             self._export(self.best)
         self.forget_the_rest()

@@ -70,8 +70,7 @@ class DPOTask(PairTask):
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss; accuracy (a tie counts half), mean margin and means of the implicit rewards; with
-        `dpo.sft_coef` the negative log-likelihood of the chosen answers, nats per token.
-        """
+        `dpo.sft_coef` the negative log-likelihood of the chosen answers, nats per token."""
         pairs = sums["pairs"]
         likelihood = {"chosen_nll": sums["nll"] / pairs} if "nll" in sums else {}
         return likelihood | {

@@ -154,8 +154,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 def read_answers(comparisons: Path, labelled: Path) -> Rows:
     """The chosen answers of a file of comparisons, which are good, then the rejected ones, then the
-    labelled answers of the file of the same name. Nothing is copied.
-    """
+    labelled answers of the file of the same name. Nothing is copied."""
     pairs, columns = mapped(comparisons), ["prompt_ids", "response_ids", "label"]
     sides = [
         pa.table([pairs["prompt_ids"], pairs[name], pa.repeat(label, len(pairs))], columns)

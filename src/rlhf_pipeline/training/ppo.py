@@ -37,7 +37,6 @@ from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.text_statistics import SMALL_KL
 from rlhf_pipeline.training.experience import make_experience, value_offset
 from rlhf_pipeline.training.ppo_metrics import (
     quality_metrics,
@@ -118,8 +117,9 @@ def train(setup: Setup) -> None:
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
             evaluate(setup, log)
-        if note := note_of(setup, log, stops=stop):
-            log.further["note"] = note
+        best = setup.best[VALIDATION].best
+        if stop and best is not None:  # without a model to export, the stage fails
+            log.further["note"] = stop_note(config, log, best.step)
         log.write(due=stop or evaluates or step % config.log_every == 0)
         if stop:
             break
@@ -173,22 +173,12 @@ def exceeds_bound(metrics: dict[str, float], config: PPOConfig) -> bool:
     return config.kl.maximum is not None and metrics["objective/kl"] > config.kl.maximum
 
 
-def note_of(setup: Setup, log: StepLog, *, stops: bool) -> str | None:
-    """What a user should know about the step: why training stops, or that little has changed."""
-    config, kl, best = setup.config, log.metrics["objective/kl"], setup.best[VALIDATION].best
-    if stops and best is not None:  # without a model to export, the stage fails
-        return (
-            f"stopped after step {log.step} of {config.steps}: KL {kl:.2f} exceeds "
-            f"{config.stage}.kl.maximum {config.kl.maximum:g}; the best model within the limit, of "
-            f"step {best.step}, is exported"
-        )
-    kl = log.metrics.get(f"{VALIDATION}/kl_k3", kl)
-    if stops or log.step < config.steps or kl > SMALL_KL or config.has_teacher:
-        return None
+def stop_note(config: PPOConfig, log: StepLog, exported: int) -> str:
+    """Why training stops, and the step of the model that is exported."""
     return (
-        f"the policy hardly moved: KL from its start {kl:.2g} nats. Fix: raise "
-        f"{config.stage}.actor.optimizer.learning_rate ({config.actor.optimizer.learning_rate:g}) "
-        f"or {config.stage}.steps ({config.steps})"
+        f"stopped after step {log.step} of {config.steps}: KL {log.metrics['objective/kl']:.2f} "
+        f"exceeds {config.stage}.kl.maximum {config.kl.maximum:g}; the best model within the "
+        f"limit, of step {exported}, is exported"
     )
 
 
@@ -203,10 +193,8 @@ def next_kl_coef(kl_coef: float, kl: float, config: PPOConfig) -> float:
 
 
 def export(setup: Setup) -> dict[str, float]:
-    """Export the best model of each policy; return the metrics of the actor's.
-
-    Raises StageError if no evaluated model was within the KL bound.
-    """
+    """Export the best model of each policy; return the metrics of the actor's. Raises StageError if
+    no evaluated model was within the KL bound."""
     metrics, stage = {}, setup.config.stage
     for name, best in setup.best.items():
         if best.best is None:

@@ -53,6 +53,11 @@ def rollout_metrics(
         "objective/shaped_score": sums["shaped"] / count,
         "objective/clipped_fraction": sums["clipped"] / count,
     }
+    effective = {}
+    if "weight" in sums:  # Kish's effective sample size of the importance weights
+        squares = sums["tokens"] * sums["weight_squared"]
+        size = sums["weight"] ** 2 / squares if squares else 0.0
+        effective["rollout/effective_sample_size"] = size
     kl = sums.get("kl", 0.0)
     of_kl = {
         "objective/kl": kl / count,
@@ -66,14 +71,8 @@ def rollout_metrics(
         "rollout/eos_fraction": sums["ended"] / count,
         **{name: value / count for name, value in sums.items() if "/" in name},
         **({"value/mean": sums["values"] / sums["tokens"]} if "values" in sums else {}),
-        **({"rollout/effective_sample_size": _effective(sums)} if "weight" in sums else {}),
+        **effective,
     }
-
-
-def _effective(sums: dict[str, float]) -> float:
-    """Kish's effective sample size of the importance weights, as a share of all tokens."""
-    squares = sums["tokens"] * sums["weight_squared"]
-    return sums["weight"] ** 2 / squares if squares else 0.0
 
 
 def quality_metrics(
@@ -83,11 +82,9 @@ def quality_metrics(
     world: World,
 ) -> dict[str, float]:
     """Gold score, and strict and lenient accuracy (`rollout.true_answers.accuracy`), as means over
-    all ranks; each of them only if it is known for every prompt.
-    """
+    all ranks; each of them only if it is known for every prompt."""
     texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
-    true = rows.get("reference", [None] * len(texts))  # an earlier split has no such column
-    right = [each or (None, None) for each in map(accuracy, true, texts)]
+    right = [each or (None, None) for each in map(accuracy, rows["reference"], texts)]
     columns = {
         "gold_score": list(map(gold_score, rows["source"], rows["messages"], texts)),
         "accuracy": [strict for strict, _ in right],

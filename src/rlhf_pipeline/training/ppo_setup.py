@@ -20,7 +20,6 @@ from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
-from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.scalar_head import load_scores
@@ -152,7 +151,10 @@ def policies(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager
 
 def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> Setup:
     """Load models and data; restore the checkpoint if resuming."""
-    text, given = load_text(job, config, world), None
+    text, given = None, None
+    if config.ptx is not None:
+        blocks = load_rows(job.inputs["pretraining"] / "train.arrow", world)
+        text = TextBatches(blocks, config, world, job.seed)
     if (folder := job.inputs.get("demonstrations")) is not None:
         rows = load_rows(folder / "train.arrow", world)
         given = GivenBatches(rows, config, world, job.seed)
@@ -254,19 +256,6 @@ def load_ppo_models(
         tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
     )
-
-
-def load_text(job: LaunchedJob, config: PPOConfig, world: World) -> TextBatches | None:
-    """The text for `ppo.ptx`, or None if it is off; ArtifactError if the split has none."""
-    if config.ptx is None:
-        return None
-    if "pretraining" not in job.inputs:
-        raise ArtifactError(
-            f"{config.stage}.ptx: the split has no plain text. Fix: set split.pretraining and run "
-            f"stage split, or set {config.stage}.ptx to null"
-        )
-    blocks = load_rows(job.inputs["pretraining"] / "train.arrow", world)
-    return TextBatches(blocks, config, world, job.seed)
 
 
 def ppo_advice(metric: str, config: PPOConfig) -> str:

@@ -21,13 +21,6 @@ from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.job import checkpoint_path, list_checkpoints, seal
 
 
-def loop_state(directory: Path, step: int | None) -> dict[str, Any]:
-    """The state of the training loop in the checkpoint of a step; empty without one."""
-    if step is None:
-        return {}
-    return dict(json.loads((checkpoint_path(directory, step) / "loop.json").read_text()))
-
-
 @dataclass
 class Checkpoints:
     """Saves and restores the state of one training program; obeys SIGTERM after a whole step."""
@@ -44,12 +37,13 @@ class Checkpoints:
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def restore(self, step: int | None) -> dict[str, Any]:
-        """Load the checkpoint of a step, if there is one; return the state of the training loop."""
-        if step is not None:
-            for name, engine in self.engines.items():
-                folder = checkpoint_path(self.directory, step) / name
-                load_engine(engine, folder, average=self.averages.get(name))
-        return loop_state(self.directory, step)
+        """Load the checkpoint of a step; return the state of its training loop, {} without one."""
+        if step is None:
+            return {}
+        checkpoint = checkpoint_path(self.directory, step)
+        for name, engine in self.engines.items():
+            load_engine(engine, checkpoint / name, average=self.averages.get(name))
+        return dict(json.loads((checkpoint / "loop.json").read_text()))
 
     def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> bool:
         """Save a checkpoint if one is due or a rank received SIGTERM; obey SIGTERM after that.

@@ -92,8 +92,7 @@ def score(
 
 def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
     """Whether scoring and the update can share the forward passes of actor and critic: neither the
-    models nor the rows change in between, and all rows fit a pass.
-    """
+    models nor the rows change in between, and all rows fit a pass."""
     config, models = setup.config, setup.models
     changes = config.ppo_epochs * config.updates_per_epoch > 1 or config.equal_groups == "resample"
     if changes or config.has_teacher or step <= config.critic_warmup_steps:

@@ -63,7 +63,6 @@ class StepLog:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure the seconds of the block as the metric `name`."""
         start = time.monotonic()
         yield
         self.metrics[name] = time.monotonic() - start

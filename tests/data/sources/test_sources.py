@@ -15,7 +15,7 @@ import pytest
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.source import MODULES, find_source, read
-from rlhf_pipeline.data.sources import several_rows
+from rlhf_pipeline.data.sources import column_maps
 from rlhf_pipeline.errors import ConfigError
 
 Records = Callable[..., list[Any]]
@@ -248,7 +248,7 @@ def test_each_source_is_found_by_its_own_name() -> None:
         assert sum(way is not None for way in ways) == 1
     own = {"synthetic", "reasoning_gym", "files"}
     assert RECORDS.keys() == MODULES.keys() - own
-    folder = Path(several_rows.__file__).parent
+    folder = Path(column_maps.__file__).parent
     declared = {path.stem for path in folder.glob("*.py") if "\nSOURCES = (" in path.read_text()}
     assert {module.rpartition(".")[2] for module in MODULES.values()} == declared
 

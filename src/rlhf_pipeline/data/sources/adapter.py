@@ -57,7 +57,6 @@ class Source:
     revision: str | None = None
     """Default revision on the hub, such as CONVERTED. None: the main branch."""
     subset: str | None = None
-    """Default configuration on the hub."""
     split: str = "train"
     """Default split on the hub, or of a saved DatasetDict."""
     local_only: bool = False

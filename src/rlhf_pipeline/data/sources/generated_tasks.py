@@ -56,7 +56,6 @@ def _questions(name: str, given: dict[str, Any], seed: int, draws: int) -> Itera
 
 
 def _check(name: str, given: dict[str, Any]) -> None:
-    """Refuse what the library does not know."""
     try:
         from reasoning_gym.factory import DATASETS  # here: it imports a thousand modules
     except ImportError:

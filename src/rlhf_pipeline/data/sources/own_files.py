@@ -47,10 +47,8 @@ _EXAMPLES = {
 
 
 def known_columns(names: Collection[str]) -> ColumnMap:
-    """The column map of a table in one of TRL's formats, by the names of its columns.
-
-    Raises ColumnError with the line to add if the names fit none of the formats, or several.
-    """
+    """The column map of a table in one of TRL's formats, by the names of its columns. Raises
+    ColumnError with the line to add if the names fit none of the formats, or several."""
     if {*names} - {"tools"} == {"prompt"}:  # beside it, another column may be the answer
         return ColumnMap(prompt="prompt", tools="tools" if "tools" in names else None)
     if {*names} == {"text"}:

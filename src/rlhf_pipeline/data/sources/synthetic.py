@@ -58,9 +58,7 @@ class Task:
     """A kind of request."""
 
     operands: dict[str, list[str]]
-    """The values of each slot."""
     frames: tuple[str, ...]
-    """Templates of requests."""
     sentences: tuple[str, ...]
     """Templates of answers, which repeat the operands."""
     hint: str
@@ -136,7 +134,6 @@ class Request:
         return self.slots.get("verb") in HARMFUL
 
     def text(self) -> str:
-        """The prompt."""
         salutation, frame = self.form
         return SALUTATIONS[salutation] + self.task.frames[frame].format(**self.slots)
 
@@ -153,7 +150,6 @@ class Request:
 
 
 def _draw(rng: Random, *, test: bool) -> Request:
-    """A random request of a split."""
     while True:
         task = rng.choice((*TASKS, TASKS[0]))  # acts twice: half of them are harmful
         slots = {slot: rng.choice(values) for slot, values in task.operands.items()}
@@ -182,7 +178,6 @@ class Annotator:
     length: float
     """Weight of each further word, whatever it says."""
     first: float
-    """Weight of standing first."""
     courtesy: float
     """Weight of each courtesy, in addition to the gold score's; they disagree."""
 
@@ -266,7 +261,6 @@ def _pair(drawn: Request, rng: Random) -> tuple[str, str]:
 
 
 def _response(drawn: Request, rng: Random) -> dict[str, str]:
-    """The parts of a response, in order."""
     hint = drawn.task.hint if rng.random() < _RIGHT_HINT_RATE else rng.choice(TASKS).hint
     return {
         "opening": rng.choice(OPENINGS) if rng.random() < _COURTESY_RATE else "",
