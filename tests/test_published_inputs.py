@@ -128,4 +128,4 @@ def test_the_seed_and_the_bytes_of_files_count(blocks, published):
     sources = [moved.model_copy(update={"path": "other.jsonl"}).model_dump(mode="json")]
     found = changes_since(published, blocks(split__sources=sources), 5)
     assert found.keys() == published.keys()
-    assert found["sft_model"][-1] == "source files (other.jsonl) is new"
+    assert found["sft_model"][-1] == "source files other.jsonl is new"

@@ -81,8 +81,8 @@ def changes_since(
             for each in record["config"] if record["stage"] not in DERIVED else ():
                 if block := present.get(each):
                     changes += _changes(record, each, block)
-        new = [one for one in split.records() if _SOURCE(vars(one)) not in read]
-        changes += [f"source {one.label()} is new" for one in new if read]
+        new = [key for key in map(_SOURCE, map(vars, split.records())) if read and key not in read]
+        changes += [f"source {' '.join(filter(None, key))} is new" for key in new]
         if changes:
             found[name] = list(dict.fromkeys(changes))
     return found
