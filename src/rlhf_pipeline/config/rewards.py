@@ -248,21 +248,13 @@ def reads_references(source: Block) -> bool:
 
 
 def check_signature(
-    reward: str,
-    signature: inspect.Signature,
-    sources: Mapping[str, Collection[str]],
-    processes: int = 0,
+    reward: str, signature: inspect.Signature, sources: Mapping[str, Collection[str]]
 ) -> None:
-    """Raise ConfigError if a reward function cannot be called as scoring calls it, asks for the
-    rank's tokens in `processes`, or for a column that a source, by its place, does not carry.
+    """Raise ConfigError if a reward function cannot be called as scoring calls it, or asks for a
+    column that a source, by its place, does not carry.
 
     A column with a default is for all prompts or for none.
     """
-    if processes and "scored" in signature.parameters:
-        raise ConfigError(
-            f"{reward}: found processes: {processes} and the parameter scored, which no process "
-            "gets. Fix: set processes to 0"
-        )
     offered = {"references", "scored"}
     for name, parameter in list(signature.parameters.items())[2:]:
         without = [source for source, carried in sources.items() if name not in carried]

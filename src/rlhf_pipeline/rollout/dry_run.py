@@ -38,7 +38,12 @@ def function_faults(
         scored = named(function)
         signature = inspect.signature(scored)
         asked = [*signature.parameters][2:]
-        check_signature(function, signature, sources or {"the split": asked}, processes)
+        check_signature(function, signature, sources or {"the split": asked})
+        if processes and "scored" in asked:
+            raise ConfigError(
+                f"{function}: found processes: {processes} and the parameter scored, which no "
+                "process gets. Fix: set processes to 0"
+            )
         lacks = {"scored"} if call and call[2]["references"] else {"scored", "references"}
         if call is not None and not lacks & {*asked}:
             prompts, responses, more = call

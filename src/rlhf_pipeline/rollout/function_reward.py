@@ -34,6 +34,10 @@ class FunctionSource:
     function: Callable[..., Any]
     workers: Workers | None = None  # None: the function is called in this process
 
+    def __post_init__(self) -> None:
+        # The dry run knows what the sources carry, and that processes get no tokens.
+        check_signature(self.place, self._signature, {"the split": self._signature.parameters})
+
     @classmethod
     def load(
         cls,
@@ -44,10 +48,6 @@ class FunctionSource:
     ) -> "FunctionSource":
         """The function, imported unless it is at hand, with its processes."""
         source = cls(reward.callable, function or import_function(reward, job, name))
-        columns = source._signature.parameters  # the dry run knows what the sources carry
-        check_signature(
-            reward.callable, source._signature, {"the split": columns}, reward.processes
-        )
         if not reward.processes:
             return source
         target = reward.callable, _location(reward, job, name), reward.function
