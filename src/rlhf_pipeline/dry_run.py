@@ -131,10 +131,10 @@ def function_faults(
     for place, source in functions.items():
         if isinstance(source, CallableReward):
             name = source.callable
-            asked = {"function": name, "call": call if chosen else None, "sources": further_of}
+            asked: dict[str, Any] = {"function": name, "call": call if chosen else None}
+            asked |= {"sources": further_of, "processes": source.processes}
             call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
             try:
-                asked["processes"] = source.processes
                 found = _answer(name, asked, [source_file(name)], LOAD_S + call_s, workspace)
             except StageError as error:
                 found = [f"{name} {error}. Fix: correct it, or set processes and timeout_s for it"]

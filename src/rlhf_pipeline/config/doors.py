@@ -228,4 +228,4 @@ def _arguments(place: str) -> ast.AST:
                 name = next(one.name for one in names if name == (one.asname or one.name))
                 package = location if path.name == "__init__.py" else location.rpartition(".")[0]
                 return _arguments(f"{resolve_name('.' * level + (module or ''), package)}:{name}")
-        return ast.Module()
+        return ast.Module([], [])

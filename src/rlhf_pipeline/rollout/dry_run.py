@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -129,7 +129,9 @@ def model_faults(
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     question = json.loads((folder / "question.json").read_text())
-    programs = {"function": function_faults, "doors": door_faults, "models": model_faults}
+    programs: dict[str, Callable[..., Iterator[str]]] = {
+        "function": function_faults, "doors": door_faults, "models": model_faults
+    }  # fmt: skip
     faults = [*programs[next(iter(question))](**question)]
     (folder / "faults.json").write_text(json.dumps(faults))
     os._exit(0)  # threads of the user may never end
