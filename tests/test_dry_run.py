@@ -48,7 +48,7 @@ def faults(tmp_path):
         if not file.is_file() or file.read_text() != text:
             file.write_text(text)
         given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f", **fields)}
-        found = [*function_faults(given, rows, tmp_path / "work")]
+        found = [*function_faults(given, rows, {}, tmp_path / "work")]
         said = [fault.replace(str(file), "my.py") for fault in found]
         return said, len(calls.read_text()) if calls.is_file() else 0
 

@@ -111,10 +111,6 @@ MISTAKES = {
     "unknown source": Mistake(
         ["split.sources.0.name", "'filez'", "files"], yaml=sources("name: filez, path: x.csv")
     ),
-    "a reward that cannot be called": Mistake(
-        ["{tmp}/rewards.py:kw cannot be called with (prompts, responses): too many positional"],
-        yaml="ppo: {rewards: ['{tmp}/rewards.py:kw']}\n",
-    ),
 }
 
 WITH_JUDGE = "evaluate: {judges: [{regex: x}]}\n"
@@ -211,6 +207,12 @@ IN_SECONDS = {
         ["evaluate.judges.0: found no true answer in the first rows of files (comparisons.jsonl)"],
         yaml=sources("name: files, path: '{tmp}/comparisons.jsonl'")
         + "evaluate: {judges: [{reference: exact}]}\n",
+    ),
+    "a reward that cannot be called": Mistake(
+        ["grpo.rewards.0: {tmp}/rewards.py:kw cannot be called with (prompts, responses): too many "
+         "positional"],
+        yaml=by_reward("'{tmp}/rewards.py:kw'"),
+        pipeline="grpo",
     ),
     "a reward that returns nothing": Mistake(
         ["grpo.rewards.0: {tmp}/rewards.py:nothing: found None, expected a list of 3 numbers, one "

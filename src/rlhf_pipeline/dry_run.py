@@ -1,5 +1,6 @@
 """What can be known in seconds, before the first stage: the first rows are read, each function of a
-reward or judge is called once, and tokenizers and names of layers are looked at."""
+reward or judge is called once, other code of the user is imported, and tokenizers and names of
+layers are looked at."""
 
 import json
 import logging
@@ -19,14 +20,14 @@ from typing import Any
 import pyarrow as pa
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.doors import source_file
+from rlhf_pipeline.config.doors import at_doors, source_file
 from rlhf_pipeline.config.rewards import CallableReward, reads_references
-from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig
+from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import readers
 from rlhf_pipeline.data.record_files import labelled, phase_bits, serves
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.source import FirstRows
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.data.source import FirstRows, carried
+from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,34 @@ def reference_faults(sources: Mapping[str, Any], rows: Rows) -> Iterator[str]:
             )
 
 
-def function_faults(sources: Mapping[str, Any], rows: Rows, workspace: Path) -> Iterator[str]:
+def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
+    """Code of others that cannot be imported, or asks for what nobody offers, in blocks by name.
+
+    One program imports all of it, for most of it imports torch.
+    """
+    doors = {
+        f"{name}.{field}": (place, door.offers.split(), door.method, [*type(block).model_fields])
+        for name, block in blocks.items()
+        for field, door, place in at_doors(block)
+        if place not in door.own.values()
+    }
+    places = [place for place, *_ in doors.values()]
+    try:
+        asked, files = {"doors": doors}, [source_file(place) for place in places]
+        yield from _answer(", ".join(places), asked, files, LOAD_S, workspace) if doors else ()
+    except ConfigError as error:
+        yield f"{', '.join(doors)}: {error}"
+    except StageError as error:
+        yield f"{', '.join(doors)}: {', '.join(places)} {error}. Fix: correct it"
+
+
+def function_faults(
+    functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig], workspace: Path
+) -> Iterator[str]:
     """What is wrong with the functions among rewards or judges, by place, each called once.
 
-    None is called on made-up data: without rows, or true answers, it is only imported.
+    None is called on made-up data: without rows, or true answers, it is only imported. `sources`
+    have the columns that functions ask for.
     """
     known = _known(rows)
     with_answers = [row for row in known if row.reference is not None]
@@ -102,13 +127,15 @@ def function_faults(sources: Mapping[str, Any], rows: Rows, workspace: Path) -> 
     columns = {name: [row.get(name) for row in further] for row in further for name in row}
     columns |= {"references": [row.reference for row in with_answers and chosen]}
     call = [row.messages() for row in chosen], RESPONSES, columns
-    for place, source in sources.items():
+    further_of = {f"split.sources.{index}": carried(one) for index, one in sources.items()}
+    for place, source in functions.items():
         if isinstance(source, CallableReward):
-            name, by_row = source.callable, source.processes > 0
-            asked = {"function": name, "call": call if chosen else None, "by_row": by_row}
+            name = source.callable
+            asked: dict[str, Any] = {"function": name, "call": call if chosen else None}
+            asked |= {"sources": further_of, "processes": source.processes}
             call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
             try:
-                found = _answer(asked, [source_file(name)], LOAD_S + call_s, workspace)
+                found = _answer(name, asked, [source_file(name)], LOAD_S + call_s, workspace)
             except StageError as error:
                 found = [f"{name} {error}. Fix: correct it, or set processes and timeout_s for it"]
             yield from (f"{place}: {fault}" for fault in found)
@@ -147,7 +174,7 @@ def model_faults(
     asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
     files = [file for folder in folders for file in sorted(folder.iterdir())]
     try:
-        return _answer(asked, files, 2 * LOAD_S, workspace)
+        return _answer("tokenizers and layers", asked, files, 2 * LOAD_S, workspace)
     except StageError as error:
         logger.warning("%s: not checked before the run: the check %s", ", ".join(here), error)
         return []
@@ -171,14 +198,13 @@ def _is_usual(folder: Path, has_system: bool) -> bool:
 
 
 def _answer(
-    asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
+    what: str, asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
 ) -> list[str]:
     """What the program answers; "no fault" is remembered until a file changes. It warns if there is
     no answer in time.
 
     Raises StageError if the process ends without an answer.
     """
-    what = asked.get("function", "tokenizers and layers")
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([asked, states, sys.prefix, version("rlhf-pipeline")], sort_keys=True)
     known = workspace / DRY_RUNS / sha256(key.encode()).hexdigest()[:16]

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.stages import ON_PROMPTS
 from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import read_evaluation
@@ -188,12 +187,13 @@ class StagesHook:
         """Check the published inputs, start the parent run, and make the stage runner."""
         tracker = MlflowTracker(tracking_uri(self._project), self._project)
         nodes = {node.name for node in pipeline.nodes}
-        blocks = {name: catalog.load(f"params:{name}") for name in ON_PROMPTS}
+        blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
         summary = StageSummary(self._console, nodes, blocks)
         listeners = ProgressDisplay(self._console), summary, tracker
         context = run_context(catalog, *listeners)
         chosen = {name: str(value) for name, value in self._chosen.items()}
-        changes = changes_since(published_inputs(pipeline, catalog), catalog, context)
+        inputs, seed = published_inputs(pipeline, catalog), catalog.load("params:seed")
+        changes = changes_since(inputs, blocks, seed)
         if catalog.load("parameters").get("inputs") != "newest":
             refuse_mixture(changes, whole_run(run_params, pipeline))
         self._stored = context.stored

@@ -29,6 +29,7 @@ from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.dry_run import (
+    door_faults,
     function_faults,
     model_faults,
     reference_faults,
@@ -157,8 +158,13 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) 
     faults = [*stage_faults(blocks, nodes, rows), *reference_faults(rewards, for_ppo)]
     careful = careful_faults(found[CAREFUL]) if CAREFUL in found else ()
     refuse([*faults, *reference_faults(judges, rows), *careful])
-    faults = [*function_faults(rewards, for_ppo, workspace)]
-    faults += [*function_faults(judges, rows, workspace)]
+    inner = {p.sampler: p.sample for p in samplers(blocks) if isinstance(p, SampledConfig)}
+    faults = [*door_faults({**blocks, **inner}, workspace)]
+    every = dict(enumerate(split.sources))
+    judge_too = blocks["reward_model"] is None and not blocks["evaluate"].judges
+    rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
+    faults += [*function_faults(rewards, for_ppo, rated, workspace)]
+    faults += [*function_faults(judges, rows, every, workspace)]
     refuse([*faults, *model_faults(blocks, nodes, rows, workspace)])
 
 

@@ -4,28 +4,37 @@
 made them, PPO would train on a mixture that no single set of parameters describes.
 """
 
-import json
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
-from kedro.io.core import DatasetError
 from kedro.pipeline import Pipeline
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.block import Block, validated
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.sample import SampledConfig
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.config.stages import samplers
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.pipelines.table import PASSES_ON, as_used
-from rlhf_pipeline.runtime.job import LaunchedJob, as_json, title
-from rlhf_pipeline.runtime.manifest import artifact_of, content_digest
-from rlhf_pipeline.stages.cache.fingerprint import recipe
-from rlhf_pipeline.stages.cache.planning import recipe_changes
-from rlhf_pipeline.stages.cache.workspace import RECIPE, work_directory
-from rlhf_pipeline.stages.job import STAGES, Job, RunContext
+from rlhf_pipeline.pipelines.evaluate import judge_inputs
+from rlhf_pipeline.pipelines.judge_model import SPECS
+from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
+from rlhf_pipeline.pipelines.preparation import base_model_identity, source_job
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest
+from rlhf_pipeline.stages.cache.planning import value_changes
 
+_SOURCE = itemgetter("name", "path", "subset", "split")
+"""What two jobs that read the same source have in common."""
+DERIVED = ("teacher", *(spec.name for spec in SPECS))
+"""Stages whose blocks follow from those of others."""
 SHOWN = 200
 """Characters of the changes that a refusal shows."""
 
@@ -49,27 +58,68 @@ def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, 
 
 
 def changes_since(
-    inputs: Mapping[str, Path], catalog: CatalogProtocol, context: RunContext
+    inputs: Mapping[str, Path], blocks: Mapping[str, Any], seed: int
 ) -> dict[str, list[str]]:
-    """The changes such as "seed 5 -> 1234" from the recipes of published inputs to the parameters.
+    """The changes such as "seed 5 -> 1234" from the lineage of published inputs to the parameters.
 
     Code, libraries and the number of ranks are not parameters. Inputs without changes are missing.
     """
+    split = blocks["split"]
+    texts = split.pretraining.records() if split.pretraining else []
+    sources = {_SOURCE(vars(one)): one for one in (*texts, *split.records())}
+    inner = {one.sampler: one.sample for one in samplers(blocks) if isinstance(one, SampledConfig)}
     found = {}
-    blocks = {name: catalog.load(f"params:{name}") for name in PASSES_ON}
-    makers = as_used(sum((pipelines[name] for name in pipelines), Pipeline([])), blocks)
     for name, artifact in inputs.items():
-        comparison = _Comparison(artifact, context)
-        results: dict[str, Any] = {STAGES: comparison, **inputs}
-        for node in makers.to_outputs(name).nodes:
-            try:
-                values = [results.get(each) or catalog.load(each) for each in node.inputs]
-                results[node.outputs[0]] = node.func(*values)
-            except (PipelineError, DatasetError, OSError):
-                continue  # the node needs a result that is gone, or a hub that is unreachable
-        if comparison.changes:
-            found[name] = list(dict.fromkeys(comparison.changes))
+        made = Manifest.read(artifact)
+        changes = [*value_changes({"seed": made.seed}, {"seed": seed})]
+        read = set()
+        for record in made.lineage:
+            present = {**blocks, **inner}
+            if record["stage"] == "source":
+                read.add(key := _SOURCE(record["config"]["source"]))
+                present = {"source": sources.get(key)}
+            for each in record["config"] if record["stage"] not in DERIVED else ():
+                if block := present.get(each):
+                    changes += _changes(record, each, block)
+        new = [key for key in map(_SOURCE, map(vars, split.records())) if read and key not in read]
+        changes += [f"source {' '.join(filter(None, key))} is new" for key in new]
+        if changes:
+            found[name] = list(dict.fromkeys(changes))
     return found
+
+
+def _changes(record: Mapping[str, Any], name: str, block: Block) -> Iterator[str]:
+    """Of one block of a stage, and of the files and models of others that it has read."""
+    block = with_generator(block) if isinstance(block, PPOConfig) else block
+    yours, theirs = as_json({name: block})[name], record["config"][name]
+    if isinstance(block, EvaluateConfig) and not block.judges:
+        theirs = theirs | {"judges": []}  # a policy's rewards may judge in their place
+    # A stage records the part of its policy's block that its program reads.
+    earlier, faults = validated(name, type(block), yours | theirs)
+    yield from faults
+    if earlier is not None:
+        yield from value_changes(earlier.recipe(), block.recipe(), f"{name}.")
+    with suppress(PipelineError, OSError):  # a hub is unreachable, or a file is gone
+        for place, digest in _digests(block).items():
+            if record["inputs"].get(place, digest) != digest:
+                yield f"input {place} changed"
+
+
+def _digests(block: Block) -> dict[str, str]:
+    """The content of what a stage reads beside the results of others, by input."""
+    paths: Mapping[str, Path] = {}
+    identities: Mapping[str, str] = {}
+    match block:
+        case BaseModelConfig():
+            identities = base_model_identity(block)
+        case EvaluateConfig():
+            paths, identities = judge_inputs(block.judges)
+        case PPOConfig() | SampledConfig():
+            paths, identities = reward_inputs(block.rewards)
+        case SourceConfig():
+            job = source_job(block, 0)
+            paths, identities = job.inputs, job.identities
+    return {name: content_digest(path) for name, path in paths.items()} | dict(identities)
 
 
 def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
@@ -92,63 +142,3 @@ def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
         f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to use these "
         "inputs as they are"
     )
-
-
-Key = tuple[str | None, ...]
-
-
-class _Comparison:
-    """Compares the jobs of the nodes with the recipes behind an artifact; replaces a `StageRunner`.
-
-    Recipes of removed work directories are missing.
-    """
-
-    def __init__(self, artifact: Path, context: RunContext) -> None:
-        self._context = context
-        self._earlier: dict[Key, tuple[dict[str, Any], Path]] = {}
-        self._complete = True
-        self.changes: list[str] = []
-        pending = [artifact]
-        while pending:
-            path = pending.pop()
-            directory = work_directory(path, context.workspace)
-            if directory is None or not (directory / RECIPE).is_file():
-                self._complete = False
-                continue
-            job = LaunchedJob.read(directory / "job.json")
-            earlier = json.loads((directory / RECIPE).read_text())
-            self._earlier[_key(job.stage, job.config)] = earlier, path
-            pending += filter(None, map(artifact_of, job.inputs.values()))
-            self._complete &= all(parent.exists() for parent in job.inputs.values())
-
-    def run(self, job: Job) -> Path:
-        """Note the changes of the stage's parameters; return its artifact in the lineage.
-
-        Raises ConfigError if the lineage does not contain the stage.
-        """
-        key = _key(job.spec.name, as_json(job.config))
-        if key not in self._earlier:
-            if self._complete:
-                self.changes.append(f"{' '.join(filter(None, key))} is new")
-            raise ConfigError(f"no earlier {key}")
-        old, artifact = self._earlier[key]
-        made = [name for name, path in job.inputs.items() if artifact_of(path) is not None]
-        files = {name: _digest(path) for name, path in job.inputs.items() if name not in made}
-        new = recipe(
-            job,
-            digests=files | dict(job.identities),
-            processes=old["processes"],
-            trust_remote_code=self._context.trust_remote_code,
-        )
-        same = {name: old[name] for name in ("code", "versions", "processes")}
-        self.changes += recipe_changes(old, new | same, pending=made)
-        return artifact
-
-
-def _key(stage: str, config: Mapping[str, Any]) -> Key:
-    """What identifies a stage in a lineage: its title; for stage `source` also the source."""
-    source = config.get("source", {})
-    return title(stage, config), *(source.get(name) for name in ("path", "subset", "split"))
-
-
-_digest = cache(content_digest)  # every input of the run may come from the same file

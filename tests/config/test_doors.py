@@ -15,7 +15,10 @@ from rlhf_pipeline.cli import COMMAND, rlhf
 from rlhf_pipeline.config import doors
 from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, by_name
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.reward_blocks import CallableReward
+from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.dry_run import door_faults, function_faults
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -71,6 +74,19 @@ def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
         ("ppo.policy_loss", "gsppo",
          "found policy_loss 'gsppo' (did you mean gspo?), expected clip, cispo, gspo, "),
         ("evaluate.generator", "hybrid", "found generator 'hybrid', expected transformers, vllm, "),
+        ("split.sources", [{"name": "my_rlhf.wrong:Silent"}], "expected a Source"),
+    ],
+)  # fmt: skip
+def test_a_name_that_does_not_fit_is_refused_before_a_run(installed, place, value, message):
+    (installed / "wrong.py").write_text("class Silent: ...")
+    with pytest.raises(ConfigError) as error:
+        check(parameters(**{place: value}), gpus=0)
+    assert error.value.message.startswith(place) and message in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
         ("ppo.policy_loss", "my_losses:gspo", "my_losses:gspo: found no module my_losses. Fix: "),
         ("ppo.policy_loss", "my_rlhf.losses:gsp", "found functions apo_zero, gspo, hinge in "),
         ("ppo.policy_loss", "my_rlhf.losses:hinge",
@@ -80,63 +96,74 @@ def test_an_algorithm_brings_its_pipeline_and_a_command_its_name(installed):
         ("ppo.policy_loss", "my_rlhf.wrong:later", "found `async def`, expected `def`"),
         ("ppo.generator", "my_rlhf.wrong:Silent", "found no method generate, expected one"),
         ("ppo.generator", "my_rlhf.wrong:Greedy", "missing a required argument: 'model'"),
-        ("split.sources", [{"name": "my_rlhf.wrong:Silent"}], "expected a Source"),
+        ("ppo.policy_loss", "my_rlhf.wrong:ends", "ended its process with code 3"),
     ],
 )  # fmt: skip
-def test_code_that_does_not_fit_is_refused_before_a_run(installed, place, value, message):
+def test_code_that_does_not_fit_is_refused_before_a_run(
+    installed, monkeypatch, place, value, message
+):
+    monkeypatch.setenv("PYTHONPATH", str(installed.parent))
+    end = "import os; os._exit(3)\n" if value.endswith("ends") else ""
     (installed / "wrong.py").write_text(
-        "class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
+        f"{end}class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
         "    def generate(self, prompts, sampling, seeds, prompt_numbers=None): ...\n"
         "async def later(logprobs): ...\n"
     )
-    with pytest.raises(ConfigError) as error:
-        check(parameters(**{place: value}), gpus=0)
-    assert error.value.message.startswith(place) and message in error.value.message
+    (installed / "losses.py").write_text(
+        "def gspo(): ...\ndef apo_zero(): ...\ndef hinge(chosen_scores, rejected_scores): ...\n"
+    )
+    block, _, field = place.partition(".")
+    kind = type(check(parameters(**{place: value}), gpus=0)[block])
+    given = {block: kind.model_construct(**{field: value})}
+    (fault,) = door_faults(given, installed / "work")
+    assert fault.startswith(place) and message in fault
+    assert "Traceback" not in fault
+
+
+def test_code_without_a_fault_is_imported_again_only_after_a_change(installed, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(installed.parent))
+    blocks = check(parameters(), gpus=0)
+    file, note = installed / "losses.py", f"open({str(installed / 'note')!r}, 'a').write('x')\n"
+    file.write_text(note + file.read_text())
+    assert [
+        *door_faults(blocks, installed / "work"),
+        *door_faults(blocks, installed / "work"),
+    ] == []
+    assert (installed / "note").read_text() == "x"
+    assert {name for name in sys.modules if name.startswith("my_rlhf.")}.isdisjoint(
+        {"my_rlhf.losses", "my_rlhf.advantages", "my_rlhf.generators"}
+    )
 
 
 def test_an_advantage_that_reads_values_needs_a_critic(installed):
     (installed / "advantages.py").write_text("def of_values(rewards, values, mask): ...\n")
-    with pytest.raises(ConfigError, match=r"ppo.critic: found none, expected a block: my_rlhf"):
+    with pytest.raises(
+        ConfigError, match=r"ppo.critic: found none, expected a block for adv.* my_rlhf"
+    ):
         check(parameters(**{"ppo.advantage": "my_rlhf.advantages:of_values"}), gpus=0)
 
 
-def test_a_column_that_a_source_does_not_carry_is_refused_with_the_line_to_add(installed):
-    (installed / "rewards.py").write_text("def of(prompts, responses, level): ...\n")
-    row = {"prompt": "a", "chosen": "b", "rejected": "c", "level": [1, {"x": None}]}
-    Path("rated.jsonl").write_text(json.dumps(row))
-    columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-    file = {"name": "files", "path": "rated.jsonl"}
-    rated = file | {"columns": columns | {"extra": ["level"]}}
-    plain = file | {"columns": columns, "phases": ["sft"]}
-    asking = {"ppo.rewards": ["my_rlhf.rewards:of"], "evaluate.judges": []}
-    check(parameters(**asking, **{"split.sources": [rated, plain]}), gpus=0)
-    for block in ("ppo.rewards", "evaluate.judges"):
-        wanting = {"ppo.rewards": ["trained"]} | asking | {block: ["my_rlhf.rewards:of"]}
-        sources = [rated, plain if block != "ppo.rewards" else plain | {"phases": ["ppo"]}]
-        with pytest.raises(ConfigError) as error:
-            check(parameters(**wanting, **{"split.sources": sources}), gpus=0)
-        assert (
-            f"{block}.0: my_rlhf.rewards:of asks for level, which split.sources.1 does not carry. "
-            "Fix: add `extra: [level]` to the columns of split.sources.1"
-        ) in error.value.message
-
-
-def test_a_column_with_a_default_is_for_all_prompts_or_for_none(installed):
-    """Otherwise the rows of a batch would decide what the function gets."""
-    (installed / "rewards.py").write_text("def of(prompts, responses, level=0): ...\n")
-    asking = {"ppo.rewards": ["my_rlhf.rewards:of"], "evaluate.judges": []}
-    Path("rows.jsonl").write_text(
-        json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "level": 1})
+def test_a_column_is_asked_of_all_sources_that_a_function_reads(installed, monkeypatch):
+    """One with a default is for all prompts or for none: the rows of a batch would decide."""
+    monkeypatch.setenv("PYTHONPATH", str(installed.parent))
+    (installed / "rewards.py").write_text(
+        "def of(prompts, responses, level): ...\ndef may(prompts, responses, level=0): ...\n"
     )
     columns = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
     plain, rated = (
-        {"name": "files", "path": "rows.jsonl", "columns": columns | more}
+        BlendedSourceConfig(name="files", path="rows.jsonl", columns=columns | more)
         for more in ({}, {"extra": ["level"]})
     )
-    check(parameters(**asking, **{"split.sources": [plain]}), gpus=0)
-    check(parameters(**asking, **{"split.sources": [rated]}), gpus=0)
-    with pytest.raises(ConfigError, match=r"of asks for level, which split\.sources\.0 does not"):
-        check(parameters(**asking, **{"split.sources": [plain, rated]}), gpus=0)
+
+    def faults(name, *sources):
+        given = {"evaluate.judges.0": CallableReward(callable=f"my_rlhf.rewards:{name}")}
+        return [*function_faults(given, [], dict(enumerate(sources)), installed / "work")]
+
+    assert faults("of", rated) == faults("may", plain) == faults("may", rated) == []
+    line = "Fix: add `extra: [level]` to the columns of split.sources.1"
+    asks = "evaluate.judges.0: my_rlhf.rewards:{} asks for level, which split.sources.1 does not"
+    for name in ("of", "may"):
+        assert faults(name, rated, plain) == [f"{asks.format(name)} carry. {line}"]
 
 
 def test_packages_that_share_the_name_of_a_command_stop_no_command_of_ours(installed):

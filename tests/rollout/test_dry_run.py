@@ -32,20 +32,21 @@ def raises(prompts, responses): raise KeyError("score")
 def faults(tmp_path):
     """The faults of a function of this file, or of another text."""
 
-    def faults(name, text=FUNCTIONS, is_known=True, by_row=False, **more):
+    def faults(name, text=FUNCTIONS, is_known=True, processes=0, **more):
         file = tmp_path / "my.py"
         file.write_text(text)
         call = [ASKED, RESPONSES, {"references": ["5"] * 3} | more] if is_known else None
-        found = function_faults(f"{file}:{name}", call, by_row)
+        carried = {"a": list(more)} if is_known else {}
+        found = function_faults(f"{file}:{name}", call, processes, carried)
         return [fault.replace(str(file), "my.py") for fault in found]
 
     return faults
 
 
 @pytest.mark.parametrize("name", ["good", "later", "right"])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_a_sound_function_has_no_fault(faults, name, by_row):
-    assert faults(name, by_row=by_row) == []
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_sound_function_has_no_fault(faults, name, processes):
+    assert faults(name, processes=processes) == []
 
 
 def test_a_function_gets_the_columns_of_the_first_rows(faults):
@@ -82,11 +83,71 @@ def test_a_function_with_a_fault_is_named_with_what_it_returned(faults, name, me
     assert fault.startswith(message)
 
 
-def test_a_function_that_cannot_be_imported_is_named(faults):
-    (fault,) = faults("f", "import no_such_package\ndef f(prompts, responses): ...")
-    assert fault.startswith("my.py:f cannot be imported: ModuleNotFoundError: No module named 'no")
-    (fault,) = faults("f", "def made(x): return lambda one: x\nf = made(1)")
-    assert fault.startswith("my.py:f cannot be called with (prompts, responses): ")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import no_such_package\ndef f(prompts, responses): ...",
+         "my.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_package'. Fix"),
+        ("def f(:", "my.py:f cannot be imported: SyntaxError: invalid syntax"),
+        ("def other(): ...\ndef g():\n    f = 1",
+         "my.py:f: found functions g, other in my.py, expected f. Fix: correct the name"),
+        ("class A:\n    def f(self): ...", "my.py:f: found functions none in my.py, expected f"),
+        ("import os\nos.f", "my.py:f cannot be imported: AttributeError: module 'os' has no"),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_be_imported_is_named(faults, text, message):
+    (fault,) = faults("f", text)
+    assert fault.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(prompts, responses): ...",
+        "def f(prompts, responses, references): ...",
+        "def f(*texts, **others): ...",
+        "def f(prompts, /, responses, weight=1.0, *, references=None): ...",
+        "if True:\n    def f(prompts, responses): ...",
+        "from functools import partial\ndef g(weight, prompts, responses): ...\nf = partial(g, 1)",
+    ],
+)
+def test_a_function_that_scoring_can_call_passes(faults, text):
+    assert faults("f", text, is_known=False) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(*, prompts, responses): ...", "too many positional arguments"),
+        ("def f(responses): ...", "too many positional arguments"),
+        ("class F:\n    def __call__(self, responses): ...\nf = F()", "too many positional"),
+        ("def made(x): return lambda one: x\nf = made(1)", "too many positional arguments"),
+        ("def f(references, responses): ...", "multiple values for argument 'references'"),
+    ],
+)
+def test_a_function_that_scoring_cannot_call_is_refused(faults, text, message):
+    """Scoring comes after SFT and the reward model."""
+    (fault,) = faults("f", text)
+    assert fault.startswith(f"my.py:f cannot be called with (prompts, responses): {message}")
+    assert fault.endswith(
+        "Fix: define it as `def reward(prompts, responses)`; a further parameter "
+        "`references` gets the reference answers, `scored` the tokens"
+    )
+
+
+def test_a_column_that_a_source_does_not_carry_is_refused_with_the_line_to_add(faults):
+    assert faults("level") == [
+        "my.py:level asks for level, which a does not carry. Fix: add `extra: [level]` to the "
+        "columns of a, or give level a default"
+    ]
+
+
+def test_processes_and_tokens_exclude_each_other(faults):
+    assert faults("tokens") == []
+    assert faults("tokens", processes=2) == [
+        "my.py:tokens: found processes: 2 and the parameter scored, which no process gets. Fix: "
+        "set processes to 0"
+    ]
 
 
 @pytest.fixture

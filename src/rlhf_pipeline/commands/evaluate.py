@@ -23,7 +23,7 @@ from rlhf_pipeline.config.rewards import Judge
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
 from rlhf_pipeline.data.source import first_rows
 from rlhf_pipeline.data.split_report import require_true_answers
-from rlhf_pipeline.dry_run import Rows, function_faults, reference_faults
+from rlhf_pipeline.dry_run import Rows, door_faults, function_faults, reference_faults
 from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
 from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
@@ -77,10 +77,11 @@ def evaluate(
     config = evaluation_config(catalog.load("params:evaluate"), judges)
     given, seed = catalog.load("params:split"), catalog.load("params:seed")
     tests = (source_of(prompts),) if prompts else given.sources
-    refuse(judge_faults(config.judges, dict(enumerate(tests)), "evaluate.judges"))
+    refuse(judge_faults(config.judges, "evaluate.judges"))
     judged = {f"evaluate.judges.{index}": judge for index, judge in enumerate(config.judges)}
     rows = try_out(judged, tests[0], given.max_bad_fraction) if prompts else ()
-    refuse(function_faults(judged, rows, ledger.workspace))
+    refuse(function_faults(judged, rows, dict(enumerate(tests)), ledger.workspace))
+    refuse(door_faults({"evaluate": config}, ledger.workspace))
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = replace(ledger, listeners=(tracker,))
     with _tracked(tracker, f"evaluate {' '.join(models)}"):

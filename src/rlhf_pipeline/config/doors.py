@@ -2,7 +2,8 @@
 
 The configuration names `package.module:object`, one of our own, or an entry point of an installed
 package. A function or a class gets what its parameters name: the values that its door offers, and
-the fields of its parameter block. Sources are read: nothing is imported or executed before `load`.
+the fields of its parameter block. The driver reads the sources of losses, advantages, generators
+and rewards; it imports none, for `dry_run` does so in a process of its own.
 """
 
 import ast
@@ -79,11 +80,7 @@ class Door:
 
     def asked(self, name: str) -> set[str]:
         """What a function of the door asks for by its source, or all that the door offers."""
-        try:
-            function = defined(self.place(name))
-        except ConfigError:
-            function = None
-        return parameters(function) if function else {*self.offers.split()}
+        return parameters(self.place(name)) or {*self.offers.split()}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
@@ -157,45 +154,17 @@ def by_name(call: Callable[..., Any], block: Block | None = None, **offered: Any
     return call(**{name: value for name, value in given.items() if name in asked})
 
 
-def at_doors(block: Block) -> Iterator[tuple[str, Door, str]]:
+def at_doors(block: Block | None) -> Iterator[tuple[str, Door, str]]:
     """The fields of a block that name code: field, door and place."""
-    for field, info in type(block).model_fields.items():
+    for field, info in type(block).model_fields.items() if block else ():
         for door in info.metadata:
             if isinstance(door, Door):
                 yield field, door, door.place(getattr(block, field))
 
 
-def door_faults(prefix: str, block: Block) -> Iterator[str]:
-    """Code of others that is missing, or asks for what nobody offers. Nothing is imported."""
-    for field, door, place in at_doors(block):
-        if place in door.own.values():
-            continue
-        offered = [*door.offers.split(), *type(block).model_fields]
-        try:
-            found = signature(function := defined(place))
-            if isinstance(function, ast.AsyncFunctionDef):
-                raise ConfigError(f"{place}: found `async def`, expected `def`")
-            if door.method:
-                defined(place, door.method)
-            if found is not None:
-                given = {name: None for name in offered if name in found.parameters}
-                found.bind(**given)
-        except ConfigError as error:
-            yield f"{prefix}.{field}: {error}"
-        except TypeError as error:
-            yield (
-                f"{prefix}.{field}: {place} cannot be called: {error}. Fix: name its parameters "
-                f"after what they get, which is {', '.join(door.offers.split())} and the "
-                f"parameters of {prefix}; give others a default"
-            )
-
-
 @cache  # each call reads the metadata of all installed packages
 def _entry_points(group: str) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def source_file(place: str) -> Path:
@@ -226,78 +195,37 @@ def source_file(place: str) -> Path:
     return Path(origin)
 
 
-def defined(place: str, method: str = "__init__") -> Function | None:
-    """The function of a place, the `method` of a class, or the `__call__` of an instance, both
-    without `self`; None if the source does not tell, ConfigError if it is wrong or lacks the
-    name."""
+def parameters(place: str) -> set[str]:
+    """The names of a function's parameters by its source, through aliases and imports; none if the
+    source does not tell."""
+    with suppress(ConfigError, ImportError, RecursionError, SyntaxError, ValueError):
+        arguments = _arguments(place)
+        return {one.arg for one in ast.walk(arguments) if isinstance(one, ast.arg)}
+    return set()
+
+
+def _arguments(place: str) -> ast.AST:
+    """Those of a function, or of the `__call__` of an instance; an empty node if there is none."""
     location, _, name = place.rpartition(":")
-    bound = _bound(place)
-    if name not in bound:
-        functions = sorted(name for name, by in bound.items() if isinstance(by, Function))
-        raise ConfigError(
-            f"{place}: found functions {', '.join(functions) or 'none'} in "
-            f"{source_file(place)}, expected {name}"
-        )
+    path = source_file(place)
+    bound: dict[str, ast.stmt] = {}  # by name, the last statement of the module that binds it
+    for statement in ast.parse(decode_source(path.read_bytes())).body:
+        for node in [statement] if hasattr(statement, "name") else ast.walk(statement):
+            stored = isinstance(getattr(node, "ctx", None), ast.Store) and getattr(node, "id", None)
+            if named := getattr(node, "asname", None) or getattr(node, "name", None) or stored:
+                bound[named] = statement
     while True:
         match bound.pop(name, None):
             case ast.Assign(value=ast.Name(id=name)) | ast.AnnAssign(value=ast.Name(id=name)):
                 continue
-            case ast.FunctionDef() | ast.AsyncFunctionDef() as function:
-                return function
-            case ast.ClassDef() as made:
-                found = _method(made, method)
-                if found is None and method != "__init__" and not made.bases:
-                    raise ConfigError(f"{place}: found no method {method}, expected one")
+            case ast.FunctionDef(args=found) | ast.AsyncFunctionDef(args=found):
                 return found
-            case ast.ImportFrom(names=names, level=level) as statement:
-                name = [one.name for one in names if name == (one.asname or one.name)][-1]
-                module = "." * level + (statement.module or "")
-                is_package = source_file(place).name == "__init__.py"
-                package = location if is_package else location.rpartition(".")[0]
-                # Two modules may import the name from each other.
-                with suppress(ConfigError, ImportError, RecursionError):
-                    return defined(f"{resolve_name(module, package)}:{name}", method)
             case ast.Assign(value=ast.Call(func=ast.Name(id=made_by))):
-                return _method(bound.get(made_by), "__call__")
-        return None
-
-
-def parameters(function: Function | None) -> set[str]:
-    """The names of a function's parameters."""
-    arguments = ast.walk(function.args) if function else ()
-    return {one.arg for one in arguments if isinstance(one, ast.arg)}
-
-
-def signature(function: Function | None) -> inspect.Signature | None:
-    """The signature of a function; None under a decorator, which may change it."""
-    if function is None or function.decorator_list:
-        return None
-    given = function.args
-    given.defaults = [ast.Constant(None) for _ in given.defaults]
-    given.kw_defaults = [default and ast.Constant(None) for default in given.kw_defaults]
-    stub = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
-    return inspect.signature(eval(compile(stub, "signature", "eval")))  # noqa: S307
-
-
-def _bound(place: str) -> dict[str, ast.stmt]:
-    """The last statement of the module that binds each of its names."""
-    path, bound = source_file(place), {}
-    try:
-        statements = ast.parse(decode_source(path.read_bytes())).body
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{place}: {path} is not Python source: {error}") from None
-    for statement in statements:
-        is_scope = isinstance(statement, Function | ast.ClassDef)
-        for node in [statement] if is_scope else ast.walk(statement):
-            stored = isinstance(getattr(node, "ctx", None), ast.Store) and getattr(node, "id", None)
-            if name := getattr(node, "asname", None) or getattr(node, "name", None) or stored:
-                bound[name] = statement
-    return bound
-
-
-def _method(made: ast.stmt | None, name: str) -> Function | None:
-    for method in made.body if isinstance(made, ast.ClassDef) else ():
-        if isinstance(method, Function) and method.name == name:
-            del (method.args.posonlyargs or method.args.args)[:1]
-            return method
-    return None
+                for method in getattr(bound.get(made_by), "body", ()):
+                    if isinstance(method, ast.FunctionDef) and method.name == "__call__":
+                        return method.args
+            case ast.ImportFrom(names=names, level=level, module=module):
+                name = next(one.name for one in names if name == (one.asname or one.name))
+                package = location if path.name == "__init__.py" else location.rpartition(".")[0]
+                return _arguments(f"{resolve_name('.' * level + (module or ''), package)}:{name}")
+        return ast.Module([], [])

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from rlhf_pipeline.config.block import Block, nearest, operational
-from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR
+from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR, parameters
 from rlhf_pipeline.config.ppo_blocks import (
     CurriculumConfig,
     EMAConfig,
@@ -246,12 +246,13 @@ class PPOConfig(SavingConfig):
             fix = f"use {nearest(group, (n for n in range(1, size + 1) if size % n == 0))}"
             expected = f"a divisor of rollout_batch_size {size}"
             yield self._fault("responses_per_prompt", expected, fix)
-        if self.advantage == "gae" and self.critic is None:
+        asked = parameters(ADVANTAGE.place(self.advantage))  # none if the source does not tell
+        if "values" in asked and self.critic is None:
             yield (
-                "critic: found none, expected a block for advantage gae. "
+                f"critic: found none, expected a block for advantage {self.advantage}. "
                 "Fix: add the block, or set advantage to rloo, grpo or reinforce"
             )
-        if self.advantage in _WITHOUT_CRITIC and self.critic is not None:
+        if asked and "values" not in asked and self.critic is not None:
             expected = f"none for advantage {self.advantage}"
             yield self._fault("critic", expected, "set critic to null")
         if self.advantage in _OF_GROUPS and self.responses_per_prompt < 2:
@@ -326,7 +327,6 @@ _BY_ACTOR = ("auto", "transformers", "hybrid")
 """Generators that compute as training does. See `pipelines.ppo.with_generator` for `auto`."""
 _OF_GROUPS = ("rloo", "grpo", "gdpo", "reinforce++-baseline")
 _OF_TOKENS = ("gae", "reinforce++")
-_WITHOUT_CRITIC = (*_OF_GROUPS, "reinforce", "reinforce++")
 _GAE_ONLY = ("lam", "value_lam", "value_clip_range", "whiten_rewards", "critic_warmup_steps")
 ADVANTAGE_OF = {
     "gamma": ("gae", "reinforce++"),

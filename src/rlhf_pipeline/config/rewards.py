@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from rlhf_pipeline.config.base_model import TEMPLATE_DATE
 from rlhf_pipeline.config.block import Block, Precision
-from rlhf_pipeline.config.doors import defined, parameters, signature
+from rlhf_pipeline.config.doors import parameters
 from rlhf_pipeline.config.reward_blocks import (
     REWARD,
     CallableReward,
@@ -237,31 +237,6 @@ def local_source(judge: Judge) -> Block:
     return judge
 
 
-Carried = Mapping[str, Collection[str]]
-"""Sources by their place in the parameters, with the further columns that they carry."""
-NONE: Carried = {}
-
-
-def reward_faults(
-    rewards: Sequence[Block], place: str = "ppo.rewards", sources: Carried = NONE
-) -> list[str]:
-    """The faults in the files of the reward sources, one line each."""
-    faults = []
-    for index, reward in enumerate(rewards):
-        try:
-            match reward:
-                case CallableReward():
-                    function = defined(reward.callable)
-                    check_isolated(reward, parameters(function))
-                    if found := signature(function):
-                        check_signature(reward.callable, found, sources)
-                case ModelReward():
-                    _check_model(reward)
-        except ConfigError as error:
-            faults.append(f"{place}.{index}: {error}")
-    return faults
-
-
 def reads_references(source: Block) -> bool:
     """Whether a reward or a judge reads the true answers: of kind `reference` or `code`, a rubric
     with {reference}, or a function with a parameter `references`."""
@@ -269,12 +244,17 @@ def reads_references(source: Block) -> bool:
         return "{reference}" in source.rubric
     if not isinstance(source, CallableReward):
         return isinstance(source, ReferenceReward | CodeReward)
-    return "references" in parameters(defined(source.callable))
+    return "references" in parameters(source.callable)
 
 
-def check_signature(reward: str, signature: inspect.Signature, sources: Carried = NONE) -> None:
+def check_signature(
+    reward: str, signature: inspect.Signature, sources: Mapping[str, Collection[str]]
+) -> None:
     """Raise ConfigError if a reward function cannot be called as scoring calls it, or asks for a
-    column that a source does not carry. A column with a default is for all prompts or for none."""
+    column that a source, by its place, does not carry.
+
+    A column with a default is for all prompts or for none.
+    """
     offered = {"references", "scored"}
     for name, parameter in list(signature.parameters.items())[2:]:
         without = [source for source, carried in sources.items() if name not in carried]
@@ -299,16 +279,8 @@ def check_signature(reward: str, signature: inspect.Signature, sources: Carried 
         ) from None
 
 
-def check_isolated(reward: CallableReward, asked: Collection[str]) -> None:
-    """Raise ConfigError if processes shall call a function that asks for the rank's tokens."""
-    if reward.processes and "scored" in asked:
-        raise ConfigError(
-            f"{reward.callable}: found processes: {reward.processes} and the parameter scored, "
-            "which no process gets. Fix: set processes to 0"
-        )
-
-
-def _check_model(reward: ModelReward) -> None:
+def check_model(reward: ModelReward) -> None:
+    """Raise ConfigError if the folder of a reward model lacks what scoring reads."""
     config = reward.folder / "config.json"
     if not config.is_file():
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_pipeline.config.block import validated
-from rlhf_pipeline.config.doors import defined, parameters, source_file
+from rlhf_pipeline.config.doors import parameters, source_file
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
@@ -278,7 +278,7 @@ def _text_judges(
                 asked |= inspect.signature(functions[index]).parameters.keys()
             case CallableReward():
                 inputs[f"{JUDGE_PREFIX}{index}"] = source_file(judge.callable)
-                asked |= {*parameters(defined(judge.callable))}
+                asked |= parameters(judge.callable)
             case ReferenceReward() | CodeReward():
                 asked = {"references"}
             case RubricReward() | ModelJudge() | PairwiseJudge():

@@ -3,7 +3,7 @@
 A new algorithm is a module and a name at the door `POLICY`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kedro.pipeline import Node, Pipeline
@@ -115,19 +115,6 @@ def register_pipelines() -> dict[str, Pipeline]:
         **whole,
         "__default__": whole["full"],
     }
-
-
-def as_used(pipeline: Pipeline, blocks: Mapping[str, Any]) -> Pipeline:
-    """The pipeline in which a node whose block is null reads only what it passes on."""
-    passing = {name: read for name, read in PASSES_ON.items() if blocks[name] is None}
-    return Pipeline(
-        [
-            Node(lambda path: path, passing[node.name], node.outputs[0], name=node.name)
-            if node.name in passing
-            else node
-            for node in pipeline.nodes
-        ]
-    )
 
 
 def _nodes() -> dict[str, Node]:

@@ -1,4 +1,5 @@
-"""Program: call a function of the user once, or look at tokenizers and layers, before a run starts.
+"""Program: call a function of the user once, bind what the doors name, or look at tokenizers and
+layers, before a run starts.
 
     python -P -m rlhf_pipeline.rollout.dry_run FOLDER   reads question.json, writes the faults
 
@@ -9,36 +10,90 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.rewards import check_signature
 from rlhf_pipeline.config.training import LoRAConfig
-from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
 from rlhf_pipeline.rollout.function_workers import Call, loaded, scores
 
 
-def function_faults(function: str, call: Sequence[Any] | None, by_row: bool) -> Iterator[str]:
-    """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call.
+def function_faults(
+    function: str,
+    call: Sequence[Any] | None,
+    processes: int,
+    sources: Mapping[str, Sequence[str]],
+) -> Iterator[str]:
+    """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call, with the
+    further columns of sources by place.
 
     Without a call it is only imported. So is one that asks for the policy's tokens, or for true
     answers that the call lacks.
     """
     try:
-        scored = loaded(function, *function.rsplit(":", 1))
+        scored = named(function)
         signature = inspect.signature(scored)
         asked = [*signature.parameters][2:]
-        check_signature(function, signature, {"the split": asked if call is None else call[2]})
+        check_signature(function, signature, sources or {"the split": asked})
+        if processes and "scored" in asked:
+            raise ConfigError(
+                f"{function}: found processes: {processes} and the parameter scored, which no "
+                "process gets. Fix: set processes to 0"
+            )
         lacks = {"scored"} if call and call[2]["references"] else {"scored", "references"}
         if call is not None and not lacks & {*asked}:
             prompts, responses, more = call
             whole = Call(prompts, responses, {name: more[name] for name in asked if name in more})
-            for each in map(whole.row, range(len(responses))) if by_row else [whole]:
+            for each in map(whole.row, range(len(responses))) if processes else [whole]:
                 scores(function, scored, each)
     except PipelineError as error:
         yield error.message
+
+
+def named(place: str) -> Any:
+    """The function or the class of a place.
+
+    Raises StageError if its module cannot be imported, and ConfigError with the functions of the
+    module if it lacks the name.
+    """
+    location, _, name = place.rpartition(":")
+    try:
+        return loaded(place, location, name)
+    except StageError as error:
+        cause = error.__cause__
+        # One that code of the module has raised has more frames than those of the import.
+        if not isinstance(cause, AttributeError) or extract_tb(cause.__traceback__)[2:]:
+            raise
+        known = [each for each, one in vars(cause.obj).items() if inspect.isroutine(one)]
+        raise ConfigError(
+            f"{place}: found functions {', '.join(sorted(known)) or 'none'} in {location}, "
+            f"expected {name}. Fix: correct the name"
+        ) from None
+
+
+def door_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """What is wrong with code of others, by the parameter that names it: its place, what its door
+    offers, the method that a class needs, and the other parameters of the block."""
+    for parameter, (place, offers, method, others) in doors.items():
+        try:
+            signature = inspect.signature(found := named(place))
+            if inspect.iscoroutinefunction(found):
+                raise ConfigError(f"{place}: found `async def`, expected `def`")
+            if isinstance(found, type) and method and not hasattr(found, method):
+                raise ConfigError(f"{place}: found no method {method}, expected one")
+            signature.bind(**dict.fromkeys({*offers, *others} & signature.parameters.keys()))
+        except PipelineError as error:
+            yield f"{parameter}: {error.message}"
+        except (TypeError, ValueError) as error:
+            yield (
+                f"{parameter}: {place} cannot be called: {error}. Fix: name its parameters after "
+                f"what they get, which is {', '.join(offers)} and the parameters of "
+                f"{parameter.rpartition('.')[0]}; give others a default"
+            )
 
 
 def model_faults(
@@ -74,6 +129,9 @@ def model_faults(
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     question = json.loads((folder / "question.json").read_text())
-    faults = [*(function_faults if "function" in question else model_faults)(**question)]
+    programs: dict[str, Callable[..., Iterator[str]]] = {
+        "function": function_faults, "doors": door_faults, "models": model_faults
+    }  # fmt: skip
+    faults = [*programs[next(iter(question))](**question)]
     (folder / "faults.json").write_text(json.dumps(faults))
     os._exit(0)  # threads of the user may never end

@@ -19,7 +19,7 @@ import regex
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.rewards import CallableReward, check_isolated, check_signature
+from rlhf_pipeline.config.rewards import CallableReward, check_signature
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.function_workers import Call, Workers, loaded, scores
 from rlhf_pipeline.rollout.records import Answered, Scored
@@ -35,7 +35,7 @@ class FunctionSource:
     workers: Workers | None = None  # None: the function is called in this process
 
     def __post_init__(self) -> None:
-        # `checks` knows what the sources carry.
+        # The dry run knows what the sources carry, and that processes get no tokens.
         check_signature(self.place, self._signature, {"the split": self._signature.parameters})
 
     @classmethod
@@ -48,7 +48,6 @@ class FunctionSource:
     ) -> "FunctionSource":
         """The function, imported unless it is at hand, with its processes."""
         source = cls(reward.callable, function or import_function(reward, job, name))
-        check_isolated(reward, source._signature.parameters)
         if not reward.processes:
             return source
         target = reward.callable, _location(reward, job, name), reward.function

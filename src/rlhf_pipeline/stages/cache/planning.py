@@ -121,13 +121,13 @@ def recipe_changes(
     code = differing("code")
     fates = {name: "changed" if name in new["inputs"] else "is gone" for name in old["inputs"]}
     return [
-        *_changes(_settings(old), _settings(new)),
+        *value_changes(_settings(old), _settings(new)),
         *(
             f"input {name} {fates.get(name, 'is new')}"
             for name in differing("inputs")
             if name not in pending
         ),
-        *_changes(old["versions"], new["versions"]),
+        *value_changes(old["versions"], new["versions"]),
         *([f"code changed: {', '.join(code)}"] if code else []),
     ]
 
@@ -142,14 +142,14 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:
+def value_changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:
     """`ppo.kl.coef 0.1 -> 0.2`, for each value that differs; entries of lists are numbered."""
     for name in dict.fromkeys([*new, *old]):
         before, after = old.get(name), new.get(name)
         if isinstance(before, list) and isinstance(after, list):
             before, after = (dict(enumerate(each)) for each in (before, after))
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _changes(before, after, f"{place}{name}.")
+            yield from value_changes(before, after, f"{place}{name}.")
         elif before != after:
             yield f"{place}{name} {_shown(before)} -> {_shown(after)}"
 
