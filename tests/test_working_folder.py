@@ -81,12 +81,11 @@ def test_programs_of_commands(executed, tmp_path, monkeypatch):
 
 def test_servers(executed, tmp_path, monkeypatch, publish, make_model):
     started = []
-    monkeypatch.setattr(serve.os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setattr(serve.os, "execve", lambda _, command, env: started.append(command))
     monkeypatch.setattr(serve.subprocess, "run", lambda command, **_: started.append(command))
     monkeypatch.setattr(serve, "require_free", lambda *_: None)
     monkeypatch.setattr(serve, "runs_page", lambda *_: "")
     folder = str(publish(make_model("llama")))
-    monkeypatch.setattr(serve, "SILENT", {})
     serve.serve.callback(Ledger(DataCatalog(), tmp_path), folder, (), 1, "127.0.0.1")
     serve.ui.callback(tmp_path, Console(), 1)
     assert [command[:3] for command in started] == [[sys.executable, "-P", "-m"]] * 2
