@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 from kedro.io import DataCatalog
@@ -73,8 +73,8 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
 def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
-    monkeypatch.setattr(doctor, "_driver", lambda: "unknown")
-    found = doctor.examine("gpu", doctor.gpu, SimpleNamespace(gpus=1)).found
+    monkeypatch.setattr(doctor, "gpu_count", lambda: 1)
+    found = doctor.examine("gpu", partial(doctor.gpu, LaunchConfig())).found
     assert "torch 2." in found  # otherwise: torch fails
     assert not executed.exists()
 
