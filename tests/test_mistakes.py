@@ -339,7 +339,7 @@ def test_run_status_and_doctor_refuse_it_before_the_first_stage(mistake, folder,
     message = refused(PreflightHook().before_pipeline_run, *given)
     is_short(message, mistake, folder)
     assert refused(planned_rows, *given) == message
-    found = examine("run", partial(run, *given))
+    found = examine(partial(run, *given))
     assert found.state == "failure"
     assert f"{found.found} Fix: {found.fix}" == message.replace("\nFix: ", " Fix: ")
 

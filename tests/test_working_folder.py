@@ -74,7 +74,7 @@ def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
     monkeypatch.setattr(doctor, "gpu_count", lambda: 1)
-    found = doctor.examine("gpu", partial(doctor.gpu, LaunchConfig())).found
+    found = doctor.examine(partial(doctor.gpu, LaunchConfig())).found
     assert "torch 2." in found  # otherwise: torch fails
     assert not executed.exists()
 

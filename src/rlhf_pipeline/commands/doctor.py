@@ -1,7 +1,4 @@
-"""`kedro rlhf doctor`: can this machine run the configuration?
-
-A check returns what it finds, or raises `Unfit` with the fix.
-"""
+"""`kedro rlhf doctor`: can this machine run the configuration?"""
 
 import json
 import shutil
@@ -36,31 +33,24 @@ START_S = 60.0
 """Seconds in which a rank must start on every machine: DeepSpeed's launchers import torch."""
 PROBE = """
 import json, torch
-count = torch.cuda.device_count()
 cuda = torch.cuda.is_available()
-names = [torch.cuda.get_device_name(i) for i in range(count)] if cuda else []
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
 for i in range(len(names)):
     torch.ones(8, device=i).sum().item()  # fails if torch has no code for this GPU
-nccl = torch.distributed.is_nccl_available() and cuda and torch.cuda.nccl.version()
-print(json.dumps([torch.__version__, torch.version.cuda, names, nccl or None]))
+print(json.dumps([torch.__version__, torch.version.cuda, names]))
 """
 """This program runs in a process of its own, because the driver never imports torch."""
 State = Literal["ok", "warning", "failure"]
 STYLES: Mapping[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
-class Unfit(Exception):  # noqa: N818 - what a machine is, not an error
-    """What is wrong with a machine, what to do, and "warning" if that is no failure."""
-
-
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table."""
+    """What a check finds, and the fix if that is no good."""
 
-    check: str
+    state: State
     found: str
     fix: str = ""
-    state: State = "failure"
 
 
 @click.command(cls=Command)
@@ -74,62 +64,59 @@ def doctor(catalog: CatalogProtocol, console: Console, pipeline: str, as_json: b
     """
     root = Path(catalog.load("workspace")).absolute().parent
     launch = catalog.load("params:launch")
-    findings = [
-        examine("gpu", partial(gpu, launch)),
-        examine("disk", partial(disk, root)),
-        examine("nodes", partial(nodes, launch, root)),
-        examine("run", partial(run, pipelines[pipeline], catalog)),
-    ]
+    checks: dict[str, Callable[[], Finding]] = {
+        "gpu": partial(gpu, launch),
+        "disk": partial(disk, root),
+        "nodes": partial(nodes, launch, root),
+        "run": partial(run, pipelines[pipeline], catalog),
+    }
+    findings = {name: examine(check) for name, check in checks.items()}
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        rows = [{"check": name} | asdict(finding) for name, finding in findings.items()]
+        print(json.dumps(rows, indent=2))
     else:
         table = plain_table("check", "state")
         table.add_column("found", overflow="fold")
-        for finding in findings:
+        for name, finding in findings.items():
             fix = f"\nFix: {finding.fix}" if finding.fix else ""
             state = f"[{STYLES[finding.state]}]{finding.state}"
-            table.add_row(f"[bold]{finding.check}", state, escape(finding.found + fix))
+            table.add_row(f"[bold]{name}", state, escape(finding.found + fix))
         console.print(table)
-    if any(finding.state == "failure" for finding in findings):
+    if any(finding.state == "failure" for finding in findings.values()):
         raise click.exceptions.Exit(1)
 
 
-def examine(name: str, check: Callable[[], str]) -> Finding:
+def examine(check: Callable[[], Finding]) -> Finding:
     """What a check finds. An error of one check does not hide the findings of the others."""
     try:
-        return Finding(name, check(), state="ok")
-    except Unfit as unfit:
-        return Finding(name, *unfit.args)
+        return check()
     except PipelineError as error:
         found, _, fix = error.message.partition("Fix: ")
     except Exception as error:
         found = f"{type(error).__name__}: {error}".partition("\n")[0]
         fix = "repair what the message names"
-    return Finding(name, without_secrets(found.rstrip()), without_secrets(fix))
+    return Finding("failure", without_secrets(found.rstrip()), without_secrets(fix))
 
 
-def gpu(launch: LaunchConfig) -> str:
-    """Torch can compute on every GPU that the ranks would use, and has NCCL for several."""
+def gpu(launch: LaunchConfig) -> Finding:
+    """Torch can compute on every GPU that the ranks would use."""
     if (count := gpu_count()) == 0:
-        return f"none; {node_layout(launch, 0).ranks[0]} ranks train on the CPU"
+        return Finding("ok", f"none; {node_layout(launch, 0).ranks[0]} ranks train on the CPU")
     done = _run([sys.executable, "-P", "-c", PROBE])
     if done.returncode != 0:
         error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise Unfit(f"torch fails: {error}", "install the torch that fits the driver and the GPU")
-    version, built_for, names, nccl = json.loads(done.stdout.splitlines()[-1])
-    if built_for is None:
-        fix = "install torch with CUDA, or set DS_ACCELERATOR=cpu to train on the CPU"
-        raise Unfit(f"{count} GPUs, but torch {version} has no CUDA", fix)
+        fix = "install the torch that fits the driver and the GPU"
+        return Finding("failure", f"torch fails: {error}", fix)
+    version, built_for, names = json.loads(done.stdout.splitlines()[-1])
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = (_run(query).stdout.split() or ["unknown"])[0]
     if len(names) < count:
         found = f"torch {version} for CUDA {built_for} sees {len(names)} of {count} GPUs"
-        fix = "update the driver, or install torch for an older CUDA"
-        raise Unfit(f"{found} with driver {driver}", fix)
-    if count > 1 and nccl is None:
-        raise Unfit("torch has no NCCL", "install torch with CUDA for Linux")
+        fix = "update the driver, or install torch for the driver's CUDA; DS_ACCELERATOR=cpu trains"
+        return Finding("failure", f"{found} with driver {driver}", f"{fix} on the CPU")
     kinds = ", ".join(dict.fromkeys(names))
-    return f"{count} x {kinds}; torch {version}, CUDA {built_for}, driver {driver}"
+    found = f"{count} x {kinds}; torch {version}, CUDA {built_for}, driver {driver}"
+    return Finding("ok", found)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -137,7 +124,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
-def disk(root: Path) -> str:
+def disk(root: Path) -> Finding:
     """Space for results where they are written; stages check the exact need before they write.
 
     One checkpoint of a model of 0.6 billion parameters has 10 GiB.
@@ -146,15 +133,15 @@ def disk(root: Path) -> str:
     free = shutil.disk_usage(folder).free
     found = f"{size_text(free)} free for {root}"
     if free >= 10 * GIB:
-        return found
+        return Finding("ok", found)
     fix = "`kedro rlhf clean`, or another folder with --params=root=FOLDER"
-    raise Unfit(found, fix, "warning" if free >= GIB else "failure")
+    return Finding("warning" if free >= GIB else "failure", found, fix)
 
 
-def nodes(launch: LaunchConfig, root: Path) -> str:
+def nodes(launch: LaunchConfig, root: Path) -> Finding:
     """Every rank starts: its machine has the driver's files, code and libraries."""
     if launch.mode == "local":
-        return "this machine trains alone"
+        return Finding("ok", "this machine trains alone")
     layout = node_layout(launch, gpu_count())
     root.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="nodes-", dir=root.resolve()) as folder:
@@ -164,15 +151,16 @@ def nodes(launch: LaunchConfig, root: Path) -> str:
         with program.running() as process, suppress(subprocess.TimeoutExpired):
             code = process.wait(START_S)
         if code == 0:
-            return f"{program.ranks} ranks start on {len(layout.ranks)} machines"
+            return Finding("ok", f"{program.ranks} ranks start on {len(layout.ranks)} machines")
         tail = log_tail(Path(folder))
         cause = f"found ranks that do not start within {START_S:g} s{tail}"
         if code is not None:
             cause = logged_cause(Path(folder)) or f"found exit code {code}{tail}"
-        raise Unfit(cause, "correct what the output names; this machine must be the first one")
+        fix = "correct what the output names; this machine must be the first one"
+        return Finding("failure", cause, fix)
 
 
-def run(pipeline: Pipeline, catalog: CatalogProtocol) -> str:
+def run(pipeline: Pipeline, catalog: CatalogProtocol) -> Finding:
     """The pipeline can start: stores answer, data and functions are sound, each stage fits."""
     check_pipeline(pipeline, catalog)
-    return "it passes the checks before its first stage"
+    return Finding("ok", "it passes the checks before its first stage")

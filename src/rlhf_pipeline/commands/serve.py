@@ -77,8 +77,10 @@ def chat(
     how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
     flags = [f"max_new_tokens={max_tokens}", *how.split(), "--user=you"]
     talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags]
-    unseen = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command, cwd=folder.parent, env=os.environ | SILENT, **unseen)
+    server = subprocess.Popen(
+        command, cwd=folder.parent, env=os.environ | SILENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
         while not answers(port):
             if server.poll() is not None:
