@@ -19,12 +19,10 @@ from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.commands.doctor import CHECKS, Setup, examine
+from rlhf_pipeline.commands.doctor import examine, run
 from rlhf_pipeline.commands.status import planned_rows
-from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.hooks import PreflightHook
-from rlhf_pipeline.preflight import check_pipeline
 
 PROJECT = Path(__file__).parents[1]
 CSV = "prompt,better,worse\n" + "".join(f"hello {i},a good {i},a bad {i}\n" for i in range(40))
@@ -354,8 +352,7 @@ def test_run_status_and_doctor_refuse_it_before_the_first_stage(mistake, folder,
     message = refused(PreflightHook().before_pipeline_run, *given)
     is_short(message, mistake, folder)
     assert refused(planned_rows, *given) == message
-    setup = Setup(folder, LaunchConfig(), {}, partial(check_pipeline, *given))
-    found = examine("run", CHECKS["run"], setup)
+    found = examine(partial(run, *given))
     assert found.state == "failure"
     assert f"{found.found} Fix: {found.fix}" == message.replace("\nFix: ", " Fix: ")
 

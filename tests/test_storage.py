@@ -90,7 +90,7 @@ def test_other_machines_reuse_stages_and_versions_in_seconds(machine, conf, buck
         conf, command="rlhf compare sft-baseline candidate"
     )
     assert "08_reporting/evaluation.html" in three.kedro("--no-open", conf, command="rlhf report")
-    assert "Nothing to remove" in three.kedro(conf, command="rlhf clean --versions")
+    assert "Nothing to remove" in three.kedro(conf, command="rlhf clean")
     assert len(list(bucket.glob("project/versions/*/*.json"))) == 14
 
 

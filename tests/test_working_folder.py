@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -73,20 +74,21 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
 def test_programs_of_commands(executed, tmp_path, monkeypatch):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
-    monkeypatch.setattr(doctor, "_driver", lambda: "unknown")
-    found = doctor.examine("gpu", doctor.gpu, SimpleNamespace(gpus=1)).found
+    monkeypatch.setattr(doctor, "gpu_count", lambda: 1)
+    found = doctor.examine(partial(doctor.gpu, LaunchConfig())).found
     assert "torch 2." in found  # otherwise: torch fails
     assert not executed.exists()
 
 
 def test_servers(executed, tmp_path, monkeypatch, publish, make_model):
     started = []
-    monkeypatch.setattr(serve.os, "execv", lambda _, command: started.append(command))
-    monkeypatch.setattr(serve.subprocess, "run", lambda command, **_: started.append(command))
+    monkeypatch.setattr(serve.os, "execve", lambda _, command, env: started.append(command))
+    # Of this module alone: other libraries start programs when they are imported.
+    own = SimpleNamespace(run=lambda command, **_: started.append(command))
+    monkeypatch.setattr(serve, "subprocess", own)
     monkeypatch.setattr(serve, "require_free", lambda *_: None)
     monkeypatch.setattr(serve, "runs_page", lambda *_: "")
     folder = str(publish(make_model("llama")))
-    monkeypatch.setattr(serve, "SILENT", {})
     serve.serve.callback(Ledger(DataCatalog(), tmp_path), folder, (), 1, "127.0.0.1")
     serve.ui.callback(tmp_path, Console(), 1)
     assert [command[:3] for command in started] == [[sys.executable, "-P", "-m"]] * 2

@@ -122,10 +122,9 @@ def load_policy(
     """
     with _opened(project, env, params) as (_, ledger):
         folder = ledger.language_model(str(name)).resolve()
-    from rlhf_pipeline.serving import load
+    from rlhf_pipeline.serving import ServedPolicy
 
-    served = load(folder)
-    served.tokenizer.padding_side = "left"
+    served = ServedPolicy(folder)
     return served.model, served.tokenizer
 
 

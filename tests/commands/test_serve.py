@@ -17,6 +17,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from kedro.framework.startup import bootstrap_project
+from kedro.io import DataCatalog
 from packaging.requirements import Requirement
 from ports import reserved_port
 from processes import descendants
@@ -24,6 +25,8 @@ from waiting import wait_until
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import serve as module
+from rlhf_pipeline.commands.artifacts import Ledger
+from rlhf_pipeline.errors import StageError
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = {"PYTHONPATH": str(PROJECT / "src")}
@@ -105,6 +108,17 @@ def test_a_conversation_in_a_terminal(published, tmp_path):
         assert not server.is_running()
     finally:
         chat.close(force=True)
+
+
+def test_a_chat_whose_server_ends_names_the_command_that_shows_why(published, monkeypatch):
+    monkeypatch.setattr(module, "TRANSFORMERS", "no_such_module")
+    ledger = Ledger(DataCatalog(), PROJECT)
+    with pytest.raises(StageError, match="the server ended") as caught:
+        module.chat.callback(ledger, str(published), 6, 0.0, 1)
+    shown = caught.value.message.partition("by `")[2].rstrip("`")
+    assert "--default-seed=1" in shown
+    done = subprocess.run(["sh", "-c", shown], capture_output=True, text=True)
+    assert done.returncode != 0 and "No module named no_such_module" in done.stderr
 
 
 def test_vllm_serves_where_it_is_installed_and_options_go_to_the_server(tmp_path, monkeypatch):

@@ -185,7 +185,7 @@ def test_trained_models_keep_all_ends_and_are_served_with_them(name, artifact, t
         save_model(model, tokenizer, tmp_path / kind)
         assert TokenContract.read(tmp_path / kind) == contract
 
-    served = serving.load(str(tmp_path / "policy"))
+    served = serving.ServedPolicy(tmp_path / "policy")
     prompts = pandas.DataFrame({"prompt": [QUESTION["content"]]})
     assert served.predict(prompts, {"max_new_tokens": 6}) == ["bc"]
 

@@ -500,7 +500,7 @@ def test_without_a_champion_the_message_names_the_candidate(client, trained, sft
     "damage", [lambda text: text.replace("false", "true"), lambda text: "", lambda text: "[1]"]
 )
 def test_a_changed_registration_is_named(client, sft, ppo, trained, tmp_path, damage):
-    """It says who was promoted, and protects models from `kedro rlhf clean --versions`."""
+    """It says who was promoted."""
     made = register(client, sft=sft, candidate=ppo, promote="never", **PASSED)
     file = tmp_path / "v1" / "registration.json"
     file.parent.mkdir()

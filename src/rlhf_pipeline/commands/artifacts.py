@@ -5,10 +5,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kedro.framework.project import pipelines
-from kedro.io import AbstractDataset, CatalogProtocol
+from kedro.io import CatalogProtocol
 from rich.console import Console
 
 from rlhf_pipeline.checks import path_faults, refuse
@@ -23,15 +23,6 @@ from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import StageListener, Stages
 from rlhf_pipeline.tracking.registry import registered_folder
-
-D = TypeVar("D", bound=AbstractDataset[Any, Any])
-
-
-def datasets_of(kind: type[D], catalog: CatalogProtocol) -> dict[str, D]:
-    """The data sets of all pipelines that are of a kind, by name."""
-    names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
-    found = {name: catalog.get(name) for name in sorted(names)}
-    return {name: data for name, data in found.items() if isinstance(data, kind)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,9 @@ class Ledger:
     @cached_property
     def datasets(self) -> dict[str, ArtifactDataset]:
         """The data sets that publish artifacts, by name."""
-        return datasets_of(ArtifactDataset, self.catalog)
+        names = {name for pipeline in pipelines.values() for name in pipeline.all_outputs()}
+        found = {name: self.catalog.get(name) for name in sorted(names)}
+        return {n: data for n, data in found.items() if isinstance(data, ArtifactDataset)}
 
     @cached_property
     def artifacts(self) -> list[Path]:

@@ -2,15 +2,14 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import click
 from rich.console import Console
@@ -18,6 +17,7 @@ from rich.console import Console
 from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command, show_link
 from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (
     RUNS_VIEW,
@@ -28,14 +28,9 @@ from rlhf_pipeline.tracking.store import (
     tracking_uri,
 )
 
-LOOPBACK = "127.0.0.1"
 TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
-SILENT = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONSAFEPATH": "1",
-}
+OFFLINE = ("DO_NOT_TRACK", "HF_HUB_DISABLE_UPDATE_CHECK", "HF_HUB_OFFLINE", "PYTHONSAFEPATH")
+SILENT = dict.fromkeys(OFFLINE, "1")
 """Environment of the programs, with which they contact no server on their own."""
 
 
@@ -43,12 +38,7 @@ SILENT = {
 @click.argument("policy", default="champion")
 @click.argument("options", nargs=-1, metavar="[-- SERVER_OPTIONS]")
 @click.option("--port", default=8000, show_default=True, help="Port to listen on.")
-@click.option(
-    "--host",
-    default=LOOPBACK,
-    show_default=True,
-    help="Address to listen on. 0.0.0.0 opens the server to every network.",
-)
+@click.option("--host", default=LOOPBACK, show_default=True, help="0.0.0.0: for every network.")
 def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host: str) -> None:
     """Serve POLICY to clients of OpenAI's API until Ctrl-C.
 
@@ -60,64 +50,50 @@ def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host
     folder = ledger.language_model(policy).resolve()
     program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
-    sys.stdout.flush()
     os.chdir(folder.parent)  # the name of the folder is the name of the model
-    os.environ.update(SILENT)
     command = serving(program, folder, host, port, *options)
-    os.execv(sys.executable, command)  # noqa: S606 - no shell; the server gets the signals itself
+    # No shell; the server gets the signals itself.
+    os.execve(sys.executable, command, os.environ | SILENT)  # noqa: S606
 
 
 @click.command(cls=Command)
 @click.argument("policy", default="champion")
-@click.option(
-    "--max-tokens",
-    default=512,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Length of the longest answer, in tokens.",
-)
-@click.option(
-    "--temperature",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(0, 2),
-    help="Temperature of sampling. 0 always takes the most likely token.",
-)
+@click.option("--max-tokens", default=512, show_default=True, type=click.IntRange(1))
+@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, 2))
 @click.option("--seed", type=int, help="Seed of sampling. The same seed repeats a conversation.")
 def chat(
-    ledger: Ledger, console: Console, policy: str, max_tokens: int, temperature: float,
-    seed: int | None,
-) -> None:  # fmt: skip
+    ledger: Ledger, policy: str, max_tokens: int, temperature: float, seed: int | None
+) -> None:
     """Talk to POLICY in the terminal, by `transformers chat`.
 
     POLICY is a version or an alias of the registered model, or the folder of an artifact. The
-    default is the champion.
+    default is the champion. An answer has at most MAX_TOKENS tokens. Temperature 0 always takes the
+    most likely token.
     """
     folder = ledger.language_model(policy).resolve()
-    console.out(f"{policy} is {folder}", style="dim", highlight=False)
     port = free_port(None, LOOPBACK)
-    options = ["--log-level=error", *(["--default-seed", str(seed)] if seed is not None else [])]
-    command = serving(TRANSFORMERS, folder, LOOPBACK, port, *options)
-    sampled = ["do_sample=true", f"temperature={temperature}", "top_k=0"]
-    flags = [f"max_new_tokens={max_tokens}", *(sampled if temperature else ["do_sample=false"])]
-    talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags, "--user=you"]
-    environment = os.environ | SILENT
-    with TemporaryFile("w+", errors="replace") as log, suppress(KeyboardInterrupt):
-        server = subprocess.Popen(
-            command, cwd=folder.parent, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            while not answers(port):
-                if server.poll() is not None:
-                    log.seek(0)
-                    reason = (log.read().strip().splitlines() or ["no output"])[-1]
-                    raise StageError(f"{policy}: `transformers serve` ended: {reason}")
-                time.sleep(0.2)
-            # Offline, the hub's client refuses any server, this one as well.
-            subprocess.run(talk, env=environment | {"HF_HUB_OFFLINE": "0"}, check=False)
-        finally:
-            server.terminate()
-            server.wait()
+    seeded = [] if seed is None else [f"--default-seed={seed}"]
+    command = serving(TRANSFORMERS, folder, LOOPBACK, port, "--log-level=error", *seeded)
+    how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
+    flags = [f"max_new_tokens={max_tokens}", *how.split(), "--user=you"]
+    talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags]
+    server = subprocess.Popen(
+        command, cwd=folder.parent, env=os.environ | SILENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        while not answers(port):
+            if server.poll() is not None:
+                shown = f"cd {folder.parent}; {shlex.join(command)}"
+                raise StageError(f"{policy}: the server ended. Fix: see why, by `{shown}`")
+            time.sleep(0.2)
+        # Offline, the hub's client refuses any server, this one as well.
+        subprocess.run(talk, env=os.environ | SILENT | {"HF_HUB_OFFLINE": "0"}, check=False)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.terminate()
+        server.wait()
 
 
 @click.command(cls=Command)
@@ -167,17 +143,15 @@ def serving(program: str, folder: Path, host: str, port: int, *options: str) -> 
 
 
 def answers(port: int) -> bool:
-    """Whether a server of this machine is ready."""
-    with suppress(OSError), urllib.request.urlopen(f"http://{LOOPBACK}:{port}/health", timeout=5):
-        return True
-    return False
+    """Whether a program answers at a port of this machine."""
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 def require_free(port: int, command: str, fix: str) -> None:
     """Raise ConfigError if a program answers at a port of this machine."""
-    with closing(socket.socket()) as probe:
-        if probe.connect_ex((LOOPBACK, port)) == 0:
-            raise ConfigError(
-                f"--port: another program answers at {port}, perhaps an earlier `kedro rlhf "
-                f"{command}`. Fix: {fix}, or use `kedro rlhf {command} --port={port + 1}`"
-            )
+    if answers(port):
+        raise ConfigError(
+            f"--port: another program answers at {port}, perhaps an earlier `kedro rlhf "
+            f"{command}`. Fix: {fix}, or use `kedro rlhf {command} --port={port + 1}`"
+        )

@@ -237,9 +237,9 @@ def _packs(policy: nn.Module, model: PreTrainedModel) -> bool:
         return False
     rows = FIRST, SECOND, THIRD
     batch = collate([r[:3] for r in rows], [r[3:] for r in rows], 0, prompt_numbers=[0, 1, 1])
-    packed = _outputs(policy, model, **batch.to(model.device).packed().model_inputs())
+    packed = outputs(policy, model, **batch.to(model.device).packed().model_inputs())
     second, third, mixed = (
-        _outputs(policy, model, input_ids=torch.tensor([ids], device=model.device))
+        outputs(policy, model, input_ids=torch.tensor([ids], device=model.device))
         for ids in (SECOND, THIRD, FIRST + SECOND)
     )
     alone = torch.cat([second, third[3:]])
@@ -267,7 +267,7 @@ def _logprob_head(policy: nn.Module, model: PreTrainedModel) -> LogprobHead | No
     return head if torch.equal(found, own[0]) else None
 
 
-def _outputs(policy: nn.Module, model: PreTrainedModel, **inputs: Any) -> Tensor:
+def outputs(policy: nn.Module, model: PreTrainedModel, **inputs: Any) -> Tensor:
     """Logits (T, V) or scalars (T, 1) of one row."""
     if model.get_output_embeddings() is None:
         count = inputs["input_ids"].shape[1]

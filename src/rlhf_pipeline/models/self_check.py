@@ -2,15 +2,13 @@
 
 A GPU runs kernels that a CPU never runs, and a wrong gradient would train without an error. So a
 GPU computes examples before it loads its first model.
-`python -m rlhf_pipeline.models.self_check fp32 bf16` checks every kind of GPU.
 """
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,18 +154,3 @@ def _compare(
         bound = sums + ROUNDINGS * torch.finfo(own.dtype).eps
         compared.append(Comparison(kernel, error, bound))
     return compared
-
-
-def main() -> None:
-    """Check the precisions of the command line on each kind of GPU, and print what has passed."""
-    kinds = {torch.cuda.get_device_name(i): i for i in range(torch.cuda.device_count())}
-    try:
-        for (name, number), precision in itertools.product(kinds.items(), sys.argv[1:]):
-            check(torch.device("cuda", number), cast(Precision, precision))
-            print(f"{name} in {precision}")
-    except StageError as error:
-        sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -89,8 +89,7 @@ def read_registration(file: Path) -> dict[str, Any]:
     except (ValueError, AttributeError, TypeError) as error:
         raise ArtifactError(
             f"{file} was changed after the registration finished ({error}). Fix: restore the file; "
-            f"if you have no copy, remove {file.parent}, and `kedro rlhf clean --versions` keeps "
-            "its models only while the registry names them"
+            f"if you have no copy, remove {file.parent}"
         ) from None
     return found
 

@@ -151,12 +151,6 @@ def registration(digest: str, model: str, project: Path) -> tuple[str, dict[str,
         return None if newest is None else (str(newest.version), dict(newest.tags))
 
 
-def registered_sources(project: Path) -> set[tuple[str, str]]:
-    """Model and folder or address of each version; StageError if the store fails."""
-    with registry(project, "the registered versions") as client:
-        return {(version.name, version.source) for version in client.search_model_versions()}
-
-
 @contextmanager
 def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[MlflowClient]:
     """A client for reading; with `uploads` of models, it waits long for each of them.

@@ -44,7 +44,7 @@ def survey(
     Args:
         stages: names of all stages; other folders of the workspace are ignored.
         published: the published versions to keep, with their inputs, direct or not.
-        unwanted: published directories to remove, with the reason.
+        unwanted: further directories to remove, with the reason.
         unfinished: whether to remove unfinished stages that could resume from a checkpoint.
 
     Raises ArtifactError if the manifest of a published version is damaged: its inputs are unknown.
