@@ -17,13 +17,13 @@ from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     Judge,
-    ModelJudge,
+    ModelReward,
     PairwiseJudge,
     ReferenceReward,
     RubricReward,
     as_judges,
-    local_source,
     reward_faults,
+    with_folders,
 )
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -248,19 +248,20 @@ def judge_faults(
 ) -> Iterator[str]:
     """Judges that cannot be called with the columns of the sources of all prompts, by place, or
     lack their library, their key or a way to read text."""
-    yield from reward_faults([local_source(one) for one in judges], places, _carried(sources))
+    yield from reward_faults(with_folders(judges), places, _carried(sources))
+    for index, judge in enumerate(judges):
+        if isinstance(judge, ModelReward) and judge.on_hub and not judge.retokenize:
+            yield (
+                f"{places}.{index}.retokenize: found false, expected true for {judge.path}, a "
+                "model on the hub with tokens of its own"
+            )
     yield from _judges(judges, places)
 
 
 def _judges(judges: Sequence[Any], places: str) -> Iterator[str]:
-    """Judges without their library, their key or a way to read text."""
+    """Judges without their library or their key."""
     for index, judge in enumerate(judges):
         place = f"{places}.{index}"
-        if isinstance(judge, ModelJudge) and judge.folder is None and not judge.retokenize:
-            yield (
-                f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "
-                "hub with tokens of its own"
-            )
         if isinstance(judge, ReferenceReward) and judge.reference == "math":
             yield from _absent(f"{place}.reference: math needs math-verify", "math_verify", "math")
         if isinstance(judge, PairwiseJudge | RubricReward):
