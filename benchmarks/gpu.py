@@ -12,7 +12,7 @@ and can run by itself. A row that fails is a line with its reason, and the other
 part writes <results>/<part>.json after each row; the exit code is 0 if no row fails.
 
 On a machine without this project's environment, `python benchmarks/gpu.py` needs src in PYTHONPATH
-and these packages with theirs: torch, transformers, accelerate, deepspeed, pydantic, pebble,
+and these packages with theirs: torch, transformers, accelerate, deepspeed, pydantic,
 pyarrow, psutil, regex, jinja2, click, scipy; peft for LoRA. It needs no network. Rows that start
 `kedro run` or pytest are skipped there, and so are those of vLLM and bitsandbytes.
 """

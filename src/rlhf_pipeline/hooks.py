@@ -216,7 +216,7 @@ class StagesHook:
         here. Another run may publish newer versions before this one ends."""
         self._outputs |= outputs
         if self._tracker is not None:
-            self._tracker.open()
+            self._tracker.reconcile()
         for name, output in outputs.items():
             if name.endswith("evaluation"):
                 evaluation = read_evaluation(output)

@@ -14,7 +14,7 @@ from rlhf_pipeline.config.evaluate import (
     task_inputs,
 )
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import ModelJudge, as_judges
+from rlhf_pipeline.config.rewards import ModelReward, as_judges
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 
@@ -37,12 +37,19 @@ def test_other_kinds_of_judges_and_their_names(judge, label):
     assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
 
 
+def test_a_model_that_judges_is_a_path_or_a_model():
+    by_path, by_model = (
+        EvaluateConfig.model_validate({"judges": [{key: "a/b"}]}) for key in ("path", "model")
+    )
+    assert by_path == by_model
+
+
 def test_a_name_with_one_slash_is_on_the_hub_unless_it_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert ModelJudge(model="org/model").folder is None
+    assert ModelReward(path="org/model").on_hub
     (tmp_path / "org/model").mkdir(parents=True)
     for name in ("org/model", "./org/model", "model", "a/b/c", str(tmp_path)):
-        assert ModelJudge(model=name).folder == Path(name)
+        assert not ModelReward(path=name).on_hub
 
 
 @pytest.mark.parametrize(("number", "works"), [(0, True), (8, True), (1, False), (6, False)])
@@ -58,8 +65,8 @@ def test_best_of_n_is_a_power_of_two(number, works):
     ("judges", "message"),
     [
         (["trained"], "expected FILE.py:FUNCTION"),
-        ([{"path": "/models/other"}], "a block with one of callable, model, reference, regex, rub"),
-        ([{"model": "a/b", "weight": 2.0}], "Extra inputs are not permitted"),
+        ([{"paths": "/models/other"}], "a block with one of callable, path, reference, regex, rub"),
+        ([{"model": "a/b", "weight": 2.0}], "found weight 2.0 of judge b, expected none"),
         ([{"reference": "near"}], "Input should be 'exact', 'final_answer', 'contains', 'last_"),
         ([{"reference": "exact"}, {"reference": "exact"}], "found two called 'exact'"),
         ([{"openai": {"base_url": "ftp://x", "model": "m"}}], "String should match pattern"),

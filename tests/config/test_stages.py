@@ -110,7 +110,6 @@ def test_a_reward_model_that_judges_renders_the_date_of_the_reward():
     fields = {"path": "/models/other", "retokenize": True, "template_date": "2020-02-02"}
     (judge,) = as_judges([ModelReward.model_validate(fields)])
     assert str(judge.template_date) == "2020-02-02"
-    assert judge.as_reward(Path("/models/other")).template_date == judge.template_date
 
 
 def test_rewards_judge_where_there_is_no_other_judge(parameters):

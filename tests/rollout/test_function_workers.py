@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from rlhf_pipeline.errors import ConfigError, StageError
@@ -57,6 +58,13 @@ def tokens(prompts, responses, scored):
 
 def inner(text):
     return int(text)
+
+def forks(prompts, responses):
+    return [0.0 if os.fork() else 1.0]
+
+def hangs(prompts, responses):
+    Path(__file__).with_name("pid").write_text(f"{os.getpid()}\\n")
+    time.sleep(99)
 
 def fails(prompts, responses):
     return [inner(response) for response in responses]
@@ -125,6 +133,11 @@ def test_the_limit_is_that_of_one_response(make, scored):
     assert time.monotonic() - began > 1.5
 
 
+def test_a_fork_that_returns_from_the_function_gives_no_further_result(make, scored):
+    many = Answered([[]] * 5, [None] * 5, ["a"] * 5)
+    assert make("forks", processes=1)(scored, many).tolist() == [0.0] * 5
+
+
 def test_no_process_gets_the_tokens(make):
     with pytest.raises(
         ConfigError, match=r"my\.py:tokens: found processes: 2 and the parameter scored, which no "
@@ -136,7 +149,7 @@ def test_no_process_gets_the_tokens(make):
 PROGRAM = """
 import sys
 from rlhf_pipeline.rollout.function_workers import Call, Workers
-workers = Workers("my.py:modules", sys.argv[1], "modules", 2, None)
+workers = Workers("my.py", sys.argv[1], sys.argv[2], 2, None)
 print(workers([Call([[]], ["a"], {})]))
 """
 
@@ -146,6 +159,22 @@ def test_the_processes_end_with_the_program(make, tmp_path):
     make("later", 0)  # writes the file
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, program, tmp_path / "my.py"]
+    command = [sys.executable, program, tmp_path / "my.py", "modules"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "[0.0]\n"), ended.stderr
+
+
+def test_a_call_that_hangs_ends_with_a_rank_that_is_killed(make, tmp_path):
+    make("later", 0)  # writes the file
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    rank = subprocess.Popen([sys.executable, program, tmp_path / "my.py", "hangs"])
+    written = tmp_path / "pid"
+    while not (written.is_file() and written.read_text().endswith("\n")):
+        assert rank.poll() is None
+        time.sleep(0.05)
+    worker = psutil.Process(int(written.read_text()))
+    rank.kill()
+    rank.wait()
+    gone, _ = psutil.wait_procs([worker], timeout=10)
+    assert gone == [worker]

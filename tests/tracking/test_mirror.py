@@ -76,6 +76,14 @@ def write_metrics(stage, *records):
     stage.metrics_file.write_text("".join(json.dumps(item) + "\n" for item in records))
 
 
+def report(tracker, stage, records):
+    """The stage writes further records, and the tracker looks at its directory."""
+    with stage.metrics_file.open("a") as file:
+        file.writelines(json.dumps(item) + "\n" for item in records)
+    tracker.stage_metrics(stage, records)
+    tracker.reconcile()
+
+
 def write_manifest(stage, metrics):
     Manifest(stage.stage, stage.fingerprint, 7, stage.config, stage.digests, {}, metrics, {}).write(
         stage.export
@@ -85,10 +93,12 @@ def write_manifest(stage, metrics):
 def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents):
     listeners = StageListener(tracker)
     listeners.stage_started(stage)
-    listeners.stage_metrics(
-        stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)]
+    report(
+        tracker,
+        stage,
+        [record(1, objective_kl=0.5), record(2, objective_kl=0.75, policy_loss=0.25)],
     )
-    listeners.stage_metrics(stage, [record(3, objective_kl=1.0)])
+    report(tracker, stage, [record(3, objective_kl=1.0)])
     listeners.stage_ended(stage, "FINISHED", {"result/score": 2.5, "objective/kl": 1.0})
     tracker.end("FINISHED")
 
@@ -127,7 +137,7 @@ def test_a_finished_stage_is_one_child_run(tracker, stage, client, runs, parents
 
 def test_the_metrics_of_the_best_model_have_separate_names(tracker, stage, client, runs):
     tracker.stage_started(stage)
-    tracker.stage_metrics(stage, [record(1, eval_loss=0.5), record(2, eval_loss=0.75)])
+    report(tracker, stage, [record(1, eval_loss=0.5), record(2, eval_loss=0.75)])
     result = {"step": 1, "eval/loss": 0.5, "eval/entropy": 2.0}
     run = replace(stage, headline_metrics=("eval/loss", "train/loss"))
     tracker.stage_ended(run, "FINISHED", result)
@@ -159,7 +169,7 @@ def test_more_than_fits_in_one_request(tracker, stage, client, runs):
     """MLflow takes 100 parameters and 1000 metrics a request."""
     stage = replace(stage, config={"ppo": {f"field_{number}": number for number in range(250)}})
     tracker.stage_started(stage)
-    tracker.stage_metrics(stage, [record(step, a=1.0, b=2.0) for step in range(1, 602)])
+    report(tracker, stage, [record(step, a=1.0, b=2.0) for step in range(1, 602)])
     tracker.stage_ended(stage, "FINISHED", {})
     (run,) = runs()
     assert len(run.data.params) == 251  # and the seed
@@ -173,7 +183,7 @@ def test_an_unfinished_run_is_resumed_without_a_step_twice(
     tracker, stage, uri, tmp_path, client, runs, status
 ):
     tracker.stage_started(stage)
-    tracker.stage_metrics(stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75)])
+    report(tracker, stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75)])
     if status is not None:  # None: the driver was killed, and MLflow says RUNNING
         tracker.stage_ended(stage, status, {})
     (before,) = runs()
@@ -186,8 +196,9 @@ def test_an_unfinished_run_is_resumed_without_a_step_twice(
     )  # MLflow refuses to change ppo.lora: the first attempt's value stays
     again.stage_started(stage)
     assert runs()[0].info.status == "RUNNING"
+    write_metrics(stage, record(1, objective_kl=0.5))
     resumed = [{**record(step, objective_kl=0.75), "time": 5000.0 + step} for step in (2, 3)]
-    again.stage_metrics(stage, resumed)
+    report(again, stage, resumed)
     again.stage_ended(stage, "FINISHED", {})
 
     (after,) = runs()
@@ -247,7 +258,7 @@ def test_a_store_that_refuses_the_page_costs_one_warning(tracker, monkeypatch, c
     def refuse(*args, **kwargs):
         raise MlflowException("no space left")
 
-    tracker.open()
+    tracker.reconcile()
     monkeypatch.setattr(MlflowClient, "search_runs", refuse)
     tracker.log_page("f00d", "<p>")
     (warning,) = caplog.messages
@@ -306,13 +317,13 @@ def test_sampled_answers_are_one_table_without_a_step_twice(tracker, stage, clie
     first, lost, again = (with_answers(*given) for given in ((1, "a"), (2, "b"), (2, "c")))
     for records in ([first], [first, lost], [first, again]):
         write_metrics(stage, *records, record(3, objective_kl=0.5))
-        tracker.stage_metrics(stage, records[-1:])
+        report(tracker, stage, [])
     (child,) = runs()
     table = client.load_table(experiment_id(client), "answers.json", [child.info.run_id])
     assert [*table.columns] == ["step", "prompt", "answer", "score", "kl"]
     assert [*table["answer"]] == ["a", "c"] and [*table["step"]] == [1, 2]
     write_metrics(stage)
-    tracker.stage_metrics(stage, [record(4, objective_kl=0.5)])  # without answers
+    report(tracker, stage, [record(4, objective_kl=0.5)])  # without answers
     assert len(client.load_table(experiment_id(client), "answers.json")) == 2
 
 
@@ -323,22 +334,21 @@ def test_an_outage_costs_one_warning_and_the_stage_catches_up_at_its_end(
     from mlflow.exceptions import MlflowException
 
     tracker.stage_started(stage)
-    tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
+    report(tracker, stage, [record(1, objective_kl=0.5)])
     with monkeypatch.context() as outage, caplog.at_level(logging.WARNING):
 
         def refuse(*args, **kwargs):
             raise MlflowException("the store is down\nand a second line")
 
         outage.setattr(MlflowClient, "log_batch", refuse)
-        tracker.stage_metrics(stage, [record(2, objective_kl=0.75)])
-        tracker.stage_metrics(stage, [record(3, objective_kl=1.0)])
+        report(tracker, stage, [record(2, objective_kl=0.75)])
+        report(tracker, stage, [record(3, objective_kl=1.0)])
     assert [line.getMessage() for line in caplog.records] == [
         f"MLflow at {tracker._uri} does not record ppo (MlflowException: the store is down); "
         "training continues, metrics.jsonl has every number, and missing records are sent when the "
         "store answers again, at the latest by the next `kedro run` of the same stages"
     ]
 
-    write_metrics(stage, *(record(step, objective_kl=0.25 + 0.25 * step) for step in (1, 2, 3)))
     tracker.stage_ended(stage, "FINISHED", {"result/score": 2.5})
     (child,) = runs()
     assert child.info.status == "FINISHED"
@@ -358,7 +368,7 @@ def test_an_unreachable_store_does_not_harm_a_stage(stage, tmp_path, monkeypatch
     with caplog.at_level(logging.WARNING, logger="rlhf_pipeline"):
         tracker.describe("full", {})
         tracker.stage_started(stage)
-        tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
+        report(tracker, stage, [record(1, objective_kl=0.5)])
         tracker.stage_ended(stage, "FINISHED", {})
         tracker.end("FINISHED")
     messages = [
@@ -382,16 +392,57 @@ def test_an_interruption_in_a_database_call_is_not_swallowed(tracker, stage, mon
         SqlAlchemyStore, "_update_latest_metrics_if_necessary", interrupted
     )  # inside a transaction
     with pytest.raises(Interrupted, match="SIGTERM"):
-        tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
+        report(tracker, stage, [record(1, objective_kl=0.5)])
 
 
 def test_a_run_id_in_the_environment_is_ignored(tracker, stage, client, runs, parents, monkeypatch):
     stranger = client.create_run(client.create_experiment("other"))
     monkeypatch.setenv("MLFLOW_RUN_ID", stranger.info.run_id)
     tracker.stage_started(stage)
-    tracker.stage_metrics(stage, [record(1, objective_kl=0.5)])
+    report(tracker, stage, [record(1, objective_kl=0.5)])
     tracker.stage_ended(stage, "FINISHED", {})
     tracker.end("FINISHED")
     untouched = client.get_run(stranger.info.run_id)
     assert (untouched.info.status, untouched.data.metrics) == ("RUNNING", {})
     assert runs()[0].data.tags["mlflow.parentRunId"] == parents()[0].info.run_id
+
+
+def test_the_report_of_a_finished_stage_is_an_artifact_of_its_run(tracker, stage, client, runs):
+    (stage.export / "report.json").write_text("{}")
+    tracker.stage_started(stage)
+    tracker.stage_ended(stage, "FAILED", {})
+    (run,) = runs()
+    assert client.list_artifacts(run.info.run_id) == []
+    tracker.stage_started(stage)
+    tracker.stage_ended(stage, "FINISHED", {})
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["report.json"]
+
+
+@pytest.mark.parametrize("by", ["this run", "the next run"])
+def test_a_report_that_an_outage_left_out_is_sent_later(
+    tracker, stage, uri, tmp_path, client, runs, monkeypatch, caplog, by
+):
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    (stage.export / "report.json").write_text("{}")
+    with monkeypatch.context() as outage, caplog.at_level(logging.WARNING):
+
+        def refuse(*args, **kwargs):
+            raise MlflowException("no space left")
+
+        outage.setattr(MlflowClient, "log_artifact", refuse)
+        tracker.stage_started(stage)
+        tracker.stage_ended(stage, "FINISHED", {})
+    (warning,) = caplog.messages
+    assert "does not record ppo (MlflowException: no space left)" in warning
+    if by == "this run":
+        tracker.catch_up()
+    else:
+        tracker = MlflowTracker(uri, tmp_path)
+        reused = replace(stage, cached=True)
+        tracker.stage_started(reused)
+        tracker.stage_ended(reused, "FINISHED", {})
+    (run,) = runs()
+    assert run.info.status == "FINISHED"
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["report.json"]

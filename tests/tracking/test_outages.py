@@ -5,6 +5,7 @@ Training continues, missing records are sent later, and every run ends with its 
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -13,9 +14,13 @@ import sys
 import time
 import urllib.request
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from ports import reserved_port
 
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -46,6 +51,7 @@ def write(run, steps):
             "total_steps": 9,
             "time": 1000.0 + step,
             "metrics": {"loss": float(step), "lr": 1.0},
+            "answers": [{"step": step, "answer": f"Answer {step}"}],
         }
         for step in range(known + 1, steps + 1)
     ]
@@ -55,6 +61,7 @@ def write(run, steps):
 
 
 def end(run):
+    (run.export / "report.json").write_text("{}")
     Manifest(run.stage, run.fingerprint, 7, run.config, {}, {}, {"result": 2.0}, {}).write(
         run.export
     )
@@ -63,7 +70,7 @@ def end(run):
 def started(uri, project):
     tracker = MlflowTracker(uri, project)
     tracker.describe("full", {})
-    tracker.open()
+    tracker.reconcile()
     return tracker
 
 
@@ -84,6 +91,17 @@ def losses(client, stage):
     return [
         point.value for point in client.get_metric_history(found(client)[stage].info.run_id, "loss")
     ]
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch):
+    monkeypatch.setattr(mirror, "EVERY_S", 0.0)
+
+
+def report(tracker, run, steps):
+    """The program has written records up to a step, and the launcher has seen them."""
+    tracker.stage_metrics(run, write(run, steps))
+    tracker.stage_phase(run, None)
 
 
 def warnings(caplog):
@@ -160,19 +178,19 @@ def test_a_server_that_is_killed_during_a_stage_and_starts_again(
         stage_run(tmp_path, "ppo"),
     )
     tracker.stage_started(sft)
-    tracker.stage_metrics(sft, write(sft, 2))
+    report(tracker, sft, 2)
     server.kill()
     for step in (3, 4, 5):
-        tracker.stage_metrics(sft, write(sft, step))
+        report(tracker, sft, step)
     assert losses(client, "sft") == [1, 2]
     assert len(warnings(caplog)) == 1
     assert f"MLflow at {server.uri} does not record sft" in warnings(caplog)[0]
 
     server.start()
-    tracker.stage_metrics(sft, write(sft, 6))
+    report(tracker, sft, 6)
     assert losses(client, "sft") == [1, 2]  # the next attempt is later
     monkeypatch.setattr(mirror, "RETRY_S", 0.0)
-    tracker.stage_metrics(sft, write(sft, 7))
+    report(tracker, sft, 7)
     assert losses(client, "sft") == [1, 2, 3, 4, 5, 6, 7]
     assert warnings(caplog)[1:] == [f"MLflow at {server.uri} records again"]
 
@@ -222,7 +240,7 @@ def test_a_silent_server_gets_three_requests_and_then_one_for_each_stage(
         tracker.stage_started(sft)
         assert asked() == 4
         for step in range(1, 9):
-            tracker.stage_metrics(sft, write(sft, step))
+            report(tracker, sft, step)
         assert asked() == 4
         tracker.stage_ended(sft, "FINISHED", {})
         assert asked() == 5
@@ -250,10 +268,10 @@ def test_a_database_on_a_full_disk(full_disk, tmp_path, monkeypatch, caplog):
     disk, uri = full_disk
     tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
     tracker.stage_started(sft)
-    tracker.stage_metrics(sft, write(sft, 1))
+    report(tracker, sft, 1)
     disk.leave(0)
     for step in range(2, 200):  # the database has some free space inside
-        tracker.stage_metrics(sft, write(sft, step))
+        report(tracker, sft, step)
     assert len(warnings(caplog)) == 1 and "disk is full" in warnings(caplog)[0]
     tracker.stage_ended(sft, "FINISHED", {"result": 2.0})
     disk.make_room()
@@ -264,19 +282,76 @@ def test_a_database_on_a_full_disk(full_disk, tmp_path, monkeypatch, caplog):
     assert losses(client, "sft") == list(range(1, 200))
 
 
-def test_an_outage_in_the_middle_of_a_record_leaves_no_gap(uri, client, tmp_path):
-    """A request has 1000 points, so with two metrics the second begins in the middle of a step."""
-    tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
-    tracker.stage_started(sft)
-    first, second, third = write(sft, 3)
-    tracker.stage_metrics(
-        sft, [first, second | {"metrics": {"loss": 2.0}}]
-    )  # the other half was not sent
-    tracker._stages[sft.fingerprint].is_open = False
-    tracker.stage_metrics(sft, [third])
-    history = client.get_metric_history(found(client)["sft"].info.run_id, "lr")
-    assert [point.step for point in history] == [1, 2, 3]
-    assert losses(client, "sft") == [1, 2, 3]
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_fails_mlflow_has_in_the_end_what_the_directories_have(
+    seed, uri, client, tmp_path, monkeypatch
+):
+    """Requests are refused or their answers are lost, by chance, in two runs of two stages."""
+    chance, fails = random.Random(seed), True
+
+    def unreliable(method):
+        def call(*arguments, **options):
+            fate = chance.random() if fails else 1.0
+            if fate < 0.2:
+                raise MlflowException("refused")
+            result = method(*arguments, **options)
+            if fate < 0.3:
+                raise MlflowException("the answer is lost")
+            return result
+
+        return call
+
+    for owner, names in (
+        (SqlAlchemyStore, "create_run log_batch set_tag get_run get_metric_history"),
+        (SqlAlchemyStore, "update_run_info search_runs"),
+        (MlflowClient, "log_artifact log_dict log_text"),
+    ):
+        for name in names.split():
+            monkeypatch.setattr(owner, name, unreliable(getattr(owner, name)))
+    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
+
+    sft, ppo = stage_run(tmp_path, "sft"), stage_run(tmp_path, "ppo")
+    first, second = MlflowTracker(uri, tmp_path), MlflowTracker(uri, tmp_path)
+    first.stage_started(sft)
+    for step in range(1, 6):
+        report(first, sft, step)
+    end(sft)
+    first.stage_ended(sft, "FINISHED", {"result": 2.0})
+    first.stage_started(ppo)
+    report(first, ppo, 4)
+    first.stage_ended(ppo, chance.choice(["FAILED", "KILLED"]), {})
+    first.end("FAILED")
+
+    reused = replace(sft, cached=True)
+    second.stage_started(reused)
+    second.stage_ended(reused, "FINISHED", {"result": 2.0})
+    lines = ppo.metrics_file.read_text().splitlines(keepends=True)
+    ppo.metrics_file.write_text("".join(lines[:2]))  # it resumes from its checkpoint
+    second.stage_started(ppo)
+    for step in range(3, 8):
+        report(second, ppo, step)
+    end(ppo)
+    second.stage_ended(ppo, "FINISHED", {"result": 2.0})
+    second.log_page(ppo.fingerprint, "<p>page")
+    fails = False
+    second.end("FINISHED")
+
+    for stage, steps in ((sft, 5), (ppo, 7)):
+        (run,) = client.search_runs([experiment_id(client)], f"tags.`rlhf.stage` = '{stage.stage}'")
+        assert run.info.status == "FINISHED"
+        assert run.data.params == {f"{stage.stage}.lr": "1.0", "seed": "7"}
+        for metric, value in (("loss", None), ("lr", 1.0)):
+            points = client.get_metric_history(run.info.run_id, metric)
+            assert [(point.step, point.value) for point in points] == [
+                (step, value or float(step)) for step in range(1, steps + 1)
+            ]
+        (result,) = client.get_metric_history(run.info.run_id, "result")
+        assert (result.step, result.value) == (steps, 2.0)
+        answers = client.load_table(experiment_id(client), "answers.json", [run.info.run_id])
+        assert [*answers["step"]] == [*range(1, steps + 1)]
+        artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
+        pages = {"evaluation.html"} if stage is ppo else set()
+        assert artifacts == {"answers.json", "report.json"} | pages
 
 
 DRIVER = """
@@ -345,9 +420,6 @@ def test_runs_of_a_living_driver_stay_open(uri, client, tmp_path):
 
 def test_an_end_that_the_store_did_not_get_is_sent_by_the_next_run(full_disk, tmp_path):
     disk, uri = full_disk
-    ends = tmp_path / "mlartifacts" / "unsent_ends.jsonl"
-    ends.parent.mkdir(exist_ok=True)
-    ends.write_text('\n{"run": "0", "dri')  # the disk was full before
     other = driver(uri, tmp_path, "wait", "FAILED")
     disk.leave(0)
     other.communicate("\n")
@@ -374,7 +446,9 @@ def test_a_read_only_database(full_disk, tmp_path):
     sft = stage_run(tmp_path, "sft")
     end(sft)
     again = started(uri, tmp_path)  # the next `kedro run`, which reuses the stage
-    again.stage_started(StageRun(**{**vars(sft), "cached": True}))
+    reused = StageRun(**{**vars(sft), "cached": True})
+    again.stage_started(reused)
+    again.stage_ended(reused, "FINISHED", {"result": 2.0})
     again.end("FINISHED")
     client = connect(uri, tmp_path)
     assert statuses(client) == {"full": "FINISHED", "sft": "FINISHED"}

@@ -93,7 +93,10 @@ class ModelReward(RewardSource):
     """Another reward model: a sequence classifier with one label and a linear head `score`."""
 
     path: str
-    """Local folder. The recipe contains the digest of its bytes."""
+    """Local folder; of a judge, also a name on the hub. The recipe contains the digest of its
+    bytes, or the commit."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub. None: the newest commit of the default branch."""
     retokenize: bool = False
     """Whether the model reads text in its own template and tokens, which need not be the
     policy's."""
@@ -107,6 +110,12 @@ class ModelReward(RewardSource):
     @property
     def folder(self) -> Path:
         return Path(self.path).expanduser()
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether a judge is a model on the hub: its name is like `owner/model`."""
+        is_path = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
+        return not is_path and not self.folder.is_dir()
 
     @property
     def label(self) -> str:

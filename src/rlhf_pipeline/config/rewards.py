@@ -5,14 +5,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import date
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag
 
-from rlhf_pipeline.config.base_model import TEMPLATE_DATE
-from rlhf_pipeline.config.block import Block, Precision
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import parameters
 from rlhf_pipeline.config.reward_blocks import (
     REWARD,
@@ -135,41 +132,14 @@ def clip_of(reward: RewardSource, score_clip: float | None) -> float:
 
 _JUDGE_FORMS = (
     "expected 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of callable, "
-    "model, reference, regex, rubric, code and openai"
+    "path, reference, regex, rubric, code and openai"
 )
 
 
-class ModelJudge(Block):
-    """Another reward model: a sequence classifier with one label and a linear head `score`."""
-
-    model: str = Field(min_length=1)
-    """Local folder, or a name on the hub."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub. None: the newest commit of the default branch."""
-    name: str | None = None
-    """Name of the judge. None: the last part of `model`."""
-    retokenize: bool = False
-    """Whether the model reads text in its own chat template and tokens, as in `ModelReward`."""
-    template_date: date = TEMPLATE_DATE
-    """With `retokenize`: as in `ModelReward`."""
-    precision: Precision = "fp32"
-    """Precision of weights and activations."""
-
-    @property
-    def label(self) -> str:
-        return self.name or Path(self.model).expanduser().resolve().name
-
-    @property
-    def folder(self) -> Path | None:
-        """The local folder; None for a model on the hub, whose name is like `owner/model`."""
-        is_path = self.model.startswith((".", "/", "~")) or self.model.count("/") != 1
-        folder = Path(self.model).expanduser()
-        return folder if is_path or folder.is_dir() else None
-
-    def as_reward(self, folder: Path) -> ModelReward:
-        """The same model as a source of rewards."""
-        own = self.model_dump(include={"name", "retokenize", "template_date", "precision"})
-        return ModelReward(path=str(folder), **own)
+def _judge_form(value: Any) -> Any:
+    if isinstance(value, dict) and "model" in value:  # another name of `path`
+        return {"path" if name == "model" else name: own for name, own in value.items()}
+    return {"callable": value} if isinstance(value, str) else value
 
 
 class PairwiseJudge(Block):
@@ -188,18 +158,18 @@ class PairwiseJudge(Block):
 
 Judge = Annotated[
     Annotated[CallableReward, Tag("callable")]
-    | Annotated[ModelJudge, Tag("model")]
+    | Annotated[ModelReward, Tag("path")]
     | Annotated[ReferenceReward, Tag("reference")]
     | Annotated[RegexReward, Tag("regex")]
     | Annotated[RubricReward, Tag("rubric")]
     | Annotated[CodeReward, Tag("code")]
     | Annotated[PairwiseJudge, Tag("openai")],
     Discriminator(
-        _kind("callable", "model", "reference", "regex", "rubric", "code", "openai"),
+        _kind("callable", "path", "reference", "regex", "rubric", "code", "openai"),
         custom_error_type="judge",
         custom_error_message=_JUDGE_FORMS,
     ),
-    BeforeValidator(lambda judge: {"callable": judge} if isinstance(judge, str) else judge),
+    BeforeValidator(_judge_form),
 ]
 
 
@@ -218,23 +188,17 @@ def as_judges(rewards: Sequence[SampleReward], *, penalties: bool = False) -> tu
     `penalties`, also those without a positive weight."""
     found: list[Judge] = []
     for reward in rewards:
-        if reward.weight <= 0 and not penalties:
-            continue
-        if isinstance(reward, ModelReward):
-            own = reward.model_dump(include={"retokenize", "template_date", "precision"})
-            found.append(ModelJudge(model=reward.path, name=reward.label, **own))
-        elif isinstance(reward, PairwiseJudge):
+        if isinstance(reward, PairwiseJudge):
             found.append(reward)
-        elif not isinstance(reward, TrainedReward):
-            found.append(reward.model_copy(update={"weight": 1.0}))
+        elif not isinstance(reward, TrainedReward) and (reward.weight > 0 or penalties):
+            own = {"mean": None} if isinstance(reward, ModelReward) else {}
+            found.append(reward.model_copy(update={"weight": 1.0, **own}))
     return tuple(found)
 
 
-def local_source(judge: Judge) -> Block:
-    """A reward model in a local folder as a source of rewards; other judges as they are."""
-    if isinstance(judge, ModelJudge) and judge.folder is not None:
-        return judge.as_reward(judge.folder)
-    return judge
+def with_folders(judges: Sequence[Judge]) -> list[Judge | None]:
+    """The judges, with None in the places of models on the hub."""
+    return [None if isinstance(j, ModelReward) and j.on_hub else j for j in judges]
 
 
 def reads_references(source: Block) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, EvaluateConfig, own_models
-from rlhf_pipeline.config.rewards import ModelJudge
+from rlhf_pipeline.config.rewards import ModelReward
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
@@ -227,16 +227,15 @@ def _model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[s
     if one reads other tokens than the policies, and `retokenize` is off."""
     setup, contracts = setups[0], [setup.contract for setup in setups]
     for index, judge in enumerate(setup.config.judges):
-        if isinstance(judge, ModelJudge):
-            place = f"{JUDGE_PREFIX}{index}"
-            folder = job.inputs.get(place) or judge.folder
-            if folder is None:
-                folder = Path(snapshot_download(judge.model, revision=job.digests[place]))
-            reward, tokens = judge.as_reward(folder), setup.config.micro_batch_tokens
-            where = setup.config.place_of(judge)
-            model = ModelSource.load(reward, folder, where, contracts, tokens, setup.world)
-            if judge.folder is not None and place not in job.inputs:
-                job.expect_unchanged(place, judge.folder)
+        if isinstance(judge, ModelReward):
+            place, on_hub = f"{JUDGE_PREFIX}{index}", judge.on_hub
+            folder = job.inputs.get(place, judge.folder)
+            if on_hub:
+                folder = Path(snapshot_download(judge.path, revision=job.digests[place]))
+            where, tokens = setup.config.place_of(judge), setup.config.micro_batch_tokens
+            model = ModelSource.load(judge, folder, where, contracts, tokens, setup.world)
+            if not on_hub and place not in job.inputs:
+                job.expect_unchanged(place, folder)
             yield judge.label, partial(by_source, source=model)
             del model  # before the next one is loaded
 

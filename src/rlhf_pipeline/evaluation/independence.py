@@ -22,7 +22,6 @@ from rlhf_pipeline.config.evaluate import (
 )
 from rlhf_pipeline.config.rewards import (
     CallableReward,
-    ModelJudge,
     ModelReward,
     PairwiseJudge,
     RegexReward,
@@ -191,7 +190,7 @@ def _identities(asked: Block, content: str) -> set[tuple[str, str | None]]:
     match asked:
         case CallableReward(location=file, function=name):
             return {(file, name), (content or file, name)}
-        case TrainedReward() | ModelReward() | ModelJudge():
+        case TrainedReward() | ModelReward():
             return {(content, None)} if content else set()
         case RubricReward():
             return {(asked.rubric, asked.openai.model)}

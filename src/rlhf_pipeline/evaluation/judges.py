@@ -23,7 +23,7 @@ from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
     CodeReward,
-    ModelJudge,
+    ModelReward,
     PairwiseJudge,
     ReferenceReward,
     RegexReward,
@@ -281,7 +281,7 @@ def _text_judges(
                 asked |= parameters(judge.callable)
             case ReferenceReward() | CodeReward():
                 asked = {"references"}
-            case RubricReward() | ModelJudge() | PairwiseJudge():
+            case RubricReward() | ModelReward() | PairwiseJudge():
                 asked = {"a model"}
         if lacking := asked & {"references", "scored", "a model"} - offered:
             raise ConfigError(

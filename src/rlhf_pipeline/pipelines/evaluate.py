@@ -14,7 +14,7 @@ from rlhf_pipeline.config.evaluate import (
     RegisterConfig,
     task_inputs,
 )
-from rlhf_pipeline.config.rewards import Judge, ModelJudge, as_judges, local_source
+from rlhf_pipeline.config.rewards import Judge, ModelReward, as_judges, with_folders
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError, PipelineError
@@ -118,12 +118,12 @@ def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, st
 
     Raises ArtifactError if the hub cannot be reached, or has no such model.
     """
-    paths, identities = reward_inputs([local_source(judge) for judge in judges], JUDGE_PREFIX)
+    paths, identities = reward_inputs(with_folders(judges), JUDGE_PREFIX)
     for index, judge in enumerate(judges):
-        if isinstance(judge, ModelJudge) and judge.folder is None:
+        if isinstance(judge, ModelReward) and judge.on_hub:
             place = f"{JUDGE_PREFIX}{index}"
             try:
-                identities[place] = commit_of("model", judge.model, judge.revision)
+                identities[place] = commit_of("model", judge.path, judge.revision)
             except LookupError as error:
                 raise ArtifactError(f"evaluate.{place}: {error}") from error
     return paths, identities

@@ -105,7 +105,7 @@ def _shared_inputs(split: Path, sft_model: Path, config: PPOConfig) -> dict[str,
 
 
 def reward_inputs(
-    rewards: Sequence[Block], prefix: str = INPUT_PREFIX
+    rewards: Sequence[Block | None], prefix: str = INPUT_PREFIX
 ) -> tuple[dict[str, Path], dict[str, str]]:
     """Inputs of reward functions and reward models, by input name: paths, and identities.
 

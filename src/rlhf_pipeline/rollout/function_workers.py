@@ -4,6 +4,7 @@ The processes import this module, so it imports no torch.
 """
 
 import asyncio
+import ctypes
 import importlib
 import importlib.util
 import inspect
@@ -15,27 +16,26 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from functools import partial
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import Queue
+from subprocess import DEVNULL, Popen
 from types import ModuleType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import psutil
-from pebble import ProcessExpired, ProcessPool
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime import heartbeat
 
 MARK = "RLHF_REWARD_WORKERS"
 """Environment variable of the processes of one function. Whatever they start has it, too."""
-LONGEST_TEXT, WATCH_S, LOOKS = 2000, 0.1, 10
-"""Characters of a fault: what a pipe takes at once. Seconds between looks at the processes, and
-looks until one counts as lost."""
+_PROGRAM = "from rlhf_pipeline.rollout.function_workers import work; work()"
+LONGEST_TEXT = 2000  # characters of a fault
 
 
 class Call(NamedTuple):
@@ -55,23 +55,11 @@ class ResultError(StageError):
     """A function returned something else than one finite number for each response."""
 
 
-def imported(location: str, name: str) -> Any:
-    """What is called `name` in the file `*.py` or in the module."""
-    path = Path(location)
-    if path.suffix != ".py":
-        return getattr(importlib.import_module(location), name)
-    spec = importlib.util.spec_from_file_location(f"ppo_rewards_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "preflight rejects files that are not .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return getattr(module, name)
-
-
 def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
-    """The function `imported`; StageError, which names `place`, if that fails or it is none."""
+    """The function `name` in the file `*.py` or in the module; StageError, which names `place`, if
+    the import fails or it is no function."""
     try:
-        function = imported(location, name)
+        function = getattr(_module(location), name)
     except Exception as error:
         raise StageError(
             f"{place} cannot be imported: {type(error).__name__}: {error}. "
@@ -80,6 +68,18 @@ def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise StageError(f"{place} is {function!r}, not a function")
     return function
+
+
+def _module(location: str) -> ModuleType:
+    path = Path(location)
+    if path.suffix != ".py":
+        return importlib.import_module(location)
+    spec = importlib.util.spec_from_file_location(f"ppo_rewards_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "preflight rejects files that are not .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    spec.loader.exec_module(module)
+    return module
 
 
 def scores(place: str, function: Callable[..., Any], call: Call) -> list[float]:
@@ -160,12 +160,12 @@ class Workers:
         self, place: str, location: str, name: str, processes: int, timeout_s: float | None
     ) -> None:
         self.place, self.timeout_s, mark = place, timeout_s, uuid4().hex
-        self._processes: list[_Worker] = []
-        context: Any = SpawnContext()  # a rank has threads and devices, which no fork survives
-        context.Process = partial(_Worker, self._processes, mark)
-        self._pool = ProcessPool(processes, 0, _begin, (location, name), context)
-        assert self._pool.active, "the property starts the processes"
-        self.stop = weakref.finalize(self, _stop, self._pool, mark)
+        workers = [_Worker((place, location, name), mark) for _ in range(processes)]
+        self._idle: Queue[_Worker] = Queue()
+        for worker in workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(processes)  # each waits for one process
+        self.stop = weakref.finalize(self, _stop, workers, mark)
 
     def __call__(self, calls: Sequence[Call]) -> list[float]:
         """The number of each call, which has one response.
@@ -174,110 +174,97 @@ class Workers:
         not return one finite number. All processes, and what they have started, then end.
         """
         try:
-            of: dict[Future[float | str], Call] = {
-                self._pool.schedule(_called, [call], {}, self.timeout_s): call for call in calls
-            }
-            waiting, looks = {*of}, 0
-            while waiting:
-                done, waiting = wait(waiting, WATCH_S, FIRST_COMPLETED)
-                for future in (each for each in of if each in done):
-                    heartbeat.tick()
-                    if fault := self._fault(future):
-                        raise self._error(fault, of[future])
-                # Pebble does not report the end of a process with code 0, nor one in its first
-                # moments, and starts another one. What it does report arrives within a second.
-                looks = 0 if done or self._ended is None else looks + 1
-                if looks == 1:
-                    running = [of[each] for each in of if each.running()] or [*calls]
-                if looks == LOOKS:
-                    others = f", or at one of {len(running) - 1} others" if running[1:] else ""
-                    raise self._error(f"{self._ended}", running[0], others)
-            return [float(future.result()) for future in of]
+            numbers = [self._threads.submit(self._number, call) for call in calls]
+            for number in as_completed(numbers):
+                heartbeat.tick()
+                number.result()
+            return [number.result() for number in numbers]
         except BaseException:
             self.stop()
             raise
 
-    @property
-    def _ended(self) -> str | None:
-        """How a process has ended; None: all of them run."""
-        codes = [each.exitcode for each in self._processes if each.exitcode is not None]
-        return _exit(codes[0]) if codes else None
-
-    def _fault(self, future: Future[float | str]) -> str | None:
-        """What is wrong with a call that is over."""
-        match future.exception():
-            case None:
-                return found if isinstance(found := future.result(), str) else None
-            case TimeoutError():
-                return f"took longer than {self.timeout_s:g} s (timeout_s)"
-            case ProcessExpired(exitcode=code):
-                return _exit(code)
-            case error:
-                return self._ended or f"failed with {type(error).__name__}: {error}"
-
-    def _error(self, fault: str, call: Call, others: str = "") -> StageError:
-        (response,), (prompt,) = call.responses, call.prompts
-        return StageError(
-            f"{self.place} {fault} at the response {response!r} to the prompt {prompt}{others}"
-        )
-
-
-def _exit(code: int) -> str:
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-    return f"ended its process {how}"
-
-
-class _Worker(SpawnProcess):
-    """A process that does not import the program of the rank, and has a mark."""
-
-    def __init__(self, started: list["_Worker"], mark: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.mark = mark
-        started.append(self)
-
-    def start(self) -> None:
-        resource_tracker.ensure_running()  # before the mark: it is a process of the rank
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        os.environ[MARK] = self.mark
+    def _number(self, call: Call) -> float:
+        worker = self._idle.get()
         try:
-            super().start()
-        finally:
-            del os.environ[MARK]
-            sys.modules["__main__"] = main
+            worker.receive(None)  # it is ready: the limit is that of the call alone
+            worker.pipe.send(call)
+            result: float | str = worker.receive(self.timeout_s)
+        except TimeoutError:
+            result = f"took longer than {self.timeout_s:g} s (timeout_s)"
+        except (EOFError, OSError):
+            code = worker.process.wait()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+            result = f"ended its process {how}"
+        self._idle.put(worker)
+        if isinstance(result, float):
+            return result
+        at = f"at the response {call.responses[0]!r} to the prompt {call.prompts[0]}"
+        raise StageError(f"{self.place} {result} {at}")
 
 
-_function: Callable[..., Any]
+class _Worker:
+    """A process that calls the function, and the rank's end of its pipe."""
+
+    def __init__(self, function: tuple[str, str, str], mark: str) -> None:
+        self.pipe, theirs = Pipe()
+        with theirs:
+            # A program of its own: no fork survives the threads and devices of a rank.
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
+            how: Any = {"env": os.environ | {MARK: mark}, "stdin": DEVNULL}
+            self.process = Popen(command, pass_fds=[theirs.fileno()], **how)
+        self.pipe.send((sys.path, function))
+
+    def receive(self, limit_s: float | None) -> Any:
+        """The next message. Raises TimeoutError, and EOFError if the process has ended: what it
+        has started may keep the pipe open."""
+        deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
+        while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            with suppress(EOFError, OSError):  # it closed the pipe: it ends, or hangs
+                if self.pipe.poll(0.1):
+                    return self.pipe.recv()
+        raise EOFError
 
 
-def _begin(location: str, name: str) -> None:
-    global _function
-    # A scheduler sends SIGTERM to every process: the rank decides when its processes end.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    _function = imported(location, name)
+def work() -> None:
+    """The program of a process: for each call, it sends None when it is ready, and the result."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the rank
+    for number in signal.SIGTERM, signal.SIGINT:  # of a scheduler: the rank decides when it ends
+        signal.signal(number, lambda *_: None)
+    pipe, own = Connection(int(sys.argv[1])), os.getpid()
+    with suppress(EOFError):  # the rank has ended
+        sys.path, place = pipe.recv()
+        function = loaded(*place)
+        while True:
+            pipe.send(None)
+            result = _called(function, pipe.recv())
+            if os.getpid() != own:  # a fork that the function has left behind
+                os._exit(0)
+            pipe.send(result)
 
 
-def _called(call: Call) -> float | str:
+def _called(function: Callable[..., Any], call: Call) -> float | str:
     """The number or a fault: objects and errors of the user may not survive the way back."""
     try:
-        return results(_function, call)[0]
+        return results(function, call)[0]
     except ResultError as error:
         return f"failed: {error.message},"
     except BaseException as error:
         return f"failed with {described(error)}"
 
 
-def _stop(pool: ProcessPool, mark: str) -> None:
+def _stop(workers: Sequence[_Worker], mark: str) -> None:
     """End the processes with a mark, and their children. It repeats while they start others."""
-    pool.stop()
-    marked: list[psutil.Process] = [psutil.Process()]
+    marked = True
     while marked:
-        marked = []
+        marked = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # it belongs to another user or has ended
                 if process.environ().get(MARK) == mark:
-                    marked += [process, *process.children(recursive=True)]
-        for process in marked:
-            with suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.05)  # a killed process keeps its environment for a moment
-    pool.join()
+                    marked = True
+                    for each in [*process.children(recursive=True), process]:
+                        each.kill()
+    for worker in workers:
+        worker.process.wait()

@@ -1,9 +1,4 @@
-"""The MLflow run of one stage, a child of the run of the pipeline, and the data of the stage.
-
-The data that stages read and make are MLflow data sets. Equal digests connect a training run with
-the runs that made its data. MLflow knows data sets as inputs only, so a run that makes data has
-them as inputs, too; the context tells the difference.
-"""
+"""The MLflow run of one stage, a child of the run of the pipeline."""
 
 from __future__ import annotations
 
@@ -11,12 +6,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.runtime.manifest import Manifest, artifact_of, content_digest
 from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
 from rlhf_pipeline.stages.job import StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
@@ -24,7 +16,6 @@ from rlhf_pipeline.tracking import store
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import DatasetInput
 
 DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
 ANSWERS = "answers.json"  # table of a training's sampled answers
@@ -33,43 +24,53 @@ TAG_LENGTH = 5000  # characters of a tag's value that every version of MLflow ac
 
 @dataclass
 class ChildRun:
-    """The MLflow run of a stage, a copy of its work directory.
-
-    `reconcile` opens it, and opens it again after a failure of the store.
-    """
+    """The MLflow run of a stage, a copy of its work directory."""
 
     run: StageRun
     end: tuple[Status, dict[str, float]] | None = None  # of the stage, until MLflow has it
     run_id: str | None = None
-    is_open: bool = False  # whether it is known what MLflow has: false also after a failure
-    _logged: dict[str, int] = field(default_factory=dict)
-    """The last step that MLflow has of each metric. A resumed program reports some steps again, and
-    an outage can begin in the middle of a record."""
-    _last: tuple[int, int | None] = 0, None  # step and milliseconds since 1970 of the newest record
-    _is_closed: bool = False  # whether MLflow has the end, and lacks at most the report's files
+    _logged: dict[str, int] | None = None
+    """The last step that MLflow has of each metric; None: unknown, as after a failure. A resumed
+    program reports some steps again, and an outage can begin in the middle of a record."""
+    _answers: list[dict[str, Any]] = field(default_factory=list)  # those that MLflow has
 
-    def reconcile(
-        self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        """Send what the work directory has and MLflow lacks; `records` of the metrics file are new,
-        and a run that is opened gets all."""
-        if not self._is_closed:
-            if not self.is_open:
-                self._open(client, parent)
-                records, self.is_open = read_json_lines(self.run.metrics_file), True
-            self._log(client, records)
+    def reconcile(self, client: MlflowClient, parent: str) -> None:
+        """Send what the work directory has and MLflow lacks, with its own step and time. A reused
+        stage is linked with the run that trained it, if MLflow has one."""
+        from mlflow.entities import Metric
+
+        trained = self.run.cached and store.find_run(client, self.run.fingerprint)
+        if trained:
+            client.set_tag(parent, f"rlhf.cached.{self.run.stage}", trained)
+            self._log_result(client, parent, trained)
+            self.end = None
+            return
+        records = read_json_lines(self.run.metrics_file)
+        logged = self._open(client, parent, records) if self._logged is None else self._logged
+        self._logged = None
+        metrics = [
+            Metric(name, float(value), _milliseconds(record), record["step"])
+            for record in records
+            for name, value in record["metrics"].items()
+            if record["step"] > logged.get(name, 0)
+        ]
+        client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
+        answers = answers_in(records)
+        if answers and answers != self._answers:
+            log_answers(client, str(self.run_id), answers)
+            self._answers = answers
         if self.end is not None:
-            if not self._is_closed:
-                self._finish(client, *self.end)
-                self._is_closed = True
-            if self.end[0] == "FINISHED":
-                log_result(client, str(self.run_id), self.run)
-            self.end, self.is_open, self._is_closed = None, False, False
+            self._finish(client, parent, records)
+            self.end = None
+        else:
+            self._logged = logged | {metric.key: metric.step for metric in metrics}
 
-    def _open(self, client: MlflowClient, parent: str) -> None:
+    def _open(
+        self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]]
+    ) -> dict[str, int]:
         """Open the run of this stage again, which may be closed, or the unfinished one of the
         recipe, or create one, and log the parameters that it lacks: MLflow refuses to change one,
-        and operational ones can differ between attempts."""
+        and operational ones can differ between attempts. Returns the last step of each metric."""
         from mlflow.entities import Param
 
         run, own = self.run, {"mlflow.parentRunId": parent, store.DRIVER_TAG: this_process()}
@@ -80,7 +81,6 @@ class ChildRun:
                 client.set_tag(self.run_id, name, value)
             opened = client.get_run(self.run_id)
         else:
-            records = read_json_lines(run.metrics_file)
             opened = client.create_run(
                 store.experiment_id(client),
                 start_time=_milliseconds(records[0]) if records else None,
@@ -98,39 +98,12 @@ class ChildRun:
         known, wanted = opened.data.params, parameters(run.config, run.seed)
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
         client.log_batch(self.run_id, params=missing)
-        is_evaluation = run.stage.startswith("evaluate")
-        contexts = {"source": "source", "split": "evaluation" if is_evaluation else "training"}
-        read = []  # records of sources, and folders of the split
-        for name, path in run.inputs.items():
-            artifact = artifact_of(path)
-            maker = None if artifact is None else Manifest.read(artifact).stage
-            if maker in contexts:
-                read.append(_data_set(path, run.digests[name], contexts[maker]))
-        client.log_inputs(self.run_id, read)
-        self._logged = {
+        return {
             name: max(point.step for point in client.get_metric_history(self.run_id, name))
             for name in opened.data.metrics
         }
 
-    def _log(self, client: MlflowClient, records: Sequence[dict[str, Any]]) -> None:
-        """Send records that MLflow lacks, with their own step and time."""
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(name, float(value), _milliseconds(record), record["step"])
-            for record in records
-            for name, value in record["metrics"].items()
-            if record["step"] > self._logged.get(name, 0)
-        ]
-        client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
-        self._logged |= {metric.key: metric.step for metric in metrics}
-        if answers_in(records):
-            all_answers = answers_in(read_json_lines(self.run.metrics_file))
-            log_answers(client, str(self.run_id), all_answers)
-        if records:
-            self._last = records[-1]["step"], _milliseconds(records[-1])
-
-    def _finish(self, client: MlflowClient, status: Status, metrics: dict[str, float]) -> None:
+    def _finish(self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]]) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.
 
         Training exports the best model, whose metrics are of an earlier step: the run's description
@@ -139,7 +112,8 @@ class ChildRun:
         from mlflow.entities import Metric
         from mlflow.utils.time import get_current_time_millis
 
-        step, time_ms = self._last
+        assert self.end is not None and self.run_id is not None
+        status, metrics = self.end
         result = metrics
         if "step" in metrics:
             shown = [name for name in ("step", *self.run.headline_metrics) if name in metrics]
@@ -148,11 +122,25 @@ class ChildRun:
             title = f"The exported model, of step {metrics['step']:.0f}:"
             description = "\n".join([title, "", "| metric | value |", "|---|---|", *rows])
             client.set_tag(self.run_id, DESCRIPTION_TAG, description)
-        at = time_ms or get_current_time_millis()
+        step = records[-1]["step"] if records else 0
+        at = _milliseconds(records[-1]) if records else get_current_time_millis()
         points = [Metric(name, float(value), at, step) for name, value in result.items()]
         client.log_batch(self.run_id, metrics=points)
+        if status == "FINISHED":
+            self._log_result(client, parent, self.run_id)
         # A reused stage ended when its last record was written.
-        client.set_terminated(self.run_id, status, time_ms if self.run.cached else None)
+        client.set_terminated(self.run_id, status, at if self.run.cached and records else None)
+
+    def _log_result(self, client: MlflowClient, parent: str, run_id: str) -> None:
+        """Log the report as an artifact, if the run lacks it, and the headline to the parent."""
+        run, metrics = self.run, self.end[1] if self.end else {}
+        report = run.export / "report.json"
+        if report.is_file() and report.name not in {x.path for x in client.list_artifacts(run_id)}:
+            client.log_artifact(run_id, str(report))
+        for name in filter(metrics.__contains__, run.headline_metrics):
+            is_own = name.startswith(f"{run.stage}/")
+            full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
+            client.log_metric(parent, full, metrics[name])
 
 
 def mixture_tag(mixture: Mapping[str, list[str]]) -> dict[str, str]:
@@ -185,21 +173,6 @@ def truncate(value: str, length: int) -> str:
     return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def log_result(client: MlflowClient, run_id: str, run: StageRun) -> None:
-    """Log the data that a finished stage made, and its report as an artifact.
-
-    Each folder of the data is a data set too. A report that the run has is not logged again.
-    """
-    context = {"source": "source", "split": "prepared"}.get(run.stage)
-    if context is not None:
-        folders = sorted(path for path in run.export.iterdir() if path.is_dir())
-        made = [_data_set(path, content_digest(path), context) for path in (run.export, *folders)]
-        client.log_inputs(run_id, made)
-    report = run.export / "report.json"
-    if report.is_file() and report.name not in {x.path for x in client.list_artifacts(run_id)}:
-        client.log_artifact(run_id, str(report))
-
-
 def log_answers(client: MlflowClient, run_id: str, answers: Sequence[dict[str, Any]]) -> None:
     """Log a training's sampled answers as one table of MLflow, like its `log_table`, but anew each
     time: after a resume, it has no step twice."""
@@ -209,31 +182,3 @@ def log_answers(client: MlflowClient, run_id: str, answers: Sequence[dict[str, A
     client.log_dict(run_id, table, ANSWERS)
     logged = json.dumps([{"path": ANSWERS, "type": "table"}])
     client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, logged)
-
-
-def _data_set(path: Path, digest: str, context: str) -> DatasetInput:
-    """An artifact of a source or of the split, or a folder of it: equal in every run."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-    from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
-    from mlflow.utils.validation import MAX_DATASET_DIGEST_SIZE
-
-    artifact = artifact_of(path)
-    assert artifact is not None
-    manifest = Manifest.read(artifact)
-    folder = path.relative_to(artifact).as_posix() if path != artifact else ""
-    name = f"split/{folder}".rstrip("/")
-    if manifest.stage == "source":
-        name = SourceConfig.model_validate(manifest.config["source"]).label()
-    location = {"uri": str(path.resolve()), "stage": manifest.stage}
-    location["fingerprint"] = manifest.fingerprint
-    prefix = f"{folder}_" if folder else ""
-    metrics = {key.partition("/")[2]: x for key, x in manifest.metrics.items()}
-    own = {key.removeprefix(prefix): x for key, x in metrics.items() if key.startswith(prefix)}
-    data_set = Dataset(
-        name,
-        digest[:MAX_DATASET_DIGEST_SIZE],
-        source_type="local",
-        source=json.dumps(location),
-        profile=json.dumps(own),
-    )
-    return DatasetInput(data_set, tags=[InputTag(MLFLOW_DATASET_CONTEXT, context)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
@@ -17,7 +16,7 @@ from filelock import FileLock
 from rlhf_pipeline.errors import ConfigError, suggestion, without_secrets
 from rlhf_pipeline.runtime.heartbeat import machine
 from rlhf_pipeline.stages.job import Status
-from rlhf_pipeline.stages.processes import may_run, this_process
+from rlhf_pipeline.stages.processes import may_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,7 +39,7 @@ RUNS_VIEW = {
 }
 """The view: verdict, win rate and reward in place of MLflow's source, models and data sets."""
 ARTIFACTS = "mlartifacts"
-UNSENT = "unsent_ends.jsonl"  # the ends of runs that the store has not received
+UNSENT = "unsent_ends"  # folder with the ends of runs that the store has not received
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
 
 
@@ -189,29 +188,26 @@ def find_run(client: MlflowClient, fingerprint: str, *, finished: bool = True) -
     return runs[0].info.run_id if runs else None
 
 
-def save_end(project: Path, run_id: str, status: Status, time_ms: int) -> None:
+def save_end(project: Path, run_id: str | None, status: Status) -> None:
     """Save how a run of this process ended, for the next driver; do nothing if the disk is full."""
-    end = {"run": run_id, "driver": this_process(), "status": status, "time_ms": time_ms}
+    file = project / ARTIFACTS / UNSENT / str(run_id)
     with suppress(OSError):
-        (project / ARTIFACTS).mkdir(exist_ok=True)
-        with (project / ARTIFACTS / UNSENT).open("a") as file:
-            file.write("\n" + json.dumps(end))  # a full disk may have cut the line before
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(status)
 
 
-def close_orphans(client: MlflowClient, project: Path, experiment: str) -> None:
+def close_orphans(client: MlflowClient, project: Path) -> None:
     """Close the runs of this host that MLflow calls RUNNING although their driver is gone.
 
     The driver was killed, or the store failed when a run ended: they are KILLED, or have the status
     that their driver saved.
     """
-    file, ends = project / ARTIFACTS / UNSENT, {}
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        with suppress(ValueError):  # an empty or incomplete line
-            end = json.loads(line)
-            ends[end["run"], end["driver"]] = end["status"], end["time_ms"]
     running = f"tags.`{DRIVER_TAG}` LIKE '{machine()} %' and attributes.status = 'RUNNING'"
-    for run in client.search_runs([experiment], running):
-        driver = run.data.tags[DRIVER_TAG]
-        if not may_run(driver, run.info.start_time / 1000):
-            status, time_ms = ends.get((run.info.run_id, driver), ("KILLED", None))
-            client.set_terminated(run.info.run_id, status, time_ms)
+    for run in client.search_runs([experiment_id(client)], running):
+        if not may_run(run.data.tags[DRIVER_TAG], run.info.start_time / 1000):
+            saved = project / ARTIFACTS / UNSENT / run.info.run_id
+            is_saved = saved.is_file() and saved.stat().st_size > 0
+            status = saved.read_text() if is_saved else "KILLED"
+            ended = round(saved.stat().st_mtime * 1000) if is_saved else None
+            client.set_terminated(run.info.run_id, status, ended)
+            saved.unlink(missing_ok=True)
