@@ -167,10 +167,10 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
 ) -> None:
     package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
     monkeypatch.setattr(code, "ROOT", package)
+    mapped = {"Anthropic/hh-rlhf", "tatsu-lab/alpaca", "nvidia/HelpSteer2"}
 
     def keys() -> dict[str, str]:
-        hub = ("Anthropic/hh-rlhf", "tatsu-lab/alpaca", "nvidia/HelpSteer2")
-        return {name: key(name=name, revision=COMMIT) for name in hub} | {
+        return {name: key(name=name, revision=COMMIT) for name in mapped} | {
             "synthetic": key(samples=3)
         }
 
@@ -180,7 +180,6 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
             source.write("\n_CHANGED = True\n")
         return {name for name, now in keys().items() if now != before[name]}
 
-    mapped = {"Anthropic/hh-rlhf", "tatsu-lab/alpaca"}
     assert changed("data/sources/column_maps.py") == mapped
     assert changed("data/sources/synthetic.py") == {"synthetic"}
     assert changed("data/source.py") == set(keys())

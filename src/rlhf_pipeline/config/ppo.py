@@ -246,7 +246,8 @@ class PPOConfig(SavingConfig):
             fix = f"use {nearest(group, (n for n in range(1, size + 1) if size % n == 0))}"
             expected = f"a divisor of rollout_batch_size {size}"
             yield self._fault("responses_per_prompt", expected, fix)
-        asked = parameters(ADVANTAGE.place(self.advantage))  # none if the source does not tell
+        # None are known of a distillation, and where the source does not tell.
+        asked = () if self.has_teacher else parameters(ADVANTAGE.place(self.advantage))
         if "values" in asked and self.critic is None:
             yield (
                 f"critic: found none, expected a block for advantage {self.advantage}. "
