@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.records import Answered
 
 FILE = """
@@ -51,9 +51,6 @@ async def never(prompts, responses):
 
 def slow(prompts, responses):
     time.sleep(0.3)
-    return [1.0]
-
-def tokens(prompts, responses, scored):
     return [1.0]
 
 def inner(text):
@@ -136,14 +133,6 @@ def test_the_limit_is_that_of_one_response(make, scored):
 def test_a_fork_that_returns_from_the_function_gives_no_further_result(make, scored):
     many = Answered([[]] * 5, [None] * 5, ["a"] * 5)
     assert make("forks", processes=1)(scored, many).tolist() == [0.0] * 5
-
-
-def test_no_process_gets_the_tokens(make):
-    with pytest.raises(
-        ConfigError, match=r"my\.py:tokens: found processes: 2 and the parameter scored, which no "
-        r"process gets\. Fix: set processes to 0$"
-    ):  # fmt: skip
-        make("tokens")
 
 
 PROGRAM = """

@@ -34,6 +34,7 @@ TABLE = pa.table(
         "response_ids": ANSWERS, "loss_mask": [[True] * 3] * 16,
         "label": [True, False] * 8,
         "source": ["files"] * 16, "messages": [[{"role": "user", "content": "?"}]] * 16,
+        "reference": pa.nulls(16, pa.string()),
     }
 )  # fmt: skip
 """Rows for every stage: four steps of four rows."""
