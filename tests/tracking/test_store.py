@@ -170,10 +170,13 @@ def test_a_store_that_was_moved_writes_beside_itself_and_reads_its_earlier_runs(
     assert client.get_experiment(elsewhere).artifact_location == f"{old}-other/mlruns"
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("content", [b"", b"no database", b"SQLite format 2 " * 9])
-def test_a_damaged_database_is_named_and_not_made_anew(monkeypatch, tmp_path, content):
+def test_a_damaged_database_is_named_and_not_made_anew(monkeypatch, tmp_path, content, named):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    file = tmp_path / "mlflow.db"
+    file = tmp_path / ("runs.db" if named else "mlflow.db")
+    if named:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
     file.write_bytes(content)
     with pytest.raises(
         ConfigError, match=rf"{file}: found {len(content)} bytes .* Fix: restore it"

@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from rlhf_pipeline.commands.command import Command, json_option, pipeline_option, plain_table
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.errors import PipelineError, without_secrets
+from rlhf_pipeline.errors import PipelineError, as_typed, without_secrets
 from rlhf_pipeline.preflight import check_pipeline
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
@@ -134,7 +134,7 @@ def disk(root: Path) -> Finding:
     found = f"{size_text(free)} free for {root}"
     if free >= 10 * GIB:
         return Finding("ok", found)
-    fix = "`kedro rlhf clean`, or another folder with --params=root=FOLDER"
+    fix = as_typed("`kedro rlhf clean`, or another folder with --params=root=FOLDER")
     return Finding("warning" if free >= GIB else "failure", found, fix)
 
 

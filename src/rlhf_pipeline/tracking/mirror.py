@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
-from rlhf_pipeline.errors import Interrupted, causes, without_secrets
+from rlhf_pipeline.errors import Interrupted, as_typed, causes, without_secrets
 from rlhf_pipeline.evaluation.comparison import score_name
 from rlhf_pipeline.evaluation.report import titles, verdict
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
@@ -195,7 +195,7 @@ class MlflowTracker(StageListener):
         self._failed, self._tried_at = bool(faults), time.monotonic()
 
     def _warn(self, text: str) -> None:
-        logger.warning(without_secrets(f"MLflow at {self._uri} {text}"))
+        logger.warning(as_typed(without_secrets(f"MLflow at {self._uri} {text}")))
 
 
 def _fault(send: Callable[[], object]) -> BaseException | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config.evaluate import CHAMPION
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
+logger = logging.getLogger(__name__)
+
+SILENT_S = 5.0
+"""Seconds until a line says what the store has not returned."""
 TOKENS = "token_contract.json"  # file of every model with the digest of its tokens
 
 
@@ -159,12 +165,17 @@ def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[Mlf
     """
     from mlflow.exceptions import MlflowException
 
-    uri = tracking_uri(project)
+    store = f"MLflow at {without_secrets(uri := tracking_uri(project))}"
+    silent = Timer(SILENT_S, logger.warning, ["%s has not returned %s yet", store, what])
+    silent.daemon = True
+    silent.start()
     try:
         with request_limits(uploads=uploads):
             yield connect(uri, project)
     except MlflowException as error:
         raise StageError(
-            f"MLflow at {without_secrets(uri)} does not return {what}: "
-            f"{without_secrets(str(error))}. Fix: repeat the command when the store answers"
+            f"{store} does not return {what}: {without_secrets(str(error))}. Fix: repeat the "
+            "command when the store answers"
         ) from None
+    finally:
+        silent.cancel()

@@ -60,6 +60,8 @@ def tracking_uri(project: Path) -> str:
             f"MLFLOW_TRACKING_URI: found {without_secrets(uri)!r}, expected an address that begins "
             f"with {', '.join(known)}{suggestion(scheme, known)}. Fix: correct or unset it"
         )
+    if (named := _database(uri)) is not None:
+        _expect_database(named)
     return uri
 
 
