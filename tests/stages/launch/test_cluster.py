@@ -3,8 +3,10 @@
 import base64
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
 import textwrap
 import time
 from pathlib import Path
@@ -188,14 +190,27 @@ def test_a_command_runs_once_or_for_each_node(tmp_path):
     assert one.command[-4].endswith("/stages/launch/start_rank.py")
     each = made(tmp_path, command="kubectl exec pod-{node} -- {command}")
     assert each.command[:2] == ["bash", "-c"]
-    *commands, waits = each.command[2].split(" & ")
-    assert [command.split()[2] for command in commands] == ["pod-0", "pod-1", "pod-2"]
+    commands = each.command[2].partition("{ {")[2].split(" & ")[:-1]
+    assert [re.search(r"pod-\d", command)[0] for command in commands] == ["pod-0", "pod-1", "pod-2"]
     assert ["--node_rank=2" in command for command in commands] == [False, False, True]
     world = next(word for word in commands[0].split() if word.startswith("--world_info="))
     assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {
         "node0": ["0", "1"], "node1": ["0", "1"], "node2": ["0", "1"],
     }  # fmt: skip
-    assert waits == "wait -n || exit; " * 3
+
+
+def test_commands_of_nodes_that_end_at_the_same_moment_all_count(tmp_path):
+    program = made(tmp_path, command="true {node} {command}")
+    codes = [subprocess.run(program.command, check=False).returncode for _ in range(50)]
+    assert codes == [0] * 50
+
+
+def test_the_first_command_of_a_node_that_fails_ends_the_others(tmp_path):
+    program = made(tmp_path, command="sh -c 'test {node} = 1 && exit 7; sleep 60' {command}")
+    start = time.monotonic()
+    with module.started(program) as process:
+        assert process.wait(30) == 7
+    assert time.monotonic() - start < 30
 
 
 def test_a_launcher_of_deepspeed_starts_the_ranks_of_a_hostfile(tmp_path, monkeypatch):

@@ -177,12 +177,14 @@ class ClusterProgram(NodeProgram):
             each = shlex.join([sys.executable, "-P", "-u", *rank])
             return shlex.split(template.replace("{command}", each))
         devices = [[*map(str, range(ranks))] for ranks in self.layout.ranks]
-        script = ""
+        # Bash's `wait -n` forgets one of two commands that end at the same moment.
+        script = "exec 3>&1; { "
         for node in range(len(devices)):
             launcher = launcher_of_machine(devices, node, self.address, self.port)
             each = template.replace("{command}", shlex.join([*launcher, *rank]))
-            script += f"({each.replace('{node}', str(node))}) & "
-        return ["bash", "-c", script + "wait -n || exit; " * len(devices)]
+            script += f"{{ ({each.replace('{node}', str(node))}) >&3; echo $?; }} & "
+        ends = "read code && [ $code = 0 ] || exit ${code:-1}; " * len(devices)
+        return ["bash", "-c", f"{script}}} | {{ {ends}}}"]
 
     @property
     def environment(self) -> dict[str, str]:
