@@ -1,22 +1,31 @@
 """The sandbox: what an honest program may do there, how programs end, and machines without one."""
 
+import os
+import platform
+import shutil
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from uuid import uuid4
 
+import psutil
 import pytest
+from processes import descendants
+from waiting import wait_until
 
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime import sandbox
+from rlhf_pipeline.runtime.heartbeat import LAUNCH
+from rlhf_pipeline.stages.processes import kill_launch
 
-pytestmark = pytest.mark.usefixtures("namespaces")
-
-
-def run(program, tests="", timeout_s=20, memory_mib=512, **options):
-    return sandbox.run(program, tests, timeout_s=timeout_s, memory_mib=memory_mib, **options)
+pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 
-@pytest.mark.parametrize("isolated", [True, False])
+def run(program, tests="", timeout_s=20, memory_mib=512):
+    return sandbox.run(program, tests, timeout_s=timeout_s, memory_mib=memory_mib)
+
+
 @pytest.mark.parametrize(
     ("program", "tests", "outcome"),
     [
@@ -37,20 +46,14 @@ def run(program, tests="", timeout_s=20, memory_mib=512, **options):
         ("while True: pass", "", "timed_out"),
     ],
 )  # fmt: skip
-def test_a_program_and_its_tests_run_in_one_module(program, tests, outcome, isolated):
-    limit = 1 if outcome == "timed_out" else 20
-    assert run(program, tests, isolated=isolated, timeout_s=limit) == outcome
+def test_a_program_and_its_tests_run_in_one_module(program, tests, outcome):
+    assert run(program, tests, timeout_s=1 if outcome == "timed_out" else 20) == outcome
 
 
 def test_the_time_of_the_processor_is_limited_beside_the_clock(monkeypatch):
-    """Two threads use two seconds in one."""
-    monkeypatch.setattr(sandbox.subprocess.Popen, "communicate", lambda p, text, _: talk(p, text))
-
-    def talk(process, text):
-        process.stdin.write(text)
-        process.stdin.close()
-        return None, process.stderr.read()
-
+    """A clock that never rings leaves the limit of the processor."""
+    patient = subprocess.Popen.communicate
+    monkeypatch.setattr(subprocess.Popen, "communicate", lambda p, text, _: patient(p, text))
     assert run("while True: pass", timeout_s=1) == "timed_out"
 
 
@@ -69,32 +72,77 @@ def test_a_long_program_arrives():
     assert run("x = 1\n" * 200_000, "assert x == 1") == "passed"
 
 
-REFUSED = """#!{python}
-import os, sys
-sys.path.insert(0, {folder!r})
-import sandbox
-sandbox._deny_calls()
-os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-"""
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import ctypes; assert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0",
+        "import ctypes; assert ctypes.CDLL(None).sethostname(b'x', 1) == 0",
+        "import os; os.chroot('/usr')",
+    ],
+)
+def test_a_program_of_root_has_no_power_in_its_namespaces(program):
+    assert run(program) == "failed"
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """The launch of this process, whose variable a program of this test would have."""
+    monkeypatch.setenv(LAUNCH, launch := f"1@2 {uuid4().hex}")
+    return launch
+
+
+def of_launch(launch):
+    found = psutil.process_iter(["environ"])
+    return [each for each in found if (each.info["environ"] or {}).get(LAUNCH) == launch]
+
+
+def test_a_program_that_is_ended_while_it_starts_leaves_nothing(launch):
+    """Bubblewrap asks the kernel only later to end its child with it."""
+    limits = [0.0005 * step for step in range(1, 13)] * 2
+    assert {run("while True: pass", timeout_s=limit) for limit in limits} == {"timed_out"}
+    assert psutil.wait_procs(of_launch(launch), timeout=5)[1] == []
+
+
+def test_a_program_belongs_to_the_launch_but_does_not_know_it(launch):
+    seen = "import os; assert {*os.environ} == {'HOME', 'LANG', 'OPENBLAS_NUM_THREADS', 'PWD'}"
+    assert run(seen) == "passed"
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run, "import time; time.sleep(99)", timeout_s=99)
+        wait_until(lambda: of_launch(launch))
+        kill_launch(launch)
+        assert future.result(20) == "died"
+
+
+def test_a_program_ends_with_its_caller():
+    """A killed rank leaves no program, although its limit of time is far."""
+    calls = "sandbox.run('import time; time.sleep(99)', '', timeout_s=99, memory_mib=128)"
+    command = [sys.executable, "-c", f"from rlhf_pipeline.runtime import sandbox; {calls}"]
+    with subprocess.Popen(command) as caller:
+        wait_until(
+            lambda: any(
+                each.info["cmdline"][:1] == [sys.executable] for each in descendants(caller.pid)
+            )
+        )
+        found = descendants(caller.pid)
+        caller.kill()
+    assert psutil.wait_procs(found, timeout=20)[1] == []
 
 
 def test_a_machine_that_denies_namespaces_is_refused(tmp_path, monkeypatch):
-    """The kernel refuses `unshare` to the launcher, as in a container."""
-    folder = str(tmp_path)
-    (tmp_path / "sandbox.py").symlink_to(sandbox.__file__)
-    starter = tmp_path / "python"
-    starter.write_text(REFUSED.format(python=sys.executable, folder=folder))
+    """The kernel refuses them to bubblewrap, which runs in a sandbox without further ones."""
+    outer = "--unshare-user --disable-userns --dev-bind / /"
+    (starter := tmp_path / "bwrap").write_text(
+        f'#!/bin/sh\nexec {shutil.which("bwrap")} {outer} {shutil.which("bwrap")} "$@"\n'
+    )
     starter.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(starter))
-    with pytest.raises(sandbox.SandboxError, match=r"^PermissionError .*unshare: Operation not"):
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(
+        StageError, match=r"^sandbox: found 'bwrap: .*, expected .* allow namespaces"
+    ):
         run("x = 1")
 
 
-def test_another_type_of_machine_is_refused(monkeypatch, tmp_path):
-    file = tmp_path / "sandbox.py"
-    file.write_text(
-        Path(sandbox.__file__).read_text().replace('"x86_64"', '"a"').replace("aarch64", "b")
-    )
-    monkeypatch.setattr(sandbox, "__file__", str(file))
-    with pytest.raises(sandbox.SandboxError, match=r"^KeyError "):
+def test_another_type_of_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(StageError, match=r"type riscv64, expected x86_64 or aarch64\. Fix: "):
         run("x = 1")
