@@ -113,29 +113,42 @@ def test_a_program_belongs_to_the_launch_but_does_not_know_it(launch):
         assert future.result(20) == "died"
 
 
-def test_a_program_ends_with_its_caller():
-    """A killed rank leaves no program, although its limit of time is far."""
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Puts a shell script in front of bubblewrap, which is `bwrap` in it."""
+
+    def install(text):
+        (program := tmp_path / "bwrap").write_text(
+            "#!/bin/sh\n" + text.replace("bwrap", shutil.which("bwrap"))
+        )
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_program_ends_with_its_caller(is_slow, stand_in):
+    """A killed rank leaves no program, even if bubblewrap starts only after its end."""
+    if is_slow:
+        stand_in('while kill -0 $PPID; do sleep 0.1; done 2> /dev/null; exec bwrap "$@"')
     calls = "sandbox.run('import time; time.sleep(99)', '', timeout_s=99, memory_mib=128)"
     command = [sys.executable, "-c", f"from rlhf_pipeline.runtime import sandbox; {calls}"]
+    first = "/bin/sh" if is_slow else sys.executable
     with subprocess.Popen(command) as caller:
-        wait_until(
-            lambda: any(
-                each.info["cmdline"][:1] == [sys.executable] for each in descendants(caller.pid)
-            )
-        )
-        found = descendants(caller.pid)
+        wait_until(lambda: first in [each.info["cmdline"][0] for each in started(caller)])
+        found = started(caller)
         caller.kill()
     assert psutil.wait_procs(found, timeout=20)[1] == []
 
 
-def test_a_machine_that_denies_namespaces_is_refused(tmp_path, monkeypatch):
+def started(caller):
+    return [each for each in descendants(caller.pid) if each.info["cmdline"]]
+
+
+def test_a_machine_that_denies_namespaces_is_refused(stand_in):
     """The kernel refuses them to bubblewrap, which runs in a sandbox without further ones."""
-    outer = "--unshare-user --disable-userns --dev-bind / /"
-    (starter := tmp_path / "bwrap").write_text(
-        f'#!/bin/sh\nexec {shutil.which("bwrap")} {outer} {shutil.which("bwrap")} "$@"\n'
-    )
-    starter.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    stand_in('exec bwrap --unshare-user --disable-userns --dev-bind / / bwrap "$@"')
     with pytest.raises(
         StageError, match=r"^sandbox: found 'bwrap: .*, expected .* allow namespaces"
     ):
