@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_pipeline import dry_run
 from rlhf_pipeline.checks import check_values
-from rlhf_pipeline.config.rewards import CallableReward, ReferenceReward
+from rlhf_pipeline.config.rewards import CallableReward, CodeReward, ReferenceReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.records import Example, Message
@@ -120,6 +120,14 @@ def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkey
 
     assert not [
         each for each in psutil.process_iter() if each.pid != os.getpid() and has_mark(each)
+    ]
+
+
+def test_a_machine_without_bubblewrap_is_refused_before_the_first_stage(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    assert [*function_faults({"ppo.rewards.0": CodeReward(code="python")}, [], {}, tmp_path)] == [
+        "ppo.rewards.0: sandbox: found no program bwrap, expected bubblewrap, in which programs of "
+        "answers run. Fix: apt-get install bubblewrap"
     ]
 
 

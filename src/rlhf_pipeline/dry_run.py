@@ -21,13 +21,14 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
-from rlhf_pipeline.config.rewards import CallableReward, reads_references
+from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
 from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import readers
 from rlhf_pipeline.data.record_files import labelled, phase_bits, serves
 from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.source import FirstRows, carried
 from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.runtime import sandbox
 from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
 
 logger = logging.getLogger(__name__)
@@ -115,10 +116,11 @@ def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
 def function_faults(
     functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig], workspace: Path
 ) -> Iterator[str]:
-    """What is wrong with the functions among rewards or judges, by place, each called once.
+    """What is wrong with the functions among rewards or judges, by place, each called once, and
+    with the sandbox of programs.
 
-    None is called on made-up data: without rows, or true answers, it is only imported. `sources`
-    have the columns that functions ask for.
+    No function is called on made-up data: without rows, or true answers, it is only imported.
+    `sources` have the columns that functions ask for.
     """
     known = _known(rows)
     with_answers = [row for row in known if row.reference is not None]
@@ -139,6 +141,11 @@ def function_faults(
             except StageError as error:
                 found = [f"{name} {error}. Fix: correct it, or set processes and timeout_s for it"]
             yield from (f"{place}: {fault}" for fault in found)
+        elif isinstance(source, CodeReward):
+            try:
+                sandbox.check(source.timeout_s, source.memory_mib)
+            except StageError as error:
+                yield f"{place}: {error.message}"
 
 
 def model_faults(

@@ -123,7 +123,7 @@ def short(prompts, responses):
 """
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("bubblewrap")
 def test_functions_in_processes_and_programs_in_a_sandbox_score_beside_each_other(
     artifacts, tmp_path, monkeypatch
 ):

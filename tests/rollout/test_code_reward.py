@@ -9,7 +9,6 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.code_reward import CodeSource, program_of
 from rlhf_pipeline.rollout.records import Answered
 from rlhf_pipeline.rollout.reward_sources import RewardSum
-from rlhf_pipeline.runtime import sandbox
 
 ADDS = "def add(a, b):\n    return a + b\n"
 TESTS = "assert add(1, 2) == 3"
@@ -32,7 +31,7 @@ def test_the_program_is_the_last_fenced_block(response, program):
     assert program_of(response) == program
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("bubblewrap")
 def test_programs_that_pass_their_tests_score_1_and_others_are_counted_by_their_fault(
     load, scored, rows, monkeypatch
 ):
@@ -49,7 +48,7 @@ def test_programs_that_pass_their_tests_score_1_and_others_are_counted_by_their_
         }  # fmt: skip
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("bubblewrap")
 def test_tests_that_are_missing_or_no_python_end_the_stage(scored, answered):
     source = CodeSource(CodeReward(code="python"), "ppo.rewards.0")
     with pytest.raises(StageError, match=r"^ppo\.rewards\.0: found 1 of 3 prompts without a true"):
@@ -62,26 +61,18 @@ def test_tests_that_are_missing_or_no_python_end_the_stage(scored, answered):
         source(scored, replace(answered, references=[TESTS, "add(1, 2) is 3 :", TESTS]))
 
 
-def test_a_machine_without_a_sandbox_is_refused_when_the_reward_is_loaded(load, monkeypatch):
-    def refused(*arguments, isolated, **limits):
-        if isolated:
-            raise sandbox.SandboxError("PermissionError unshare")
-        return "passed"
-
-    monkeypatch.setattr(sandbox, "run", refused)
+def test_a_machine_without_bubblewrap_is_refused_when_the_reward_is_loaded(load, monkeypatch):
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(
-        StageError,
-        match=r"^ppo\.rewards\.0: found PermissionError unshare, expected a sandbox .* Fix: allow "
-        r"namespaces .* or set sandbox to limits: programs then read and write your files$",
+        StageError, match=r"^sandbox: found no program bwrap, expected bubblewrap, .* Fix: apt-get"
     ):
         load({"code": "python"})
-    load({"code": "python", "sandbox": "limits"})
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("bubblewrap")
 def test_limits_below_an_empty_program_are_refused_when_the_reward_is_loaded(load):
     with pytest.raises(
-        StageError, match=r"^ppo\.rewards\.0: found that an empty program timed out, expected that "
+        StageError, match=r"^sandbox: found that an empty program timed out, expected that "
         r"it passes\. Fix: raise timeout_s or memory_mib$",
     ):  # fmt: skip
         load({"code": "python", "timeout_s": 0.001})

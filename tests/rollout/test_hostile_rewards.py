@@ -18,7 +18,7 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.rollout.code_reward import CodeSource
 from rlhf_pipeline.rollout.function_reward import FunctionSource
 from rlhf_pipeline.rollout.records import Answered
-from rlhf_pipeline.runtime import sandbox
+from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.runtime.job import LaunchedJob
 
 LONGEST_S = 20
@@ -152,7 +152,7 @@ PROGRAMS = {
     "leaves": ("import sys; sys.exit(0)", "failed"),
     "exits_well": ("import os; os._exit(0)", "failed"),
     "becomes_another": ("import os; os.execv('/usr/bin/true', ['true'])", "failed"),
-    "kills_itself": ("import os; os.kill(os.getpid(), 9)", "died"),
+    "kills_itself": ("import os; os.kill(os.getpid(), 9)", "failed"),  # no signal of its own
     "reads_nowhere": ("import ctypes; ctypes.string_at(0)", "died"),
     "overflows_the_stack": ("import faulthandler; faulthandler._stack_overflow()", "died"),
     "aborts": ("import os; os.abort()", "died"),
@@ -161,6 +161,18 @@ PROGRAMS = {
     "forks_many": (PASSES + "import os\nfor _ in range(8): os.fork()", "failed"),
     "leaves_a_daemon": (PASSES + "import os\nos.fork() or os.setsid() or os.fork()", "failed"),
     "starts_a_program": (PASSES + "import subprocess; subprocess.run(['true'])", "failed"),
+    "starts_a_program_by_spawn": (
+        PASSES + "import os; os.posix_spawn('/usr/bin/true', ['true'], {})", "failed",
+    ),
+    "mounts_over_python": (
+        PASSES + "import ctypes; c = ctypes.CDLL(None)\n"
+        "assert c.mount(b'x', b'/usr', b'tmpfs', 0, None) == 0", "failed",
+    ),
+    "writes_beside_its_folder": (PASSES + "open('/x', 'w')", "failed"),
+    "writes_without_end": (
+        PASSES + "import os\nfor n in 99 * [*range(3, 9)]:\n"
+        "    try: os.write(n, bytes(1 << 16))\n    except OSError: pass", "failed",
+    ),
     "signals_everyone": (PASSES + "import os; os.kill(-1, 0)", "failed"),
     "signals_the_caller": (PASSES + "import os; os.kill({caller}, 0)", "failed"),
     "makes_namespaces": (
@@ -206,7 +218,7 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("bubblewrap")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_hostile_program_earns_nothing(name, tmp_path, monkeypatch):
     program, outcome = PROGRAMS[name]
@@ -216,6 +228,7 @@ def test_a_hostile_program_earns_nothing(name, tmp_path, monkeypatch):
     (home / "secret").write_text("x")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("HOSTILE_SECRET", "x")
+    monkeypatch.setenv(LAUNCH, mark := f"1@2 {uuid4().hex}")  # what bubblewrap runs belongs to it
     monkeypatch.chdir(work)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -230,6 +243,6 @@ def test_a_hostile_program_earns_nothing(name, tmp_path, monkeypatch):
     assert time.monotonic() - began < LONGEST_S
     assert scores.tolist() == [0.0, 1.0]
     assert source.counts == {outcome: 1}
-    assert survivors(lambda p: {sandbox.__file__, sandbox._RUNNER} & {*p.cmdline()}) == []
+    assert survivors(lambda p: p.environ().get(LAUNCH) == mark) == []
     assert [*work.iterdir()] == [*temporary.iterdir()] == []
     assert [each.name for each in home.iterdir()] == ["secret"]

@@ -223,9 +223,6 @@ class CodeReward(RewardSource):
     """Largest address space of a program, and room for its files, in MiB."""
     processes: PositiveInt = operational(4)
     """Programs that each rank runs at the same time."""
-    sandbox: Literal["required", "limits"] = "required"
-    """required: a machine that offers no namespaces to users is refused. limits: a program is
-    limited in time, memory, processes and network, but reads and writes your files."""
 
     @property
     def label(self) -> str:

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,12 +35,7 @@ class CodeSource:
 
     def __post_init__(self) -> None:
         """Raises StageError if the machine does not offer the sandbox."""
-        (outcome,) = self._outcomes([""], [""])
-        if outcome != "passed":
-            raise StageError(
-                f"{self.place}: found that an empty program {outcome.replace('_', ' ')}, expected "
-                "that it passes. Fix: raise timeout_s or memory_mib"
-            )
+        sandbox.check(self.reward.timeout_s, self.reward.memory_mib)
 
     def __call__(self, scored: Scored, answered: Answered) -> Tensor:
         """1 for each program that passes the tests in its true answer, else 0, (B,).
@@ -58,28 +52,16 @@ class CodeSource:
                     f"{self.place}: found the true answer {text!r} of the prompt {prompt}, "
                     f"expected tests in Python: {error}"
                 ) from None
-        outcomes = self._outcomes(map(program_of, answered.responses), tests)
-        self.counts.update(each for each in outcomes if each != "passed")
-        return torch.tensor([float(each == "passed") for each in outcomes])
+        limits = self.reward.model_dump(include={"timeout_s", "memory_mib"})
+        run, scores = partial(sandbox.run, **limits), []
+        with ThreadPoolExecutor(self.reward.processes) as pool:
+            for outcome in pool.map(run, map(program_of, answered.responses), tests):
+                heartbeat.tick()
+                if outcome != "passed":
+                    self.counts[outcome] += 1
+                scores.append(float(outcome == "passed"))
+        return torch.tensor(scores)
 
     def counted(self) -> dict[str, int]:
         """Programs that did not pass since the last call, by `FAULTS`."""
         return {fault: self.counts.pop(fault, 0) for fault in FAULTS}
-
-    def _outcomes(self, programs: Iterable[str], tests: Iterable[str]) -> list[sandbox.Outcome]:
-        limits = self.reward.model_dump(include={"timeout_s", "memory_mib"})
-        run = partial(sandbox.run, isolated=self.reward.sandbox == "required", **limits)
-        try:
-            with ThreadPoolExecutor(self.reward.processes) as pool:
-                outcomes = []
-                for outcome in pool.map(run, programs, tests):
-                    heartbeat.tick()
-                    outcomes.append(outcome)
-                return outcomes
-        except sandbox.SandboxError as error:
-            raise StageError(
-                f"{self.place}: found {error}, expected a sandbox of namespaces and seccomp, which "
-                "needs Linux 5.12. Fix: allow namespaces (user.max_user_namespaces; on Ubuntu also "
-                "kernel.apparmor_restrict_unprivileged_userns=0, in Docker --security-opt seccomp="
-                "unconfined), or set sandbox to limits: programs then read and write your files"
-            ) from None
