@@ -17,7 +17,6 @@ from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_MODEL,
     JUDGE_PREFIX,
-    TASK_PREFIX,
     Promote,
     RegisterConfig,
 )
@@ -180,7 +179,7 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
 def conditions(evaluation: Path) -> dict[str, Any]:
     """What two evaluations must share, so that their answers can be compared prompt by prompt."""
     manifest = Manifest.read(evaluation)
-    judging = JUDGE_PREFIX, TASK_PREFIX, "reward_model", f"{JUDGE_MODEL}."
+    judging = JUDGE_PREFIX, "reward_model", f"{JUDGE_MODEL}."
     inputs = manifest.inputs.items()
     return {
         **{name: digest for name, digest in inputs if name.startswith(judging)},
