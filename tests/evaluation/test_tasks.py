@@ -1,5 +1,6 @@
 """Tasks of the harness in local files; one of two policies solves them by construction."""
 
+import json
 import re
 import socket
 from pathlib import Path
@@ -7,10 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 from local_tasks import DOCUMENTS, solutions, write_tasks
+from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig, task_inputs
 from rlhf_pipeline.evaluation.evaluate import add_tasks
+from rlhf_pipeline.pipelines.evaluate import TASKS
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.stages.job import Job, RunContext
+from rlhf_pipeline.stages.run import StageRunner
 
 pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
 
@@ -148,3 +154,16 @@ def test_the_documented_task(policies, tmp_path, monkeypatch):
     found = measured(policies, tmp_path, names=config.names)
     assert found["tasks"]["capitals"]["n"] == 2
     assert found["policies"]["ppo"]["tasks/capitals/acc"] in (0, 0.5, 1)
+
+
+@pytest.mark.slow
+def test_the_stage_is_one_process_without_ranks(policies, files, tmp_path):
+    """Launched as by `kedro run`, it achieves the same; its files are in the recipe."""
+    config = TasksConfig(names=(files["letters"],))
+    blocks = {"tasks": config, "evaluate": EvaluateConfig()}
+    inputs = {"policy": as_artifact(Path(policies["ppo"])), **task_inputs(config)}
+    export = StageRunner(RunContext(tmp_path / "work")).run(Job(TASKS, blocks, inputs, 3))
+    ((task, metric, value, shares),) = json.loads((export / "tasks.json").read_text())[""]
+    assert (task, metric, value, shares) == ("letters", "acc", 1.0, [1.0] * DOCUMENTS)
+    manifest = Manifest.read(export)
+    assert {"policy", "tasks.0", "tasks.1"} == manifest.inputs.keys() and manifest.ranks == 1
