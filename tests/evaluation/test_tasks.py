@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from local_tasks import DOCUMENTS, solutions, write_tasks
 from rank_fixtures import as_artifact
@@ -154,6 +155,13 @@ def test_the_documented_task(policies, tmp_path, monkeypatch):
     found = measured(policies, tmp_path, names=config.names)
     assert found["tasks"]["capitals"]["n"] == 2
     assert found["policies"]["ppo"]["tasks/capitals/acc"] in (0, 0.5, 1)
+
+
+def test_a_gpu_that_the_user_hides_is_not_used(policies, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = measured(policies, tmp_path, names=(files["letters"],), limit=2)
+    assert found["policies"]["ppo"]["tasks/letters/acc"] == 1
 
 
 @pytest.mark.slow

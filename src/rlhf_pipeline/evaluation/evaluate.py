@@ -157,7 +157,7 @@ def add_tasks(evaluation: dict[str, Any], inputs: Mapping[str, Path]) -> None:
     that of the differences on the same documents.
     """
     baseline, candidate = baseline_of(evaluation), evaluation["candidate"]
-    achieved = {}
+    achieved = dict[str, list[Any]]()
     for place, name in (("baseline", baseline), ("candidate", candidate)):
         results = json.loads((inputs[f"{TASK_PREFIX}{place}"] / TASK_RESULTS).read_text())
         achieved |= {f"{name}{ending}": found for ending, found in results.items()}

@@ -7,6 +7,7 @@ It is one process that ends before the ranks of the evaluation start, so none of
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from numbers import Real
 from pathlib import Path
@@ -61,7 +62,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 def _model(folder: Path, **how: Any) -> HFLM:
     """A policy as the harness sees it, spread over the GPUs."""
-    contract, gpus = TokenContract.read(folder), torch.cuda.device_count()
+    contract, is_hidden = TokenContract.read(folder), os.environ.get("DS_ACCELERATOR") == "cpu"
+    gpus = 0 if is_hidden else torch.cuda.device_count()
     device = {"device": "cuda" if gpus else "cpu", "parallelize": gpus > 1}
     found = HFLM(str(folder), softmax_dtype="float32", use_safetensors=True, **device, **how)
     found.model.generation_config = plain_generation(contract)

@@ -118,7 +118,6 @@ def register_pipelines() -> dict[str, Pipeline]:
 
 
 def _nodes() -> dict[str, Node]:
-    """Every node by name."""
     stage = f"params:seed {STAGES}"
     rows: list[tuple[Callable[..., Any], str, str]] = [  # function, what it reads and writes
         (preparation.base_model, f"params:base_model params:split {stage}", "base_model"),
