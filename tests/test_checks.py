@@ -95,7 +95,7 @@ FAULTS = [
     ("rejection", {"sample": {"rewards": [{"callable": "my.py:f", "name": "gold"}]}},
      "rejection.sample.rewards: found label 'gold', expected another: score is that of the "),
     ("evaluate.tasks", {"names": ["missing.yaml"]},
-     "evaluate.tasks.names.0: found missing.yaml, expected a file of YAML: [Errno 2]"),
+     "evaluate.tasks.names: found [Errno 2] No such file or directory: 'missing.yaml', expected"),
 ]  # fmt: skip
 """Parameter, value, and what the message must contain."""
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rlhf_pipeline.checks import check_values
 from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
+from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
 from rlhf_pipeline.hooks import PreflightHook, StagesHook
 from rlhf_pipeline.preflight import CONF, check_stores
 from rlhf_pipeline.results import StageSummary, print_results
@@ -49,7 +49,7 @@ def test_a_run_says_at_its_start_that_a_version_is_later_than_now(tmp_path):
         filepath=str(tmp_path / "ppo_model"), version=Version(None, "2931-01-01T00.00.00.000Z")
     )
     entry.save(export(tmp_path / "export", "of the future"))
-    catalog = DataCatalog({"ppo_model": entry})
+    catalog = DataCatalog({"ppo_model": entry, "store": StoreDataset(url=None)})
     assert check_stores(Pipeline([Node(lambda: None, None, "ppo_model")]), catalog) == [
         f"{tmp_path}/ppo_model: found version 2931-01-01T00.00.00.000Z, expected none later than "
         "now. Fix: correct the clock, or rename it"
@@ -114,6 +114,7 @@ def said_before(nodes, caplog, **changes):
     entries = {f"params:{name}": block for name, block in blocks.items()} | {"workspace": "nowhere"}
     catalog = DataCatalog({name: MemoryDataset(value) for name, value in entries.items()})
     catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
+    catalog["store"] = StoreDataset(url=None)
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
         PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)

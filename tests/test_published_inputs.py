@@ -63,6 +63,7 @@ def published(blocks, tmp_path):
         "split": ({"split": recorded["split"]}, {}),
         "sft": ({"sft": recorded["sft"]}, {}),
         "judge_model": ({"reward_model": {"epochs": 99}}, {}),
+        "tasks": ({"evaluate": {"prompts": 99}}, {}),
         "sample": ({policy.sampler: as_json({"": policy.sample})[""], "table": {}}, {}),
         "rejection": (
             {"rejection": policy.model_dump(mode="json", include=own), "table": {}},
@@ -86,7 +87,7 @@ def published(blocks, tmp_path):
     before = ("source", "base_model", "split")
     return {
         "sft_model": write("sft", *before),
-        "rejection_model": write("rejection", *before, "sft", "judge_model", "sample"),
+        "rejection_model": write("rejection", *before, "sft", "judge_model", "tasks", "sample"),
     }
 
 

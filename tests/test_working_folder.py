@@ -86,7 +86,7 @@ def test_servers(executed, tmp_path, monkeypatch, publish, make_model):
     # Of this module alone: other libraries start programs when they are imported.
     own = SimpleNamespace(run=lambda command, **_: started.append(command))
     monkeypatch.setattr(serve, "subprocess", own)
-    monkeypatch.setattr(serve, "require_free", lambda *_: None)
+    monkeypatch.setattr(serve, "answers", lambda _: False)
     monkeypatch.setattr(serve, "runs_page", lambda *_: "")
     folder = str(publish(make_model("llama")))
     serve.serve.callback(Ledger(DataCatalog(), tmp_path), folder, (), 1, "127.0.0.1")

@@ -156,5 +156,6 @@ def _opened(
 
 def _results(ledger: "Ledger", version: str, published: Iterable[Path]) -> RunResults:
     lineage = [each for folder in published for each in ledger.ancestors(folder)]
-    own = {m.stage: folder for folder, m in lineage if m.stage != "source"}  # there may be several
+    several = ("source", "tasks")  # there may be one for each file, and for each policy
+    own = {m.stage: folder for folder, m in lineage if m.stage not in several}
     return RunResults(version, own)

@@ -24,7 +24,7 @@ COMMANDS = {
     "label": ("label", "Let people compare answers on a page."),
     "lineage": ("lineage", "Show what a policy was made from, and verify it."),
     "params": ("params", "Show parameters with their defaults and meanings."),
-    "plan": ("plan", "Show the memory, steps and disk that each stage needs."),
+    "plan": ("plan", "Show the memory that each stage needs, and whether it fits."),
     "preset": ("preset", "Write an environment for a model on some GPUs."),
     "report": ("report", "Show the page of an evaluation in a browser."),
     "runs": ("report", "List the published evaluations."),

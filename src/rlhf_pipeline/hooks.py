@@ -22,7 +22,7 @@ from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.evaluation.report import summary
 from rlhf_pipeline.explain import explain
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages, stage_specs
-from rlhf_pipeline.preflight import CONF, check_inputs, check_pipeline, check_root, sized, store_of
+from rlhf_pipeline.preflight import CONF, check_inputs, check_pipeline, check_root, sized
 from rlhf_pipeline.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -51,7 +51,7 @@ NAME_LENGTH = 120
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
-    workspace, store = Path(catalog.load("workspace")), store_of(catalog)
+    workspace, store = Path(catalog.load("workspace")), catalog.load("store")
     stored = None if store is None else StoredStages(store, workspace)
     return RunContext(
         workspace=workspace,

@@ -43,7 +43,6 @@ from rlhf_pipeline.sizing.fit import automatic, find_fit, micro_batch_tokens, si
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import base_model_shape
 from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand
-from rlhf_pipeline.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -191,14 +190,9 @@ def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
     """
     entries = [catalog.get(name) for name in sorted(pipeline.all_outputs())]
     published = [entry for entry in entries if isinstance(entry, PathDataset)]
-    for store in filter(None, [store_of(catalog), *(entry.store for entry in published)]):
+    for store in filter(None, [catalog.load("store"), *(entry.store for entry in published)]):
         store.check()
     return [*filter(None, (entry.clock_fault() for entry in published))]
-
-
-def store_of(catalog: CatalogProtocol) -> Store | None:
-    """The store for stages and checkpoints. Configurations of earlier versions have no entry."""
-    return catalog.load("store") if "store" in catalog else None
 
 
 def check_inputs(

@@ -23,7 +23,7 @@ from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.config.stages import samplers
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.pipelines.evaluate import judge_inputs
+from rlhf_pipeline.pipelines.evaluate import TASKS, judge_inputs
 from rlhf_pipeline.pipelines.judge_model import SPECS
 from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
 from rlhf_pipeline.pipelines.preparation import base_model_identity, source_job
@@ -33,7 +33,7 @@ from rlhf_pipeline.stages.cache.planning import value_changes
 
 _SOURCE = itemgetter("name", "path", "subset", "split")
 """What two jobs that read the same source have in common."""
-DERIVED = ("teacher", *(spec.name for spec in SPECS))
+DERIVED = ("teacher", TASKS.name, *(spec.name for spec in SPECS))
 """Stages whose blocks follow from those of others."""
 SHOWN = 200
 """Characters of the changes that a refusal shows."""

@@ -15,7 +15,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import Standing, compare, write_answers
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries, json_digest
 
 NAMES = ("evaluation", "ppo_model")
 
@@ -131,7 +131,7 @@ def test_the_registration_of_the_same_run_gives_the_verdict(project, tmp_path):
     folder = project.publish("2026-01-01")
     file = tmp_path / "registration.json" / "2026-01-01" / "registration.json"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(REGISTRATION))
+    file.write_text(json.dumps(REGISTRATION | {"digest": json_digest(REGISTRATION)}))
     project.report(str(folder))
     page = tmp_path / "evaluation.html" / "2026-01-01" / "evaluation.html"
     assert "<h1>PPO is not promoted.</h1>" in page.read_text()

@@ -5,14 +5,12 @@ import math
 import shutil
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
 from chat_server import chat_server, longer
 from deepspeed import DeepSpeedEngine
-from local_tasks import write_tasks
 from mlflow.utils.validation import _validate_metric_name
 from rank_fixtures import as_artifact, write_table
 
@@ -271,32 +269,37 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     assert best["score"] == pytest.approx(sum(score.values()) / 6)
 
 
-def test_tasks_are_measured_beside_the_answers(inputs, world, tmp_path):
+def test_what_policies_achieve_in_tasks_stands_beside_the_answers(inputs, world, tmp_path):
     """The candidate, its average and SFT; MLflow takes the names."""
-    pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
     ppo = tmp_path / "ppo"
     shutil.copytree(inputs["ppo_model"], ppo)
     shutil.copytree(inputs["sft_model"], ppo / "ema", ignore=lambda *_: ["manifest.json"])
     given = inputs | {"ppo_model": ppo}
-    files = write_tasks(tmp_path, inputs["ppo_model"])
     plain, lines = run(given, tmp_path / "a")
-    tasks = {"names": [files["words"], files["letters"]], "batch_size_per_gpu": 3}
-    paths = {f"tasks.{number}": Path(file) for number, file in enumerate(tasks["names"])}
-    metrics, same = run(given | paths, tmp_path / "b", tasks=tasks)
+    right, half = [1.0] * 4, [1.0, 0.0, 1.0, 0.0]
+    achieved = {
+        "baseline": {"": [("my letters", "acc", 0.5, half), ("text", "perplexity", 9.0, None)]},
+        "candidate": {
+            "": [("my letters", "acc", 1.0, right), ("text", "perplexity", 8.0, None)],
+            "_ema": [("my letters", "acc", 0.5, half), ("text", "perplexity", 9.0, None)],
+        },
+    }
+    places = {f"tasks.{name}": tmp_path / name for name in achieved}
+    for name, results in achieved.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tasks.json").write_text(json.dumps(results))
+    metrics, same = run(given | places, tmp_path / "b", tasks={"names": ["letters.yaml"]})
     assert same == lines and {name: metrics[name] for name in plain} == plain
     more = {name: value for name, value in metrics.items() if name not in plain}
-    assert more["ppo/tasks/letters/acc"] == more["ppo/tasks/words/exact_match"] == 1
-    assert more["ppo_ema/tasks/letters/acc"] == more["sft/tasks/letters/acc"] < 1
-    ends = ("", "_lower", "_upper")
-    measured = ("tasks/letters/acc", "tasks/words/exact_match")
+    assert more["ppo/tasks/my_letters/acc"] == 1 and more["ppo/tasks/text/perplexity"] == 8
+    assert more["ppo_ema/tasks/my_letters/acc"] == more["sft/tasks/my_letters/acc"] == 0.5
+    measured = [f"my_letters/acc{end}" for end in ("", "_lower", "_upper")] + ["text/perplexity"]
     policies = ("sft", "ppo", "ppo_ema")
-    assert more.keys() == {
-        f"{p}/{name}{end}" for p in policies for name in measured for end in ends
-    }
+    assert more.keys() == {f"{p}/tasks/{name}" for p in policies for name in measured}
     for name in more:
         _validate_metric_name(name)
-    changes = evaluation_in(tmp_path / "b")["tasks"]
-    assert changes["letters"]["change"] == pytest.approx(1 - more["sft/tasks/letters/acc"])
+    ((task, change),) = evaluation_in(tmp_path / "b")["tasks"].items()
+    assert (task, change["metric"], change["change"], change["n"]) == ("my letters", "acc", 0.5, 4)
     assert "tasks" not in evaluation_in(tmp_path / "a")
 
 

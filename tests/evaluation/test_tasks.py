@@ -1,78 +1,42 @@
-"""Tasks of the harness in local files; one of two policies solves them by construction.
-
-Two real ranks run this file as a program under DeepSpeed's launcher.
-"""
+"""Tasks of the harness in local files; one of two policies solves them by construction."""
 
 import json
 import re
 import socket
-import sys
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 import yaml
 from local_tasks import DOCUMENTS, solutions, write_tasks
-from strict_device import StrictDevice
+from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig, task_inputs
-from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.world import World, join
-from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.evaluation.answering import Setup, with_model
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.evaluation.evaluate import add_tasks
+from rlhf_pipeline.pipelines.evaluate import TASKS
+from rlhf_pipeline.runtime.job import LaunchedJob, as_json
+from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.stages.job import Job, RunContext
+from rlhf_pipeline.stages.run import StageRunner
 
 pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
 
 POLICIES = ("sft", "ppo")
 
 
-def setup_of(policy: Path, world: World, zero_stage: int = 0) -> Setup:
-    return Setup(
-        seed=3,
-        config=EvaluateConfig(zero_stage=zero_stage),
-        contract=TokenContract.read(policy),
-        tokenizer=load_tokenizer(policy),
-        rows=np.arange(0),
-        prompts={},
-        trust=False,
-        world=world,
-    )
+def measured(policies: dict[str, Path], folder: Path, **tasks) -> dict:
+    from rlhf_pipeline.evaluation.tasks import main
 
-
-def measured(policies: dict[str, str], config: TasksConfig, setup: Setup) -> dict:
-    from rlhf_pipeline.evaluation.tasks import Tasks
-
-    tasks = Tasks(config, setup)
-    for name in reversed(POLICIES):  # the order of an evaluation
-        with_model(load_policy, Path(policies[name]), setup, partial(tasks.do, name=name))
+    blocks = as_json({"tasks": TasksConfig(**tasks), "evaluate": EvaluateConfig()})
+    inputs = {}
+    for place, name in zip(("baseline", "candidate"), POLICIES, strict=True):
+        own = folder / place
+        own.mkdir()
+        main(LaunchedJob("tasks", "f", 3, blocks, {"policy": policies[name]}, {}, own, 60.0))
+        inputs[f"tasks.{place}"] = own / "export"
     evaluation = {"candidate": "ppo", "policies": {name: {} for name in POLICIES}}
-    if setup.world.rank == 0:
-        tasks.add_to(evaluation)
+    add_tasks(evaluation, inputs)
     return evaluation
-
-
-def main(argument: dict, folder: Path) -> None:
-    from rlhf_pipeline.evaluation.tasks import SharedPolicy
-
-    world, found, answer = join(0, timeout_s=600), {}, SharedPolicy.generate_until
-    asked: list[int] = []
-
-    def recorded(self, requests):
-        asked.append(len({request.args[0] for request in requests}))
-        return answer(self, requests)
-
-    SharedPolicy.generate_until = recorded
-    config = TasksConfig(names=argument["names"], batch_size_per_gpu=2)
-    for stage in (0, 3):
-        setup = setup_of(Path(argument["policies"]["sft"]), world, stage)
-        found[str(stage)] = measured(argument["policies"], config, setup)
-    counts = world.gather(asked)
-    if world.rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-        (folder / "asked.json").write_text(json.dumps(counts))
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +67,9 @@ def rights(policies):
 
 
 @pytest.mark.usefixtures("_no_network")
-def test_the_policy_that_solves_the_tasks_is_better(policies, files, world):
-    config = TasksConfig(names=(files["letters"], files["words"]), batch_size_per_gpu=4)
-    found = measured(policies, config, setup_of(policies["sft"], world))
+def test_the_policy_that_solves_the_tasks_is_better(policies, files, tmp_path):
+    names = (files["letters"], files["words"])
+    found = measured(policies, tmp_path, names=names, batch_size_per_gpu=4)
     letters, words = (sum(right) / DOCUMENTS for right in rights(policies))
     sft, ppo = (found["policies"][name] for name in POLICIES)
     assert ppo["tasks/letters/acc"] == ppo["tasks/words/exact_match"] == 1
@@ -123,18 +87,17 @@ def test_the_policy_that_solves_the_tasks_is_better(policies, files, world):
     assert change["change"] - change["lower"] == pytest.approx(half, rel=1e-3)
 
 
-def test_policies_get_the_same_examples_and_a_limit_holds(policies, files, world, monkeypatch):
-    from rlhf_pipeline.evaluation.tasks import SharedPolicy
+def test_policies_get_the_same_examples_and_a_limit_holds(policies, files, tmp_path, monkeypatch):
+    from lm_eval.models.huggingface import HFLM
 
-    asked, answer = [], SharedPolicy.generate_until
+    asked, answer = [], HFLM.generate_until
 
     def recorded(self, requests):
         asked.append([request.args[0] for request in requests])
         return answer(self, requests)
 
-    monkeypatch.setattr(SharedPolicy, "generate_until", recorded)
-    config = TasksConfig(names=(files["words"],), limit=4, few_shot=2)
-    found = measured(policies, config, setup_of(policies["sft"], world))
+    monkeypatch.setattr(HFLM, "generate_until", recorded)
+    found = measured(policies, tmp_path, names=(files["words"],), limit=4, few_shot=2)
     assert found["tasks"]["words"]["n"] == 4
     first, second = asked
     assert first == second and len({*first}) == 4
@@ -142,7 +105,7 @@ def test_policies_get_the_same_examples_and_a_limit_holds(policies, files, world
     assert all(text.count("Human:") == 3 and text.endswith("Assistant:") for text in first)
 
 
-def test_a_metric_that_is_no_share_is_reported_and_not_compared(policies, files, world, tmp_path):
+def test_a_metric_that_is_no_share_is_reported_and_not_compared(policies, files, tmp_path):
     """A perplexity, a share of wrong answers, and a median."""
     letters, names = Path(files["letters"]).read_text(), [files["text"]]
     given = "aggregation: mean, higher_is_better: true"
@@ -153,14 +116,14 @@ def test_a_metric_that_is_no_share_is_reported_and_not_compared(policies, files,
         names.append(f"{tmp_path}/{name}.yaml")
         text = letters.replace("task: letters", f"task: {name}").replace(given, instead)
         Path(names[-1]).write_text(text)
-    found = measured(policies, TasksConfig(names=tuple(names)), setup_of(policies["sft"], world))
+    found = measured(policies, tmp_path, names=names)
     metrics = found["policies"]["sft"]
     assert metrics.keys() == {"tasks/median/acc", "tasks/text/word_perplexity", "tasks/wrong/acc"}
     assert metrics["tasks/text/word_perplexity"] > 1
     assert found["tasks"] == {}
 
 
-def test_a_group_with_metrics_replaces_its_tasks(policies, files, world, tmp_path, monkeypatch):
+def test_a_group_with_metrics_replaces_its_tasks(policies, files, tmp_path, monkeypatch):
     from rlhf_pipeline.evaluation import tasks
 
     letters = yaml.safe_load(Path(files["letters"]).read_text())
@@ -172,40 +135,14 @@ def test_a_group_with_metrics_replaces_its_tasks(policies, files, world, tmp_pat
     (tmp_path / "group.yaml").write_text(yaml.safe_dump(group))
     with_group = tasks.TaskManager(include_defaults=False, include_path=tmp_path)
     monkeypatch.setattr(tasks, "TaskManager", lambda include_defaults: with_group)
-    config = TasksConfig(names=("both parts",))
-    found = measured(policies, config, setup_of(policies["sft"], world))
+    found = measured(policies, tmp_path, names=["both parts"])
     assert [*found["tasks"]] == ["both parts"]
     assert found["tasks"]["both parts"]["n"] == 2 * DOCUMENTS
     names = [name for name in found["policies"]["ppo"] if not name.endswith(("_lower", "_upper"))]
     assert names == ["tasks/both_parts/acc"]
 
 
-def test_a_task_that_cannot_be_loaded_is_named(policies, files, world, tmp_path):
-    from rlhf_pipeline.evaluation.tasks import Tasks
-
-    broken = Path(files["letters"]).read_text().replace("rows.jsonl", "no_rows.jsonl")
-    (tmp_path / "broken.yaml").write_text(broken)
-    setup = setup_of(policies["sft"], world)
-    with pytest.raises(StageError, match=r"the harness did not load .*broken\.yaml: .*no_rows"):
-        Tasks(TasksConfig(names=(str(tmp_path / "broken.yaml"),)), setup)
-    many = replace(setup, world=replace(world, size=3))
-    message = "found 2 documents of letters, expected one for each of 3 ranks"
-    with pytest.raises(StageError, match=message):
-        Tasks(TasksConfig(names=(files["letters"],), limit=2), many)
-
-
-@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.long), 3])
-def test_no_tensor_is_in_the_wrong_memory(policies, files, world, zero_stage):
-    """Otherwise the device refuses; results equal those on the CPU."""
-    config = TasksConfig(names=tuple(files.values()))
-    on_cpu = measured(policies, config, setup_of(policies["sft"], world, zero_stage))
-    with StrictDevice():
-        on_device = setup_of(policies["sft"], join(0, timeout_s=600), zero_stage)
-        assert on_device.world.device != world.device
-        assert measured(policies, config, on_device) == on_cpu
-
-
-def test_the_documented_task(policies, world, tmp_path, monkeypatch):
+def test_the_documented_task(policies, tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
     files = re.findall(r"`(my_tasks/[\w.]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL)
     assert [name for name, _ in files] == ["my_tasks/capitals.yaml", "my_tasks/capitals.jsonl"]
@@ -215,26 +152,26 @@ def test_the_documented_task(policies, world, tmp_path, monkeypatch):
         Path(name).write_text(text)
     config = TasksConfig(names=("my_tasks/capitals.yaml",))
     assert list(task_inputs(config).values()) == [Path(name) for name, _ in files]
-    found = measured(policies, config, setup_of(policies["sft"], world))
+    found = measured(policies, tmp_path, names=config.names)
     assert found["tasks"]["capitals"]["n"] == 2
     assert found["policies"]["ppo"]["tasks/capitals/acc"] in (0, 0.5, 1)
 
 
-@pytest.mark.long
-def test_two_ranks_share_the_documents_of_whole_and_of_sharded_policies(
-    policies, files, world, on_ranks, monkeypatch
-):
-    names = [files["letters"], files["words"], files["text"]]
-    whole = measured(policies, TasksConfig(names=names), setup_of(policies["sft"], world))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    folder = on_ranks(__file__, {"policies": policies, "names": names})
-    for stage, evaluation in json.loads((folder / "found.json").read_text()).items():
-        for policy in POLICIES:
-            expected = pytest.approx(whole["policies"][policy], rel=1e-4)
-            assert evaluation["policies"][policy] == expected, stage
-        assert evaluation["tasks"]["words"] == pytest.approx(whole["tasks"]["words"])
-    assert json.loads((folder / "asked.json").read_text()) == [[5] * 4, [4] * 4]
+def test_a_gpu_that_the_user_hides_is_not_used(policies, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    found = measured(policies, tmp_path, names=(files["letters"],), limit=2)
+    assert found["policies"]["ppo"]["tasks/letters/acc"] == 1
 
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+@pytest.mark.slow
+def test_the_stage_is_one_process_without_ranks(policies, files, tmp_path):
+    """Launched as by `kedro run`, it achieves the same; its files are in the recipe."""
+    config = TasksConfig(names=(files["letters"],))
+    blocks = {"tasks": config, "evaluate": EvaluateConfig()}
+    inputs = {"policy": as_artifact(Path(policies["ppo"])), **task_inputs(config)}
+    export = StageRunner(RunContext(tmp_path / "work")).run(Job(TASKS, blocks, inputs, 3))
+    ((task, metric, value, shares),) = json.loads((export / "tasks.json").read_text())[""]
+    assert (task, metric, value, shares) == ("letters", "acc", 1.0, [1.0] * DOCUMENTS)
+    manifest = Manifest.read(export)
+    assert {"policy", "tasks.0", "tasks.1"} == manifest.inputs.keys() and manifest.ranks == 1

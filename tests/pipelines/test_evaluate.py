@@ -21,18 +21,21 @@ DATA = SplitConfig(sources=[{"name": "synthetic"}], max_prompt_tokens=8, max_res
 
 
 class Recorder:
-    """Takes the job of a node instead of running it."""
+    """Takes the jobs of a node instead of running them."""
+
+    def __init__(self):
+        self.jobs = []
 
     def run(self, job):
-        self.job = job
-        return Path("evaluation")
+        self.jobs.append(job)
+        return Path(job.spec.name)
 
 
-def job_of(policy, *, trained=TRAINED, block=None, **config):
-    stages = Recorder()
+def job_of(policy, *, trained=TRAINED, block=None, stages=None, **config):
+    stages = stages or Recorder()
     folders = [Path(name) for name in ("split", "sft", "candidate", "reward_model")]
     evaluate(policy)(*folders, trained, block, DATA, EvaluateConfig(**config), 7, stages)
-    return stages.job
+    return stages.jobs[-1]
 
 
 @pytest.mark.parametrize(("policy", "stage"), [(PPO, "evaluate"), (DPO, "evaluate_dpo")])
@@ -56,15 +59,25 @@ def test_the_source_of_a_judge_is_an_input(tmp_path):
     assert job.inputs["judges.1"] == tmp_path / "my.py"
 
 
-def test_the_files_of_a_task_are_inputs_and_the_harness_is_a_library(tmp_path):
+def test_each_policy_does_the_tasks_before_the_evaluation(tmp_path):
+    """By one process of its own, whose inputs are the files of the tasks; the champion does not."""
     (tmp_path / "own.yaml").write_text("task: own\ninclude: base.yaml")
     (tmp_path / "base.yaml").write_text("output_type: multiple_choice")
     tasks = {"names": ["arc_easy", str(tmp_path / "own.yaml")]}
-    job = job_of(PPO, tasks=tasks)
-    files = {name: path for name, path in job.inputs.items() if name.startswith("tasks.")}
-    assert files == {"tasks.0": tmp_path / "own.yaml", "tasks.1": tmp_path / "base.yaml"}
-    assert job.spec.libraries == (*PPO.libraries, "lm_eval")
-    assert "lm_eval" not in job_of(PPO).spec.libraries
+    stages = Recorder()
+    job = job_of(PPO, stages=stages, tasks=tasks, precision="bf16")
+    done = [one for one in stages.jobs if one.spec.name == "tasks"]
+    assert [one.inputs["policy"] for one in done] == [Path("sft"), Path("candidate")]
+    for one in done:
+        assert (one.inputs["tasks.0"], one.inputs["tasks.1"]) == (
+            tmp_path / "own.yaml", tmp_path / "base.yaml",
+        )  # fmt: skip
+        assert one.spec.libraries == (*PPO.libraries, "lm_eval") and not one.spec.distributed
+        assert one.config["tasks"].names == tuple(tasks["names"])
+        assert one.config["evaluate"].precision == "bf16"
+    assert {"tasks.baseline", "tasks.candidate"} <= job.inputs.keys()
+    job_of(CHAMPION, stages=(stages := Recorder()), tasks=tasks)
+    assert [one.spec.name for one in stages.jobs] == ["evaluate_champion"]
 
 
 @pytest.mark.parametrize("candidate", [PPO, CHAMPION])

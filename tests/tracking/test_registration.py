@@ -460,9 +460,7 @@ def test_the_gate_reads_the_tasks(client, sft, ppo, trained, tmp_path, monkeypat
     assert logged["eval/tasks/copy/acc"] == 0.5 and "eval/tasks/copy/acc_lower" not in logged
 
 
-@pytest.mark.parametrize(
-    "changes", [{"seed": 1}, {"prompts": "q" * 64}, {"reward_model": "s"}, {"tasks.0": "t"}]
-)
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts": "q" * 64}, {"reward_model": "s"}])
 def test_answers_under_other_conditions_are_refused(
     client, sft, ppo, trained, tmp_path, monkeypatch, changes
 ):
@@ -505,8 +503,6 @@ def test_a_changed_registration_is_named(client, sft, ppo, trained, tmp_path, da
     file = tmp_path / "v1" / "registration.json"
     file.parent.mkdir()
     file.write_text(json.dumps(made.record(), indent=2))
-    assert read_registration(file) == asdict(made)
-    file.write_text(json.dumps(asdict(made)))  # of an earlier version
     assert read_registration(file) == asdict(made)
     file.write_text(damage(json.dumps(made.record())))
     with pytest.raises(

@@ -1,6 +1,6 @@
 import time
 from functools import partial
-from pathlib import Path
+from os.path import relpath
 
 import click
 from rich.console import Console
@@ -28,26 +28,23 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool) -> None
     These are work directories, downloads, and the remains of interrupted publications.
     """
     workspace, datasets = ledger.workspace, ledger.datasets.values()
-    root, show = workspace.parent, partial(console.print, highlight=False, soft_wrap=True)
+    show = partial(console.print, highlight=False, soft_wrap=True)
     published = [path for dataset in datasets for path in dataset.versions(strict=True)]
-    unwanted = {
-        path: "left by an interrupted publication"
-        for dataset in datasets
-        for path in dataset.abandoned()
+    partials = [path for dataset in datasets for path in dataset.abandoned()]
+    replies = [path for path in (workspace / JUDGE_REPLIES,) if path.is_dir()]
+    used = [time.strftime("%Y-%m-%d %H:%M", time.localtime(p.stat().st_mtime)) for p in replies]
+    of_replies = f"replies of chat models, last used {''.join(used)}"
+    reasons = {
+        "left by an interrupted publication": partials,
+        "a download, which is repeated when needed": downloads(workspace),
+        "damaged, set aside": workspace.glob(f"*/*/*{DAMAGED}*"),
+        "memory of checks, which are repeated when needed": workspace.glob(DRY_RUNS),
+        f"{of_replies}; asked for again when needed": replies if unfinished else (),
     }
-    unwanted |= dict.fromkeys(downloads(workspace), "a download, which is repeated when needed")
-    unwanted |= dict.fromkeys(workspace.glob(f"*/*/*{DAMAGED}*"), "damaged, set aside")
-    if (tried := workspace / DRY_RUNS).is_dir():
-        unwanted[tried] = "memory of checks, which are repeated when needed"
-    kept_replies = {}
-    if (replies := workspace / JUDGE_REPLIES).is_dir():
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(replies.stat().st_mtime))
-        why = f"replies of chat models, last used {used}"
-        if unfinished:
-            unwanted[replies] = f"{why}; asked for again when needed"
-        else:
-            kept_replies = {replies: f"{why}; --unfinished removes them"}
+    unwanted = {path: why for why, paths in reasons.items() for path in paths}
     leftovers, kept = survey(workspace, stage_specs(), published, unwanted, unfinished=unfinished)
+    if not unfinished:
+        kept |= dict.fromkeys(replies, f"{of_replies}; --unfinished removes them")
     freed = sum(leftover.freed for leftover in leftovers)
     if leftovers:
         table = plain_table(show_footer=True, footer_style="bold")
@@ -55,22 +52,18 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool) -> None
         table.add_column("why", overflow="fold")
         table.add_column("frees", justify="right", no_wrap=True, footer=decimal(freed))
         for row in leftovers:
-            table.add_row(_name(row.path, root), row.why, decimal(row.freed))
+            table.add_row(relpath(row.path, workspace.parent), row.why, decimal(row.freed))
         console.print(table)
-    for path, why in (kept | kept_replies).items():
-        show(f"kept: {_name(path, root)}: {why}")
+    for leftover in leftovers if yes else ():
+        if holder := remove(leftover, workspace):
+            kept[leftover.path] = f"in use by {holder}"
+            freed -= leftover.freed
+    for path, why in kept.items():
+        show(f"kept: {relpath(path, workspace.parent)}: {why}")
     if not leftovers:
         show("Nothing to remove.")
-    elif not yes:
+    elif yes:
+        show(f"Removed; {decimal(freed)} freed.")
+    else:
         command = as_typed("kedro rlhf clean --yes")
         show(f"Nothing was removed. `{command}` frees {decimal(freed)}.")
-    else:
-        for leftover in leftovers:
-            if holder := remove(leftover, workspace):
-                show(f"kept: {_name(leftover.path, root)}: in use by {holder}")
-                freed -= leftover.freed
-        show(f"Removed; {decimal(freed)} freed.")
-
-
-def _name(path: Path, root: Path) -> str:
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)

@@ -141,7 +141,6 @@ def try_out(judges: Mapping[str, Judge], source: BlendedSourceConfig, bad: float
 
 @contextmanager
 def _tracked(tracker: MlflowTracker, title: str) -> Iterator[None]:
-    """Describe the run, and record how it ended."""
     tracker.describe(title, {}, {})
     status: Status = "FAILED"
     try:

@@ -29,8 +29,9 @@ from rlhf_pipeline.tracking.store import (
 )
 
 TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
-OFFLINE = ("DO_NOT_TRACK", "HF_HUB_DISABLE_UPDATE_CHECK", "HF_HUB_OFFLINE", "PYTHONSAFEPATH")
-SILENT = dict.fromkeys(OFFLINE, "1")
+SILENT = dict.fromkeys(
+    ("DO_NOT_TRACK", "HF_HUB_DISABLE_UPDATE_CHECK", "HF_HUB_OFFLINE", "PYTHONSAFEPATH"), "1"
+)
 """Environment of the programs, with which they contact no server on their own."""
 
 
@@ -46,7 +47,6 @@ def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host
     default is the champion. The server is `vllm serve` if vLLM is installed, or else `transformers
     serve`. It gets SERVER_OPTIONS as they are: `kedro rlhf serve champion -- --log-level=info`.
     """
-    require_free(port, "serve", "end it")
     folder = ledger.language_model(policy).resolve()
     program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
@@ -110,7 +110,11 @@ def ui(project: Path, console: Console, port: int) -> None:
     show_link(console, "runs", page)
     if remote:
         return
-    require_free(port, "ui", "open the link above")
+    if answers(port):
+        raise ConfigError(
+            f"--port: another program answers at {port}, perhaps an earlier `kedro rlhf ui`. Fix: "
+            f"open the link above, or use `kedro rlhf ui --port={port + 1}`"
+        )
     # MLflow starts uvicorn, which is beside the interpreter and perhaps not on the path.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     start = [sys.executable, "-P", "-m", "mlflow", "ui"]
@@ -146,12 +150,3 @@ def answers(port: int) -> bool:
     """Whether a program answers at a port of this machine."""
     with closing(socket.socket()) as probe:
         return probe.connect_ex((LOOPBACK, port)) == 0
-
-
-def require_free(port: int, command: str, fix: str) -> None:
-    """Raise ConfigError if a program answers at a port of this machine."""
-    if answers(port):
-        raise ConfigError(
-            f"--port: another program answers at {port}, perhaps an earlier `kedro rlhf "
-            f"{command}`. Fix: {fix}, or use `kedro rlhf {command} --port={port + 1}`"
-        )

@@ -1,9 +1,10 @@
 """Evaluation and registration, with the names and files of tasks."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from glob import escape, glob
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,14 +38,15 @@ from rlhf_pipeline.config.training import (
     FrozenModelConfig,
     SamplingConfig,
 )
-from rlhf_pipeline.errors import suggestion
 
 CHAMPION = "champion"
 """The registry's champion where it answers beside a candidate, and its alias."""
 JUDGE_PREFIX = "judges."
 """Inputs of the evaluation: the source file of `evaluate.judges.0` is `judges.0`."""
 TASK_PREFIX = "tasks."
-"""Inputs of the evaluation: the files of own tasks."""
+"""Inputs of the stage `tasks`: the files of own tasks; of the evaluation: what each policy did."""
+TASK_RESULTS = "tasks.json"
+"""File of the stage `tasks` with what a policy achieved."""
 SFT_MODEL = "sft_model"
 """Input of the evaluation: the baseline, which is the base model if `sft` is null."""
 SFT_ROWS = "sft_rows"
@@ -62,7 +64,7 @@ class TasksConfig(Block):
     few_shot: NonNegativeInt | None = None
     """Solved examples before each question. None: as many as the task says."""
     batch_size_per_gpu: PositiveInt = 8
-    """Documents per forward pass on each rank."""
+    """Documents per forward pass."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -269,39 +271,27 @@ class RegisterConfig(Block):
     """Smallest allowed standard deviation of the candidate's scores, relative to SFT's scores."""
 
 
-_NAMES = re.compile(r"""^[ \t]*(?:-|["']?(?:task|group|tag)["']?:)[ \t]*(.+)""", re.MULTILINE)
-"""Lines with names of tasks, groups or tags."""
-
-
 def task_faults(config: TasksConfig) -> Iterator[str]:
     """Names that the harness does not know, and files that cannot be read."""
-    known = _known_names() if len(config.files) < len(config.names) else set()
-    for index, name in enumerate(config.names):
-        place = f"evaluate.tasks.names.{index}: found {name}"
-        if name in config.files:
-            try:
-                _named_files(Path(name).expanduser())
-            except (OSError, UnicodeError, yaml.YAMLError) as error:
-                yield f"{place}, expected a file of YAML: {error}"
-        elif name not in known:
-            yield (
-                f"{place}{suggestion(name, known)}, expected FILE.yaml or a name of the "
-                "lm-evaluation-harness. Fix: `lm-eval ls tasks` lists them"
-            )
+    try:
+        task_inputs(config)
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        yield f"evaluate.tasks.names: found {error}, expected files of YAML. Fix: correct the file"
+    if names := [name for name in config.names if name not in config.files]:
+        command = [sys.executable, "-P", "-m", "lm_eval", "validate", "--tasks", ",".join(names)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        if found.returncode != 0:
+            said = (found.stdout or found.stderr).strip().rpartition("\n")[2]
+            yield f"evaluate.tasks.names: {said}. Fix: `lm-eval ls tasks` lists the names"
 
 
-def task_inputs(config: TasksConfig | None) -> dict[str, Path]:
-    """Inputs of the evaluation: the files among the tasks, and all files that they name."""
-    names = config.files if config is not None else ()
-    files = [file for name in names for file in _named_files(Path(name).expanduser())]
-    return {f"{TASK_PREFIX}{number}": file for number, file in enumerate(files)}
-
-
-def _named_files(path: Path) -> list[Path]:
-    found = [path]
+def task_inputs(config: TasksConfig) -> dict[str, Path]:
+    """Inputs of the tasks: the files among them, and all files that they name."""
+    found = [Path(name).expanduser() for name in config.files]
     for file in found:
         if file.name.endswith(("yaml", "yml")):
-            events = yaml.parse(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+            with file.open(encoding="utf-8") as stream:
+                events = [*yaml.parse(stream, yaml.SafeLoader)]
             for text in [event.value for event in events if isinstance(event, yaml.ScalarEvent)]:
                 module = escape(text.rpartition(".")[0].replace(".", "/") + ".py")
                 for folder, name in product((file.parent, Path()), (text, module)):
@@ -309,15 +299,4 @@ def _named_files(path: Path) -> list[Path]:
                     named = sorted(glob(name, root_dir=folder, recursive=True))  # noqa: PTH207
                     paths = [folder / each for each in named]
                     found += [each for each in paths if each.is_file() and each not in found]
-    return found
-
-
-def _known_names() -> set[str]:
-    """The words where the harness names tasks: all its names, and some other words."""
-    package = find_spec("lm_eval")
-    assert package is not None and package.origin is not None, "the caller looks for it"
-    files = Path(package.origin).with_name("tasks").rglob("*")
-    # Included files have no suffix.
-    texts = (path for path in files if path.suffix in ("", ".yaml") and path.is_file())
-    lines = (line for path in texts for line in _NAMES.findall(path.read_text("utf-8")))
-    return {word for line in lines for word in re.findall(r"[^\s\"',\[\]{}]+", line)}
+    return {f"{TASK_PREFIX}{number}": file for number, file in enumerate(found)}

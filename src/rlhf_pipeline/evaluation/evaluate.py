@@ -8,8 +8,9 @@ again with other randomness, because a win rate is about independent answers.
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlhf_pipeline.config.evaluate import (
     SFT_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
+    TASK_RESULTS,
     CandidateConfig,
     EvaluateConfig,
     own_models,
@@ -36,6 +38,7 @@ from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
     ENDS,
     INSTRUCT,
+    baseline_of,
     best_of_n,
     compare,
     with_ends,
@@ -49,7 +52,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import ALPHA
+from rlhf_pipeline.statistics import ALPHA, mean_with_interval, share_with_interval
 
 
 def main(job: LaunchedJob) -> dict[str, float]:
@@ -61,18 +64,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
     baseline = next(iter(folders))
     counts: dict[str, Counter[str]] = {}
     judges = load_judges(job, config, counts=counts)
-    tasks, rows = None, job.inputs.get(SFT_ROWS)
-    if config.tasks is not None:
-        from rlhf_pipeline.evaluation.tasks import Tasks
-
-        tasks = Tasks(config.tasks, setups[baseline])
-    perplexities = dict.fromkeys(folders, 0.0)
+    rows, perplexities = job.inputs.get(SFT_ROWS), dict.fromkeys(folders, 0.0)
 
     def measure(policy: nn.Module, name: str) -> None:
         if rows is not None:
             perplexities[name] = perplexity(policy, rows, setups[baseline]) or 0.0
-        if tasks is not None:
-            tasks.do(policy, name)
 
     # Beside the champion none: the evaluation of the candidate has the same curve.
     best = 0 if CHAMPION in folders else config.best_of_n
@@ -96,8 +92,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     measured = {name: value for name, value in perplexities.items() if value}
     more = {"best_of_n": curve, "perplexity": measured, "pairwise_judges": replies}
     evaluation |= {name: value for name, value in more.items() if value}
-    if tasks is not None:
-        tasks.add_to(evaluation)
+    if f"{TASK_PREFIX}baseline" in job.inputs:
+        add_tasks(evaluation, job.inputs)
     if candidate.models:
         evaluation["titles"] = {name: name for name in candidate.models}
     elif Manifest.read(folders[baseline]).metrics.get("base_model/has_chat_template"):
@@ -152,6 +148,36 @@ def load(
             "Fix: raise split.max_prompt_tokens, because a prompt has more tokens for one of them"
         )
     return folders, setups
+
+
+def add_tasks(evaluation: dict[str, Any], inputs: Mapping[str, Path]) -> None:
+    """Add what policies achieved in tasks, `tasks/<task>/<metric>`, and the change of each task.
+
+    A change is that of the first metric that is a share, from SFT to the candidate. Its interval is
+    that of the differences on the same documents.
+    """
+    baseline, candidate = baseline_of(evaluation), evaluation["candidate"]
+    achieved = dict[str, list[Any]]()
+    for place, name in (("baseline", baseline), ("candidate", candidate)):
+        results = json.loads((inputs[f"{TASK_PREFIX}{place}"] / TASK_RESULTS).read_text())
+        achieved |= {f"{name}{ending}": found for ending, found in results.items()}
+    for policy, found in achieved.items():
+        for task, metric, value, shares in found:
+            name = re.sub(r"[^\w./-]", "_", f"tasks/{task}/{metric}")  # MLflow refuses others
+            measured = {name: value}
+            if shares:
+                measure = share_with_interval if {*shares} <= {0.0, 1.0} else mean_with_interval
+                measured = with_ends(name, (value, *measure(shares)[1:]))
+            evaluation["policies"][policy] |= measured
+    before = {(task, metric): shares for task, metric, _, shares in achieved[baseline]}
+    changes = evaluation["tasks"] = {}
+    for task, metric, value, ours in achieved[candidate]:
+        theirs = before.get((task, metric))
+        if task not in changes and ours and theirs:
+            pairs = zip(ours, theirs, strict=True)
+            change, lower, upper = mean_with_interval([a - b for a, b in pairs])
+            changes[task] = {"metric": metric, "value": value, "n": len(ours)}
+            changes[task] |= {"change": change, "lower": lower, "upper": upper}
 
 
 def accuracy_of(models: Sequence[Path]) -> dict[str, dict[str, float]]:

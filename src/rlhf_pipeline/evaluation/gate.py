@@ -62,7 +62,7 @@ class Evidence:
     """Of each reward model of the pipeline that decides or was optimized: see
     `evaluate.accuracy_of`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The change of each task from SFT to the candidate, see `tasks.Tasks.add_to`."""
+    """The change of each task from SFT to the candidate, see `evaluate.add_tasks`."""
     tries: int = 1
     """Candidates registered with test prompts of these sources so far, this one included."""
 

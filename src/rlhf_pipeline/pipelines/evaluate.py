@@ -1,7 +1,6 @@
 """Nodes after the training of a policy: evaluation, registration and page."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
 from rlhf_pipeline.config.evaluate import (
     JUDGE_PREFIX,
     SFT_ROWS,
+    TASK_PREFIX,
     CandidateConfig,
     EvaluateConfig,
     RegisterConfig,
@@ -24,7 +24,7 @@ from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.reporting.page import evaluation_page
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
-from rlhf_pipeline.stages.job import Job, Stages, StageSpec
+from rlhf_pipeline.stages.job import TRAINING_LIBRARIES, Job, Stages, StageSpec
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.registry import find_champion
 
@@ -33,6 +33,14 @@ SPEC = StageSpec(
     program="rlhf_pipeline.evaluation.evaluate",
     blocks={"evaluate": EvaluateConfig},
 )
+
+TASKS = StageSpec(
+    name="tasks",
+    program="rlhf_pipeline.evaluation.tasks",
+    distributed=False,
+    libraries=(*TRAINING_LIBRARIES, "lm_eval"),
+)
+"""What a policy achieves in tasks, before an evaluation that reads it."""
 
 CHAMPION = StageSpec(name=NAME_OF_CHAMPION, program=SPEC.program)
 """The present champion, which answers the prompts of a candidate."""
@@ -75,6 +83,12 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             assert trained is not None, "checked before the run"
             second = config.judge_model, trained, data, seed, stages
             inputs |= judge_models(split, sft_model, *second)
+        if config.tasks is not None and policy is not CHAMPION:  # nothing reads what it achieves
+            own = {"tasks": config.tasks, "evaluate": EvaluateConfig(precision=config.precision)}
+            files = task_inputs(config.tasks)
+            for place, model in (("baseline", sft_model), ("candidate", candidate_model)):
+                job = Job(TASKS, own, {"policy": model, **files}, seed)
+                inputs[f"{TASK_PREFIX}{place}"] = stages.run(job)
         return _run(SPEC.for_candidate(policy.name), inputs, candidate, config, seed, stages)
 
     return node
@@ -106,11 +120,8 @@ def _run(
     stages: Stages,
 ) -> Path:
     judges, identities = judge_inputs(config.judges)
-    if config.tasks is not None:
-        spec = replace(spec, libraries=(*spec.libraries, "lm_eval"))
-    spec = spec.answering_by(config.generator)
-    blocks, files = {"evaluate": config, "candidate": candidate}, task_inputs(config.tasks)
-    return stages.run(Job(spec, blocks, {**inputs, **judges, **files}, seed, identities))
+    spec, blocks = spec.answering_by(config.generator), {"evaluate": config, "candidate": candidate}
+    return stages.run(Job(spec, blocks, {**inputs, **judges}, seed, identities))
 
 
 def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, str]]:

@@ -76,7 +76,7 @@ def stage_specs() -> dict[str, StageSpec]:
     policies = [policy.spec for policy in policy_stages().values()]
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
-    evaluations = map(evaluate.SPEC.for_candidate, candidates)
+    evaluations = evaluate.TASKS, *map(evaluate.SPEC.for_candidate, candidates)
     between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, *judge_model.SPECS
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
@@ -118,7 +118,6 @@ def register_pipelines() -> dict[str, Pipeline]:
 
 
 def _nodes() -> dict[str, Node]:
-    """Every node by name."""
     stage = f"params:seed {STAGES}"
     rows: list[tuple[Callable[..., Any], str, str]] = [  # function, what it reads and writes
         (preparation.base_model, f"params:base_model params:split {stage}", "base_model"),

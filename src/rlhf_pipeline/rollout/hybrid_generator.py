@@ -90,7 +90,6 @@ class HybridGenerator:
         return Rollout(found, together.logprobs[rows, :width])
 
     def _make(self) -> "tuple[ShardedCopy, TransformersGenerator]":
-        """A copy, and what samples from it."""
         copy = ShardedCopy(self._model, self._group)
         return copy, TransformersGenerator(copy.model, self._contract)
 
@@ -132,7 +131,6 @@ class ShardedCopy:
     def _allocate(
         self, module: nn.Module, name: str, parameter: Tensor, path: str, style: str | None
     ) -> None:
-        """Allocate this rank's shard of a parameter."""
         shape = list(parameter.shape)
         dim = None if style is None else STYLES[style]
         if parameter.dim() == 1:  # a bias: of the columns, or added by every rank in equal parts

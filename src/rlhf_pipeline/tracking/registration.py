@@ -17,7 +17,6 @@ from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_MODEL,
     JUDGE_PREFIX,
-    TASK_PREFIX,
     Promote,
     RegisterConfig,
 )
@@ -78,13 +77,10 @@ class Registration:
 
 
 def read_registration(file: Path) -> dict[str, Any]:
-    """A published registration; that of an earlier version has no digest.
-
-    Raises ArtifactError if it was changed or is damaged.
-    """
+    """A published registration. Raises ArtifactError if it was changed or is damaged."""
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        if found.pop("digest", json_digest(found)) != json_digest(found):
+        if found.pop("digest", None) != json_digest(found):
             raise ValueError("its digest does not match")
     except (ValueError, AttributeError, TypeError) as error:
         raise ArtifactError(
@@ -180,7 +176,7 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
 def conditions(evaluation: Path) -> dict[str, Any]:
     """What two evaluations must share, so that their answers can be compared prompt by prompt."""
     manifest = Manifest.read(evaluation)
-    judging = JUDGE_PREFIX, TASK_PREFIX, "reward_model", f"{JUDGE_MODEL}."
+    judging = JUDGE_PREFIX, "reward_model", f"{JUDGE_MODEL}."
     inputs = manifest.inputs.items()
     return {
         **{name: digest for name, digest in inputs if name.startswith(judging)},

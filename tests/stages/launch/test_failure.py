@@ -83,6 +83,11 @@ PPO = {
             "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
             "hub unavailable",
         ),
+        (
+            'File "/site-packages/lm_eval/tasks/manager.py", line 231, in load\n'
+            "FileNotFoundError: Unable to find '/rows.jsonl'",
+            "task not loaded",
+        ),
         ("no rank has made progress for 1500 s: rank 1 is behind", "stuck"),
         (
             "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but "

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.stages.cache.workspace import (
@@ -49,9 +48,8 @@ def survey(
 
     Raises ArtifactError if the manifest of a published version is damaged: its inputs are unknown.
     """
-    paths = sorted(filter(is_attempt, workspace.glob("*/*")))
-    directories = [path for path in paths if path.parent.name in stages]
-    held: dict[Path, str] = {}
+    named = (path for stage in stages for path in (workspace / stage).glob("*"))
+    directories, held = sorted(filter(is_attempt, named)), dict[Path, str]()
     for path in directories:
         step = None if unfinished or is_finished(path) else newest_step(path / "checkpoints")
         if holder := user(_first_of(path)):
@@ -66,20 +64,19 @@ def survey(
     digests = {digest for each in inputs for digest in each.values()}
     needed = _needed(directories, {manifest.fingerprint for manifest in manifests}, digests)
     found = {path: why for path in directories if (why := _reason(path, needed)) is not None}
-    found |= {
-        path: why
-        for path, why in unwanted.items()
-        if path.parent not in found or path.parent in held
-    }
-    for path in found:
-        if path not in held and (path.is_symlink() or path.parent.is_symlink()):
-            held[path] = f"is a link to {path.resolve()}; remove that yourself"
+    gone = found.keys() - held.keys()
+    found |= {path: why for path, why in unwanted.items() if path.parent not in gone}
+    for path in [path for path in found if path.is_symlink() or path.parent.is_symlink()]:
+        held.setdefault(path, f"is a link to {path.resolve()}; remove that yourself")
     removable = {path: why for path, why in found.items() if path not in held}
     return list(_with_sizes(removable)), {path: held[path] for path in found if path in held}
 
 
 def remove(leftover: Leftover, workspace: Path) -> str | None:
-    """Remove a leftover; if a process uses it by now, keep it and return that process in words."""
+    """Remove a leftover; if a process uses it by now, keep it and return that process in words.
+
+    Raises StageError if another process that cleans removes it.
+    """
     if workspace not in leftover.path.parents[1:]:  # no attempt at a recipe
         shutil.rmtree(leftover.path)
         if not any(leftover.path.parent.iterdir()):
@@ -88,11 +85,8 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
     first = _first_of(leftover.path)
     if holder := user(first):
         return holder
-    try:
-        with recipe_lock(first, wait=False, record=False):
-            shutil.rmtree(leftover.path)
-    except StageError as error:
-        return str(error)
+    with recipe_lock(first, wait=False, record=False):
+        shutil.rmtree(leftover.path)
     return None
 
 
@@ -128,13 +122,8 @@ def _reason(path: Path, needed: set[Path]) -> str | None:
 
 def _with_sizes(removable: dict[Path, str]) -> Iterator[Leftover]:
     """The freed bytes. A file counts once, and only if all its hard links are removed."""
-    files = {
-        path: [file.lstat() for file in path.rglob("*") if not file.is_dir()] for path in removable
-    }
+    files = {path: [f.lstat() for f in path.rglob("*") if not f.is_dir()] for path in removable}
     names = Counter((stat.st_dev, stat.st_ino) for stats in files.values() for stat in stats)
     for path, why in removable.items():
-        freed = 0
-        for stat in files[path]:
-            if names.pop((stat.st_dev, stat.st_ino), 0) == stat.st_nlink:
-                freed += stat.st_size
-        yield Leftover(path, why, freed)
+        whole = [s for s in files[path] if names.pop((s.st_dev, s.st_ino), 0) == s.st_nlink]
+        yield Leftover(path, why, sum(stat.st_size for stat in whole))
