@@ -60,7 +60,7 @@ def artifacts(make_model, tmp_path):
 
 def training(*rewards, **changes):
     fields = {
-        "steps": 12,
+        "steps": 20,
         "rollout_batch_size": 32,
         "minibatch_size": 32,
         "micro_batch_tokens": 256,
