@@ -20,6 +20,7 @@ from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.preflight import (
     careful_faults,
     check_gate,
+    check_judging_rows,
     check_inputs,
     check_memory,
     check_pipeline,
@@ -105,11 +106,26 @@ def test_a_stage_without_a_row_is_refused_before_anything_trains(tmp_path, nodes
 
 
 @pytest.mark.parametrize(
+    ("path", "rows", "fix"),
+    [
+        ("evaluation/test.arrow", 1, "expected at least 2. Fix: raise split.test_fraction"),
+        ("judge_model/train.arrow", 19, "expected at least 20. Fix: raise evaluate.judge_model.h"),
+        ("judge_model/train.arrow", 20, None),
+    ],
+)
+def test_too_few_rows_to_judge_are_refused_before_anything_trains(tmp_path, path, rows, fix):
+    (tmp_path / "report.json").write_text(json.dumps({"files": {path: {"rows": rows}}}))
+    found = rf"^split: found {rows} rows in {path}, {fix}"
+    with pytest.raises(DataError, match=found) if fix else nullcontext():
+        check_judging_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
         (20 * [{"chosen": "a", "rejected": "b"}], None),
         (19 * [{"chosen": "a", "rejected": "b"}], "found comparisons of 19 prompts, expected at "
-         "least 20, for five models in turn are measured on a fifth. Fix: add comparisons"),
+         "least 20, for five models in turn are measured on a fifth by all 1 ranks. Fix: add"),
         (20 * [{"chosen": "a"}], "found one answer in a row, expected chosen and rejected in"),
     ],
 )  # fmt: skip
@@ -117,12 +133,13 @@ def test_careful_comparisons_are_looked_at_before_a_run(rows, message):
     prompts = [(Message("user", f"{number}?"),) for number in range(len(rows))]
     examples = [Example(prompt, **row) for prompt, row in zip(prompts, rows, strict=True)]
     found = FirstRows({f"a:{number}": row for number, row in enumerate(examples)})
-    assert [*careful_faults(found)] == [] or "one answer" in message, "other rows may follow"
+    assert [*careful_faults(found, 1)] == [] or "one answer" in message, "other rows may follow"
     found.is_whole = True
-    faults = [*careful_faults(found)]
+    faults = [*careful_faults(found, 1)]
     assert [fault.startswith(f"evaluate.judge_model.path: {message}") for fault in faults] == (
         [True] if message else []
     )
+    assert message or "at least 40, for five models" in [*careful_faults(found, 8)][0]
 
 
 @pytest.fixture

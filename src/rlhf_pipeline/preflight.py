@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
 """The smallest block of a policy, if not an empty one is enough."""
 
-CAREFUL, CAREFUL_PROMPTS = "evaluate.judge_model", 20
-"""The place of a file of careful comparisons, and the fewest prompts that it must have."""
+CAREFUL, FEWEST = "evaluate.judge_model", 20
+"""The place of a second reward model, and the fewest comparisons that it must have."""
 
 CONF = "params:conf"
 """The entry of the catalog with the loader of the configuration, which knows who set what."""
@@ -122,10 +122,10 @@ def check_pipeline(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         warnings += check_memory(as_json(blocks), nodes, hardware, refuses=refuses)
     for warning in warnings:
         logger.warning("%s", warning)
-    dry_run(blocks, nodes, Path(catalog.load("workspace")))
+    dry_run(blocks, nodes, Path(catalog.load("workspace")), hardware.world)
 
 
-def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) -> None:
+def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, ranks: int) -> None:
     """Look at the first rows, call each function of the nodes once, and look at tokenizers.
 
     Raises DataError for files, and ConfigError with one line for each other fault.
@@ -155,7 +155,7 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) 
     named = enumerate(blocks["evaluate"].judges if is_judged else ())
     judges = {f"evaluate.judges.{index}": judge for index, judge in named}
     faults = [*stage_faults(blocks, nodes, rows), *reference_faults(rewards, for_ppo)]
-    careful = careful_faults(found[CAREFUL]) if CAREFUL in found else ()
+    careful = careful_faults(found[CAREFUL], ranks) if CAREFUL in found else ()
     refuse([*faults, *reference_faults(judges, rows), *careful])
     inner = {p.sampler: p.sample for p in samplers(blocks) if isinstance(p, SampledConfig)}
     faults = [*door_faults({**blocks, **inner}, workspace)]
@@ -167,19 +167,19 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) 
     refuse([*faults, *model_faults(blocks, nodes, rows, workspace)])
 
 
-def careful_faults(rows: FirstRows) -> Iterator[str]:
+def careful_faults(rows: FirstRows, ranks: int) -> Iterator[str]:
     """Comparisons for a second reward model that are too few, or no comparisons."""
-    prompts = len({row.prompt for row in rows.values()})
+    prompts, fewest = len({row.prompt for row in rows.values()}), max(FEWEST, 5 * ranks)
     if any(row.rejected is None for row in rows.values()):
         yield (
             f"{CAREFUL}.path: found one answer in a row, expected chosen and rejected in each. "
             f"Fix: name them in {CAREFUL}.columns"
         )
-    elif rows.is_whole and prompts < CAREFUL_PROMPTS:
+    elif rows.is_whole and prompts < fewest:
         yield (
             f"{CAREFUL}.path: found comparisons of {prompts} prompts, expected at least "
-            f"{CAREFUL_PROMPTS}, for five models in turn are measured on a fifth. Fix: add "
-            f"comparisons, or set {CAREFUL}.held_back instead"
+            f"{fewest}, for five models in turn are measured on a fifth by all {ranks} ranks. "
+            f"Fix: add comparisons, or set {CAREFUL}.held_back instead"
         )
 
 
@@ -215,6 +215,8 @@ def check_inputs(
                 f"does. Fix: run the whole pipeline, or set {CAREFUL}.path instead"
             )
         check_rows(inputs["split"], [one for one in nodes if blocks.get(one)], blocks)
+        if any(one.startswith("evaluate") for one in nodes):
+            check_judging_rows(inputs["split"])
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}
         rewards = [one for name in policies if name in asked for one in policies[name].rewards]
@@ -222,8 +224,15 @@ def check_inputs(
         if "params:evaluate" in inputs:
             rewards = []
         require_true_answers(inputs["split"], rewards, judges)
-    if node in policies and trained is not None and "reward_model" in inputs:
-        check_gate(inputs["reward_model"], trained.gate, policies[node])
+    if trained is not None and "reward_model" in inputs:
+        metrics = Manifest.read(inputs["reward_model"]).metrics
+        if metrics and "validation/accuracy_over_length" not in metrics:
+            raise ConfigError(
+                "reward_model: found one of an earlier version, whose report lacks what the "
+                "verdict needs, expected one of this version. Fix: run the whole pipeline"
+            )
+        if node in policies:
+            check_gate(inputs["reward_model"], trained.gate, policies[node])
 
 
 def check_rows(split: Path, nodes: Collection[str], blocks: Mapping[str, Any]) -> None:
@@ -240,6 +249,21 @@ def check_rows(split: Path, nodes: Collection[str], blocks: Mapping[str, Any]) -
                     f"source, add a source of such rows, give phase {phase} a weight in "
                     "split.weights, or choose another pipeline"
                 )
+
+
+def check_judging_rows(split: Path) -> None:
+    """Raise DataError if a split has too few rows for an interval, or for a second reward model."""
+    files = json.loads((split / "report.json").read_text()).get("files", {})
+    fewest = {
+        "evaluation/test.arrow": (2, "raise split.test_fraction"),
+        f"{JUDGE_MODEL}/train.arrow": (FEWEST, f"raise {CAREFUL}.held_back"),
+    }
+    for path, (least, fix) in fewest.items():
+        if path in files and (rows := files[path]["rows"]) < least:
+            raise DataError(
+                f"split: found {rows} rows in {path}, expected at least {least}. Fix: {fix}, or "
+                "add data"
+            )
 
 
 def check_gate(reward_model: Path, gate: float | None, policy: PPOConfig | SampledConfig) -> None:

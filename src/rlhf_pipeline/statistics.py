@@ -59,8 +59,8 @@ def win_rate(candidate: Values, baseline: Values, alpha: float = ALPHA) -> WinRa
 def difference(candidate: Values, baseline: Values) -> tuple[float, float, float]:
     """Difference of two shares on the same prompts, in [-1, 1]: (difference, lower, upper).
 
-    It is 2 p - 1, where p is the win rate of values 0 and 1 with its interval. So the interval has
-    a width even if no prompt differs. Raises ValueError like `win_rate`.
+    It is 2 p - 1, where p is the win rate of values 0 and 1, and no others, with its interval. So
+    the interval has a width even if no prompt differs. Raises ValueError like `win_rate`.
     """
     rate = win_rate(candidate, baseline)
     return 2 * rate.rate - 1, 2 * rate.lower - 1, 2 * rate.upper - 1

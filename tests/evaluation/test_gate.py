@@ -179,8 +179,8 @@ def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
         ),
         (
             "unknown",
-            "of which nobody recorded whether training has optimized it",
-            "if you know that no training has optimized it, set register.require_independent_",
+            "which training may have optimized, for the records do not exclude it",
+            "let another judge decide; or if you know that no training has optimized this one, set ",
             " by a judge that it may have been trained on",
         ),
     ],

@@ -169,6 +169,38 @@ def test_a_reward_model_of_an_ancestor_is_not_independent(made):
     assert made.standing("sft", "grpo")["score"] == ("optimized", {"grpo": "earlier"})
 
 
+def test_functions_that_chose_own_answers_count_by_their_content(tmp_path):
+    """`sample` calls them judges: one that reads no true answer does not optimize those who do."""
+    source = tmp_path / "my.py"
+    source.write_text("def short(prompts, responses): ...")
+    made, rewards = Lineages(tmp_path), [{"callable": f"{source}:short", "weight": 1.0}]
+    made.make("sft", "sft", {"sft": {}})
+    sampled = {"rejection.sample": {"rewards": rewards}}
+    given = {"judges.0": file_digest(source)}
+    made.make("rows", "sample", sampled, [("policy", "sft")], **given)
+    made.make("rejection", "rejection", {"rejection": {}, "table": {"rewards": rewards}},
+              [("base_model", "sft"), ("demonstrations", "rows")],
+              **{"rewards.0": file_digest(source)})  # fmt: skip
+    config = EvaluateConfig(judges=[{"reference": "exact"}, f"{source}:short"])
+    job = LaunchedJob("evaluate", "f", 0, {}, {"judges.1": source},
+                      {"judges.1": file_digest(source)}, tmp_path, 60.0)  # fmt: skip
+    policies = {name: tmp_path / name for name in ("sft", "rejection")}
+    found = {name: one.state for name, one in standings(job, policies, config).items()}
+    assert found == {"gold": "independent", "exact": "independent", "short": "optimized"}
+
+
+@pytest.mark.parametrize(("reward", "state"), [("path", "unknown"), ("regex", "independent")])
+def test_a_judge_on_the_hub_may_be_the_download_that_was_a_reward(tmp_path, reward, state):
+    made = Lineages(tmp_path)
+    made.make("sft", "sft", {"sft": {}})
+    rewards = {"ppo": {"rewards": [{reward: "some/folder", "weight": 1.0}]}}
+    made.make("ppo", "ppo", rewards, [("sft_model", "sft")], **{"rewards.0": "its bytes"})
+    config = EvaluateConfig(judges=[{"path": "owner/model", "name": "hub"}])
+    job = LaunchedJob("evaluate", "f", 0, {}, {}, {"judges.0": "a commit"}, tmp_path, 60.0)
+    policies = {name: tmp_path / name for name in ("sft", "ppo")}
+    assert standings(job, policies, config)["hub"].state == state
+
+
 def test_the_training_of_the_baseline_counts(made):
     assert made.standing("ppo", "sft")["score"] == ("optimized", {"ppo": "rewards"})
 

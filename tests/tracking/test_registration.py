@@ -18,7 +18,7 @@ from random_answers import policy
 from rlhf_pipeline.config.evaluate import EvaluateConfig, RegisterConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.evaluation.comparison import Standing, compare, write_answers
+from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare, write_answers
 from rlhf_pipeline.evaluation.gate import Check, Verdict
 from rlhf_pipeline.pipelines.evaluate import register as register_node
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
@@ -246,17 +246,19 @@ def test_when_the_champion_moves(client, sft, ppo, trained, promote, refusals, c
 
 STANDINGS = {
     "gold": Standing("independent"),
+    "chat": Standing("independent"),
     "score": Standing("optimized", {"ppo": "rewards"}),
 }
 
 
-def evaluated(directory, policies, seed=0, **inputs):
-    """A published evaluation of answers."""
+def evaluated(directory, policies, seed=0, config=None, further=(), **inputs):
+    """A published evaluation of answers; `further` are second draws of the baseline."""
     directory.mkdir(parents=True)
-    config = EvaluateConfig()
-    evaluation = compare(policies, config, STANDINGS) | {"accuracy": {}}
+    config = config or EvaluateConfig()
+    drawn = sorted([*policies["sft"], *further], key=lambda a: (a.row, a.draw))
+    evaluation = compare(policies, config, STANDINGS, drawn) | {"accuracy": {}}
     (directory / "evaluation.json").write_text(json.dumps(evaluation))
-    write_answers(policies, directory)
+    write_answers(policies | ({"sft_again": further} if further else {}), directory)
     blocks = {"evaluate": config.model_dump(mode="json")}
     inputs = {"prompts": "p" * 64, "reward_model": "r"} | inputs
     files = file_entries(directory)
@@ -284,6 +286,42 @@ def registered(client, folders, policies, tmp_path, monkeypatch, champion=None, 
     return register_evaluated(
         *folders, evaluation, present, answered, RegisterConfig(**config), SOURCES, tmp_path
     )
+
+
+def test_a_judge_of_pairs_is_held_to_the_lengths_of_the_pairs_that_it_saw(
+    client, sft, ppo, trained, tmp_path, monkeypatch
+):
+    """The judge prefers the longer answer of a pair, more often the longer it is, and the candidate
+    writes longer answers. The baseline's answer in a pair is its second draw."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    rng = np.random.default_rng(5)
+
+    def answers(mean, draw=0):
+        tokens = rng.lognormal(mean, 0.6, 400).round()
+        texts = map(str, rng.integers(2**32, size=400))
+        return [
+            Answer(row, f"{row}?", text, {"chat": 0.0}, 0.0, -20.0, int(n) + 1, True, draw=draw)
+            for row, (n, text) in enumerate(zip(tokens, texts, strict=True))
+        ]
+
+    baseline, further, longer = answers(3.0), answers(3.0, draw=1), answers(3.5)
+    extra = [a.response_tokens - b.response_tokens for a, b in zip(longer, further, strict=True)]
+    wins = rng.random(400) < 1 / (1 + np.exp(-2.5 * np.tanh(np.array(extra) / 15)))
+    candidate = [
+        replace(a, scores={"chat": 1.0 if won else -1.0})
+        for a, won in zip(longer, wins, strict=True)
+    ]
+    chat = {"openai": {"base_url": "http://here/v1", "model": "m"}, "name": "chat"}
+    policies = {"sft": baseline, "ppo": candidate}
+    evaluation = evaluated(
+        tmp_path / "e", policies, config=EvaluateConfig(judges=[chat]), further=further
+    )
+    gate = RegisterConfig(max_length_ratio=9.0)
+    registration = register_evaluated(
+        sft.folder, ppo.folder, evaluation, None, None, gate, SOURCES, tmp_path
+    )
+    (refusal,) = registration.verdict["refusals"]
+    assert refusal.startswith("win rate against SFT at equal length: found 0.")
 
 
 @pytest.mark.parametrize(("quality", "promoted"), [(0.9, True), (0.0, False)])

@@ -143,7 +143,7 @@ def own_models(inputs: Iterable[str]) -> dict[str, list[str]]:
 class EvaluateConfig(AnsweringConfig):
     """Both policies answer the same held-out prompts with equal decoding."""
 
-    prompts: PositiveInt = 512
+    prompts: int = Field(default=512, ge=2)
     """Largest number of held-out prompts; the win rate's interval narrows with its square root, to
     a half width of 0.04 with 512 prompts."""
     answers_per_prompt: PositiveInt = 1

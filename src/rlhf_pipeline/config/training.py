@@ -203,7 +203,7 @@ class FrozenModelConfig(Block):
         if trained.is_own_reference and self != FrozenModelConfig():
             yield (
                 "reference: found a block, expected none with LoRA: the reference is the trained "
-                "model with its adapters disabled. "
+                "model with its adapters disabled, or loaded like it (fixed_reference). "
                 "Fix: remove reference, or set lora.train_rest to true"
             )
         yield from self.faults_beside("reference", trained)

@@ -63,7 +63,7 @@ def load_rows(path: Path, world: World, read: Callable[[Path], Rows] = Rows.read
         raise ArtifactError(
             f"{path}: found {table.num_rows} rows, expected at least {world.size}, one for each "
             "rank. Fix: add data, or give the phase a larger share (split.weights, "
-            "split.validation_fraction)"
+            "split.validation_fraction, split.test_fraction, evaluate.judge_model)"
         )
     return table
 

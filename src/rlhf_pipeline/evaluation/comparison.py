@@ -43,6 +43,7 @@ BASE_MODEL = "base_model"  # the baseline without SFT
 INSTRUCT = "the instruct model"  # the name of a base model that has a chat template of its own
 EVALUATION = "evaluation.json"  # file of an evaluation with its numbers
 ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
+FURTHER = "_again"  # after the name of the baseline, its draws beyond `answers_per_prompt`
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
 State = Literal["independent", "unknown", "optimized"]
@@ -94,7 +95,7 @@ class Standing:
     by: dict[str, str] = field(default_factory=dict)
     """Why it is not independent, by policy. rewards: the training of the policy maximized its
     score; comparisons: it learned from the same comparisons; earlier: the training of a model that
-    the policy was made from did so; unknown: nobody recorded the training."""
+    the policy was made from did so; unknown: the records do not exclude it."""
 
 
 def worst(*standings: Standing) -> Standing:
@@ -369,6 +370,13 @@ def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
 def by_prompt(answers: list[Answer], value: Callable[[Answer], Any]) -> list[list[float]]:
     """A value of each answer, by prompt: answers to one prompt follow each other."""
     return [[value(a) for a in given] for _, given in groupby(answers, key=lambda a: a.row)]
+
+
+def opponents(answers: list[Answer], drawn: list[Answer]) -> list[Answer]:
+    """The baseline's answer that a judge of pairs sees beside each answer: that of the next draw
+    among `drawn`, all draws of the baseline."""
+    known, draws = {(a.row, a.draw): a for a in drawn}, len({a.draw for a in drawn})
+    return [known[a.row, (a.draw + 1) % draws] for a in answers]
 
 
 def scores_by(answers: list[Answer], judge: str) -> list[list[float]]:

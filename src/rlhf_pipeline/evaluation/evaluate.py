@@ -37,6 +37,7 @@ from rlhf_pipeline.evaluation.comparison import (
     BASE_MODEL,
     BASELINE,
     ENDS,
+    FURTHER,
     INSTRUCT,
     baseline_of,
     best_of_n,
@@ -105,7 +106,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
     further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
-    write_answers(answers | {f"{baseline}_again": further}, job.export)
+    write_answers(answers | {f"{baseline}{FURTHER}": further}, job.export)
     return headline(evaluation)
 
 
@@ -194,8 +195,9 @@ def accuracy_of(models: Sequence[Path]) -> dict[str, dict[str, float]]:
     n, margins, squares = (np.array([one[name] for one in reports], float) for name in names)
     pairs, margin = n.sum(), n @ margins / n.sum()
     variance = max(0.0, n @ squares / pairs - margin**2)
-    quantile = float(stdtrit(pairs - 1, 1 - ALPHA / 2)) if pairs > 1 else math.inf
-    half = quantile * math.sqrt(variance / max(pairs - 1, 1))
+    quantile = float(stdtrit(max(pairs - 1, 1), 1 - ALPHA / 2))
+    # One comparison shows nothing: its interval contains 0.
+    half = quantile * math.sqrt(variance / (pairs - 1)) if pairs > 1 else abs(margin)
     found = {"margin": {"mean": margin, "lower": margin - half, "upper": margin + half, "n": pairs}}
     return found if len(reports) > 1 else found | {"over_length": reports[0]["over_length"]}
 

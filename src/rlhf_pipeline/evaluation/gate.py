@@ -27,7 +27,7 @@ from rlhf_pipeline.statistics import difference, length_controlled, standardized
 STATES: Mapping[State, str] = {
     "independent": "which no training has optimized",
     "optimized": "which training has optimized",
-    "unknown": "of which nobody recorded whether training has optimized it",
+    "unknown": "which training may have optimized, for the records do not exclude it",
 }
 """The standing of a judge in words."""
 BY_JUDGE: Mapping[State, str] = {
@@ -41,8 +41,8 @@ ADVICE: Mapping[State, str] = {
     "optimized": ". Fix: add an independent judge to evaluate.judges, hold comparisons back for "
     "one (evaluate.judge_model: {held_back: 0.5}), or set register.require_independent_judge to "
     "false",
-    "unknown": ". Fix: if you know that no training has optimized it, set "
-    "register.require_independent_judge to false",
+    "unknown": ". Fix: let another judge decide; or if you know that no training has optimized "
+    "this one, set register.require_independent_judge to false",
 }
 
 
@@ -54,12 +54,15 @@ class Evidence:
     baseline: list[Answer]  # the answers of SFT, or without SFT those of the base model
     judge: str  # the judge that decides
     standing: Standing  # of that judge
+    met: list[Answer] | None = None
+    """The baseline's answers that a judge of pairs saw beside the candidate's. None: another judge
+    decides, which scores single answers."""
     against: str = "SFT"  # the baseline as it stands in a sentence
     champion: list[Answer] | None = None  # None: there is none, or the candidate is it
     champion_judge: str | None = None  # between candidate and champion; None: `judge`
     champion_fault: str | None = None  # why the present champion could not answer the prompts
     accuracy: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """Of each reward model of the pipeline that decides or was optimized: see
+    """Of each reward model of the pipeline that decides or whose scores training maximized: see
     `evaluate.accuracy_of`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The change of each task from SFT to the candidate, see `evaluate.add_tasks`."""
@@ -135,17 +138,17 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
     """The candidate beats SFT and the champion, and not by length alone."""
     interval = f"the lower end of its {100 * (1 - alpha):.4g}% interval"
     judge = evidence.judge
-    rivals = {evidence.against: (evidence.baseline, judge)}
-    if evidence.champion is not None:
-        rivals["the champion"] = evidence.champion, evidence.champion_judge or judge
-    for name, (answers, by) in rivals.items():
+    rivals = {evidence.against: (evidence.baseline, judge, evidence.met or evidence.baseline)}
+    if (champion := evidence.champion) is not None:
+        rivals["the champion"] = champion, evidence.champion_judge or judge, champion
+    for name, (answers, by, met) in rivals.items():
         ours, theirs = (scores_by(given, by) for given in (evidence.candidate, answers))
         lower, bound = win_rate(ours, theirs, alpha).lower, config.min_win_rate_lower
         what = f"paired win rate against {name} by {judge_title(by)}"
         found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
         yield Check(what, found, expected, "min_win_rate_lower", lower > bound)
         bound = config.min_length_controlled_lower
-        lower = _at_equal_length(evidence.candidate, answers, by, alpha)
+        lower = _at_equal_length(evidence.candidate, met, by, alpha)
         what = f"win rate against {name} at equal length"
         found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
         if bound:

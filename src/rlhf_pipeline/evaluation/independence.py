@@ -1,7 +1,7 @@
 """Whether training has optimized a judge, by the lineage of both policies.
 
 A judge is "optimized" if the training of one of the policies, or of a model that it was made from,
-maximized its scores or learned from its comparisons; "unknown" if nobody recorded that training;
+maximized its scores or learned from its comparisons; "unknown" if the records do not exclude that;
 else "independent". Only an independent judge shows that answers are better.
 """
 
@@ -21,6 +21,7 @@ from rlhf_pipeline.config.evaluate import (
     own_models,
 )
 from rlhf_pipeline.config.rewards import (
+    INPUT_PREFIX,
     CallableReward,
     ModelReward,
     PairwiseJudge,
@@ -72,6 +73,7 @@ def standings(
                 imported[policy] - shared
                 or _is_incomplete(manifest)
                 or _may_overlap(learned, _comparisons_of_policy(manifest))
+                or _may_be_download(judge, manifest)
             ):
                 unknown[policy] = "unknown"
         state: State = "optimized" if by else "unknown" if unknown else "independent"
@@ -117,7 +119,8 @@ def _optimized(
 def _weighted(record: Record) -> Iterator[tuple[SampleReward, str | None]]:
     """The rewards of a training that had an effect, with the digest of each one's content."""
     for index, reward in enumerate(_rewards(record)):
-        place = "reward_model" if isinstance(reward, TrainedReward) else f"rewards.{index}"
+        prefix = JUDGE_PREFIX if record["stage"] == "sample" else INPUT_PREFIX
+        place = "reward_model" if isinstance(reward, TrainedReward) else f"{prefix}{index}"
         if reward.weight:
             yield reward, record["inputs"].get(place)
 
@@ -169,6 +172,15 @@ def _may_overlap(judge: Mapping[str, Record | None], policy: Mapping[str, Record
     pairs = product(judge.values(), policy.values())
     splits = ((ours, theirs) for ours, theirs in pairs if ours and theirs and ours != theirs)
     return any(sources(ours) & sources(theirs) for ours, theirs in splits)
+
+
+def _may_be_download(judge: Block, policy: Manifest) -> bool:
+    """Whether training may have maximized a judge on the hub in a local folder: the commit of the
+    one and the bytes of the other cannot be compared."""
+    records = [policy.origin, *policy.ancestors.values()]
+    maximized = (reward for record in records for reward, _ in _weighted(record))
+    is_on_hub = isinstance(judge, ModelReward) and judge.on_hub
+    return is_on_hub and any(isinstance(reward, ModelReward) for reward in maximized)
 
 
 def _imported(lineage: Iterable[Record]) -> set[tuple[tuple[str, str], ...]]:

@@ -32,7 +32,7 @@ from rlhf_pipeline.config.rewards import (
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare
+from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare, opponents
 from rlhf_pipeline.evaluation.report import Evaluation
 from rlhf_pipeline.rollout.chat_model import REPLIES, ChatModel, RubricSource, filled, reply_folder
 from rlhf_pipeline.rollout.code_reward import CodeSource
@@ -147,9 +147,9 @@ def judge_pairs(
     server fails, or most replies of a judge are unusable.
     """
     reports = {}
-    known, draws = {(a.row, a.draw): a.response for a in drawn}, len({a.draw for a in drawn})
     ours = {(name, a.row, a.draw): a for name in [*answers][1:] for a in answers[name]}
-    pairs = [(a.prompt, a.response, known[a.row, (a.draw + 1) % draws]) for a in ours.values()]
+    met = opponents([*ours.values()], drawn)
+    pairs = [(a.prompt, a.response, b.response) for a, b in zip(ours.values(), met, strict=True)]
     for judge in config.judges:
         if not isinstance(judge, PairwiseJudge):
             continue
@@ -216,7 +216,7 @@ def evaluate(
         judges: functions and true answers as in `evaluate.judges`; a function may stand in the
             place of its name. The first one that is not in `trained_on` decides.
         references: the true answer to each prompt.
-        trained_on: names of the judges that one of the policies was trained on. None: nobody knows.
+        trained_on: names of the judges that the candidate was trained on. None: nobody knows.
     """
     turns = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
     lists = {"answers": [*answers], "baseline_answers": [*baseline_answers]}
@@ -242,6 +242,8 @@ def evaluate(
         return found_answers
 
     policies = {"baseline": judged("baseline_answers"), "candidate": judged("answers")}
+    if len(turns) < 2:
+        raise ConfigError("prompts: found 1, expected at least 2, for an interval")
     standing = Standing("independent")
     if trained_on is None:
         standing = Standing("unknown", {"baseline": "unknown", "candidate": "unknown"})

@@ -71,7 +71,7 @@ OTHERS = (
     ("Accuracy on comparisons", "{}/accuracy",
      "above 0.5, which is chance; noisy preferences keep it below 1.", (0.5, 1.0)),
     ("KL on mismatched pairs, nats", "{}/kl",
-     "it grows slowly. Where it is 0, answers are judged against the reference.", None),
+     "it moves slowly. Below 0, as for given answers, it counts as 0.", None),
     ("Margin of the chosen response", "{}/margin", "it grows, then levels off.", None),
 )
 """Title, metric, what is healthy, and the healthy band or None. The metric of the same name on

@@ -17,15 +17,19 @@ from rlhf_pipeline.config.evaluate import (
     CHAMPION,
     JUDGE_MODEL,
     JUDGE_PREFIX,
+    EvaluateConfig,
     Promote,
     RegisterConfig,
 )
+from rlhf_pipeline.config.rewards import PairwiseJudge
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.evaluation.comparison import (
     BASELINE,
+    FURTHER,
     baseline_of,
     deciding_judge,
+    opponents,
     read_answers,
     read_evaluation,
     read_standings,
@@ -143,17 +147,23 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
     """
     compared = read_evaluation(evaluation)
     answers, standings = read_answers(evaluation), read_standings(compared)
+    baseline = baseline_of(compared)
+    judges = EvaluateConfig.model_validate(Manifest.read(evaluation).config["evaluate"]).judges
+    pairwise = {judge.label for judge in judges if isinstance(judge, PairwiseJudge)}
+    drawn = answers[baseline] + answers.get(f"{baseline}{FURTHER}", [])
     evidence = Evidence(
         candidate=answers[compared["candidate"]],
-        baseline=answers[baseline_of(compared)],
-        against=titles(compared)[baseline_of(compared)],
+        baseline=answers[baseline],
+        met=opponents(answers[baseline], drawn) if compared["judge"] in pairwise else None,
+        against=titles(compared)[baseline],
         judge=compared["judge"],
         standing=standings[compared["judge"]],
         champion_fault=None if champion is None else champion.fault,
         accuracy={
             judge: found
             for judge, found in compared["accuracy"].items()
-            if judge == compared["judge"] or standings[judge].state == "optimized"
+            if judge == compared["judge"]
+            or {"rewards", "earlier"} & {*standings[judge].by.values()}
         },
         tasks=compared.get("tasks", {}),
     )

@@ -160,7 +160,9 @@ def describe(sources: Sequence[str], scores: np.ndarray, tokens: np.ndarray) -> 
     margins = scores[:, 0] - scores[:, 1]
     right, of_source = (np.sign(margins) + 1) / 2, np.array(sources)
     longer = (np.sign(tokens[:, 0] - tokens[:, 1]) + 1) / 2
-    over_length = difference(right.tolist(), longer.tolist())
+    # A tie is a 0 and a 1, as `difference` compares zeros and ones.
+    both = (np.stack([np.floor(each), np.ceil(each)], 1).tolist() for each in (right, longer))
+    over_length = difference(*both)
     error, bins = calibration(margins.tolist())
     return {
         "pairs": len(margins),
