@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.base_model import positions
 from rlhf_pipeline.config.block import leaves, meant, nearest, validated
 from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
@@ -120,7 +121,7 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
     yield from path_faults(base_model.path)
-    yield from length_faults(base_model.positions, split, policies, evaluate)
+    yield from length_faults(positions(base_model.configuration), split, policies, evaluate)
     judge_too = blocks["reward_model"] is None and not evaluate.judges
     for policy in policies:
         if judge_too or isinstance(policy, SampledConfig):  # its rewards judge its answers
