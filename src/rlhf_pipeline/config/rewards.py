@@ -49,6 +49,18 @@ def _short_form(value: Any) -> Any:
     return {"callable": value} if is_function else value
 
 
+_SCORERS = ("callable", "path", "reference", "regex", "rubric", "code")
+"""The fields that tell the kinds of `_Scorer`, which are rewards and judges."""
+_Scorer = (
+    Annotated[CallableReward, Tag("callable")]
+    | Annotated[ModelReward, Tag("path")]
+    | Annotated[ReferenceReward, Tag("reference")]
+    | Annotated[RegexReward, Tag("regex")]
+    | Annotated[RubricReward, Tag("rubric")]
+    | Annotated[CodeReward, Tag("code")]
+)
+
+
 def _kind(*kinds: str) -> Callable[[Any], str | None]:
     def kind(value: Any) -> str | None:
         given = value if isinstance(value, dict) else getattr(value, "__dict__", {})
@@ -58,15 +70,9 @@ def _kind(*kinds: str) -> Callable[[Any], str | None]:
 
 
 Reward = Annotated[
-    Annotated[TrainedReward, Tag("model")]
-    | Annotated[CallableReward, Tag("callable")]
-    | Annotated[ModelReward, Tag("path")]
-    | Annotated[ReferenceReward, Tag("reference")]
-    | Annotated[RegexReward, Tag("regex")]
-    | Annotated[RubricReward, Tag("rubric")]
-    | Annotated[CodeReward, Tag("code")],
+    Annotated[TrainedReward, Tag("model")] | _Scorer,
     Discriminator(
-        _kind("model", "callable", "path", "reference", "regex", "rubric", "code"),
+        _kind("model", *_SCORERS),
         custom_error_type="reward",
         custom_error_message=_REWARD_FORMS,
     ),
@@ -157,15 +163,9 @@ class PairwiseJudge(Block):
 
 
 Judge = Annotated[
-    Annotated[CallableReward, Tag("callable")]
-    | Annotated[ModelReward, Tag("path")]
-    | Annotated[ReferenceReward, Tag("reference")]
-    | Annotated[RegexReward, Tag("regex")]
-    | Annotated[RubricReward, Tag("rubric")]
-    | Annotated[CodeReward, Tag("code")]
-    | Annotated[PairwiseJudge, Tag("openai")],
+    _Scorer | Annotated[PairwiseJudge, Tag("openai")],
     Discriminator(
-        _kind("callable", "path", "reference", "regex", "rubric", "code", "openai"),
+        _kind(*_SCORERS, "openai"),
         custom_error_type="judge",
         custom_error_message=_JUDGE_FORMS,
     ),
