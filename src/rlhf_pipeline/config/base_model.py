@@ -139,8 +139,8 @@ def saved_config(folder: Path) -> dict[str, Any] | None:
     """The config.json in a folder; None if there is none, ConfigError if it is no JSON."""
     file = folder / "config.json"
     try:
-        return dict(json.loads(file.read_text())) if file.is_file() else None
-    except json.JSONDecodeError as error:
+        return dict(json.loads(file.read_bytes())) if file.is_file() else None
+    except ValueError as error:
         raise ConfigError(
             f"{file}: found {error}, expected JSON. Fix: save the model again with save_pretrained"
         ) from error

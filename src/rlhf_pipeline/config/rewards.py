@@ -1,7 +1,6 @@
 """Sources of PPO's score; judges of an evaluation beside the reward model and the gold score."""
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag
 
+from rlhf_pipeline.config.base_model import saved_config
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import parameters
 from rlhf_pipeline.config.reward_blocks import (
@@ -245,13 +245,12 @@ def check_signature(
 
 def check_model(reward: ModelReward) -> None:
     """Raise ConfigError if the folder of a reward model lacks what scoring reads."""
-    config = reward.folder / "config.json"
-    if not config.is_file():
+    if (config := saved_config(reward.folder)) is None:
         raise ConfigError(
             f"path {reward.folder.resolve()}: found no config.json, expected a folder with a model"
         )
     # transformers does not write two labels, its default.
-    labels = len(json.loads(config.read_text()).get("id2label") or "  ")
+    labels = len(config.get("id2label") or "  ")
     if labels != 1:
         raise ConfigError(f"{reward.path} is not a reward model: found {labels} labels, expected 1")
     if reward.retokenize and not (reward.folder / "tokenizer_config.json").is_file():
