@@ -296,7 +296,7 @@ def test_without_a_gpu_vllm_is_another_package(parameters, monkeypatch):
 def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path, file, faults):
     for name in ("config.json", "generation_config.json", *filter(None, [file])):
         (tmp_path / name).write_text("{}")
-    found = list(path_faults(str(tmp_path)))
+    found = list(path_faults("base_model.path", str(tmp_path)))
     assert found == faults * [
         f"base_model.path: found no tokenizer in the folder {str(tmp_path)!r}, expected "
         "tokenizer.json or the files of its kind. Fix: save the model's tokenizer in the same "

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.base_model import positions
 from rlhf_pipeline.config.block import leaves, meant, nearest, validated
 from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
@@ -116,11 +117,10 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
         return
     base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
     policies = samplers(blocks)
-    by_ppo = [policy for policy in policies if isinstance(policy, PPOConfig)]
     yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
     yield from _sources("split.sources", split.records(), wants_text=False)
-    yield from path_faults(base_model.path)
-    yield from length_faults(base_model.positions, split, policies, evaluate)
+    yield from path_faults("base_model.path", base_model.path)
+    yield from length_faults(positions(base_model.configuration), split, policies, evaluate)
     judge_too = blocks["reward_model"] is None and not evaluate.judges
     for policy in policies:
         if judge_too or isinstance(policy, SampledConfig):  # its rewards judge its answers
@@ -134,16 +134,15 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
             value = getattr(policy.sample, name) if isinstance(policy, SampledConfig) else None
             if value is not None and value < (ranks := sum(layout.ranks)):
                 yield f"{policy.sampler}.{name}: found {value}, expected at least the {ranks} ranks"
-    for policy in by_ppo:
-        if policy.ptx is not None and split.pretraining is None:
+        has_ptx = isinstance(policy, PPOConfig) and policy.ptx is not None
+        if has_ptx and split.pretraining is None:
             yield (
                 f"{policy.stage}.ptx: split.pretraining, the text for its loss, is null. Fix: set "
                 "the sources and block_tokens of split.pretraining, or set "
                 f"{policy.stage}.ptx to null"
             )
         if isinstance(policy, DistillConfig):
-            faults = path_faults(policy.teacher.path)
-            yield from (one.replace("base_model.path", "distill.teacher.path") for one in faults)
+            yield from path_faults("distill.teacher.path", policy.teacher.path)
     yield from judge_faults(evaluate.judges, "evaluate.judges")
     if evaluate.tasks is not None:
         absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
@@ -265,33 +264,33 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
             yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
 
 
-def path_faults(path: str | None) -> Iterator[str]:
-    """Faults of a local base model; a name such as `facebook/opt-350m` is on the hub."""
+def path_faults(place: str, path: str | None) -> Iterator[str]:
+    """Faults of a local model; a name such as `facebook/opt-350m` is on the hub."""
     if path is None:
         return
     folder = Path(path)
     if folder.is_file():
         yield (
-            f"base_model.path: found the file {path!r}, expected a folder or an id on the hub. "
-            "Fix: load a .gguf file with transformers (`gguf_file`), and save model and tokenizer "
-            "in a folder by `save_pretrained`"
+            f"{place}: found the file {path!r}, expected a folder or an id on the hub. Fix: load a "
+            ".gguf file with transformers (`gguf_file`), and save model and tokenizer in a folder "
+            "by `save_pretrained`"
         )
     elif folder.is_dir() and not (folder / "config.json").is_file():
         yield (
-            f"base_model.path: found {path!r}, a folder without config.json, expected a model "
-            "saved by `save_pretrained`. Fix: set the folder that contains config.json"
+            f"{place}: found {path!r}, a folder without config.json, expected a model saved by "
+            "`save_pretrained`. Fix: set the folder that contains config.json"
         )
     elif folder.is_dir() and not any(
         any(folder.glob(each)) for each in ("*token*.json", "*.model", "vocab.*")
     ):
         yield (
-            f"base_model.path: found no tokenizer in the folder {path!r}, expected tokenizer.json "
+            f"{place}: found no tokenizer in the folder {path!r}, expected tokenizer.json "
             "or the files of its kind. Fix: save the model's tokenizer in the same folder"
         )
     elif not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") > 1):
         yield (
-            f"base_model.path: found no folder {path!r}. Fix: check the spelling; models on the "
-            "hub have names like facebook/opt-350m"
+            f"{place}: found no folder {path!r}. Fix: check the spelling; models on the hub have "
+            "names like facebook/opt-350m"
         )
 
 

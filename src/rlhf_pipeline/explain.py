@@ -93,12 +93,12 @@ def _message(error: BaseException) -> str | None:
     return None
 
 
+_ELSEWHERE = "set another folder with --params=root=FOLDER"
 _FILE_FIXES = {
-    errno.EACCES: "give yourself the right to write there, or set another folder with "
-    "--params=root=FOLDER",
-    errno.EROFS: "the file system is read-only; set another folder with --params=root=FOLDER",
-    errno.ENOTDIR: "a part of the path is a file; set another folder with --params=root=FOLDER",
-    errno.EEXIST: "the path is a file; set another folder with --params=root=FOLDER",
+    errno.EACCES: f"give yourself the right to write there, or {_ELSEWHERE}",
+    errno.EROFS: f"the file system is read-only; {_ELSEWHERE}",
+    errno.ENOTDIR: f"a part of the path is a file; {_ELSEWHERE}",
+    errno.EEXIST: f"the path is a file; {_ELSEWHERE}",
     errno.ENOENT: "check the spelling of the path",
 }
 

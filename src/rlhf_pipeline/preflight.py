@@ -11,7 +11,7 @@ from kedro.io import CatalogProtocol
 from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.checks import batch_faults, length_faults, refuse
-from rlhf_pipeline.config.base_model import BaseModelConfig, positions_in
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions, saved_config
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import JUDGE_MODEL, TrainedReward, as_judges
 from rlhf_pipeline.config.sample import SampledConfig
@@ -206,8 +206,8 @@ def check_inputs(
     split, evaluate, trained = (blocks[name] for name in ("split", "evaluate", "reward_model"))
     policies = {policy.stage: policy for policy in samplers(blocks)}
     for name in {"base_model", "sft_model"} & inputs.keys():
-        faults = length_faults(positions_in(inputs[name]), split, [*policies.values()], evaluate)
-        refuse(faults)
+        limit = positions(saved_config(inputs[name]))
+        refuse(length_faults(limit, split, [*policies.values()], evaluate))
     if "split" in inputs:
         if split.held_back and not (inputs["split"] / JUDGE_MODEL).is_dir():
             raise ConfigError(

@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.base_model import BaseModelConfig, find_family, positions_in
+from rlhf_pipeline.config.base_model import BaseModelConfig, find_family, positions, saved_config
 from rlhf_pipeline.errors import ConfigError
 
 
@@ -113,7 +113,7 @@ def test_fields_that_would_build_another_model_are_refused(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("config", "positions"),
+    ("config", "limit"),
     [
         ({"model_type": "llama", "max_position_embeddings": 90}, 90),
         ({"model_type": "opt"}, 2048),
@@ -122,13 +122,13 @@ def test_fields_that_would_build_another_model_are_refused(fields, message):
         (None, None),
     ],
 )
-def test_positions_of_a_saved_model(tmp_path, config, positions):
+def test_positions_of_a_saved_model(tmp_path, config, limit):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert positions_in(tmp_path) == positions
+    assert positions(saved_config(tmp_path)) == limit
 
 
 def test_a_damaged_configuration_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: found .*, expected JSON"):
-        positions_in(tmp_path)
+        saved_config(tmp_path)

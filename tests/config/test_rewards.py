@@ -232,6 +232,7 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
     ("files", "fields", "message"),
     [
         ({}, {}, "found no config.json, expected a folder with a model"),
+        ({"config.json": "{"}, {}, "config.json: found Expecting property name enclosed in double"),
         ({"config.json": "{}"}, {}, "is not a reward model: found 2 labels, expected 1"),
         ({"config.json": ONE_LABEL}, {}, "found no token_contract.json, expected the policy's"),
         ({"config.json": ONE_LABEL}, {"retokenize": True}, "found no tokenizer_config.json"),

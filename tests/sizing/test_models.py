@@ -47,6 +47,10 @@ def test_the_shape_comes_from_architecture_folder_or_table(tmp_path):
     assert base_model_shape(built).vocab == 1000
     (tmp_path / "config.json").write_text(json.dumps(fields | {"vocab_size": 300}))
     assert base_model_shape(BaseModelConfig(path=str(tmp_path))).vocab == 300
+    bloom = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16}
+    (tmp_path / "config.json").write_text(json.dumps(bloom | {"vocab_size": 250880}))
+    own = base_model_shape(BaseModelConfig(path=str(tmp_path)))
+    assert own == find_model("bloom-560m").shape, "the names of 2022, as on the hub"
     assert base_model_shape(BaseModelConfig(path="facebook/opt-1.3b")).hidden == 2048
     assert base_model_shape(BaseModelConfig(path="someone/something")) is None
 

@@ -129,7 +129,7 @@ class Ledger:
         if (path / NAME).is_file():
             return path
         if path.exists() or name.count("/") == 1:
-            refuse(fault.removeprefix("base_model.path: ") for fault in path_faults(name))
+            refuse(path_faults("model", name))
             given = self.catalog.load("params:base_model")
             config = BaseModelConfig(path=name, trust_remote_code=given.trust_remote_code)
             sources, seed = (self.catalog.load(f"params:{each}") for each in ("split", "seed"))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rlhf_pipeline.checks import judge_faults, length_faults, refuse
 from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import ENV, Command
-from rlhf_pipeline.config.base_model import positions_in
+from rlhf_pipeline.config.base_model import positions, saved_config
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
 from rlhf_pipeline.config.reward_blocks import Agreement
@@ -99,7 +99,7 @@ def evaluate(
         if champion is not None and champion.folder is not None:
             folders[CHAMPION] = champion.folder
         for folder in folders.values():
-            refuse(length_faults(positions_in(folder), given, [], config))
+            refuse(length_faults(positions(saved_config(folder)), given, [], config))
         with ledger.stages() as stages:
             asked = (
                 tokenized(folders, given, seed, stages) if prompts else published(folders, ledger)

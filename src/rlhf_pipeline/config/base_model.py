@@ -5,10 +5,10 @@ transformers silently accepts unknown fields, and importing it would slow down e
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,12 @@ class Family:
             )
         return fields
 
-    def value(self, architecture: Mapping[str, Any], name: str) -> Any:
-        """The value of a field by its standard name; None if the family lacks the field."""
-        own = self.aliases.get(name, name)
-        return architecture.get(own, self.defaults.get(own))
+    def value(self, config: Mapping[str, Any], *names: str) -> Any:
+        """What a configuration, or else the family, has under one of these standard names or the
+        family's own name; None if neither has any."""
+        names += tuple(self.aliases[name] for name in names if name in self.aliases)
+        pairs = [(fields, name) for fields in (config, self.defaults) for name in names]
+        return next((fields[name] for fields, name in pairs if name in fields), None)
 
 
 @cache
@@ -117,25 +119,28 @@ def _literal(node: ast.expr | None) -> Any:
         return None
 
 
-def positions(architecture: Mapping[str, Any]) -> int | None:
-    """The maximum number of tokens of a model configuration; None if unlimited or not known."""
+def reader(config: Mapping[str, Any]) -> Callable[..., Any]:
+    """`Family.value` of a configuration, by its family; a model with its own code has none."""
+    name = str(config.get("model_type"))
     try:
-        family = find_family(str(architecture.get("model_type")))
-    except ValueError:  # a model with its own code
-        return architecture.get("max_position_embeddings")
-    found: int | None = family.value(architecture, "max_position_embeddings")
+        family = find_family(name)
+    except ValueError:
+        family = Family(name, {}, {})
+    return partial(family.value, config)
+
+
+def positions(config: Mapping[str, Any] | None) -> int | None:
+    """The maximum number of tokens of a model configuration; None if unlimited or not known."""
+    found: int | None = reader(config or {})("max_position_embeddings")
     return found
 
 
-def positions_in(folder: Path) -> int | None:
-    """`positions` of the model in a folder; None without config.json, ConfigError if it is no
-    JSON."""
+def saved_config(folder: Path) -> dict[str, Any] | None:
+    """The config.json in a folder; None if there is none, ConfigError if it is no JSON."""
     file = folder / "config.json"
-    if not file.is_file():
-        return None
     try:
-        return positions(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
+        return dict(json.loads(file.read_bytes())) if file.is_file() else None
+    except ValueError as error:
         raise ConfigError(
             f"{file}: found {error}, expected JSON. Fix: save the model again with save_pretrained"
         ) from error
@@ -167,11 +172,11 @@ class BaseModelConfig(Block):
     """Size of the byte-level BPE vocabulary that a built model learns from the sources' texts."""
 
     @property
-    def positions(self) -> int | None:
-        """Maximum number of tokens of a built or local model; None: unlimited or not known."""
+    def configuration(self) -> Mapping[str, Any] | None:
+        """The fields of a built or local model; None for a model on the hub."""
         if self.architecture is not None:
-            return positions(self.architecture)
-        return None if self.path is None else positions_in(Path(self.path))
+            return self.architecture | {"vocab_size": self.vocab_size}
+        return saved_config(Path(str(self.path)))
 
     @field_validator("architecture")
     @classmethod

@@ -1,7 +1,6 @@
 """Sources of PPO's score; judges of an evaluation beside the reward model and the gold score."""
 
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag
 
+from rlhf_pipeline.config.base_model import saved_config
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import parameters
 from rlhf_pipeline.config.reward_blocks import (
@@ -49,6 +49,18 @@ def _short_form(value: Any) -> Any:
     return {"callable": value} if is_function else value
 
 
+_SCORERS = ("callable", "path", "reference", "regex", "rubric", "code")
+"""The fields that tell the kinds of `_Scorer`, which are rewards and judges."""
+_Scorer = (
+    Annotated[CallableReward, Tag("callable")]
+    | Annotated[ModelReward, Tag("path")]
+    | Annotated[ReferenceReward, Tag("reference")]
+    | Annotated[RegexReward, Tag("regex")]
+    | Annotated[RubricReward, Tag("rubric")]
+    | Annotated[CodeReward, Tag("code")]
+)
+
+
 def _kind(*kinds: str) -> Callable[[Any], str | None]:
     def kind(value: Any) -> str | None:
         given = value if isinstance(value, dict) else getattr(value, "__dict__", {})
@@ -58,15 +70,9 @@ def _kind(*kinds: str) -> Callable[[Any], str | None]:
 
 
 Reward = Annotated[
-    Annotated[TrainedReward, Tag("model")]
-    | Annotated[CallableReward, Tag("callable")]
-    | Annotated[ModelReward, Tag("path")]
-    | Annotated[ReferenceReward, Tag("reference")]
-    | Annotated[RegexReward, Tag("regex")]
-    | Annotated[RubricReward, Tag("rubric")]
-    | Annotated[CodeReward, Tag("code")],
+    Annotated[TrainedReward, Tag("model")] | _Scorer,
     Discriminator(
-        _kind("model", "callable", "path", "reference", "regex", "rubric", "code"),
+        _kind("model", *_SCORERS),
         custom_error_type="reward",
         custom_error_message=_REWARD_FORMS,
     ),
@@ -157,15 +163,9 @@ class PairwiseJudge(Block):
 
 
 Judge = Annotated[
-    Annotated[CallableReward, Tag("callable")]
-    | Annotated[ModelReward, Tag("path")]
-    | Annotated[ReferenceReward, Tag("reference")]
-    | Annotated[RegexReward, Tag("regex")]
-    | Annotated[RubricReward, Tag("rubric")]
-    | Annotated[CodeReward, Tag("code")]
-    | Annotated[PairwiseJudge, Tag("openai")],
+    _Scorer | Annotated[PairwiseJudge, Tag("openai")],
     Discriminator(
-        _kind("callable", "path", "reference", "regex", "rubric", "code", "openai"),
+        _kind(*_SCORERS, "openai"),
         custom_error_type="judge",
         custom_error_message=_JUDGE_FORMS,
     ),
@@ -245,13 +245,12 @@ def check_signature(
 
 def check_model(reward: ModelReward) -> None:
     """Raise ConfigError if the folder of a reward model lacks what scoring reads."""
-    config = reward.folder / "config.json"
-    if not config.is_file():
+    if (config := saved_config(reward.folder)) is None:
         raise ConfigError(
             f"path {reward.folder.resolve()}: found no config.json, expected a folder with a model"
         )
     # transformers does not write two labels, its default.
-    labels = len(json.loads(config.read_text()).get("id2label") or "  ")
+    labels = len(config.get("id2label") or "  ")
     if labels != 1:
         raise ConfigError(f"{reward.path} is not a reward model: found {labels} labels, expected 1")
     if reward.retokenize and not (reward.folder / "tokenizer_config.json").is_file():

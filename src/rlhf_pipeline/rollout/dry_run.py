@@ -12,13 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.rewards import check_signature
 from rlhf_pipeline.config.training import LoRAConfig
-from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
+from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.rollout.function_workers import Call, loaded, scores
 
 
@@ -35,7 +34,7 @@ def function_faults(
     answers that the call lacks.
     """
     try:
-        scored = named(function)
+        scored = loaded(function, *function.rsplit(":", 1))
         signature = inspect.signature(scored)
         asked = [*signature.parameters][2:]
         check_signature(function, signature, sources or {"the split": asked})
@@ -54,33 +53,12 @@ def function_faults(
         yield error.message
 
 
-def named(place: str) -> Any:
-    """The function or the class of a place.
-
-    Raises StageError if its module cannot be imported, and ConfigError with the functions of the
-    module if it lacks the name.
-    """
-    location, _, name = place.rpartition(":")
-    try:
-        return loaded(place, location, name)
-    except StageError as error:
-        cause = error.__cause__
-        # One that code of the module has raised has more frames than those of the import.
-        if not isinstance(cause, AttributeError) or extract_tb(cause.__traceback__)[2:]:
-            raise
-        known = [each for each, one in vars(cause.obj).items() if inspect.isroutine(one)]
-        raise ConfigError(
-            f"{place}: found functions {', '.join(sorted(known)) or 'none'} in {location}, "
-            f"expected {name}. Fix: correct the name"
-        ) from None
-
-
 def door_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """What is wrong with code of others, by the parameter that names it: its place, what its door
     offers, the method that a class needs, and the other parameters of the block."""
     for parameter, (place, offers, method, others) in doors.items():
         try:
-            signature = inspect.signature(found := named(place))
+            signature = inspect.signature(found := loaded(place, *place.rsplit(":", 1)))
             if inspect.iscoroutinefunction(found):
                 raise ConfigError(f"{place}: found `async def`, expected `def`")
             if isinstance(found, type) and method and not hasattr(found, method):

@@ -57,14 +57,21 @@ class ResultError(StageError):
 
 def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
     """The function `name` in the file `*.py` or in the module; StageError, which names `place`, if
-    the import fails or it is no function."""
+    the import fails, or there is no such function."""
     try:
-        function = getattr(_module(location), name)
+        module = _module(location)
+        function = getattr(module, name, None)
     except Exception as error:
         raise StageError(
             f"{place} cannot be imported: {type(error).__name__}: {error}. "
             "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
         ) from error
+    if function is None:
+        known = sorted(each for each, one in vars(module).items() if inspect.isroutine(one))
+        raise StageError(
+            f"{place}: found functions {', '.join(known) or 'none'} in {location}, "
+            f"expected {name}. Fix: correct the name"
+        )
     if not callable(function):
         raise StageError(f"{place} is {function!r}, not a function")
     return function

@@ -1,13 +1,12 @@
 """The sizes of models, from config.json alone, and published ones by short name (`models.toml`)."""
 
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_pipeline.config.base_model import BaseModelConfig, find_family
+from rlhf_pipeline.config.base_model import BaseModelConfig, positions, reader
 from rlhf_pipeline.errors import ConfigError, suggestion
 
 PLAIN = ("opt", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "phi")
@@ -39,28 +38,14 @@ class Shape:
     """Width of the embeddings; OPT-350M's are narrower than its layers."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, vocab_size: int | None = None) -> "Shape":
-        """Read a config.json or `base_model.architecture`, with the family's defaults and
-        `vocab_size`; ConfigError if a size is missing, or for a mixture of experts."""
-        name = str(config.get("model_type"))
-        try:
-            family = find_family(name)
-        except ValueError:
-            family = None
-
-        def value(*names: str) -> Any:
-            for each in names:
-                found = config.get(each)
-                if found is None and family is not None:
-                    found = family.value(config, each)
-                if found is not None:
-                    return found
-            return None
-
-        hidden = value("hidden_size", "n_embd", "d_model")
+    def of(cls, config: Mapping[str, Any]) -> "Shape":
+        """Read a configuration, with the family's defaults; ConfigError if a size is missing, or
+        for a mixture of experts."""
+        name, value = str(config.get("model_type")), reader(config)
+        hidden = value("hidden_size", "n_embd", "n_embed", "d_model")
         layers = value("num_hidden_layers", "n_layer")
         heads = value("num_attention_heads", "n_head")
-        vocab = vocab_size or value("vocab_size")
+        vocab = value("vocab_size")
         if not hidden or not layers or not heads or not vocab:
             raise ConfigError(
                 f"base_model: found a configuration of model_type {name} without hidden_size, "
@@ -72,7 +57,6 @@ class Shape:
                 f"base_model: found a mixture of experts ({name}), expected a model whose layers "
                 "are all dense: the plan knows the sizes of no other"
             )
-        positions = value("max_position_embeddings", "n_positions") or 0
         tied = value("tie_word_embeddings")
         return cls(
             model_type=name,
@@ -83,7 +67,7 @@ class Shape:
             kv_heads=value("num_key_value_heads") or heads,
             head_size=value("head_dim") or hidden // heads,
             vocab=vocab,
-            positions=positions if name in LEARNED_POSITIONS else 0,
+            positions=(positions(config) or 0) if name in LEARNED_POSITIONS else 0,
             is_tied=True if tied is None else bool(tied),
             embedding=value("word_embed_proj_dim") or hidden,
         )
@@ -196,11 +180,7 @@ def published(path: str) -> PublishedModel | None:
 def base_model_shape(config: BaseModelConfig) -> Shape | None:
     """The sizes of the base model by its architecture, config.json or place in the table; None if
     nothing on this machine says them. Raises ConfigError as `Shape.of`."""
-    if config.architecture is not None:
-        return Shape.of(config.architecture, vocab_size=config.vocab_size)
-    path = str(config.path)
-    file = Path(path) / "config.json"
-    if file.is_file():
-        return Shape.of(json.loads(file.read_text()))
-    model = published(path)
-    return None if model is None else model.shape
+    known = config.configuration
+    if known is None and (model := published(str(config.path))):
+        known = model.config
+    return None if known is None else Shape.of(known)
