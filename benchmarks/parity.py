@@ -55,6 +55,8 @@ CURVES = {
     "dpo": ("accuracy", "margin"), "kto": ("loss", "good"), "distill": ("kl", "tokens")
 }  # fmt: skip
 """What each step of a method records; of the others, score and KL."""
+DRAWN = ("ppo", "grpo", "rloo", "dpo", "kto")
+"""Methods in the plot, whose curves fit one scale."""
 
 
 @dataclass(frozen=True)
@@ -206,10 +208,11 @@ def show(runs: list[dict[str, Any]]) -> None:
 
 
 def plot(runs: list[dict[str, Any]], file: Path) -> None:
-    """Score and KL of each step: the mean over the seeds, and their range. The rewards of DPO and
-    KTO are divided by beta, so that they are in nats, too."""
-    y_labels = ("score; accuracy (DPO); loss (KTO)", "nats: KL; margin (DPO); good answers (KTO)")
-    methods = list(dict.fromkeys(run["method"] for run in runs))
+    """Score and KL of each step: the mean over the seeds, and their range. For DPO they are the
+    accuracy and the margin, and for KTO the loss and the reward of good answers, divided by beta,
+    so that they are in nats, too."""
+    y_labels = "score", "KL, nats"
+    methods = [m for m in dict.fromkeys(run["method"] for run in runs) if m in DRAWN]
     titles = [method.upper() for method in methods]
     with panels(
         file, titles, y_labels=y_labels, x_label="step", size=(3.2, 5), title="{}"

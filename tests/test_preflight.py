@@ -20,8 +20,8 @@ from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.preflight import (
     careful_faults,
     check_gate,
-    check_judging_rows,
     check_inputs,
+    check_judging_rows,
     check_memory,
     check_pipeline,
     check_root,
@@ -139,7 +139,7 @@ def test_careful_comparisons_are_looked_at_before_a_run(rows, message):
     assert [fault.startswith(f"evaluate.judge_model.path: {message}") for fault in faults] == (
         [True] if message else []
     )
-    assert message or "at least 40, for five models" in [*careful_faults(found, 8)][0]
+    assert message or "at least 40, for five models" in next(careful_faults(found, 8))
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
         (
             "unknown",
             "which training may have optimized, for the records do not exclude it",
-            "let another judge decide; or if you know that no training has optimized this one, set ",
+            "let another judge decide; or if you know that no training has optimized this one",
             " by a judge that it may have been trained on",
         ),
     ],

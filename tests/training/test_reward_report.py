@@ -32,7 +32,7 @@ def test_the_report_by_hand():
     assert report["over_length"]["difference"] == 0.0
     shorter = describe(["a"] * 4, scores, tokens[:, ::-1])
     assert shorter["over_length"]["difference"] == 0.625 - 0.375
-    # A third of the answers are of equal length: right half of the time, who prefers the longer one.
+    # A third is of equal length: there, who prefers the longer answer is right half of the time.
     tied = describe(["a"] * 6, np.array([[1.0, 0.0]] * 6), np.array([[3, 3]] * 2 + [[4, 3]] * 4))
     assert tied["over_length"]["difference"] == pytest.approx(1 - 5 / 6)
     assert report["length_correlation"] > 0.9
