@@ -187,5 +187,5 @@ def test_a_file_outside_the_artifact_is_reported(tmp_path):
     (artifact / "weights").unlink()
     manifest = Manifest.read(artifact)
     replace(manifest, files={"../weights": manifest.files["weights"]}).write(artifact)
-    with pytest.raises(ArtifactError, match=r"\.\./weights is outside its artifact"):
+    with pytest.raises(ArtifactError, match=r"a/manifest\.json is damaged .*outside its"):
         verify(artifact)

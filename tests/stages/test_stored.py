@@ -149,8 +149,8 @@ def test_a_damaged_artifact_in_the_store_is_made_again_and_mended(drill, store, 
     with caplog.at_level(logging.WARNING):
         made = run(drill, store, "two")
     (warning,) = warnings(caplog)
-    assert warning.startswith("stage drill: an artifact is not reused: ")
-    assert "(result): found other bytes, expected 8 bytes" in warning
+    assert warning.startswith("stage drill: a copy in the store is not used: ")
+    assert "(result): found 8 bytes with the SHA-256 " in warning
     assert (made / "result").read_text() == "launch 2"
     assert (run(drill, store, "three") / "result").read_text() == "launch 2"
 
@@ -175,8 +175,8 @@ def test_a_store_that_fails_costs_no_result_and_the_run_says_so(drill, store, ca
         with pytest.raises(StageError) as error:
             context.stored.close()
     assert str(error.value) == (
-        f"{tmp_path}/store does not have drill, which this machine has: s3://x: found OSError: "
-        "gone. Fix: start it. Then repeat the `kedro run`, which uploads the rest"
+        f"{tmp_path}/store does not have all that this machine has of drill: s3://x: found "
+        "OSError: gone. Fix: start it. Then repeat the `kedro run`, which uploads the rest"
     )
     assert warnings(caplog) == [
         "training continues, the upload is tried again: s3://x: found OSError: gone. Fix: start it"
@@ -212,7 +212,7 @@ def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_p
         made = StageRunner(context).run(drill.job())
         assert (made / "result").read_text() == "launch 2"
         assert context.stored.fetch_checkpoint(stage_run(tmp_path / "two"), 3) == 3
-        with pytest.raises(StageError, match="s3://bucket/x does not have drill, which this"):
+        with pytest.raises(StageError, match="s3://bucket/x does not have all that this machine"):
             context.stored.close()
         (warning,) = [text for text in warnings(caplog) if "training continues" not in text]
         assert warning.startswith("stage drill runs without the store: s3://bucket/x: cannot be ")
@@ -265,7 +265,7 @@ def save(run, step, best=None):
 
 
 def steps(store, run):
-    return store.below(f"checkpoints/sft/{run.fingerprint}").names("step-*.json")
+    return store.below(f"checkpoints/sft/{run.fingerprint}").names(suffix=".json")
 
 
 def upload(stored, run, *made):
@@ -296,15 +296,14 @@ def test_two_sources_of_one_name_are_both_uploaded(store, tmp_path):
             stored.stage_started(each)
             stored.stage_ended(each, "FINISHED", {})
         stored.close()
-        assert store.names("stages/source/*.json") == [
-            f"stages/source/{key * 64}.json" for key in "ab"
-        ]
-        store.remove(store.names("stages/source/*.json"))
+        assert store.names("stages/source") == [f"stages/source/{key * 64}.json" for key in "ab"]
+        store.remove(store.names("stages/source"))
 
 
 def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp_path):
     (training.checkpoints / "best-00000007").mkdir(parents=True)  # an evaluation writes it
     (training.checkpoints / "best-00000007" / "weights").write_text("half")
+    (training.checkpoints / "best-00000008.partial").mkdir()
     upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
     assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
     objects = {path.read_text() for path in (tmp_path / "store").rglob("objects/*")}
@@ -318,6 +317,24 @@ def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp
         f"checkpoints/{n}" for n in ("best-00000001", "best-00000005", "step-00000006")
     }
     assert other.metrics_file.read_text() == '{"step": 2}\n{"step": 4}\n{"step": 6}\n'
+
+
+def test_a_download_that_was_cut_off_between_its_two_moves_is_repeated(
+    store, training, tmp_path, monkeypatch
+):
+    """The metrics are in place, and the checkpoint is not."""
+    upload(StoredStages(store, tmp_path / "one"), training, (2, None))
+    stored, other = StoredStages(store, tmp_path / "two"), stage_run(tmp_path / "two")
+
+    def kill(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "put_in_place", kill)
+        stored.fetch_checkpoint(other, None)
+    assert other.metrics_file.is_file() and not other.checkpoints.exists()
+    assert stored.fetch_checkpoint(other, None) == 2
+    assert [path.name for path in other.checkpoints.iterdir()] == ["step-00000002"]
 
 
 def test_the_last_checkpoint_of_an_interrupted_stage_is_uploaded(store, training, tmp_path):
@@ -381,8 +398,8 @@ def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path,
     other = stage_run(tmp_path / "two")
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
     (warning,) = warnings(caplog)
-    assert warning.startswith("stage sft: a checkpoint is not used: ")
-    assert "(checkpoints/step-00000004/policy/rank0): found other bytes" in warning
+    assert warning.startswith("stage sft: a copy in the store is not used: ")
+    assert "(checkpoints/step-00000004/policy/rank0): found 7 bytes with" in warning
 
 
 def test_a_checkpoint_that_was_damaged_before_its_upload_is_skipped(store, training, tmp_path):

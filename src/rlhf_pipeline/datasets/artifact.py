@@ -195,7 +195,8 @@ class ArtifactDataset(PathDataset):
     def _stored(self) -> list[str]:
         if self.store is None:
             return []
-        return [PurePosixPath(name).stem for name in self.store.names(self._pointer("*"))]
+        names = self.store.names(f"versions/{self.folder.name}", ".json")
+        return [PurePosixPath(name).stem for name in names]
 
     def _pointer(self, version: str) -> str:
         return f"versions/{self.folder.name}/{version}.json"
@@ -206,10 +207,10 @@ class ArtifactDataset(PathDataset):
         name, pointer = self.folder.name, self._pointer(version)
         target = (self.folder / OUTLINES if outline else self.folder) / version / name
         copies = [path.parent for path in self.folder.glob(f"*/{name}/{NAME}")]
-        with explain_full_disk(f"{self.store.name}/{pointer} is not copied", target):
-            found = self.store.pull(pointer, target, copies, outline=outline)
-        if found is None:
+        if (manifest := self.store.manifest(pointer)) is None:
             raise DatasetError(f"{self.store.name}/{pointer}: found nothing, expected a manifest")
+        with explain_full_disk(f"{self.store.name}/{pointer} is not copied", target):
+            self.store.pull(manifest, target, copies, outline=outline)
         return target
 
 

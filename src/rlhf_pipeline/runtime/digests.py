@@ -39,8 +39,13 @@ class FileEntry:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal. The file is always read."""
+    return digest_of(read_pieces(path))
+
+
+def digest_of(pieces: Iterable[bytes]) -> str:
+    """SHA-256 of bytes that come in pieces, in hexadecimal."""
     digest = hashlib.sha256()
-    for piece in read_pieces(path):
+    for piece in pieces:
         digest.update(piece)
         heartbeat.tick()
     return digest.hexdigest()

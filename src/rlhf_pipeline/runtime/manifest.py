@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
@@ -68,20 +68,30 @@ class Manifest:
         """
         path = directory / NAME
         try:
-            fields = json.loads(path.read_text())
-            if fields.pop("digest", None) != json_digest(fields):
-                raise ValueError("its digest does not match")
-            files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
-            known = cls.__dataclass_fields__.keys() & fields.keys()  # another version has others
-            return cls(files=files, **{name: fields[name] for name in known})
+            return cls.parse(path.read_text())
         except FileNotFoundError:
             raise ArtifactError(
                 f"{directory} is not a finished artifact: it has no {NAME}"
             ) from None
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except ValueError as error:
             raise ArtifactError(
                 f"{path} is damaged ({error}). Fix: delete {directory} and run its stage again"
             ) from error
+
+    @classmethod
+    def parse(cls, text: str) -> "Manifest":
+        """The manifest that a text contains. Raises ValueError if it is damaged."""
+        try:
+            fields = json.loads(text)
+            if fields.pop("digest", None) != json_digest(fields):
+                raise ValueError("its digest does not match")
+            files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
+            if not all(_is_inside(name, entry) for name, entry in files.items()):
+                raise ValueError("it names a file outside its folder")
+            known = cls.__dataclass_fields__.keys() & fields.keys()  # another version has others
+            return cls(files=files, **{name: fields[name] for name in known})
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(str(error)) from error
 
     def write(self, directory: Path) -> None:
         """Write the manifest completely or not at all."""
@@ -93,6 +103,11 @@ class Manifest:
 def file_entries(directory: Path) -> dict[str, FileEntry]:
     """Size and SHA-256 of every file below `directory`, except the manifest itself."""
     return {name: FileEntry.of(path) for name, path in _files(directory).items()}
+
+
+def _is_inside(name: str, entry: FileEntry) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "/" not in entry.sha256
 
 
 def _files(directory: Path) -> dict[str, Path]:

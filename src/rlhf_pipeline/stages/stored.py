@@ -10,21 +10,15 @@ each outage. The upload is tried again, and a stage that finds no store runs her
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.files import put_in_place
-from rlhf_pipeline.runtime.job import (
-    checkpoint_path,
-    list_checkpoints,
-    newest_step,
-    newest_valid_step,
-)
-from rlhf_pipeline.runtime.manifest import CURVES, Manifest, file_entries
+from rlhf_pipeline.runtime.job import checkpoint_path, newest_step, newest_valid_step
+from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import is_finished
 from rlhf_pipeline.stages.job import StageListener, StageRun, Status, write_job
 from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
@@ -35,7 +29,6 @@ KEPT = 2
 """Checkpoints of an unfinished stage in the store; one of them is whole at any time."""
 POLL_S, RETRY_S = 1.0, 20.0
 """Seconds between two looks for a new checkpoint, and between two attempts to reach the store."""
-STEPS = "step-*.json"
 OUTLINES = ".store"  # folder of the workspace: stages that only the store contains
 
 
@@ -51,8 +44,8 @@ class StoredStages(StageListener):
         self._running: StageRun | None = None
         self._pushed: tuple[str, int] | None = None
         """Fingerprint and step of the newest checkpoint in the store."""
-        self._waiting: list[tuple[str, Callable[[], None]]] = []
-        """Uploads to do, each with a description. Only the thread removes entries."""
+        self._waiting: list[StageRun] = []
+        """Ended stages that are not yet uploaded. Only the thread removes entries."""
         self._reason = ""  # of the last upload that failed
         self._unreachable = False  # at the last download
         self._closing = threading.Event()
@@ -61,21 +54,19 @@ class StoredStages(StageListener):
     def outline(self, run: StageRun) -> Path | None:
         """A folder with the outline of the artifact; None if the store has none."""
         folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
-        return None if self._pull(run, folder / "export", outline=True) is None else folder
+        found = _pull(run, self._store, _pointer(run), folder / "export", outline=True)
+        return folder if found else None
 
     def fetch(self, run: StageRun) -> bool:
         """Download the finished artifact of a recipe into its work directory, if there is one."""
         with self._without_the_store(run):
             exports = self._workspace.glob("*/*/export")
             near = (path for path in exports if is_finished(path.parent))
-            manifest = self._pull(run, run.export, near=near)
-            if manifest is None:
+            if not _pull(run, self._store, _pointer(run), run.export, near=near):
                 return False
             write_job(run)
-            if CURVES in manifest.files:  # for the tracker
+            if (run.export / CURVES).is_file():  # for the tracker
                 shutil.copy2(run.export / CURVES, run.metrics_file)
-            for checkpoint in list_checkpoints(run.checkpoints):  # no longer needed
-                shutil.rmtree(checkpoint)
             logger.info("stage %s: downloaded from %s", run.stage, self._store.name)
             return True
         return False
@@ -84,16 +75,13 @@ class StoredStages(StageListener):
         """The step to resume from. Downloads the newest checkpoint if `local` is an older step."""
         with self._without_the_store(run):
             shelf, folder = self._shelf(run), run.directory / "download"
-            for name in reversed(shelf.names(STEPS)):
+            for name in reversed(shelf.names(suffix=".json")):
                 if _step(name) <= (local or 0):
                     break
-                try:
-                    shelf.pull(name, folder, recipe=(run.stage, run.fingerprint))
-                except ArtifactError as error:
-                    logger.warning("stage %s: a checkpoint is not used: %s", run.stage, error)
-                    continue
+                shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
+                _pull(run, shelf, name, folder)
                 step = newest_valid_step(folder / "checkpoints")
-                if step is None:  # it was damaged before it was uploaded
+                if step is None:  # damaged in the store, or before it was uploaded
                     continue
                 (folder / run.metrics_file.name).replace(run.metrics_file)
                 put_in_place(folder / "checkpoints", run.checkpoints)
@@ -113,56 +101,40 @@ class StoredStages(StageListener):
                 logger.warning("stage %s runs without the store: %s", run.stage, error)
             self._unreachable = True
 
-    def _pull(self, run: StageRun, folder: Path, **options: Any) -> Manifest | None:
-        """The artifact of a recipe by `Store.pull`; None if there is none or it is damaged."""
-        try:
-            return self._store.pull(
-                _pointer(run), folder, recipe=(run.stage, run.fingerprint), **options
-            )
-        except ArtifactError as error:
-            logger.warning("stage %s: an artifact is not reused: %s", run.stage, error)
-            return None
-
     def newest_step(self, run: StageRun) -> int | None:
         """The step of the newest checkpoint in the store; None without one."""
-        return max(map(_step, self._shelf(run).names(STEPS)), default=None)
+        return max(map(_step, self._shelf(run).names(suffix=".json")), default=None)
 
     def stage_started(self, run: StageRun) -> None:
-        """Watch the checkpoints of a stage; upload a reused artifact that the store lacks."""
-        if run.cached:
-            self._waiting.append((run.title, partial(self._push, run, replace=False)))
-        else:
+        """Watch the checkpoints of a stage."""
+        if not run.cached:
             self._running = run
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
 
     def stage_ended(self, run: StageRun, status: Status, metrics: dict[str, float]) -> None:
-        """Upload the artifact of a finished stage, or the last checkpoint of another one."""
+        """Upload what the stage has made."""
         self._running = None
-        if status == "FINISHED" and not run.cached:
-            self._waiting.append((run.title, partial(self._push, run, replace=True)))
-        elif not run.cached:
-            what = f"the checkpoint of {run.title}"
-            self._waiting.append((what, partial(self._push_checkpoint, run)))
+        self._waiting.append(run)
 
     def close(self) -> None:
         """Wait for the uploads. Raises StageError with those that failed."""
         if self._thread is None:
             return
         if self._waiting:
-            logger.info("uploading to %s: %s", self._store.name, self._missing())
+            logger.info("uploading to %s: %s", self._store.name, self._titles())
         self._closing.set()
         self._thread.join()
         self._thread = None
         if self._waiting:
             raise StageError(
-                f"{self._store.name} does not have {self._missing()}, which this machine "
-                f"has: {self._reason}. Then repeat the `kedro run`, which uploads the rest"
+                f"{self._store.name} does not have all that this machine has of {self._titles()}: "
+                f"{self._reason}. Then repeat the `kedro run`, which uploads the rest"
             )
 
-    def _missing(self) -> str:
-        return ", ".join(dict.fromkeys(what for what, _ in self._waiting))
+    def _titles(self) -> str:
+        return ", ".join(dict.fromkeys(run.title for run in self._waiting))
 
     def _work(self) -> None:
         """Upload again and again, more rarely while the store fails, and a last time at the end."""
@@ -171,7 +143,7 @@ class StoredStages(StageListener):
             closing = self._closing.wait(RETRY_S if failing else POLL_S)
             try:
                 while self._waiting:
-                    self._waiting[0][1]()
+                    self._push(self._waiting[0])
                     del self._waiting[0]
                 if (run := self._running) is not None:
                     self._push_checkpoint(run)
@@ -185,17 +157,22 @@ class StoredStages(StageListener):
                     logger.warning("%s: uploads work again", self._store.name)
                 failing = False
 
-    def _push(self, run: StageRun, *, replace: bool) -> None:
-        """Upload an artifact, to replace one or unless there is one; remove its checkpoints."""
+    def _push(self, run: StageRun) -> None:
+        """Upload the artifact of an ended stage, and remove its checkpoints from the store.
+
+        An artifact that was reused replaces none in the store. Without one, the last checkpoint.
+        """
+        if not (run.export / NAME).is_file():
+            self._push_checkpoint(run)
+            return
         stored = None
-        if not replace:
+        if run.cached:
             with suppress(ArtifactError):
-                stored = self._store.manifest(_pointer(run), (run.stage, run.fingerprint))
+                stored = self._store.manifest(_pointer(run), run.fingerprint)
         if stored is None:
             self._store.push(run.export, _pointer(run))
         shelf = self._shelf(run)
-        shelf.remove(shelf.names(STEPS))
-        shelf.remove(shelf.names(f"{OBJECTS}/*"))
+        shelf.remove(reversed(shelf.names()))  # manifests before their objects
 
     def _push_checkpoint(self, run: StageRun) -> None:
         """Upload the newest checkpoint unless the store has it; remove the oldest ones."""
@@ -212,7 +189,7 @@ class StoredStages(StageListener):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
-        names = shelf.names(STEPS)
+        names = shelf.names(suffix=".json")
         # Objects that no manifest names may be another machine's upload, whose manifest follows.
         old, kept = _objects(shelf, names[:-KEPT]), _objects(shelf, names[-KEPT:])
         shelf.remove(names[:-KEPT])
@@ -226,8 +203,20 @@ def _pointer(run: StageRun) -> str:
     return f"stages/{run.stage}/{run.fingerprint}.json"
 
 
-def _step(name: str) -> int:
-    return int(name.removeprefix("step-").removesuffix(".json"))
+def _pull(run: StageRun, store: Store, pointer: str, folder: Path, **options: Any) -> bool:
+    """Download a copy by `Store.pull`. False: the store has none that is whole."""
+    try:
+        manifest = store.manifest(pointer, run.fingerprint)
+        if manifest is not None:
+            store.pull(manifest, folder, **options)
+        return manifest is not None
+    except ArtifactError as error:
+        logger.warning("stage %s: a copy in the store is not used: %s", run.stage, error)
+        return False
+
+
+def _step(pointer: str) -> int:
+    return int(pointer.removeprefix("step-").removesuffix(".json"))
 
 
 def _objects(shelf: Store, pointers: Sequence[str]) -> set[str]:
@@ -235,9 +224,8 @@ def _objects(shelf: Store, pointers: Sequence[str]) -> set[str]:
     found = set()
     for pointer in pointers:
         with suppress(ArtifactError):
-            manifest = shelf.manifest(pointer)
-            files = manifest.files.values() if manifest else ()
-            found |= {f"{OBJECTS}/{file.sha256}" for file in files}
+            if manifest := shelf.manifest(pointer):
+                found |= {f"{OBJECTS}/{entry.sha256}" for entry in manifest.files.values()}
     return found
 
 
@@ -248,12 +236,11 @@ def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
     """
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        best = [path for path in run.checkpoints.rglob("best-[0-9]*") if path.is_dir()]
-        # A later one may be incomplete.
-        best = [path for path in best if int(path.name.removeprefix("best-")) <= step]
-        for source in (checkpoint_path(run.checkpoints, step), *best):
+        best = run.checkpoints.rglob("best-" + 8 * "[0-9]")  # a partial one has another name
+        needed = [path for path in best if path.name <= f"best-{step:08d}"]
+        for source in (checkpoint_path(run.checkpoints, step), *needed):
             for file in filter(Path.is_file, source.rglob("*")):
-                target = folder / "checkpoints" / file.relative_to(run.checkpoints)
+                target = folder / file.relative_to(run.directory)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(file, target)
         shutil.copy2(run.metrics_file, folder)

@@ -7,17 +7,14 @@ A push uploads the objects that are missing, reads each one back, and writes the
 that was cut off leaves no artifact. A pull compares every digest before the folder gets its name.
 """
 
-import hashlib
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -27,7 +24,7 @@ from fsspec.utils import get_protocol
 
 from rlhf_pipeline.data.files import explain_store_errors
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError, without_secrets
-from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
+from rlhf_pipeline.runtime.digests import PIECE, FileEntry, digest_of, write_pieces
 from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
 
@@ -36,6 +33,7 @@ RENAMING = {"file", "local", "sftp", "ssh"}
 """Protocols with a rename that replaces a file at once. Object stores write a whole object."""
 SMALL = 2**20  # bytes of the largest JSON file in an outline
 _pushing = threading.Lock()  # so that two threads of a run upload a file once
+_damaged: set[str] = set()  # digests of objects that the next push replaces
 
 
 class StoreError(StageError):
@@ -58,14 +56,11 @@ def open_store(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str
 def upload(store: fsspec.AbstractFileSystem, source: Path, target: str, digest: str) -> None:
     """Upload a file and read it back; raises StageError if the store has other bytes."""
     store.put_file(str(source), target)
-    found = hashlib.sha256()
-    for piece in _pieces(store, target):
-        found.update(piece)
-    if found.hexdigest() != digest:
+    if (found := digest_of(_pieces(store, target))) != digest:
         store.rm_file(target)
         raise StageError(
-            f"{target}: found SHA-256 {found.hexdigest()[:12]} after the upload, expected "
-            f"{digest[:12]}. Fix: check the store, and repeat the command"
+            f"{target}: found SHA-256 {found[:12]} after the upload, expected {digest[:12]}. "
+            "Fix: check the store, and repeat the command"
         )
 
 
@@ -87,7 +82,6 @@ class Store:
         self.url = url
         self.name = without_secrets(url)
         self._options = options
-        self._damaged: set[str] = set()  # digests of objects that the next push replaces
 
     @contextmanager
     def _open(self) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
@@ -99,9 +93,7 @@ class Store:
 
     def below(self, path: str) -> "Store":
         """The store of a folder, with objects of its own."""
-        store = Store(f"{self.url.rstrip('/')}/{path}", **self._options)
-        store._damaged = self._damaged
-        return store
+        return Store(f"{self.url.rstrip('/')}/{path}", **self._options)
 
     def check(self) -> None:
         """Write and remove a tiny object.
@@ -113,10 +105,9 @@ class Store:
                 f"{self.name}: found a user, a password or a query, expected none. Fix: set them "
                 "as `credentials` of the catalog entry, or in the environment"
             )
-        with self._open() as (store, root):
-            probe = f"{root}/write-test-{secrets.token_hex(4)}"  # another run may do the same
-            store.pipe_file(probe, b"may be removed")
-            store.rm_file(probe)
+        probe = f"write-test-{secrets.token_hex(4)}"  # another run may do the same
+        self.write(probe, "may be removed")
+        self.remove([probe])
 
     def write(self, name: str, text: str) -> None:
         """Write a text, completely or not at all where the file system can rename a file."""
@@ -133,16 +124,13 @@ class Store:
                 with suppress(Exception):  # only a failure leaves it
                     store.rm_file(partial)
 
-    def names(self, pattern: str) -> list[str]:
-        """The names that match a pattern such as `stages/*.json`, sorted."""
-        folder, depth = pattern.partition("*")[0].rpartition("/")[0], pattern.count("/")
+    def names(self, folder: str = "", suffix: str = "") -> list[str]:
+        """The names of the files below a folder that end in the suffix, sorted."""
         with self._open() as (store, root):
             # With `maxdepth`, fsspec takes a listing that failed for an empty one.
             found = store.find(f"{root}/{folder}".rstrip("/"))
         names = (path.removeprefix(root).lstrip("/") for path in found)
-        return sorted(
-            name for name in names if fnmatchcase(name, pattern) and name.count("/") == depth
-        )
+        return sorted(name for name in names if name.endswith(suffix))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Another machine may have removed some of them."""
@@ -150,42 +138,37 @@ class Store:
             with self._open() as (store, root), suppress(FileNotFoundError):
                 store.rm_file(f"{root}/{name}")
 
-    def push(self, artifact: Path, pointer: str) -> int:
-        """Upload the missing objects of an artifact, then its manifest; return their bytes."""
-        sent = 0
+    def push(self, artifact: Path, pointer: str) -> None:
+        """Upload the missing objects of an artifact, then its manifest."""
         with _pushing:
             for name, entry in Manifest.read(artifact).files.items():
                 with self._open() as (store, root):
                     target = f"{root}/{OBJECTS}/{entry.sha256}"
-                    if entry.sha256 in self._damaged or _size(store, target) != entry.size:
+                    found = None
+                    with suppress(FileNotFoundError):
+                        found = store.info(target)["size"]
+                    if entry.sha256 in _damaged or found != entry.size:
                         upload(store, artifact / name, target, entry.sha256)
-                        self._damaged.discard(entry.sha256)
-                        sent += entry.size
+                        _damaged.discard(entry.sha256)
             self.write(pointer, (artifact / NAME).read_text())
-        return sent
 
-    def manifest(self, pointer: str, recipe: tuple[str, str] | None = None) -> Manifest | None:
+    def manifest(self, pointer: str, fingerprint: str | None = None) -> Manifest | None:
         """The manifest of an artifact; None if the store does not have it.
 
-        Raises ArtifactError if it is damaged, or not of the `recipe`: stage and fingerprint.
+        Raises ArtifactError if it is damaged, or of a recipe with another fingerprint.
         """
         with self._open() as (store, root):
             try:
-                text = store.cat_file(f"{root}/{pointer}").decode("utf-8", "replace")
+                text = store.cat_file(f"{root}/{pointer}")
             except FileNotFoundError:
                 return None
-        with TemporaryDirectory() as temporary:
-            (Path(temporary) / NAME).write_text(text)
-            try:
-                manifest = Manifest.read(Path(temporary))
-                whole = all(_is_inside(name, entry) for name, entry in manifest.files.items())
-            except ArtifactError:
-                whole = False
-        if not whole:
+        try:
+            manifest = Manifest.parse(text.decode())
+        except ValueError:
             raise ArtifactError(
                 f"{self.name}/{pointer} is damaged. Fix: restore or remove it in the store"
-            )
-        if recipe not in (None, (manifest.stage, manifest.fingerprint)):
+            ) from None
+        if fingerprint not in (None, manifest.fingerprint):
             raise ArtifactError(
                 f"{self.name}/{pointer}: found the manifest of recipe {manifest.fingerprint[:12]} "
                 f"of stage {manifest.stage}, expected another recipe. Fix: remove it in the store"
@@ -193,104 +176,76 @@ class Store:
         return manifest
 
     def pull(
-        self,
-        pointer: str,
-        folder: Path,
-        near: Iterable[Path] = (),
-        *,
-        outline: bool = False,
-        recipe: tuple[str, str] | None = None,
-    ) -> Manifest | None:
-        """Download an artifact unless the folder contains it; None if the store does not have it.
+        self, manifest: Manifest, folder: Path, near: Iterable[Path] = (), *, outline: bool = False
+    ) -> None:
+        """Download an artifact unless the folder is a copy of it.
 
         A second process waits, by a lock beside the folder. A file that one of the artifacts `near`
         contains is linked. An `outline` is the manifest, the folders, the curves and the small JSON
-        files: what an artifact was made from and what it measured. Raises ArtifactError if the
-        artifact is damaged in the store, or not of the `recipe`, see `manifest`.
+        files: what an artifact was made from and what it measured. Raises ArtifactError if an
+        object is damaged in the store.
         """
-        manifest = self.manifest(pointer, recipe)
-        if manifest is None:
-            return None
-        files = manifest.files
-        if outline:
-            files = {
-                name: entry
-                for name, entry in files.items()
-                if name == CURVES or (name.endswith(".json") and entry.size <= SMALL)
-            }
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
-            if not _is_current(folder, manifest, files):
+            if not _is_of(folder, manifest):
                 partial = folder.with_name(f"{folder.name}.partial")
-                self._complete(partial, files, near)
-                for name in manifest.files:
-                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                manifest.write(partial)
+                if not _is_of(partial, manifest):  # else the rest of a download that was cut off
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir()
+                    manifest.write(partial)
+                self._complete(partial, manifest, near, outline=outline)
                 put_in_place(partial, folder)
-        return manifest
 
-    def _complete(self, folder: Path, files: Mapping[str, FileEntry], near: Iterable[Path]) -> None:
-        """Complete a folder, which keeps the files of a download that was cut off."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
-            if path.is_file() and path.relative_to(folder).as_posix() not in files:
-                path.unlink()
-            elif path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-        local = {
+    def _complete(
+        self, folder: Path, manifest: Manifest, near: Iterable[Path], *, outline: bool
+    ) -> None:
+        """Link or download the files that a folder lacks."""
+        here = {
             entry.sha256: artifact / name
             for artifact in near
             for name, entry in Manifest.read(artifact).files.items()
         }
-        absent = [
-            entry for name, entry in files.items()
-            if entry.sha256 not in local and not (folder / name).is_file()
-        ]  # fmt: skip
-        require_space(folder, sum(entry.size for entry in absent), f"{self.name}: the download")
-        for name, entry in files.items():
-            path, source = folder / name, local.get(entry.sha256)
+        missing = {}
+        for name, entry in manifest.files.items():
+            path, source = folder / name, here.get(entry.sha256)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_small_json = name.endswith(".json") and entry.size <= SMALL
+            if outline and not (is_small_json or name == CURVES):
+                continue
             if path.is_file() and entry.matches(path):
                 continue
             path.unlink(missing_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
             if source is not None and source.is_file() and entry.matches(source):
                 link_or_copy(source, path)
             else:
-                self._download(entry, path, name)
+                missing[name] = entry
+        needed = sum(entry.size for entry in missing.values())
+        require_space(folder, needed, f"{self.name}: the download")
+        for name, entry in missing.items():
+            self._download(entry, folder / name, name)
 
     def _download(self, entry: FileEntry, path: Path, name: str) -> None:
-        with self._open() as (store, root):
-            source = f"{root}/{OBJECTS}/{entry.sha256}"
-            size = _size(store, source)
-        fetched = None
         try:
-            if size == entry.size:
-                fetched = write_pieces(path, self._read(source))
+            found = write_pieces(path, self._read(f"{OBJECTS}/{entry.sha256}"))
         except StoreError as error:
-            if "Checksum" not in type(error.__context__).__name__:  # of the store's client
+            reason = type(error.__context__).__name__
+            if reason != "FileNotFoundError" and "Checksum" not in reason:  # of the store's client
                 raise
-        if fetched != entry:
-            self._damaged.add(entry.sha256)
-            path.unlink(missing_ok=True)
-            found = {None: "no object", entry.size: "other bytes"}.get(size, f"{size} bytes")
+            found = FileEntry.of(path)  # what has arrived
+        if found != entry:
+            _damaged.add(entry.sha256)
+            path.unlink()
             raise ArtifactError(
-                f"{self.name}/{OBJECTS}/{entry.sha256} ({name}): found {found}, expected "
-                f"{entry.size} bytes with the SHA-256 in its name. Fix: restore it in the store"
+                f"{self.name}/{OBJECTS}/{entry.sha256} ({name}): found {found.size} bytes with the "
+                f"SHA-256 {found.sha256[:12]}, expected {entry.size} bytes with the SHA-256 in its "
+                "name. Fix: restore it in the store"
             )
 
-    def _read(self, source: str) -> Iterator[bytes]:
+    def _read(self, name: str) -> Iterator[bytes]:
         """The bytes of a file. Only reading is inside `_open`: a full disk here is no fault of the
         store."""
-        with self._open() as (store, _):
-            yield from _pieces(store, source)
-
-
-def _size(store: fsspec.AbstractFileSystem, path: str) -> int | None:
-    """The size of a file in bytes; None if it does not exist."""
-    try:
-        return int(store.info(path)["size"])
-    except FileNotFoundError:
-        return None
+        with self._open() as (store, root):
+            yield from _pieces(store, f"{root}/{name}")
 
 
 def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
@@ -300,15 +255,8 @@ def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
             yield piece
 
 
-def _is_inside(name: str, entry: FileEntry) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "/" not in entry.sha256
-
-
-def _is_current(folder: Path, manifest: Manifest, files: Mapping[str, FileEntry]) -> bool:
-    try:
-        present = Manifest.read(folder)
-    except ArtifactError:
-        return False
-    sizes = {name: path.stat().st_size for name in files if (path := folder / name).is_file()}
-    return present == manifest and sizes == {name: entry.size for name, entry in files.items()}
+def _is_of(folder: Path, manifest: Manifest) -> bool:
+    """Whether a folder contains this manifest."""
+    with suppress(ArtifactError):
+        return Manifest.read(folder) == manifest
+    return False
