@@ -136,6 +136,10 @@ def broken(prompts, responses):
         ({"answers": [*OURS[1:], None]}, "answers: found 4 values, expected 4 texts"),
         ({"references": ["2"]}, "references: found 1 values"),
         ({"prompts": [], "answers": [], "baseline_answers": []}, "found 0 values, expected some"),
+        (
+            {"prompts": ["?"], "answers": ["a"], "baseline_answers": ["b"]},
+            "prompts: found 1, expected at least 2, for an interval",
+        ),
         ({"judges": []}, "judges: found none, expected at least one"),
         ({"judges": [brief, brief]}, r"judges: found two called '\w+\.brief'"),
         ({"judges": [right]}, r"judges\.0: found right, which needs references, .* Fix: pass"),
