@@ -227,6 +227,8 @@ def evaluate(
                 f"{name}: found {len(texts)} values, expected {len(turns) or 'some'} texts, one "
                 "for each prompt"
             )
+    if len(turns) < 2:
+        raise ConfigError("prompts: found 1, expected at least 2, for an interval")
     true: list[Any] = lists.get("references", [None] * len(turns))
     config, found = _text_judges(judges, {*lists})
 
@@ -242,8 +244,6 @@ def evaluate(
         return found_answers
 
     policies = {"baseline": judged("baseline_answers"), "candidate": judged("answers")}
-    if len(turns) < 2:
-        raise ConfigError("prompts: found 1, expected at least 2, for an interval")
     standing = Standing("independent")
     if trained_on is None:
         standing = Standing("unknown", {"baseline": "unknown", "candidate": "unknown"})
