@@ -112,17 +112,20 @@ def connect(uri: str, project: Path) -> MlflowClient:
 
 
 def _follow(database: Path) -> None:
-    """Let MLflow write beside the database after both were moved: it stores absolute paths."""
+    """Let MLflow write beside the database after both were moved: it stores absolute paths. A
+    folder that exists stays, and so do experiments of others."""
+    new = str(database.parent / ARTIFACTS)
     with closing(sqlite3.connect(database, timeout=60)) as store, store:
-        for (old,) in store.execute("SELECT artifact_location FROM experiments").fetchall():
-            new = str(database.parent / ARTIFACTS)
-            if old != new and old.startswith("/") and Path(old).name == ARTIFACTS:
-                for table, path in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-                    store.execute(
-                        f"UPDATE {table} SET {path} = ? || substr({path}, ?) "  # noqa: S608
-                        f"WHERE {path} = ? OR substr({path}, 1, ?) = ?",
-                        (new, len(old) + 1, old, len(old) + 1, f"{old}/"),
-                    )
+        find = "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?"
+        for own, old in store.execute(find, (EXPERIMENT,)).fetchall():
+            if old.startswith("/") and Path(old).name == ARTIFACTS and not os.access(old, os.F_OK):
+                change = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
+                store.execute(change, (new, own))
+                store.execute(
+                    "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) "
+                    "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
+                    (new, len(old) + 1, own, len(old) + 1, f"{old}/"),
+                )
 
 
 def _database(uri: str) -> Path | None:
