@@ -87,7 +87,8 @@ class MlflowTracker(StageListener):
         }
         ends |= {self._parent: status} if (PIPELINE, "end") in self._unsent else {}
         for run_id, end in ends.items():
-            store.save_end(self._project, run_id, end)
+            if run_id is not None:  # otherwise the store has no such run
+                store.save_end(self._project, run_id, end)
 
     def stage_started(self, run: StageRun) -> None:
         """Open the child run of the stage; a reused one is linked when it ends."""
