@@ -79,6 +79,19 @@ def machine() -> str:
     return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
+def process_identity(pid: int) -> str | None:
+    """An identity on this machine until it restarts: `pid@birth`. None: no such process.
+
+    The birth is in clock ticks since the machine started, which no step of its clock changes.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # after the name: the third field and those after it
+    return None if fields[0] in "ZX" else f"{pid}@{fields[19]}"
+
+
 def start(directory: Path, rank: int) -> None:
     """Start to report into a work directory, in phase `loading`."""
     global _here, _file
