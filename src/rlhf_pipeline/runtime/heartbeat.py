@@ -80,15 +80,13 @@ def machine() -> str:
 
 
 def process_identity(pid: int) -> str | None:
-    """An identity on this machine until it restarts: `pid@birth`. None: no such process.
-
-    The birth is in clock ticks since the machine started, which no step of its clock changes.
-    """
+    """`pid@birth`, which no other process has until the machine starts again; None: it has ended.
+    The birth is in ticks since the machine started, so no step of the clock changes it."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()  # after the name: the third field and those after it
+    fields = stat.rpartition(")")[2].split()  # those after the name, from the third one
     return None if fields[0] in "ZX" else f"{pid}@{fields[19]}"
 
 

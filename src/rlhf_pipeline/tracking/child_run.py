@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
 ANSWERS = "answers.json"  # table of a training's sampled answers
+Records = Sequence[dict[str, Any]]  # of the metrics file
 TAG_LENGTH = 5000  # characters of a tag's value that every version of MLflow accepts
 
 
@@ -33,7 +34,7 @@ class ChildRun:
     _logged: dict[str, int] | None = None
     """The last step that MLflow has of each metric; None: unknown, as after a failure. A resumed
     program reports some steps again, and an outage can begin in the middle of a record."""
-    _answers: str = ""  # those that MLflow has
+    _answers: Records = ()  # those that MLflow has
 
     def reconcile(self, client: MlflowClient, parent: str) -> None:
         """Send what the work directory has and MLflow lacks: artifacts last, because their store
@@ -41,11 +42,10 @@ class ChildRun:
         records = read_json_lines(self.run.metrics_file)
         if not self.closed:
             self._log_records(client, parent, records)
-        self._log_artifacts(client, str(self.run_id), answer_table(records))
+            self.closed = self.end is not None
+        self._log_artifacts(client, str(self.run_id), answers_in(records))
 
-    def _log_records(
-        self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]]
-    ) -> None:
+    def _log_records(self, client: MlflowClient, parent: str, records: Records) -> None:
         """Log the metrics with their own step and time, and the end. A reused stage is linked with
         the run that trained it, if MLflow has one."""
         from mlflow.entities import Metric
@@ -55,7 +55,6 @@ class ChildRun:
             self.run_id = trained
             client.set_tag(parent, f"rlhf.cached.{self.run.stage}", trained)
             self._log_headline(client, parent)
-            self.closed = True
             return
         logged = self._open(client, parent, records) if self._logged is None else self._logged
         self._logged = None
@@ -68,13 +67,10 @@ class ChildRun:
         client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
         if self.end is not None:
             self._finish(client, parent, records)
-            self.closed = True
         else:
             self._logged = logged | {metric.key: metric.step for metric in metrics}
 
-    def _open(
-        self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]]
-    ) -> dict[str, int]:
+    def _open(self, client: MlflowClient, parent: str, records: Records) -> dict[str, int]:
         """Open the run of this stage again, which may be closed, or the unfinished one of the
         recipe, or create one, and log the parameters that it lacks: MLflow refuses to change one,
         and operational ones can differ between attempts. Returns the last step of each metric."""
@@ -110,7 +106,7 @@ class ChildRun:
             for name in opened.data.metrics
         }
 
-    def _finish(self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]]) -> None:
+    def _finish(self, client: MlflowClient, parent: str, records: Records) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.
 
         Training exports the best model, whose metrics are of an earlier step: the run's description
@@ -138,17 +134,28 @@ class ChildRun:
         # A reused stage ended when its last record was written.
         client.set_terminated(self.run_id, status, at if self.run.cached and records else None)
 
-    def _log_artifacts(self, client: MlflowClient, run_id: str, answers: str) -> None:
-        """Log the table of answers, and the report of a stage that finished, if MLflow lacks them.
-        Of a reused stage, it has them if the size is the same."""
-        report = self.run.export / "report.json"
+    def _log_artifacts(self, client: MlflowClient, run_id: str, answers: Records) -> None:
+        """Log the sampled answers, like MLflow's `log_table`, but anew each time: after a resume,
+        the table has no step twice. Log the report of a stage that finished. MLflow has those of a
+        reused stage if their size is the same."""
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
         logged = {x.path: x.file_size for x in client.list_artifacts(run_id)} if self.closed else {}
-        is_known = self.run.cached and logged.get(ANSWERS) == len(answers)
-        if answers and answers != self._answers and not is_known:
-            log_answers(client, run_id, answers)
+        if answers and answers != self._answers:
+            rows = [[*answer.values()] for answer in answers]
+            table = json.dumps({"columns": [*answers[0]], "data": rows})
+            if not (self.run.cached and logged.get(ANSWERS) == len(table)):
+                tables = json.dumps([{"path": ANSWERS, "type": "table"}])
+                client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, tables)
+                client.log_text(run_id, table, ANSWERS)
             self._answers = answers
-        is_finished = self.end is not None and self.end[0] == "FINISHED"
-        if is_finished and report.is_file() and report.name not in logged:
+        report = self.run.export / "report.json"
+        if (
+            self.end
+            and self.end[0] == "FINISHED"
+            and report.is_file()
+            and report.name not in logged
+        ):
             client.log_artifact(run_id, str(report))
 
     def _log_headline(self, client: MlflowClient, parent: str) -> None:
@@ -188,21 +195,3 @@ def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
 def truncate(value: str, length: int) -> str:
     """Cut a value to the length that MLflow accepts, with an ellipsis; job.json has all of it."""
     return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def answer_table(records: Sequence[dict[str, Any]]) -> str:
-    """A training's sampled answers as one table of MLflow, in ASCII; empty without any."""
-    if not (answers := answers_in(records)):
-        return ""
-    data = [[*answer.values()] for answer in answers]
-    return json.dumps({"columns": [*answers[0]], "data": data})
-
-
-def log_answers(client: MlflowClient, run_id: str, table: str) -> None:
-    """Log the table of answers, like MLflow's `log_table`, but anew each time: after a resume, it
-    has no step twice."""
-    from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
-
-    logged = json.dumps([{"path": ANSWERS, "type": "table"}])
-    client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, logged)
-    client.log_text(run_id, table, ANSWERS)

@@ -118,14 +118,12 @@ def _follow(database: Path) -> None:
     with closing(sqlite3.connect(database, timeout=60)) as store, store:
         find = "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?"
         for own, old in store.execute(find, (EXPERIMENT,)).fetchall():
-            if old.startswith("/") and Path(old).name == ARTIFACTS and not os.access(old, os.F_OK):
+            is_moved = old.startswith("/") and Path(old).name == ARTIFACTS and old != new
+            if is_moved and not os.access(old, os.F_OK):
                 change = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
                 store.execute(change, (new, own))
-                store.execute(
-                    "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) "
-                    "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
-                    (new, len(old) + 1, own, len(old) + 1, f"{old}/"),
-                )
+                change = "UPDATE runs SET artifact_uri = replace(artifact_uri, ?, ?)"
+                store.execute(f"{change} WHERE experiment_id = ?", (f"{old}/", f"{new}/", own))
 
 
 def _database(uri: str) -> Path | None:
