@@ -135,9 +135,9 @@ class ChildRun:
         client.set_terminated(self.run_id, status, at if self.run.cached and records else None)
 
     def _log_artifacts(self, client: MlflowClient, run_id: str, answers: Records) -> None:
-        """Log the sampled answers, like MLflow's `log_table`, but anew each time: after a resume,
-        the table has no step twice. Log the report of a stage that finished. MLflow has those of a
-        reused stage if their size is the same."""
+        """Log the report of a stage that finished, and the sampled answers, like MLflow's
+        `log_table`, but anew each time: after a resume, the table has no step twice. That of a
+        reused stage is there if the size is the same."""
         from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
         logged = {x.path: x.file_size for x in client.list_artifacts(run_id)} if self.closed else {}
@@ -150,12 +150,8 @@ class ChildRun:
                 client.log_text(run_id, table, ANSWERS)
             self._answers = answers
         report = self.run.export / "report.json"
-        if (
-            self.end
-            and self.end[0] == "FINISHED"
-            and report.is_file()
-            and report.name not in logged
-        ):
+        is_finished = self.end is not None and self.end[0] == "FINISHED"
+        if is_finished and report.is_file() and report.name not in logged:
             client.log_artifact(run_id, str(report))
 
     def _log_headline(self, client: MlflowClient, parent: str) -> None:

@@ -118,8 +118,8 @@ def _follow(database: Path) -> None:
     with closing(sqlite3.connect(database, timeout=60)) as store, store:
         find = "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?"
         for own, old in store.execute(find, (EXPERIMENT,)).fetchall():
-            is_moved = old.startswith("/") and Path(old).name == ARTIFACTS and old != new
-            if is_moved and not os.access(old, os.F_OK):
+            was_beside = old.startswith("/") and Path(old).name == ARTIFACTS
+            if was_beside and old != new and not os.access(old, os.F_OK):
                 change = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
                 store.execute(change, (new, own))
                 change = "UPDATE runs SET artifact_uri = replace(artifact_uri, ?, ?)"
