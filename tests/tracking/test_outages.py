@@ -268,11 +268,14 @@ def test_a_stage_ends_although_its_artifacts_cannot_be_stored(
     uri, client, tmp_path, monkeypatch, caplog
 ):
     """They have a store of their own. It takes them again in the next run, once each."""
-    (tmp_path / "elsewhere").write_text("no folder")
-    client.create_experiment(EXPERIMENT, str(tmp_path / "elsewhere" / "artifacts"))
+    elsewhere = tmp_path / "elsewhere"
+    client.create_experiment(EXPERIMENT, str(elsewhere / "artifacts"))
     monkeypatch.setattr(mirror, "RETRY_S", 0.0)
     tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
     tracker.stage_started(sft)
+    report(tracker, sft, 1)
+    elsewhere.rename(tmp_path / "away")
+    elsewhere.write_text("no folder")
     report(tracker, sft, 3)
     end(sft)
     tracker.stage_ended(sft, "FINISHED", {"result": 2.0})
@@ -285,7 +288,8 @@ def test_a_stage_ends_although_its_artifacts_cannot_be_stored(
     (warning,) = warnings(caplog)
     assert "does not record sft (NotADirectoryError: " in warning
 
-    (tmp_path / "elsewhere").unlink()
+    elsewhere.unlink()
+    (tmp_path / "away").rename(elsewhere)
     sent, log_artifact = [], MlflowClient.log_artifact
 
     def counted(self, run_id, path, *where):
