@@ -144,6 +144,15 @@ def test_the_ranks_share_the_batches_of_the_nodes_that_run(parameters, place, va
         assert list(batch_faults(mended, [stage], ranks)) == []
 
 
+@pytest.mark.parametrize("nodes", [["evaluate_dpo"], ["reward_model", "evaluate"]])
+def test_an_evaluation_that_trains_a_second_reward_model_needs_its_batches(parameters, nodes):
+    parameters = changed(parameters, "reward_model.batch_size", 33)
+    assert list(batch_faults(check_values(parameters), ["evaluate"], 2)) == []
+    blocks = check_values(changed(parameters, "evaluate.judge_model", {"held_back": 0.1}))
+    (fault,) = batch_faults(blocks, nodes, 2)
+    assert fault.startswith("reward_model.batch_size: found 33, expected a multiple of 2 ranks")
+
+
 def test_messages_do_not_repeat_possible_secrets(parameters):
     given = changed(parameters, "base_model.token", "canary")
     given = changed(

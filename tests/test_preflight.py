@@ -48,6 +48,15 @@ def test_a_root_in_which_no_folder_can_be_made_is_refused():
         check_root("/proc/data")
 
 
+def test_a_full_disk_does_not_refuse_the_commands_that_free_it(disk):
+    """A run is refused by what needs space."""
+    disk.remount("nr_inodes=1")  # without room for another folder
+    check_root(str(disk.path / "data"))
+    disk.remount("ro")
+    with pytest.raises(ConfigError, match=r"cannot write to \(Read-only file system\)"):
+        check_root(str(disk.path / "data"))
+
+
 def refused(params, name="grpo"):
     """What the checks of a pipeline say about parameters of --params."""
     project = bootstrap_project(CONF.parent).project_path

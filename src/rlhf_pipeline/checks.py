@@ -160,6 +160,8 @@ def _absent(need: str, package: str, extra: str) -> Iterator[str]:
 def batch_faults(blocks: Mapping[str, Any], nodes: Collection[str], ranks: int) -> Iterator[str]:
     """Global batches of these nodes that the ranks cannot share evenly."""
     values = dict(leaves(as_json(blocks)))
+    if any(node.startswith("evaluate") for node in nodes) and blocks["evaluate"].judge_model:
+        nodes = {*nodes, "reward_model"}  # the evaluation trains a second one
     specs = [spec for name, spec in stage_specs().items() if name in nodes]
     for place in [place for spec in specs for place in spec.batch_sizes]:
         if not (size := values.get(place)):  # no such block

@@ -1,5 +1,6 @@
 """Checks of what the chosen nodes need, before a run and before each node."""
 
+import errno
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -73,6 +74,8 @@ def check_root(root: str) -> None:
     try:
         TemporaryDirectory(dir=folder).cleanup()
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # `kedro rlhf clean` makes room
+            return
         raise ConfigError(
             f"root: found {root!r}, but {folder} is {kind} ({error.strerror}). Fix: set another "
             "folder with --params=root=FOLDER, or root in conf/local/globals.yml"

@@ -10,14 +10,16 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from rlhf_pipeline.runtime.heartbeat import LAUNCH
+from rlhf_pipeline.runtime.heartbeat import LAUNCH, process_identity
 from rlhf_pipeline.runtime.pulse import EVERY_S, PULSE, Pulse, read_beat
 
 RANK = """
 import subprocess, sys, time
 from pathlib import Path
+import psutil
 from rlhf_pipeline.runtime.pulse import follow
 
+psutil._psplatform.boot_time = lambda: 1.0  # as after a step of the clock
 child = subprocess.Popen(["sleep", "600"])
 follow(Path(sys.argv[1]))
 print(child.pid, flush=True)
@@ -82,7 +84,7 @@ def test_silence_ends_a_rank(tmp_path, rank):
 def test_a_rank_of_one_machine_ends_with_its_driver(rank):
     """Whoever kills the driver may kill its guard, too."""
     driver = subprocess.Popen(["sleep", "600"])
-    process, child = rank(f"{driver.pid}@{psutil.Process(driver.pid).create_time()}")
+    process, child = rank(process_identity(driver.pid))
     time.sleep(2 * EVERY_S)
     assert process.poll() is None and child.is_running()
     driver.kill()  # a zombie until it is waited for

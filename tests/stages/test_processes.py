@@ -7,12 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from waiting import HANGS_S
 
-from rlhf_pipeline.runtime.heartbeat import LAUNCH
+from rlhf_pipeline.runtime.heartbeat import LAUNCH, process_identity
 from rlhf_pipeline.stages import processes
-from rlhf_pipeline.stages.processes import kill_launch, may_run, process_identity, this_process
+from rlhf_pipeline.stages.processes import kill_launch, may_run, this_process
 
 
 @pytest.fixture
@@ -49,6 +50,14 @@ def test_the_identity_of_a_process_is_constant_until_it_ends(start):
     assert process_identity(process.pid) is None
 
 
+def test_a_step_of_the_clock_changes_no_identity(monkeypatch):
+    before = this_process()
+    # The system computes the time of its start anew from the clock.
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: time.time() + 3600)
+    assert this_process() == before
+    assert may_run(before, time.time())
+
+
 def test_a_process_of_another_container_or_machine_may_run_for_a_month(start):
     process = start("one")
     here, identity = this_process().rpartition(" ")[0], process_identity(process.pid)
@@ -73,7 +82,7 @@ def test_only_processes_of_the_launch_are_killed(start, tmp_path):
 
 DRIVER = """
 import os, subprocess, sys
-from rlhf_pipeline.runtime.heartbeat import LAUNCH
+from rlhf_pipeline.runtime.heartbeat import LAUNCH, process_identity
 from rlhf_pipeline.stages import processes
 from rlhf_pipeline.stages.processes import guarded
 launch = sys.argv[1]

@@ -31,7 +31,7 @@ from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.stages.processes import process_identity
+from rlhf_pipeline.runtime.heartbeat import process_identity
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.job import RunContext

@@ -369,8 +369,8 @@ def test_an_unreachable_store_does_not_harm_a_stage(stage, tmp_path, monkeypatch
         tracker.describe("full", {})
         tracker.stage_started(stage)
         report(tracker, stage, [record(1, objective_kl=0.5)])
-        tracker.stage_ended(stage, "FINISHED", {})
-        tracker.end("FINISHED")
+        tracker.stage_ended(stage, "FAILED", {})
+        tracker.end("FAILED")
     messages = [
         line.getMessage() for line in caplog.records if line.name.startswith("rlhf_pipeline")
     ]
@@ -378,6 +378,7 @@ def test_an_unreachable_store_does_not_harm_a_stage(stage, tmp_path, monkeypatch
         "MLflow at http://...@127.0.0.1:9 does not record the pipeline run"
     ]
     assert "secret" not in caplog.text
+    assert not (tmp_path / "mlartifacts").exists()  # no run has an end that waits for the store
 
 
 def test_an_interruption_in_a_database_call_is_not_swallowed(tracker, stage, monkeypatch):

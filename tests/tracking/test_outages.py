@@ -28,7 +28,7 @@ from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import mirror
 from rlhf_pipeline.tracking.mirror import MlflowTracker
-from rlhf_pipeline.tracking.store import connect, experiment_id, request_limits
+from rlhf_pipeline.tracking.store import EXPERIMENT, connect, experiment_id, request_limits
 
 SOURCE = Path(mirror.__file__).parents[2]
 TESTS = Path(__file__).parents[1]
@@ -262,6 +262,48 @@ def test_requests_take_seconds_unless_the_environment_says_otherwise(monkeypatch
     monkeypatch.setenv(names[1], "77")
     assert inside(after_failure=True) == ["0", "77"]
     assert [os.environ.get(name) for name in names] == [None, "77"]
+
+
+def test_a_stage_ends_although_its_artifacts_cannot_be_stored(
+    uri, client, tmp_path, monkeypatch, caplog
+):
+    """They have a store of their own. It takes them again in the next run, once each."""
+    elsewhere = tmp_path / "elsewhere"
+    client.create_experiment(EXPERIMENT, str(elsewhere / "artifacts"))
+    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
+    tracker, sft = started(uri, tmp_path), stage_run(tmp_path, "sft")
+    tracker.stage_started(sft)
+    report(tracker, sft, 1)
+    elsewhere.rename(tmp_path / "away")
+    elsewhere.write_text("no folder")
+    report(tracker, sft, 3)
+    end(sft)
+    tracker.stage_ended(sft, "FINISHED", {"result": 2.0})
+    assert losses(client, "sft") == [1, 2, 3]
+    ended = found(client)["sft"].info
+    tracker.catch_up()
+    tracker.end("FINISHED")
+    assert statuses(client) == {"full": "FINISHED", "sft": "FINISHED"}
+    assert found(client)["sft"].info.end_time == ended.end_time  # it is not opened again
+    (warning,) = warnings(caplog)
+    assert "does not record sft (NotADirectoryError: " in warning
+
+    elsewhere.unlink()
+    (tmp_path / "away").rename(elsewhere)
+    sent, log_artifact = [], MlflowClient.log_artifact
+
+    def counted(self, run_id, path, *where):
+        sent.append(Path(path).name)
+        log_artifact(self, run_id, path, *where)
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", counted)
+    for _ in range(2):
+        again, reused = started(uri, tmp_path), replace(sft, cached=True)
+        again.stage_started(reused)
+        again.stage_ended(reused, "FINISHED", {"result": 2.0})
+        again.end("FINISHED")
+        assert sent == ["answers.json", "report.json"]
+    assert len(client.load_table(experiment_id(client), "answers.json", [ended.run_id])) == 3
 
 
 def test_a_database_on_a_full_disk(full_disk, tmp_path, monkeypatch, caplog):

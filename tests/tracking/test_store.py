@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.tracking.store import (
+    EXPERIMENT,
     connect,
     experiment_id,
     find_run,
@@ -168,6 +169,23 @@ def test_a_store_that_was_moved_writes_beside_itself_and_reads_its_earlier_runs(
         assert (new / "mlartifacts" / each / "artifacts" / "page.txt").read_text() == "after"
     assert not old.exists()
     assert client.get_experiment(elsewhere).artifact_location == f"{old}-other/mlruns"
+
+
+def test_experiments_of_others_and_a_folder_that_exists_stay_where_they_are(uri, client, tmp_path):
+    """A user's store can have artifacts on another disk, which may be out of reach for a while."""
+    own, disk = tmp_path / "own" / "mlartifacts", tmp_path / "disk" / "mlartifacts"
+    own.mkdir(parents=True)
+    experiments = [
+        client.create_experiment(EXPERIMENT, str(own)),
+        client.create_experiment("theirs", str(disk)),
+    ]
+    runs = [client.create_run(experiment).info for experiment in experiments]
+    client = connect(uri, tmp_path)
+    found = [client.get_experiment(experiment).artifact_location for experiment in experiments]
+    assert found == [str(own), str(disk)]
+    assert [client.get_run(run.run_id).info.artifact_uri for run in runs] == [
+        run.artifact_uri for run in runs
+    ]
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -79,6 +79,17 @@ def machine() -> str:
     return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
+def process_identity(pid: int) -> str | None:
+    """`pid@birth`, which no other process has until the machine starts again; None: it has ended.
+    The birth is in ticks since the machine started, so no step of the clock changes it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # those after the name, from the third one
+    return None if fields[0] in "ZX" else f"{pid}@{fields[19]}"
+
+
 def start(directory: Path, rank: int) -> None:
     """Start to report into a work directory, in phase `loading`."""
     global _here, _file

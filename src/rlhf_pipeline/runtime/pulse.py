@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.runtime.heartbeat import FOLDER, LAUNCH
+from rlhf_pipeline.runtime.heartbeat import FOLDER, LAUNCH, process_identity
 
 NAME = "driver.json"
 PULSE = "RLHF_PULSE"
@@ -95,11 +95,9 @@ def follow(directory: Path) -> None:
 
 
 def _follow_process(driver: str) -> None:
-    pid, _, birth = driver.partition("@")
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(int(pid))
-        while str(process.create_time()) == birth and process.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(EVERY_S)
+    pid = int(driver.partition("@")[0])
+    while process_identity(pid) == driver:
+        time.sleep(EVERY_S)
     _end()
 
 

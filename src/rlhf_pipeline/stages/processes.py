@@ -12,16 +12,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_pipeline.runtime.heartbeat import LAUNCH, machine
-
-
-def process_identity(pid: int) -> str | None:
-    """An identity that is never reused on this machine: `pid@birth`. None: no such process."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return f"{pid}@{process.create_time()}"
-    return None
+from rlhf_pipeline.runtime.heartbeat import LAUNCH, machine, process_identity
 
 
 def this_process() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
 ANSWERS = "answers.json"  # table of a training's sampled answers
+Records = Sequence[dict[str, Any]]  # of the metrics file
 TAG_LENGTH = 5000  # characters of a tag's value that every version of MLflow accepts
 
 
@@ -27,25 +28,34 @@ class ChildRun:
     """The MLflow run of a stage, a copy of its work directory."""
 
     run: StageRun
-    end: tuple[Status, dict[str, float]] | None = None  # of the stage, until MLflow has it
+    end: tuple[Status, dict[str, float]] | None = None  # of the stage
     run_id: str | None = None
+    closed: bool = False  # whether MLflow has the end
     _logged: dict[str, int] | None = None
     """The last step that MLflow has of each metric; None: unknown, as after a failure. A resumed
     program reports some steps again, and an outage can begin in the middle of a record."""
-    _answers: list[dict[str, Any]] = field(default_factory=list)  # those that MLflow has
+    _answers: Records = ()  # those that MLflow has
 
     def reconcile(self, client: MlflowClient, parent: str) -> None:
-        """Send what the work directory has and MLflow lacks, with its own step and time. A reused
-        stage is linked with the run that trained it, if MLflow has one."""
+        """Send what the work directory has and MLflow lacks: artifacts last, because their store
+        can be out of reach when the other one is not."""
+        records = read_json_lines(self.run.metrics_file)
+        if not self.closed:
+            self._log_records(client, parent, records)
+            self.closed = self.end is not None
+        self._log_artifacts(client, str(self.run_id), answers_in(records))
+
+    def _log_records(self, client: MlflowClient, parent: str, records: Records) -> None:
+        """Log the metrics with their own step and time, and the end. A reused stage is linked with
+        the run that trained it, if MLflow has one."""
         from mlflow.entities import Metric
 
         trained = self.run.cached and store.find_run(client, self.run.fingerprint)
         if trained:
+            self.run_id = trained
             client.set_tag(parent, f"rlhf.cached.{self.run.stage}", trained)
-            self._log_result(client, parent, trained)
-            self.end = None
+            self._log_headline(client, parent)
             return
-        records = read_json_lines(self.run.metrics_file)
         logged = self._open(client, parent, records) if self._logged is None else self._logged
         self._logged = None
         metrics = [
@@ -55,19 +65,12 @@ class ChildRun:
             if record["step"] > logged.get(name, 0)
         ]
         client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
-        answers = answers_in(records)
-        if answers and answers != self._answers:
-            log_answers(client, str(self.run_id), answers)
-            self._answers = answers
         if self.end is not None:
             self._finish(client, parent, records)
-            self.end = None
         else:
             self._logged = logged | {metric.key: metric.step for metric in metrics}
 
-    def _open(
-        self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]]
-    ) -> dict[str, int]:
+    def _open(self, client: MlflowClient, parent: str, records: Records) -> dict[str, int]:
         """Open the run of this stage again, which may be closed, or the unfinished one of the
         recipe, or create one, and log the parameters that it lacks: MLflow refuses to change one,
         and operational ones can differ between attempts. Returns the last step of each metric."""
@@ -103,7 +106,7 @@ class ChildRun:
             for name in opened.data.metrics
         }
 
-    def _finish(self, client: MlflowClient, parent: str, records: Sequence[dict[str, Any]]) -> None:
+    def _finish(self, client: MlflowClient, parent: str, records: Records) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.
 
         Training exports the best model, whose metrics are of an earlier step: the run's description
@@ -127,16 +130,33 @@ class ChildRun:
         points = [Metric(name, float(value), at, step) for name, value in result.items()]
         client.log_batch(self.run_id, metrics=points)
         if status == "FINISHED":
-            self._log_result(client, parent, self.run_id)
+            self._log_headline(client, parent)
         # A reused stage ended when its last record was written.
         client.set_terminated(self.run_id, status, at if self.run.cached and records else None)
 
-    def _log_result(self, client: MlflowClient, parent: str, run_id: str) -> None:
-        """Log the report as an artifact, if the run lacks it, and the headline to the parent."""
-        run, metrics = self.run, self.end[1] if self.end else {}
-        report = run.export / "report.json"
-        if report.is_file() and report.name not in {x.path for x in client.list_artifacts(run_id)}:
+    def _log_artifacts(self, client: MlflowClient, run_id: str, answers: Records) -> None:
+        """Log the report of a stage that finished, and the sampled answers, like MLflow's
+        `log_table`, but anew each time: after a resume, the table has no step twice. That of a
+        reused stage is there if the size is the same."""
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+        logged = {x.path: x.file_size for x in client.list_artifacts(run_id)} if self.closed else {}
+        if answers and answers != self._answers:
+            rows = [[*answer.values()] for answer in answers]
+            table = json.dumps({"columns": [*answers[0]], "data": rows})
+            if not (self.run.cached and logged.get(ANSWERS) == len(table)):
+                tables = json.dumps([{"path": ANSWERS, "type": "table"}])
+                client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, tables)
+                client.log_text(run_id, table, ANSWERS)
+            self._answers = answers
+        report = self.run.export / "report.json"
+        is_finished = self.end is not None and self.end[0] == "FINISHED"
+        if is_finished and report.is_file() and report.name not in logged:
             client.log_artifact(run_id, str(report))
+
+    def _log_headline(self, client: MlflowClient, parent: str) -> None:
+        """Log the headline of the result to the parent."""
+        run, metrics = self.run, self.end[1] if self.end else {}
         for name in filter(metrics.__contains__, run.headline_metrics):
             is_own = name.startswith(f"{run.stage}/")
             full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
@@ -171,14 +191,3 @@ def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
 def truncate(value: str, length: int) -> str:
     """Cut a value to the length that MLflow accepts, with an ellipsis; job.json has all of it."""
     return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
-
-
-def log_answers(client: MlflowClient, run_id: str, answers: Sequence[dict[str, Any]]) -> None:
-    """Log a training's sampled answers as one table of MLflow, like its `log_table`, but anew each
-    time: after a resume, it has no step twice."""
-    from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
-
-    table = {"columns": [*answers[0]], "data": [[*answer.values()] for answer in answers]}
-    client.log_dict(run_id, table, ANSWERS)
-    logged = json.dumps([{"path": ANSWERS, "type": "table"}])
-    client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, logged)

@@ -79,12 +79,12 @@ class MlflowTracker(StageListener):
 
         self._unsent = {(PIPELINE, "end"): close} | self._unsent
         self.reconcile()
-        ends = {stage.run_id: stage.end[0] for stage in self._stages.values() if stage.end}
-        # The next run sends a finished stage from disk, with the metrics that the store lacks.
-        ends = {run_id: end for run_id, end in ends.items() if end != "FINISHED"}
-        ends |= {self._parent: status} if (PIPELINE, "end") in self._unsent else {}
-        for run_id, end in ends.items():
-            store.save_end(self._project, run_id, end)
+        for stage in self._stages.values():
+            # The next run sends a finished stage from disk, with the metrics that the store lacks.
+            if stage.end and stage.end[0] != "FINISHED" and stage.run_id and not stage.closed:
+                store.save_end(self._project, stage.run_id, stage.end[0])
+        if self._parent is not None and (PIPELINE, "end") in self._unsent:
+            store.save_end(self._project, self._parent, status)
 
     def stage_started(self, run: StageRun) -> None:
         """Open the child run of the stage; a reused one is linked when it ends."""

@@ -112,17 +112,18 @@ def connect(uri: str, project: Path) -> MlflowClient:
 
 
 def _follow(database: Path) -> None:
-    """Let MLflow write beside the database after both were moved: it stores absolute paths."""
+    """Let MLflow write beside the database after both were moved: it stores absolute paths. A
+    folder that exists stays, and so do experiments of others."""
+    new = str(database.parent / ARTIFACTS)
     with closing(sqlite3.connect(database, timeout=60)) as store, store:
-        for (old,) in store.execute("SELECT artifact_location FROM experiments").fetchall():
-            new = str(database.parent / ARTIFACTS)
-            if old != new and old.startswith("/") and Path(old).name == ARTIFACTS:
-                for table, path in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-                    store.execute(
-                        f"UPDATE {table} SET {path} = ? || substr({path}, ?) "  # noqa: S608
-                        f"WHERE {path} = ? OR substr({path}, 1, ?) = ?",
-                        (new, len(old) + 1, old, len(old) + 1, f"{old}/"),
-                    )
+        find = "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?"
+        for own, old in store.execute(find, (EXPERIMENT,)).fetchall():
+            was_beside = old.startswith("/") and Path(old).name == ARTIFACTS
+            if was_beside and old != new and not os.access(old, os.F_OK):
+                change = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
+                store.execute(change, (new, own))
+                change = "UPDATE runs SET artifact_uri = replace(artifact_uri, ?, ?)"
+                store.execute(f"{change} WHERE experiment_id = ?", (f"{old}/", f"{new}/", own))
 
 
 def _database(uri: str) -> Path | None:
@@ -190,9 +191,9 @@ def find_run(client: MlflowClient, fingerprint: str, *, finished: bool = True) -
     return runs[0].info.run_id if runs else None
 
 
-def save_end(project: Path, run_id: str | None, status: Status) -> None:
+def save_end(project: Path, run_id: str, status: Status) -> None:
     """Save how a run of this process ended, for the next driver; do nothing if the disk is full."""
-    file = project / ARTIFACTS / UNSENT / str(run_id)
+    file = project / ARTIFACTS / UNSENT / run_id
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(status)

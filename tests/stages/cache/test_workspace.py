@@ -10,8 +10,8 @@ import pytest
 from waiting import HANGS_S, once, wait_until
 
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.heartbeat import process_identity
 from rlhf_pipeline.stages.cache.workspace import attempts, user
-from rlhf_pipeline.stages.processes import process_identity
 
 
 def first_attempt(drill):

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.runtime.heartbeat import FOLDER, LAUNCH
+from rlhf_pipeline.runtime.heartbeat import FOLDER, LAUNCH, process_identity
 from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS
 from rlhf_pipeline.runtime.pulse import Pulse
 from rlhf_pipeline.stages.job import StageSpec
@@ -30,7 +30,7 @@ from rlhf_pipeline.stages.launch.resources import (
     rank_devices,
     search_path,
 )
-from rlhf_pipeline.stages.processes import guarded, kill_launch, process_identity, start
+from rlhf_pipeline.stages.processes import guarded, kill_launch, start
 
 PLAIN = re.compile(r"[\w@+=:,./-]+")  # a path that no shell and no launcher changes
 NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"  # starts the ranks of one machine
