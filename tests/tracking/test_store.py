@@ -180,12 +180,24 @@ def test_experiments_of_others_and_a_folder_that_exists_stay_where_they_are(uri,
         client.create_experiment("theirs", str(disk)),
     ]
     runs = [client.create_run(experiment).info for experiment in experiments]
-    client = connect(uri, tmp_path)
+    (elsewhere := tmp_path / "project").mkdir()
+    client = connect(uri, elsewhere)
     found = [client.get_experiment(experiment).artifact_location for experiment in experiments]
     assert found == [str(own), str(disk)]
     assert [client.get_run(run.run_id).info.artifact_uri for run in runs] == [
         run.artifact_uri for run in runs
     ]
+
+
+def test_a_copied_project_writes_nothing_into_the_original(tmp_path):
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    connect(f"sqlite:///{original}/mlflow.db", original).create_experiment(
+        EXPERIMENT, str(original / "mlartifacts")
+    )
+    shutil.copytree(original, copy)
+    client = connect(f"sqlite:///{copy}/mlflow.db", copy)
+    assert client.get_experiment_by_name(EXPERIMENT).artifact_location == str(copy / "mlartifacts")
 
 
 @pytest.mark.parametrize("named", [False, True])

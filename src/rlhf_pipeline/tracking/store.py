@@ -107,19 +107,21 @@ def connect(uri: str, project: Path) -> MlflowClient:
             MlflowClient(f"sqlite:///{database}.new")
             database.with_name(f"{database.name}.new").rename(database)
         client = MlflowClient(uri)
-        _follow(database)
+        _follow(database, in_project=database.parent == project.resolve())
         return client
 
 
-def _follow(database: Path) -> None:
-    """Let MLflow write beside the database after both were moved: it stores absolute paths. A
-    folder that exists stays, and so do experiments of others."""
+def _follow(database: Path, *, in_project: bool) -> None:
+    """Let MLflow write beside the database after both were moved: it stores absolute paths.
+    Experiments of others stay. So does a folder that exists, but not for the database in a project,
+    which may be a copy: it would write into the original.
+    """
     new = str(database.parent / ARTIFACTS)
     with closing(sqlite3.connect(database, timeout=60)) as store, store:
         find = "SELECT experiment_id, artifact_location FROM experiments WHERE name = ?"
         for own, old in store.execute(find, (EXPERIMENT,)).fetchall():
             was_beside = old.startswith("/") and Path(old).name == ARTIFACTS
-            if was_beside and old != new and not os.access(old, os.F_OK):
+            if was_beside and old != new and (in_project or not os.access(old, os.F_OK)):
                 change = "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?"
                 store.execute(change, (new, own))
                 change = "UPDATE runs SET artifact_uri = replace(artifact_uri, ?, ?)"
