@@ -42,13 +42,14 @@ def faults(tmp_path):
     """The faults of a function with this body, which counts its calls in a file."""
     file, calls = tmp_path / "my.py", tmp_path / "calls"
 
-    def faults(body, rows=KNOWN, **fields):
+    def faults(body, rows=KNOWN, together=1, **fields):
         count = f"open({str(calls)!r}, 'a').write('x')"
         text = f"import os, sys, time\ndef f(prompts, responses):\n    {count}\n    {body}\n"
         if not file.is_file() or file.read_text() != text:
             file.write_text(text)
         given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f", **fields)}
-        found = [*function_faults(given, rows, {}, tmp_path / "work")]
+        answers = {"grpo.rewards.0": together}
+        found = [*function_faults(given, rows, {}, tmp_path / "work", answers)]
         said = [fault.replace(str(file), "my.py") for fault in found]
         return said, len(calls.read_text()) if calls.is_file() else 0
 
@@ -89,11 +90,40 @@ def test_rows_that_are_all_skipped_are_no_prompts_alone():
     assert [*stage_faults(blocks, {"sft"}, [first(row(), is_uniform=False)])] == []
 
 
-def test_a_function_with_a_fault_is_called_each_time(faults):
+def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, caplog, tmp_path):
     for calls in (2, 4):  # with all responses, and again with the first one alone
-        found, count = faults("assert not responses")
-        assert found[0].startswith("grpo.rewards.0: my.py:f failed at the response 'The answer is ")
-        assert count == calls
+        assert faults("assert not responses") == ([], calls)
+        said = caplog.records[-1].getMessage()
+        assert said.startswith(f"grpo.rewards.0: {tmp_path}/my.py:f failed at the response 'The ")
+        assert "AssertionError" in said and "my.py, line 4). The run starts nevertheless" in said
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "assert len(responses) % 8 == 0; return [0.0] * len(responses)",
+        # Answers to one prompt are not beside each other.
+        "n = len(responses) // 8; assert prompts == prompts[:n] * 8; return [0.0] * len(responses)",
+        "import statistics; groups = {}; "
+        "[groups.setdefault(str(p), []).append(len(r)) for p, r in zip(prompts, responses)]; "
+        "return [len(r) / statistics.stdev(groups[str(p)]) for p, r in zip(prompts, responses)]",
+    ],
+)
+def test_a_function_gets_several_answers_to_a_prompt_as_in_training(faults, caplog, body):
+    rows = [first(*(Example((Message("user", text),)) for text in "abc"))]
+    assert faults(body, rows, together=8)[0] == []
+    assert caplog.text == ""
+
+
+def test_processes_get_a_few_answers_whatever_the_batch_has(faults):
+    assert faults("return [1.0]", processes=1, together=64) == ([], 3)
+
+
+def test_a_function_in_the_home_folder_is_found(faults, tmp_path, monkeypatch):
+    faults("return [1.0] * 3")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"grpo.rewards.0": CallableReward(callable="~/my.py:f")}
+    assert [*function_faults(given, KNOWN, {}, tmp_path / "work")] == []
 
 
 def test_a_function_that_ends_its_process_is_named(faults):

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -114,38 +115,57 @@ def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
 
 
 def function_faults(
-    functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig], workspace: Path
+    functions: Mapping[str, Any],
+    rows: Rows,
+    sources: Mapping[int, SourceConfig],
+    workspace: Path,
+    answers: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[str]:
     """What is wrong with the functions among rewards or judges, by place, each called once, and
-    with the sandbox of programs.
+    with the sandbox of programs. An exception that another batch may not raise is a warning.
 
     No function is called on made-up data: without rows, or true answers, it is only imported.
-    `sources` have the columns that functions ask for.
+    `sources` have the columns that functions ask for, and `answers` tell how many responses to a
+    prompt a function sees together, if more than one.
     """
     known = _known(rows)
     with_answers = [row for row in known if row.reference is not None]
-    chosen = [*islice(cycle(with_answers or known), len(RESPONSES))]
-    further = [json.loads(row.extra or "{}") for row in chosen]
-    columns = {name: [row.get(name) for row in further] for row in further for name in row}
-    columns |= {"references": [row.reference for row in with_answers and chosen]}
-    call = [row.messages() for row in chosen], RESPONSES, columns
+    few = [*islice(cycle(with_answers or known), len(RESPONSES))]
     further_of = {f"split.sources.{index}": carried(one) for index, one in sources.items()}
     for place, source in functions.items():
         if isinstance(source, CallableReward):
             name = source.callable
-            asked: dict[str, Any] = {"function": name, "call": call if chosen else None}
+            together = 1 if source.processes else answers.get(place, 1)
+            call = _call(few * together, has_answers=bool(with_answers)) if few else None
+            asked: dict[str, Any] = {"function": name, "call": call}
             asked |= {"sources": further_of, "processes": source.processes}
             call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
             try:
                 found = _answer(name, asked, [source_file(name)], LOAD_S + call_s, workspace)
             except StageError as error:
-                found = [f"{name} {error}. Fix: correct it, or set processes and timeout_s for it"]
-            yield from (f"{place}: {fault}" for fault in found)
+                fix = "Fix: correct it, or set processes and timeout_s for it"
+                found = [(f"{name} {error}. {fix}", True)]
+            for fault, is_certain in found:
+                if is_certain:
+                    yield f"{place}: {fault}"
+                else:
+                    still = "The run starts nevertheless: its batches may differ from this trial"
+                    logger.warning("%s: %s. %s", place, fault, still)
         elif isinstance(source, CodeReward):
             try:
                 sandbox.check(source.timeout_s, source.memory_mib)
             except StageError as error:
                 yield f"{place}: {error.message}"
+
+
+def _call(rows: Sequence[Example], *, has_answers: bool) -> tuple[list[Any], list[str], Any]:
+    """Prompts, responses and columns, as `rollout.function_workers.Call` has them."""
+    further = [json.loads(row.extra or "{}") for row in rows]
+    columns = {name: [row.get(name) for row in further] for row in further for name in row}
+    columns |= {"references": [row.reference for row in rows if has_answers]}
+    size = len(RESPONSES)  # each prompt gets each response
+    responses = [RESPONSES[(place + place // size) % size] for place in range(len(rows))]
+    return [row.messages() for row in rows], responses, columns
 
 
 def model_faults(
@@ -206,7 +226,7 @@ def _is_usual(folder: Path, has_system: bool) -> bool:
 
 def _answer(
     what: str, asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
-) -> list[str]:
+) -> list[Any]:
     """What the program answers; "no fault" is remembered until a file changes. It warns if there is
     no answer in time.
 
@@ -244,7 +264,7 @@ def _answer(
             last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
             said = f" ({last})" if last else ""
             raise StageError(f"ended its process with code {process.returncode}{said}")
-        found: list[str] = json.loads(answer.read_text())
+        found: list[Any] = json.loads(answer.read_text())
     if not found:
         with suppress(OSError):
             known.parent.mkdir(parents=True, exist_ok=True)

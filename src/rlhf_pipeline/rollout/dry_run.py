@@ -9,16 +9,22 @@ No weights are read, and nothing is downloaded.
 import inspect
 import json
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.rewards import check_signature
 from rlhf_pipeline.config.training import LoRAConfig
-from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.rollout.function_workers import Call, loaded, scores
+from rlhf_pipeline.errors import ConfigError, PipelineError, StageError
+from rlhf_pipeline.rollout.function_workers import Call, ResultError, loaded, scores
+
+_ARGUMENTS = re.compile(r"required (positional|keyword-only) |unexpected keyword |(was|were) given")
+"""In a TypeError about the arguments of a call."""
 
 
 def function_faults(
@@ -26,9 +32,9 @@ def function_faults(
     call: Sequence[Any] | None,
     processes: int,
     sources: Mapping[str, Sequence[str]],
-) -> Iterator[str]:
+) -> Iterator[tuple[str, bool]]:
     """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call, with the
-    further columns of sources by place.
+    further columns of sources by place; and whether it is wrong with every other call, too.
 
     Without a call it is only imported. So is one that asks for the policy's tokens, or for true
     answers that the call lacks.
@@ -48,9 +54,30 @@ def function_faults(
             prompts, responses, more = call
             whole = Call(prompts, responses, {name: more[name] for name in asked if name in more})
             for each in map(whole.row, range(len(responses))) if processes else [whole]:
-                scores(function, scored, each)
+                try:
+                    scores(function, scored, each)
+                except StageError as error:
+                    yield error.message, _is_certain(error.__cause__)
+                    return
     except PipelineError as error:
-        yield error.message
+        yield error.message, True
+
+
+def _is_certain(error: BaseException | None) -> bool:
+    """Whether a function fails so with every call: its results are no numbers, or a name, an import
+    or an argument in it is wrong. A function may also run the text of a response."""
+    match error:
+        case ResultError():
+            return True
+        case SyntaxError():
+            return Path(error.filename or "").is_file()
+        case UnboundLocalError():
+            return False
+        case NameError() | ImportError() | AttributeError(obj=ModuleType()):
+            return not traceback.extract_tb(error.__traceback__)[-1].filename.startswith("<")
+        case TypeError():
+            return _ARGUMENTS.search(str(error)) is not None
+    return False
 
 
 def door_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
@@ -107,7 +134,7 @@ def model_faults(
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     question = json.loads((folder / "question.json").read_text())
-    programs: dict[str, Callable[..., Iterator[str]]] = {
+    programs: dict[str, Callable[..., Iterator[Any]]] = {
         "function": function_faults, "doors": door_faults, "models": model_faults
     }  # fmt: skip
     faults = [*programs[next(iter(question))](**question)]
