@@ -11,12 +11,19 @@ import pytest
 
 from rlhf_pipeline import dry_run
 from rlhf_pipeline.checks import check_values
+from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, ReferenceReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.source import FirstRows
-from rlhf_pipeline.dry_run import function_faults, model_faults, reference_faults, stage_faults
+from rlhf_pipeline.dry_run import (
+    function_faults,
+    model_faults,
+    reference_faults,
+    stage_faults,
+    task_faults,
+)
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -212,3 +219,29 @@ def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
     assert (said in caplog.text) == is_asked
     assert model_faults(blocks, {"evaluate"}, rows, tmp_path / "work") == []
     assert caplog.text.count(said) == is_asked, "another run needs no base model"
+
+
+def test_a_misspelt_task_is_refused(tmp_path):
+    pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
+    names = ("arc_easy", "hellaswagg", "mmlu", "ai2_arc", "tinyArc", "own.yaml")
+    assert [*task_faults(TasksConfig(names=names), tmp_path)] == [
+        "evaluate.tasks.names: Tasks not found: hellaswagg. Fix: `lm-eval ls tasks` lists the names"
+    ]
+
+
+def test_the_harness_is_asked_once_about_names_that_it_knows(harness, tmp_path):
+    known, both = (TasksConfig(names=names) for names in (("good",), ("good", "bad")))
+    for _ in range(2):
+        assert [*task_faults(known, tmp_path)] == []
+    assert harness() == ["good"]
+    (fault,) = task_faults(both, tmp_path)
+    assert fault.startswith("evaluate.tasks.names: Tasks not found: bad. Fix: ")
+    assert [*task_faults(TasksConfig(names=("own.yaml",)), tmp_path)] == []
+    assert harness() == ["good", "good,bad"]
+
+
+def test_a_harness_that_does_not_answer_stops_no_run(harness, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(dry_run, "LOAD_S", 2.0)
+    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
+    assert [*task_faults(TasksConfig(names=("slow",)), tmp_path)] == []
+    assert "evaluate.tasks.names: no result after 2 s; not checked before the run" in caplog.text

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
+from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
 from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import readers
@@ -205,6 +206,18 @@ def model_faults(
     except StageError as error:
         logger.warning("%s: not checked before the run: the check %s", ", ".join(here), error)
         return []
+
+
+def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
+    """Names of tasks that the harness does not know; it takes seconds to say so."""
+    place = "evaluate.tasks.names"
+    if names := [name for name in tasks.names if name not in tasks.files]:
+        harness = source_file("lm_eval:validate")
+        try:
+            found = _answer(place, {"names": names}, [harness], LOAD_S, workspace)
+        except StageError as error:
+            found = [f"the harness {error}"]
+        yield from (f"{place}: {fault}" for fault in found)
 
 
 def _is_usual(folder: Path, has_system: bool) -> bool:

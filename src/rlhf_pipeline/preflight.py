@@ -34,6 +34,7 @@ from rlhf_pipeline.dry_run import (
     model_faults,
     reference_faults,
     stage_faults,
+    task_faults,
 )
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages
@@ -169,6 +170,8 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
     }
     faults += [*function_faults(rewards, for_ppo, rated, workspace, answers)]
     faults += [*function_faults(judges, rows, every, workspace)]
+    tasks = blocks["evaluate"].tasks if is_judged else None
+    faults += [] if tasks is None else task_faults(tasks, workspace)
     refuse([*faults, *model_faults(blocks, nodes, rows, workspace)])
 
 

@@ -1,5 +1,5 @@
 """Program: call a function of the user once, bind what the doors name, or look at tokenizers and
-layers, before a run starts.
+layers or at names of tasks, before a run starts.
 
     python -P -m rlhf_pipeline.rollout.dry_run FOLDER   reads question.json, writes the faults
 
@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,12 +132,24 @@ def model_faults(
         yield f"{place}: {error.message.removeprefix('lora.target_modules: ')}"
 
 
+def task_faults(names: Sequence[str]) -> Iterator[str]:
+    """Names of tasks that the lm-evaluation-harness does not know."""
+    command = [sys.executable, "-P", "-m", "lm_eval", "validate", "--tasks", ",".join(names)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        said = (found.stdout or found.stderr).strip().rpartition("\n")[2]
+        yield f"{said}. Fix: `lm-eval ls tasks` lists the names"
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     question = json.loads((folder / "question.json").read_text())
     programs: dict[str, Callable[..., Iterator[Any]]] = {
-        "function": function_faults, "doors": door_faults, "models": model_faults
-    }  # fmt: skip
+        "function": function_faults,
+        "doors": door_faults,
+        "models": model_faults,
+        "names": task_faults,
+    }
     faults = [*programs[next(iter(question))](**question)]
     (folder / "faults.json").write_text(json.dumps(faults))
     os._exit(0)  # threads of the user may never end
