@@ -207,6 +207,7 @@ def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
     (tmp_path / "chat_template.jinja").write_text(doubt.get("chat_template", ""))
     for name, values in usual.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(doubt.get(name, values)))
+    (tmp_path / ".#config.json").symlink_to("someone@host.1")  # Emacs edits the file
     monkeypatch.setattr(dry_run, "PROGRAM", "no_such_program")
     parameters = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
     sft = parameters["sft"] | {"lora": doubt.get("lora")}

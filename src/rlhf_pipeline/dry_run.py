@@ -200,7 +200,7 @@ def model_faults(
     if not (lora or (folders and doubtful)):
         return []
     asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
-    files = [file for folder in folders for file in sorted(folder.iterdir())]
+    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
     try:
         return _answer("tokenizers and layers", asked, files, 2 * LOAD_S, workspace)
     except StageError as error:
@@ -223,7 +223,8 @@ def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
 def _is_usual(folder: Path, has_system: bool) -> bool:
     """Whether a tokenizer names an EOS, the model has an embedding for each of its tokens, and its
     template, if there are system messages, refuses none."""
-    texts = {path.name: path.read_text(errors="replace") for path in folder.glob("*.j*")}
+    files = [path for path in folder.glob("*.j*") if path.is_file()]
+    texts = {path.name: path.read_text(errors="replace") for path in files}
     if has_system and any("raise_exception" in text for text in texts.values()):
         return False
     try:
