@@ -150,11 +150,14 @@ def test_messages_do_not_repeat_possible_secrets(parameters):
         given, "split.sources", [{"name": "files", "path": "https://me:canary@host/a.jsonl"}]
     )
     given = changed(given, "base_model.path", "https://me:canary@huggingface.co/model")
+    judge = {"path": "https://me:canary@host/a.jsonl?sig=canary"}
+    given = changed(given, "evaluate.judge_model", judge)
     with pytest.raises(ConfigError) as refusal:
         check(given, gpus=0)
     message = str(refusal.value)
     assert "base_model.token: unknown parameter" in message
     assert "split.sources.0.path: a URL with user or password would appear in logs" in message
+    assert "evaluate.judge_model.path: a URL with user or password would appear in logs" in message
     assert "base_model.path: found a URL, expected a Hugging Face id or a folder" in message
     assert "canary" not in message
 

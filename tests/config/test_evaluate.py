@@ -6,6 +6,7 @@ import pytest
 from ppo_runs import ppo_config
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.evaluate import (
     EvaluateConfig,
     TasksConfig,
@@ -112,6 +113,20 @@ def test_evaluation_may_be_greedy_and_training_may_not():
     assert EvaluateConfig(sampling={"temperature": 0}).sampling.temperature == 0
     with pytest.raises(ValidationError, match="greater than 0"):
         PPOConfig(sampling={"temperature": 0})
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("https://me:canary@host/a.jsonl", "a URL with user or password would appear in logs"),
+        ("https://host/a.jsonl?sig=canary", "the query of a URL may contain a signature"),
+    ],
+)
+def test_a_careful_file_has_no_secret_in_its_place(path, message):
+    (fault,) = validated("evaluate", EvaluateConfig, {"judge_model": {"path": path}})[1]
+    assert fault.startswith(f"evaluate.judge_model.path: {message}")
+    allowed = {"judge_model": {"path": "https://host/a.jsonl?$NAME"}}
+    assert validated("evaluate", EvaluateConfig, allowed)[1] == []
 
 
 @pytest.mark.parametrize("several", [{"answers_per_prompt": 2}, {"best_of_n": 2}])

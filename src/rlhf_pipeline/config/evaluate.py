@@ -28,7 +28,7 @@ from rlhf_pipeline.config.rewards import (
     RewardSource,
     distinct,
 )
-from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap
+from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap, DataPath
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
     FrozenDeepSpeedConfig,
@@ -101,7 +101,7 @@ class JudgeModelConfig(Block):
     held_back: float | None = Field(default=None, gt=0, lt=1)
     """Share of the reward model's conversations that train this model instead; no policy reads them
     either. It shares the mistakes of those who made the comparisons."""
-    path: str | None = None
+    path: DataPath | None = None
     """A file of comparisons, such as some hundreds that you have made with care."""
     columns: ColumnMap | None = None
     """The columns of the file, as in `split.sources`."""
