@@ -85,6 +85,10 @@ FAULTS = [
      "evaluate.judges.0.retokenize: found false, expected true for org/reward-model, a model "
      "on the hub"),
     ("evaluate.judges", [{"model": "./missing"}], "evaluate.judges.0: path "),
+    ("evaluate.judges", [{"model": "./missing", "revision": "v1"}],
+     "evaluate.judges.0.revision: found v1, which has no effect with a local folder. Fix: remove"),
+    ("ppo.rewards", [{"path": "./missing", "revision": "v1"}],
+     "ppo.rewards.0.revision: found v1, which has no effect with a local folder. Fix: remove"),
     ("evaluate.judges",
      [{"openai": {"base_url": "http://x", "model": "m", "api_key_env": "NO_SUCH_KEY"}}],
      "evaluate.judges.0.openai.api_key_env: found no environment variable NO_SUCH_KEY, "

@@ -134,10 +134,14 @@ def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
         ("model_name_or_path", "(did you mean base_model.path?)"),
         ("wandb", "; only MLflow tracks runs, and needs no parameter"),
         ("nonsense", ""),
+        (
+            "columns.completion",
+            "; in columns, it is another name of response. Fix: set one of them",
+        ),
     ],
 )
 def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place: str, said: str) -> None:
-    kinds: dict[str, Any] = dict(parameter_blocks())
+    kinds: dict[str, Any] = {**parameter_blocks(), "columns": ColumnMap}
     *blocks, word = place.split(".")
     known = kinds
     for name in blocks:

@@ -82,6 +82,8 @@ class ColumnMap(Block):
     """A document, for `split.pretraining`."""
 
     def _faults(self) -> Iterator[str]:
+        if self.prompt == ():
+            yield "prompt: found [], expected at least one column"
         given = {name for name in type(self).model_fields if getattr(self, name) is not None}
         forms = [
             {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
