@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ppo_runs import ppo_config
 
 from rlhf_pipeline import dry_run
 from rlhf_pipeline.checks import check_values
@@ -55,8 +56,8 @@ def faults(tmp_path):
         if not file.is_file() or file.read_text() != text:
             file.write_text(text)
         given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f", **fields)}
-        answers = {"grpo.rewards.0": together}
-        found = [*function_faults(given, rows, {}, tmp_path / "work", answers)]
+        blocks = {"grpo": ppo_config(rollout_batch_size=64, responses_per_prompt=together)}
+        found = [*function_faults(given, rows, {}, blocks, tmp_path / "work")]
         said = [fault.replace(str(file), "my.py") for fault in found]
         return said, len(calls.read_text()) if calls.is_file() else 0
 
@@ -130,7 +131,7 @@ def test_a_function_in_the_home_folder_is_found(faults, tmp_path, monkeypatch):
     faults("return [1.0] * 3")
     monkeypatch.setenv("HOME", str(tmp_path))
     given = {"grpo.rewards.0": CallableReward(callable="~/my.py:f")}
-    assert [*function_faults(given, KNOWN, {}, tmp_path / "work")] == []
+    assert [*function_faults(given, KNOWN, {}, {}, tmp_path / "work")] == []
 
 
 def test_a_function_that_ends_its_process_is_named(faults):
@@ -162,7 +163,9 @@ def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkey
 
 def test_a_machine_without_bubblewrap_is_refused_before_the_first_stage(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
-    assert [*function_faults({"ppo.rewards.0": CodeReward(code="python")}, [], {}, tmp_path)] == [
+    assert [
+        *function_faults({"ppo.rewards.0": CodeReward(code="python")}, [], {}, {}, tmp_path)
+    ] == [
         "ppo.rewards.0: sandbox: found no program bwrap, expected bubblewrap, in which programs of "
         "answers run. Fix: apt-get install bubblewrap"
     ]
@@ -216,7 +219,7 @@ def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
     turns = (Message(doubt.get("role", "user"), "Hello!"), Message("user", "2 + 3?"))
     rows = [first(Example(turns, tools=doubt.get("tools")))]
     assert model_faults(blocks, {"base_model", "sft"}, rows, tmp_path / "work") == []
-    said = "base_model: not checked before the run: the check ended its process with code 1 ("
+    said = "base_model: not checked before the run: the check of models ended its process with code"
     assert (said in caplog.text) == is_asked
     assert model_faults(blocks, {"evaluate"}, rows, tmp_path / "work") == []
     assert caplog.text.count(said) == is_asked, "another run needs no base model"

@@ -15,7 +15,6 @@ from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -40,6 +39,7 @@ LOAD_S, CALL_S, QUIET_S = 120.0, 60.0, 5.0
 """Longest time for imports, and for a function without `timeout_s`; time until a line says so."""
 RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
+DOUBT = "%s: %s. The run starts nevertheless: its batches may differ from this trial"
 OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Variables that a function may expect, because ranks have them."""
 
@@ -112,61 +112,52 @@ def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
     except ConfigError as error:
         yield f"{', '.join(doors)}: {error}"
     except StageError as error:
-        yield f"{', '.join(doors)}: {', '.join(places)} {error}. Fix: correct it"
+        yield f"{', '.join(doors)}: {error}. Fix: correct it"
 
 
 def function_faults(
     functions: Mapping[str, Any],
     rows: Rows,
     sources: Mapping[int, SourceConfig],
+    blocks: Mapping[str, Any],
     workspace: Path,
-    answers: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[str]:
     """What is wrong with the functions among rewards or judges, by place, each called once, and
     with the sandbox of programs. An exception that another batch may not raise is a warning.
 
     No function is called on made-up data: without rows, or true answers, it is only imported.
-    `sources` have the columns that functions ask for, and `answers` tell how many responses to a
-    prompt a function sees together, if more than one.
+    `sources` have the columns that functions ask for, and `blocks` the responses to a prompt.
     """
     known = _known(rows)
     with_answers = [row for row in known if row.reference is not None]
-    few = [*islice(cycle(with_answers or known), len(RESPONSES))]
+    chosen = [*islice(cycle(with_answers or known), len(RESPONSES))]
+    further = [json.loads(row.extra or "{}") for row in chosen]
+    columns = {name: [row.get(name) for row in further] for row in further for name in row}
+    columns |= {"references": [row.reference for row in with_answers and chosen]}
+    call = [row.messages() for row in chosen], RESPONSES, columns
     further_of = {f"split.sources.{index}": carried(one) for index, one in sources.items()}
     for place, source in functions.items():
         if isinstance(source, CallableReward):
             name = source.callable
-            together = 1 if source.processes else answers.get(place, 1)
-            call = _call(few * together, has_answers=bool(with_answers)) if few else None
-            asked: dict[str, Any] = {"function": name, "call": call}
-            asked |= {"sources": further_of, "processes": source.processes}
+            together = getattr(blocks.get(place.partition(".")[0]), "responses_per_prompt", 1)
+            asked: dict[str, Any] = {"function": name, "call": call if chosen else None}
+            asked |= {"sources": further_of, "processes": source.processes, "together": together}
             call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
             try:
                 found = _answer(name, asked, [source_file(name)], LOAD_S + call_s, workspace)
             except StageError as error:
                 fix = "Fix: correct it, or set processes and timeout_s for it"
-                found = [(f"{name} {error}. {fix}", True)]
+                found = [(f"{error}. {fix}", True)]
             for fault, is_certain in found:
                 if is_certain:
                     yield f"{place}: {fault}"
                 else:
-                    still = "The run starts nevertheless: its batches may differ from this trial"
-                    logger.warning("%s: %s. %s", place, fault, still)
+                    logger.warning(DOUBT, place, fault)
         elif isinstance(source, CodeReward):
             try:
                 sandbox.check(source.timeout_s, source.memory_mib)
             except StageError as error:
                 yield f"{place}: {error.message}"
-
-
-def _call(rows: Sequence[Example], *, has_answers: bool) -> tuple[list[Any], list[str], Any]:
-    """Prompts, responses and columns, as `rollout.function_workers.Call` has them."""
-    further = [json.loads(row.extra or "{}") for row in rows]
-    columns = {name: [row.get(name) for row in further] for row in further for name in row}
-    columns |= {"references": [row.reference for row in rows if has_answers]}
-    size = len(RESPONSES)  # each prompt gets each response
-    responses = [RESPONSES[(place + place // size) % size] for place in range(len(rows))]
-    return [row.messages() for row in rows], responses, columns
 
 
 def model_faults(
@@ -202,21 +193,17 @@ def model_faults(
     asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
     files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
     try:
-        return _answer("tokenizers and layers", asked, files, 2 * LOAD_S, workspace)
+        return _answer("the check of models", asked, files, 2 * LOAD_S, workspace)
     except StageError as error:
-        logger.warning("%s: not checked before the run: the check %s", ", ".join(here), error)
+        logger.warning("%s: not checked before the run: %s", ", ".join(here), error)
         return []
 
 
 def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
     """Names of tasks that the harness does not know; it takes seconds to say so."""
-    place = "evaluate.tasks.names"
     if names := [name for name in tasks.names if name not in tasks.files]:
-        harness = source_file("lm_eval:validate")
-        try:
-            found = _answer(place, {"names": names}, [harness], LOAD_S, workspace)
-        except StageError as error:
-            found = [f"the harness {error}"]
+        place, harness = "evaluate.tasks.names", source_file("lm_eval:validate")
+        found = _answer(place, {"names": names}, [harness], LOAD_S, workspace)
         yield from (f"{place}: {fault}" for fault in found)
 
 
@@ -277,7 +264,7 @@ def _answer(
         if not (answer := folder / "faults.json").is_file():
             last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
             said = f" ({last})" if last else ""
-            raise StageError(f"ended its process with code {process.returncode}{said}")
+            raise StageError(f"{what} ended its process with code {process.returncode}{said}")
         found: list[Any] = json.loads(answer.read_text())
     if not found:
         with suppress(OSError):

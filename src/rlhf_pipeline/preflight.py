@@ -163,13 +163,8 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
     every = dict(enumerate(split.sources))
     judge_too = blocks["reward_model"] is None and not blocks["evaluate"].judges
     rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
-    answers = {
-        place: policy.responses_per_prompt
-        for place in rewards
-        if isinstance(policy := blocks[place.partition(".")[0]], PPOConfig)
-    }
-    faults += [*function_faults(rewards, for_ppo, rated, workspace, answers)]
-    faults += [*function_faults(judges, rows, every, workspace)]
+    faults += [*function_faults(rewards, for_ppo, rated, blocks, workspace)]
+    faults += [*function_faults(judges, rows, every, blocks, workspace)]
     tasks = blocks["evaluate"].tasks if is_judged else None
     faults += [] if tasks is None else task_faults(tasks, workspace)
     refuse([*faults, *model_faults(blocks, nodes, rows, workspace)])

@@ -20,8 +20,6 @@ _SECRET = re.compile(
     r"(\w*keys?|(\w*_)?(token|secret|password|auth|authorization|headers?))"
 )
 """The name of a field with a secret."""
-_FIELDS = ("properties", "$defs")
-"""Where a JSON schema names fields, which have no values."""
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 
@@ -195,10 +193,10 @@ class ChatConfig(Block):
 
 
 def _texts(request: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """The places of the texts in a request."""
+    """The places of the texts in a request, but for the fields that a JSON schema describes."""
     for name, value in request.items():
         inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-        if isinstance(inner, Mapping) and name not in _FIELDS:
+        if isinstance(inner, Mapping) and name not in ("properties", "$defs"):
             yield from _texts(inner, f"{prefix}{name}.")
         elif isinstance(inner, str):
             yield f"{prefix}{name}"
