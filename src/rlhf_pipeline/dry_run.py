@@ -202,15 +202,14 @@ def model_faults(
 def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
     """Names of tasks that the harness does not know; it takes seconds to say so."""
     if names := [name for name in tasks.names if name not in tasks.files]:
-        place, harness = "evaluate.tasks.names", source_file("lm_eval:validate")
-        found = _answer(place, {"names": names}, [harness], LOAD_S, workspace)
-        yield from (f"{place}: {fault}" for fault in found)
+        asked, harness = {"names": names}, source_file("lm_eval:validate")
+        yield from _answer("evaluate.tasks.names", asked, [harness], LOAD_S, workspace)
 
 
 def _is_usual(folder: Path, has_system: bool) -> bool:
     """Whether a tokenizer names an EOS, the model has an embedding for each of its tokens, and its
     template, if there are system messages, refuses none."""
-    files = [path for path in folder.glob("*.j*") if path.is_file()]
+    files = filter(Path.is_file, folder.glob("*.j*"))
     texts = {path.name: path.read_text(errors="replace") for path in files}
     if has_system and any("raise_exception" in text for text in texts.values()):
         return False

@@ -135,7 +135,7 @@ def task_faults(names: Sequence[str]) -> Iterator[str]:
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode != 0:
         said = (found.stdout or found.stderr).strip().rpartition("\n")[2]
-        yield f"{said}. Fix: `lm-eval ls tasks` lists the names"
+        yield f"evaluate.tasks.names: {said}. Fix: `lm-eval ls tasks` lists the names"
 
 
 if __name__ == "__main__":
