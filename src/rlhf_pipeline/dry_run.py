@@ -116,12 +116,9 @@ def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
 
 
 def function_faults(
-    functions: Mapping[str, Any],
-    rows: Rows,
-    sources: Mapping[int, SourceConfig],
-    blocks: Mapping[str, Any],
-    workspace: Path,
-) -> Iterator[str]:
+    functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig],
+    blocks: Mapping[str, Any], workspace: Path,
+) -> Iterator[str]:  # fmt: skip
     """What is wrong with the functions among rewards or judges, by place, each called once, and
     with the sandbox of programs. An exception that another batch may not raise is a warning.
 
