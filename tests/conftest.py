@@ -394,3 +394,20 @@ def _own_interpreter_first():
     assert Path(sys.executable).with_name("deepspeed").exists(), (
         "install the project first: make test"
     )
+
+
+@pytest.fixture
+def harness(tmp_path, monkeypatch):
+    """A stand-in for the lm-evaluation-harness, which does not know "bad"; what it was asked."""
+    calls, package = tmp_path / "asked", tmp_path / "packages" / "lm_eval"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        f"import sys, time\nopen({str(calls)!r}, 'a').write(sys.argv[-1] + '\\n')\n"
+        "time.sleep(99 * ('slow' in sys.argv[-1]))\n"
+        "sys.exit('Tasks not found: bad' if 'bad' in sys.argv[-1] else 0)\n"
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)
+    return lambda: calls.read_text().splitlines() if calls.is_file() else []

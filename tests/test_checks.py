@@ -85,6 +85,10 @@ FAULTS = [
      "evaluate.judges.0.retokenize: found false, expected true for org/reward-model, a model "
      "on the hub"),
     ("evaluate.judges", [{"model": "./missing"}], "evaluate.judges.0: path "),
+    ("evaluate.judges", [{"model": "./missing", "revision": "v1"}],
+     "evaluate.judges.0.revision: found v1, which has no effect with a local folder. Fix: remove"),
+    ("ppo.rewards", [{"path": "./missing", "revision": "v1"}],
+     "ppo.rewards.0.revision: found v1, which has no effect with a local folder. Fix: remove"),
     ("evaluate.judges",
      [{"openai": {"base_url": "http://x", "model": "m", "api_key_env": "NO_SUCH_KEY"}}],
      "evaluate.judges.0.openai.api_key_env: found no environment variable NO_SUCH_KEY, "
@@ -159,11 +163,14 @@ def test_messages_do_not_repeat_possible_secrets(parameters):
         given, "split.sources", [{"name": "files", "path": "https://me:canary@host/a.jsonl"}]
     )
     given = changed(given, "base_model.path", "https://me:canary@huggingface.co/model")
+    judge = {"path": "https://me:canary@host/a.jsonl?sig=canary"}
+    given = changed(given, "evaluate.judge_model", judge)
     with pytest.raises(ConfigError) as refusal:
         check(given, gpus=0)
     message = str(refusal.value)
     assert "base_model.token: unknown parameter" in message
     assert "split.sources.0.path: a URL with user or password would appear in logs" in message
+    assert "evaluate.judge_model.path: a URL with user or password would appear in logs" in message
     assert "base_model.path: found a URL, expected a Hugging Face id or a folder" in message
     assert "canary" not in message
 

@@ -8,15 +8,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ppo_runs import ppo_config
 
 from rlhf_pipeline import dry_run
 from rlhf_pipeline.checks import check_values
+from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, ReferenceReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.source import FirstRows
-from rlhf_pipeline.dry_run import function_faults, model_faults, reference_faults, stage_faults
+from rlhf_pipeline.dry_run import (
+    function_faults,
+    model_faults,
+    reference_faults,
+    stage_faults,
+    task_faults,
+)
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -42,13 +50,14 @@ def faults(tmp_path):
     """The faults of a function with this body, which counts its calls in a file."""
     file, calls = tmp_path / "my.py", tmp_path / "calls"
 
-    def faults(body, rows=KNOWN, **fields):
+    def faults(body, rows=KNOWN, together=1, **fields):
         count = f"open({str(calls)!r}, 'a').write('x')"
         text = f"import os, sys, time\ndef f(prompts, responses):\n    {count}\n    {body}\n"
         if not file.is_file() or file.read_text() != text:
             file.write_text(text)
         given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f", **fields)}
-        found = [*function_faults(given, rows, {}, tmp_path / "work")]
+        blocks = {"grpo": ppo_config(rollout_batch_size=64, responses_per_prompt=together)}
+        found = [*function_faults(given, rows, {}, blocks, tmp_path / "work")]
         said = [fault.replace(str(file), "my.py") for fault in found]
         return said, len(calls.read_text()) if calls.is_file() else 0
 
@@ -89,11 +98,40 @@ def test_rows_that_are_all_skipped_are_no_prompts_alone():
     assert [*stage_faults(blocks, {"sft"}, [first(row(), is_uniform=False)])] == []
 
 
-def test_a_function_with_a_fault_is_called_each_time(faults):
+def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, caplog, tmp_path):
     for calls in (2, 4):  # with all responses, and again with the first one alone
-        found, count = faults("assert not responses")
-        assert found[0].startswith("grpo.rewards.0: my.py:f failed at the response 'The answer is ")
-        assert count == calls
+        assert faults("assert not responses") == ([], calls)
+        said = caplog.records[-1].getMessage()
+        assert said.startswith(f"grpo.rewards.0: {tmp_path}/my.py:f failed at the response 'The ")
+        assert "AssertionError" in said and "my.py, line 4). The run starts nevertheless" in said
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "assert len(responses) % 8 == 0; return [0.0] * len(responses)",
+        # Answers to one prompt are not beside each other.
+        "n = len(responses) // 8; assert prompts == prompts[:n] * 8; return [0.0] * len(responses)",
+        "import statistics; groups = {}; "
+        "[groups.setdefault(str(p), []).append(len(r)) for p, r in zip(prompts, responses)]; "
+        "return [len(r) / statistics.stdev(groups[str(p)]) for p, r in zip(prompts, responses)]",
+    ],
+)
+def test_a_function_gets_several_answers_to_a_prompt_as_in_training(faults, caplog, body):
+    rows = [first(*(Example((Message("user", text),)) for text in "abc"))]
+    assert faults(body, rows, together=8)[0] == []
+    assert caplog.text == ""
+
+
+def test_processes_get_a_few_answers_whatever_the_batch_has(faults):
+    assert faults("return [1.0]", processes=1, together=64) == ([], 3)
+
+
+def test_a_function_in_the_home_folder_is_found(faults, tmp_path, monkeypatch):
+    faults("return [1.0] * 3")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"grpo.rewards.0": CallableReward(callable="~/my.py:f")}
+    assert [*function_faults(given, KNOWN, {}, {}, tmp_path / "work")] == []
 
 
 def test_a_function_that_ends_its_process_is_named(faults):
@@ -125,7 +163,9 @@ def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkey
 
 def test_a_machine_without_bubblewrap_is_refused_before_the_first_stage(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
-    assert [*function_faults({"ppo.rewards.0": CodeReward(code="python")}, [], {}, tmp_path)] == [
+    assert [
+        *function_faults({"ppo.rewards.0": CodeReward(code="python")}, [], {}, {}, tmp_path)
+    ] == [
         "ppo.rewards.0: sandbox: found no program bwrap, expected bubblewrap, in which programs of "
         "answers run. Fix: apt-get install bubblewrap"
     ]
@@ -170,6 +210,7 @@ def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
     (tmp_path / "chat_template.jinja").write_text(doubt.get("chat_template", ""))
     for name, values in usual.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(doubt.get(name, values)))
+    (tmp_path / ".#config.json").symlink_to("someone@host.1")  # Emacs edits the file
     monkeypatch.setattr(dry_run, "PROGRAM", "no_such_program")
     parameters = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
     sft = parameters["sft"] | {"lora": doubt.get("lora")}
@@ -178,7 +219,33 @@ def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
     turns = (Message(doubt.get("role", "user"), "Hello!"), Message("user", "2 + 3?"))
     rows = [first(Example(turns, tools=doubt.get("tools")))]
     assert model_faults(blocks, {"base_model", "sft"}, rows, tmp_path / "work") == []
-    said = "base_model: not checked before the run: the check ended its process with code 1 ("
+    said = "base_model: not checked before the run: the check of models ended its process with code"
     assert (said in caplog.text) == is_asked
     assert model_faults(blocks, {"evaluate"}, rows, tmp_path / "work") == []
     assert caplog.text.count(said) == is_asked, "another run needs no base model"
+
+
+def test_a_misspelt_task_is_refused(tmp_path):
+    pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
+    names = ("arc_easy", "hellaswagg", "mmlu", "ai2_arc", "tinyArc", "own.yaml")
+    assert [*task_faults(TasksConfig(names=names), tmp_path)] == [
+        "evaluate.tasks.names: Tasks not found: hellaswagg. Fix: `lm-eval ls tasks` lists the names"
+    ]
+
+
+def test_the_harness_is_asked_once_about_names_that_it_knows(harness, tmp_path):
+    known, both = (TasksConfig(names=names) for names in (("good",), ("good", "bad")))
+    for _ in range(2):
+        assert [*task_faults(known, tmp_path)] == []
+    assert harness() == ["good"]
+    (fault,) = task_faults(both, tmp_path)
+    assert fault.startswith("evaluate.tasks.names: Tasks not found: bad. Fix: ")
+    assert [*task_faults(TasksConfig(names=("own.yaml",)), tmp_path)] == []
+    assert harness() == ["good", "good,bad"]
+
+
+def test_a_harness_that_does_not_answer_stops_no_run(harness, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(dry_run, "LOAD_S", 2.0)
+    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
+    assert [*task_faults(TasksConfig(names=("slow",)), tmp_path)] == []
+    assert "evaluate.tasks.names: no result after 2 s; not checked before the run" in caplog.text

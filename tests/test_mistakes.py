@@ -213,7 +213,7 @@ IN_SECONDS = {
         pipeline="grpo",
     ),
     "a reward that returns nothing": Mistake(
-        ["grpo.rewards.0: {tmp}/rewards.py:nothing: found None, expected a list of 3 numbers, one "
+        ["grpo.rewards.0: {tmp}/rewards.py:nothing: found None, expected a list of 24 numbers, one "
          "for each response. Fix: return one finite number for each response"],
         yaml=by_reward("'{tmp}/rewards.py:nothing'"),
         pipeline="grpo",

@@ -11,7 +11,7 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline import preflight
-from rlhf_pipeline.checks import check_values
+from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.records import Example, Message
@@ -79,6 +79,15 @@ def test_only_the_blocks_of_the_pipeline_are_at_fault_and_the_file_is_named(tmp_
         "grpo.rollout_batch_size (--params): found 32, expected a multiple of 24: 3 ranks "
         "(launch.processes) times 8 responses (grpo.responses_per_prompt). Fix: use 24 or 48"
     )
+
+
+def test_only_a_run_that_evaluates_asks_the_harness_about_its_tasks(parameters, harness, tmp_path):
+    tasks = {"tasks": {"names": ["bad"]}}
+    blocks = check(parameters | {"evaluate": parameters["evaluate"] | tasks}, gpus=0)
+    preflight.dry_run(blocks, {"sft"}, tmp_path, 1)
+    assert harness() == []
+    with pytest.raises(ConfigError, match=r"^evaluate\.tasks\.names: Tasks not found: bad\. Fix: "):
+        preflight.dry_run(blocks, {"evaluate_dpo"}, tmp_path, 1)
 
 
 @pytest.mark.parametrize("character", "*?[]{}:")

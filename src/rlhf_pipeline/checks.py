@@ -226,6 +226,11 @@ def judge_faults(judges: Sequence[Any], places: str, *, hub: bool = True) -> Ite
                     check_model(judge)
         except ConfigError as error:
             yield f"{place}: {error}"
+        if isinstance(judge, ModelReward) and judge.revision and not on_hub:
+            yield (
+                f"{place}.revision: found {judge.revision}, which has no effect with a local "
+                "folder. Fix: remove it"
+            )
         if on_hub and not judge.retokenize:
             yield (
                 f"{place}.retokenize: found false, expected true for {judge.path}, a model on the "

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
+from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
 from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import readers
@@ -38,6 +39,7 @@ LOAD_S, CALL_S, QUIET_S = 120.0, 60.0, 5.0
 """Longest time for imports, and for a function without `timeout_s`; time until a line says so."""
 RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
+DOUBT = "%s: %s. The run starts nevertheless: its batches may differ from this trial"
 OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Variables that a function may expect, because ranks have them."""
 
@@ -110,17 +112,18 @@ def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
     except ConfigError as error:
         yield f"{', '.join(doors)}: {error}"
     except StageError as error:
-        yield f"{', '.join(doors)}: {', '.join(places)} {error}. Fix: correct it"
+        yield f"{', '.join(doors)}: {error}. Fix: correct it"
 
 
 def function_faults(
-    functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig], workspace: Path
-) -> Iterator[str]:
+    functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig],
+    blocks: Mapping[str, Any], workspace: Path,
+) -> Iterator[str]:  # fmt: skip
     """What is wrong with the functions among rewards or judges, by place, each called once, and
-    with the sandbox of programs.
+    with the sandbox of programs. An exception that another batch may not raise is a warning.
 
     No function is called on made-up data: without rows, or true answers, it is only imported.
-    `sources` have the columns that functions ask for.
+    `sources` have the columns that functions ask for, and `blocks` the responses to a prompt.
     """
     known = _known(rows)
     with_answers = [row for row in known if row.reference is not None]
@@ -133,14 +136,20 @@ def function_faults(
     for place, source in functions.items():
         if isinstance(source, CallableReward):
             name = source.callable
+            together = getattr(blocks.get(place.partition(".")[0]), "responses_per_prompt", 1)
             asked: dict[str, Any] = {"function": name, "call": call if chosen else None}
-            asked |= {"sources": further_of, "processes": source.processes}
+            asked |= {"sources": further_of, "processes": source.processes, "together": together}
             call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
             try:
                 found = _answer(name, asked, [source_file(name)], LOAD_S + call_s, workspace)
             except StageError as error:
-                found = [f"{name} {error}. Fix: correct it, or set processes and timeout_s for it"]
-            yield from (f"{place}: {fault}" for fault in found)
+                fix = "Fix: correct it, or set processes and timeout_s for it"
+                found = [(f"{error}. {fix}", True)]
+            for fault, is_certain in found:
+                if is_certain:
+                    yield f"{place}: {fault}"
+                else:
+                    logger.warning(DOUBT, place, fault)
         elif isinstance(source, CodeReward):
             try:
                 sandbox.check(source.timeout_s, source.memory_mib)
@@ -179,18 +188,26 @@ def model_faults(
     if not (lora or (folders and doubtful)):
         return []
     asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
-    files = [file for folder in folders for file in sorted(folder.iterdir())]
+    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
     try:
-        return _answer("tokenizers and layers", asked, files, 2 * LOAD_S, workspace)
+        return _answer("the check of models", asked, files, 2 * LOAD_S, workspace)
     except StageError as error:
-        logger.warning("%s: not checked before the run: the check %s", ", ".join(here), error)
+        logger.warning("%s: not checked before the run: %s", ", ".join(here), error)
         return []
+
+
+def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
+    """Names of tasks that the harness does not know; it takes seconds to say so."""
+    if names := [name for name in tasks.names if name not in tasks.files]:
+        asked, harness = {"names": names}, source_file("lm_eval:validate")
+        yield from _answer("evaluate.tasks.names", asked, [harness], LOAD_S, workspace)
 
 
 def _is_usual(folder: Path, has_system: bool) -> bool:
     """Whether a tokenizer names an EOS, the model has an embedding for each of its tokens, and its
     template, if there are system messages, refuses none."""
-    texts = {path.name: path.read_text(errors="replace") for path in folder.glob("*.j*")}
+    files = filter(Path.is_file, folder.glob("*.j*"))
+    texts = {path.name: path.read_text(errors="replace") for path in files}
     if has_system and any("raise_exception" in text for text in texts.values()):
         return False
     try:
@@ -206,7 +223,7 @@ def _is_usual(folder: Path, has_system: bool) -> bool:
 
 def _answer(
     what: str, asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
-) -> list[str]:
+) -> list[Any]:
     """What the program answers; "no fault" is remembered until a file changes. It warns if there is
     no answer in time.
 
@@ -243,8 +260,8 @@ def _answer(
         if not (answer := folder / "faults.json").is_file():
             last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
             said = f" ({last})" if last else ""
-            raise StageError(f"ended its process with code {process.returncode}{said}")
-        found: list[str] = json.loads(answer.read_text())
+            raise StageError(f"{what} ended its process with code {process.returncode}{said}")
+        found: list[Any] = json.loads(answer.read_text())
     if not found:
         with suppress(OSError):
             known.parent.mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,7 @@ from rlhf_pipeline.dry_run import (
     model_faults,
     reference_faults,
     stage_faults,
+    task_faults,
 )
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages
@@ -165,8 +166,10 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
     every = dict(enumerate(split.sources))
     judge_too = blocks["reward_model"] is None and not blocks["evaluate"].judges
     rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
-    faults += [*function_faults(rewards, for_ppo, rated, workspace)]
-    faults += [*function_faults(judges, rows, every, workspace)]
+    faults += [*function_faults(rewards, for_ppo, rated, blocks, workspace)]
+    faults += [*function_faults(judges, rows, every, blocks, workspace)]
+    tasks = blocks["evaluate"].tasks if is_judged else None
+    faults += [] if tasks is None else task_faults(tasks, workspace)
     refuse([*faults, *model_faults(blocks, nodes, rows, workspace)])
 
 

@@ -157,7 +157,7 @@ def test_a_column_is_asked_of_all_sources_that_a_function_reads(installed, monke
 
     def faults(name, *sources):
         given = {"evaluate.judges.0": CallableReward(callable=f"my_rlhf.rewards:{name}")}
-        return [*function_faults(given, [], dict(enumerate(sources)), installed / "work")]
+        return [*function_faults(given, [], dict(enumerate(sources)), {}, installed / "work")]
 
     assert faults("of", rated) == faults("may", plain) == faults("may", rated) == []
     line = "Fix: add `extra: [level]` to the columns of split.sources.1"

@@ -111,7 +111,10 @@ def test_the_trained_reward_model_alone_is_the_default():
               ("api_key", {"api_key": "sk-canary"}),
               ("extra_headers.Authorization", {"extra_headers": {"Authorization": "canary"}}),
               ("x.X-Api-Key", {"x": {"X-Api-Key": "canary"}}),
-              ("hf_token", {"hf_token": "canary"})]),
+              ("hf_token", {"hf_token": "canary"}),
+              ("api_keys", {"api_keys": "sk-canary"}),
+              ("api_keys.0", {"api_keys": ["sk-canary"]}),
+              ("x.0.api_key", {"x": [{"api_key": "sk-canary"}]})]),
         ([{"path": "/models/a b"}], (), "found label 'a b', expected letters, digits, "),
     ],
 )  # fmt: skip
@@ -121,6 +124,21 @@ def test_other_forms_are_refused(rewards, place, message):
     (fault,) = refusal.value.errors()
     assert fault["loc"] == ("rewards", *place)
     assert message in fault["msg"]
+
+
+@pytest.mark.parametrize(
+    "request_fields",
+    [
+        {"response_format": {"json_schema": {"schema": {"properties": {"key": {"type": "string"}},
+                                                        "required": ["key"]}}}},
+        {"tools": [{"function": {"parameters": {"properties": {"token": {"type": "string"}}}}}]},
+        {"schema": {"$defs": {"key": {"type": "string"}}}},
+        {"chat_template_kwargs": {"bos_token": "<s>"}, "stop_tokens": ["</s>"]},
+        {"logprobs": True, "return_token": True, "token": None, "prompt_cache_key": "judge"},
+    ],
+)  # fmt: skip
+def test_a_field_of_a_request_without_a_secret_passes(request_fields):
+    assert ChatConfig(**CHAT, request=request_fields).request == request_fields
 
 
 def test_the_processes_of_a_function_are_no_part_of_the_recipe():

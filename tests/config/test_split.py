@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.block import Block, operational
+from rlhf_pipeline.config.block import Block, operational, validated
 from rlhf_pipeline.config.split import (
     PHASES,
     BlendedSourceConfig,
@@ -148,6 +148,19 @@ TEXT = {"name": "files", "path": "a.txt"}
 def test_what_is_refused(block: type[Block], fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         block(**fields)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        ({"prompt": []}, "columns.prompt: found [], expected at least one column"),
+        ({"prompt": "p", "response": "a", "completion": "b"},
+         "columns.completion: unknown parameter; in columns, it is another name of response. Fix: "
+         "set one of them"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_columns_is_said_once(columns: dict[str, object], fault: str) -> None:
+    assert validated("columns", ColumnMap, columns)[1] == [fault]
 
 
 def test_the_folder_of_files_is_not_part_of_the_recipe() -> None:

@@ -30,7 +30,7 @@ def raises(prompts, responses): raise KeyError("score")
 
 @pytest.fixture
 def faults(tmp_path):
-    """The faults of a function of this file, or of another text."""
+    """The faults of a function of this file, or of another text, and whether they are certain."""
 
     def faults(name, text=FUNCTIONS, is_known=True, processes=0, **more):
         file = tmp_path / "my.py"
@@ -38,7 +38,7 @@ def faults(tmp_path):
         call = [ASKED, RESPONSES, {"references": ["5"] * 3} | more] if is_known else None
         carried = {"a": list(more)} if is_known else {}
         found = function_faults(f"{file}:{name}", call, processes, carried)
-        return [fault.replace(str(file), "my.py") for fault in found]
+        return [(fault.replace(str(file), "my.py"), is_certain) for fault, is_certain in found]
 
     return faults
 
@@ -51,8 +51,8 @@ def test_a_sound_function_has_no_fault(faults, name, processes):
 
 def test_a_function_gets_the_columns_of_the_first_rows(faults):
     assert faults("level", level=[1, 2, 3]) == []
-    (fault,) = faults("level", level=["a", "b", "c"])
-    assert "TypeError: unsupported operand" in fault
+    ((fault, is_certain),) = faults("level", level=["a", "b", "c"])
+    assert "TypeError: unsupported operand" in fault and not is_certain
     assert faults("tokens") == []
     assert faults("right", references=[]) == [], "no prompt has a true answer"
 
@@ -60,8 +60,8 @@ def test_a_function_gets_the_columns_of_the_first_rows(faults):
 @pytest.mark.parametrize("name", ["level", "right", "none", "raises"])
 def test_without_prompts_a_function_is_imported_and_not_called(faults, name):
     assert faults(name, is_known=False) == []
-    (fault,) = faults("f", "def f(prompts): ...", is_known=False)
-    assert fault.startswith("my.py:f cannot be called with (prompts, responses): ")
+    ((fault, is_certain),) = faults("f", "def f(prompts): ...", is_known=False)
+    assert is_certain and fault.startswith("my.py:f cannot be called with (prompts, responses): ")
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,49 @@ def test_without_prompts_a_function_is_imported_and_not_called(faults, name):
         ("words", "my.py:words: found 'good', expected a finite number, for the response 'The "),
         ("nan", "my.py:nan: found nan, expected a finite number, for the response 'The "),
         ("short", "my.py:short: found 1 results, expected 3, one for each response. Fix: "),
-        ("first", f"my.py:first failed at the response '' to the prompt {ASKED[0]}: IndexError"),
-        ("raises", "my.py:raises failed at the response 'The answer is 5.' to the prompt"),
     ],
 )  # fmt: skip
 def test_a_function_with_a_fault_is_named_with_what_it_returned(faults, name, message):
-    (fault,) = faults(name)
-    assert fault.startswith(message)
+    ((fault, is_certain),) = faults(name)
+    assert is_certain and fault.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("first", f"my.py:first failed at the response '' to the prompt {ASKED[0]}: IndexError"),
+        ("raises", "my.py:raises failed at the response 'The answer is 5.' to the prompt"),
+    ],
+)
+def test_an_exception_in_a_call_is_no_certain_fault(faults, name, message):
+    ((fault, is_certain),) = faults(name)
+    assert not is_certain and fault.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_certain"),
+    [
+        ("return [lenn(r) for r in responses]", True),
+        ("import no_such_package", True),
+        ("from os import no_such_name", True),
+        ("return [os.length(r) for r in responses]", True),
+        ("return [good() for r in responses]", True),
+        ("return [good(1, 2, 3) for r in responses]", True),
+        ("return [good(a=1) for r in responses]", True),
+        ("import broken_module", True),
+        ("for r in responses[9:]: number = 1\n    return [number]", False),
+        ("return [eval(r) for r in responses]", False),
+        ("return [eval(r.split()[0]) for r in responses]", False),
+        ("return [int(None) for r in responses]", False),
+        ("return [r.score for r in responses]", False),
+        ("import torch.distributed as d; return [d.get_rank() for r in responses]", False),
+    ],
+)
+def test_what_fails_with_every_batch_is_certain(faults, tmp_path, monkeypatch, body, is_certain):
+    (tmp_path / "broken_module.py").write_text("def f(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    ((_, found),) = faults("f", f"{FUNCTIONS}\ndef f(prompts, responses):\n    {body}\n")
+    assert found == is_certain
 
 
 @pytest.mark.parametrize(
@@ -96,8 +132,8 @@ def test_a_function_with_a_fault_is_named_with_what_it_returned(faults, name, me
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_imported_is_named(faults, text, message):
-    (fault,) = faults("f", text)
-    assert fault.startswith(message)
+    ((fault, is_certain),) = faults("f", text)
+    assert is_certain and fault.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -127,27 +163,29 @@ def test_a_function_that_scoring_can_call_passes(faults, text):
 )
 def test_a_function_that_scoring_cannot_call_is_refused(faults, text, message):
     """Scoring comes after SFT and the reward model."""
-    (fault,) = faults("f", text)
+    ((fault, is_certain),) = faults("f", text)
     assert fault.startswith(f"my.py:f cannot be called with (prompts, responses): {message}")
-    assert fault.endswith(
+    assert is_certain and fault.endswith(
         "Fix: define it as `def reward(prompts, responses)`; a further parameter "
         "`references` gets the reference answers, `scored` the tokens"
     )
 
 
 def test_a_column_that_a_source_does_not_carry_is_refused_with_the_line_to_add(faults):
-    assert faults("level") == [
+    ((fault, is_certain),) = faults("level")
+    assert is_certain and fault == (
         "my.py:level asks for level, which a does not carry. Fix: add `extra: [level]` to the "
         "columns of a, or give level a default"
-    ]
+    )
 
 
 def test_processes_and_tokens_exclude_each_other(faults):
     assert faults("tokens") == []
-    assert faults("tokens", processes=2) == [
+    ((fault, is_certain),) = faults("tokens", processes=2)
+    assert is_certain and fault == (
         "my.py:tokens: found processes: 2 and the parameter scored, which no process gets. Fix: "
         "set processes to 0"
-    ]
+    )
 
 
 @pytest.fixture

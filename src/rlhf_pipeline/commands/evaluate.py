@@ -80,7 +80,7 @@ def evaluate(
     refuse(judge_faults(config.judges, "evaluate.judges"))
     judged = {f"evaluate.judges.{index}": judge for index, judge in enumerate(config.judges)}
     rows = try_out(judged, tests[0], given.max_bad_fraction) if prompts else ()
-    refuse(function_faults(judged, rows, dict(enumerate(tests)), ledger.workspace))
+    refuse(function_faults(judged, rows, dict(enumerate(tests)), {}, ledger.workspace))
     refuse(door_faults({"evaluate": config}, ledger.workspace))
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = replace(ledger, listeners=(tracker,))

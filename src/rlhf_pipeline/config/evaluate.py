@@ -1,8 +1,6 @@
 """Evaluation and registration, with the names and files of tasks."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from glob import escape, glob
 from itertools import product
@@ -30,7 +28,7 @@ from rlhf_pipeline.config.rewards import (
     RewardSource,
     distinct,
 )
-from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap
+from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap, DataPath
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
     FrozenDeepSpeedConfig,
@@ -103,7 +101,7 @@ class JudgeModelConfig(Block):
     held_back: float | None = Field(default=None, gt=0, lt=1)
     """Share of the reward model's conversations that train this model instead; no policy reads them
     either. It shares the mistakes of those who made the comparisons."""
-    path: str | None = None
+    path: DataPath | None = None
     """A file of comparisons, such as some hundreds that you have made with care."""
     columns: ColumnMap | None = None
     """The columns of the file, as in `split.sources`."""
@@ -272,17 +270,11 @@ class RegisterConfig(Block):
 
 
 def task_faults(config: TasksConfig) -> Iterator[str]:
-    """Names that the harness does not know, and files that cannot be read."""
+    """Files of tasks that cannot be read; `dry_run` asks the harness about names."""
     try:
         task_inputs(config)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         yield f"evaluate.tasks.names: found {error}, expected files of YAML. Fix: correct the file"
-    if names := [name for name in config.names if name not in config.files]:
-        command = [sys.executable, "-P", "-m", "lm_eval", "validate", "--tasks", ",".join(names)]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        if found.returncode != 0:
-            said = (found.stdout or found.stderr).strip().rpartition("\n")[2]
-            yield f"evaluate.tasks.names: {said}. Fix: `lm-eval ls tasks` lists the names"
 
 
 def task_inputs(config: TasksConfig) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """The parameter block of each kind of reward. A field that no other kind has tells its kind."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +10,14 @@ import regex
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from rlhf_pipeline.config.base_model import TEMPLATE_DATE
-from rlhf_pipeline.config.block import Block, Precision, leaves, operational
+from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import Door
 
 REWARD = Door("reward", {})
 """Functions that score responses: rewards, and judges."""
 _SECRET = re.compile(
-    r"(?!prompt_cache_key)(\w*key|(\w*_)?(token|secret|password|auth|authorization|headers?))"
+    r"(?!prompt_cache_key|(bos|eos|pad|unk)_token)"
+    r"(\w*keys?|(\w*_)?(token|secret|password|auth|authorization|headers?))"
 )
 """The name of a field with a secret."""
 _CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
@@ -174,7 +175,7 @@ class ChatConfig(Block):
     """Requests at the same time."""
 
     def _faults(self) -> Iterator[str]:
-        for name, _ in leaves(self.request):
+        for name in _texts(self.request):
             if any(map(_SECRET.fullmatch, name.lower().replace("-", "_").split("."))):
                 yield (
                     f"request.{name}: found a field for a secret, expected none: parameters are "
@@ -189,6 +190,16 @@ class ChatConfig(Block):
         if value is not None and any(field not in value for field in fields):
             raise ValueError(f"expected text with {', '.join(fields)}")
         return value
+
+
+def _texts(request: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """The places of the texts in a request, but for the fields that a JSON schema describes."""
+    for name, value in request.items():
+        inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inner, Mapping) and name not in ("properties", "$defs"):
+            yield from _texts(inner, f"{prefix}{name}.")
+        elif isinstance(inner, str):
+            yield f"{prefix}{name}"
 
 
 class RubricReward(RewardSource):

@@ -1,8 +1,8 @@
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, PositiveInt, field_validator
 
 from rlhf_pipeline.config.block import Block, operational
 
@@ -22,6 +22,24 @@ TASKS = "reasoning_gym"
 # A password may contain slashes, although it should not.
 _LOGIN = re.compile(r"[\w+.-]+://[^/@]*(?:@|:(?!\d+/)[^@]*@)")
 _LITERAL_QUERY = re.compile(r"https?://[^?]*\?(?!\$\w+$)")
+
+
+def _no_secret(path: str) -> str:
+    if _LOGIN.match(path):
+        raise ValueError(
+            "a URL with user or password would appear in logs. Fix: remove them, and set the "
+            "credentials of the store in the environment"
+        )
+    if _LITERAL_QUERY.match(path):
+        raise ValueError(
+            "the query of a URL may contain a signature, which would appear in logs. Fix: "
+            "export the query as an environment variable, and write ?$NAME instead"
+        )
+    return path
+
+
+DataPath = Annotated[str, AfterValidator(_no_secret)]
+"""Files of rows: a local path or a URL, without a secret."""
 
 
 class ColumnMap(Block):
@@ -64,6 +82,8 @@ class ColumnMap(Block):
     """A document, for `split.pretraining`."""
 
     def _faults(self) -> Iterator[str]:
+        if self.prompt == ():
+            yield "prompt: found [], expected at least one column"
         given = {name for name in type(self).model_fields if getattr(self, name) is not None}
         forms = [
             {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
@@ -90,7 +110,7 @@ class SourceConfig(Block):
     name: str = "synthetic"
     """Name of the source (docs/data.md): a data set on the Hugging Face hub, "files" for your own
     data, or "synthetic", which needs neither network nor files."""
-    path: str | None = operational(None)
+    path: DataPath | None = operational(None)
     """Files to read instead of the hub: a .jsonl, .json, .csv, .parquet or .txt file (also .gz), a
     glob, or a folder of `save_to_disk`; a local path or an fsspec URL (s3://...). The query of a
     signed HTTP URL is an environment variable: `https://host/pairs.jsonl?$NAME`."""
@@ -108,21 +128,6 @@ class SourceConfig(Block):
     tasks: dict[str, dict[str, Any]] | None = Field(default=None, min_length=1)
     """For "reasoning_gym": its tasks with equal shares of the rows, each with parameters in the
     place of its defaults, such as {chain_sum: {max_terms: 3}, spell_backward: {}}."""
-
-    @field_validator("path")
-    @classmethod
-    def _no_secret(cls, path: str | None) -> str | None:
-        if path is not None and _LOGIN.match(path):
-            raise ValueError(
-                "a URL with user or password would appear in logs. Fix: remove them, and set the "
-                "credentials of the store in the environment"
-            )
-        if path is not None and _LITERAL_QUERY.match(path):
-            raise ValueError(
-                "the query of a URL may contain a signature, which would appear in logs. Fix: "
-                "export the query as an environment variable, and write ?$NAME instead"
-            )
-        return path
 
     def _faults(self) -> Iterator[str]:
         for field in ("revision", "subset"):

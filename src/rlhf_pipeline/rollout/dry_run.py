@@ -1,5 +1,5 @@
 """Program: call a function of the user once, bind what the doors name, or look at tokenizers and
-layers, before a run starts.
+layers or at names of tasks, before a run starts.
 
     python -P -m rlhf_pipeline.rollout.dry_run FOLDER   reads question.json, writes the faults
 
@@ -9,16 +9,20 @@ No weights are read, and nothing is downloaded.
 import inspect
 import json
 import os
+import re
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.rewards import check_signature
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.rollout.function_workers import Call, loaded, scores
+from rlhf_pipeline.rollout.function_workers import Call, ResultError, loaded, scores
 
 
 def function_faults(
@@ -26,13 +30,16 @@ def function_faults(
     call: Sequence[Any] | None,
     processes: int,
     sources: Mapping[str, Sequence[str]],
-) -> Iterator[str]:
+    together: int = 1,
+) -> Iterator[tuple[str, bool]]:
     """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call, with the
-    further columns of sources by place.
+    further columns of sources by place; and whether it is wrong with every other call, too. As in
+    training, `together` responses to a prompt are in one call.
 
     Without a call it is only imported. So is one that asks for the policy's tokens, or for true
     answers that the call lacks.
     """
+    is_called = False
     try:
         scored = loaded(function, *function.rsplit(":", 1))
         signature = inspect.signature(scored)
@@ -46,11 +53,29 @@ def function_faults(
         lacks = {"scored"} if call and call[2]["references"] else {"scored", "references"}
         if call is not None and not lacks & {*asked}:
             prompts, responses, more = call
+            if not processes:  # their calls have one response
+                responses = [each for each in responses for _ in range(together)]
+                prompts, more = prompts * together, {name: more[name] * together for name in more}
             whole = Call(prompts, responses, {name: more[name] for name in asked if name in more})
+            is_called = True
             for each in map(whole.row, range(len(responses))) if processes else [whole]:
                 scores(function, scored, each)
     except PipelineError as error:
-        yield error.message
+        yield error.message, not is_called or _is_certain(error.__cause__)
+
+
+def _is_certain(error: BaseException | None) -> bool:
+    """Whether a function fails so with every call: its results are no numbers, or a name, an import
+    or an argument in it is wrong, which is not in the text of a response."""
+    match error:
+        case SyntaxError():
+            return Path(error.filename or "").is_file()
+        case NameError() | ImportError() | AttributeError(obj=ModuleType()):
+            file = traceback.extract_tb(error.__traceback__)[-1].filename
+            return not isinstance(error, UnboundLocalError) and Path(file).is_file()
+        case TypeError():
+            return re.search(r"\(\) (missing|takes|got) ", str(error)) is not None
+    return isinstance(error, ResultError)
 
 
 def door_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
@@ -104,11 +129,21 @@ def model_faults(
         yield f"{place}: {error.message.removeprefix('lora.target_modules: ')}"
 
 
+def task_faults(names: Sequence[str]) -> Iterator[str]:
+    """Names of tasks that the lm-evaluation-harness does not know."""
+    command = [sys.executable, "-P", "-m", "lm_eval", "validate", "--tasks", ",".join(names)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        said = (found.stdout or found.stderr).strip().rpartition("\n")[2]
+        yield f"evaluate.tasks.names: {said}. Fix: `lm-eval ls tasks` lists the names"
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     question = json.loads((folder / "question.json").read_text())
-    programs: dict[str, Callable[..., Iterator[str]]] = {
-        "function": function_faults, "doors": door_faults, "models": model_faults
+    programs: dict[str, Callable[..., Iterator[Any]]] = {
+        "function": function_faults, "doors": door_faults, "models": model_faults,
+        "names": task_faults,
     }  # fmt: skip
     faults = [*programs[next(iter(question))](**question)]
     (folder / "faults.json").write_text(json.dumps(faults))

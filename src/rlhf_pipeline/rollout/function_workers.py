@@ -78,7 +78,7 @@ def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
 
 
 def _module(location: str) -> ModuleType:
-    path = Path(location)
+    path = Path(location).expanduser()
     if path.suffix != ".py":
         return importlib.import_module(location)
     spec = importlib.util.spec_from_file_location(f"ppo_rewards_{path.stem}", path)
