@@ -113,23 +113,29 @@ def recipe_changes(
 
     `pending` inputs do not exist yet, so their content cannot be compared.
     """
-
-    def differing(part: str) -> list[str]:
-        names = sorted({*old[part], *new[part]})
-        return [name for name in names if old[part].get(name) != new[part].get(name)]
-
-    code = differing("code")
-    fates = {name: "changed" if name in new["inputs"] else "is gone" for name in old["inputs"]}
+    code = _differing(old["code"], new["code"], {*old["code"], *new["code"]})
+    known = {*old["inputs"], *new["inputs"]} - {*pending}
     return [
         *value_changes(_settings(old), _settings(new)),
-        *(
-            f"input {name} {fates.get(name, 'is new')}"
-            for name in differing("inputs")
-            if name not in pending
-        ),
+        *input_changes(old["inputs"], new["inputs"], known),
         *value_changes(old["versions"], new["versions"]),
         *([f"code changed: {', '.join(code)}"] if code else []),
     ]
+
+
+def input_changes(
+    old: Mapping[str, str], new: Mapping[str, str], names: Collection[str]
+) -> Iterator[str]:
+    """`input NAME changed`, `is new` or `is gone`, for each of the names whose digest differs."""
+    for name in _differing(old, new, names):
+        fate = "changed" if name in old and name in new else "is gone" if name in old else "is new"
+        yield f"input {name} {fate}"
+
+
+def _differing(
+    old: Mapping[str, str], new: Mapping[str, str], names: Collection[str]
+) -> list[str]:
+    return [name for name in sorted(names) if old.get(name) != new.get(name)]
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
