@@ -155,7 +155,9 @@ def _opened(
 
 
 def _results(ledger: "Ledger", version: str, published: Iterable[Path]) -> RunResults:
-    lineage = [each for folder in published for each in ledger.ancestors(folder)]
     several = ("source", "tasks")  # there may be one for each file, and for each policy
-    own = {m.stage: folder for folder, m in lineage if m.stage not in several}
+    own: dict[str, Path] = {}
+    for folder, made in (each for folder in published for each in ledger.ancestors(folder)):
+        if made.stage not in several and "fold" not in made.config:
+            own.setdefault(made.stage, folder)  # of several rounds, the last comes first
     return RunResults(version, own)
