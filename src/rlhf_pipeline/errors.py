@@ -68,12 +68,9 @@ class Interrupted(PipelineError):  # noqa: N818 - not an error
 def as_typed(text: str) -> str:
     """The text with `rlhf-pipeline`, or `python -m rlhf_pipeline`, in place of `kedro` if the user
     started that program."""
-    started, program = Path(sys.argv[0]), "kedro"
-    if started.name == "rlhf-pipeline":
-        program = "rlhf-pipeline"
-    elif started.parts[-2:] == ("rlhf_pipeline", "__main__.py"):
-        program = "python -m rlhf_pipeline"
-    return re.sub(r"\bkedro (?=run|rlhf)", f"{program} ", text)
+    program = sys.argv[0].removesuffix("/__main__.py").rpartition("/")[2]
+    known = {"rlhf-pipeline": "rlhf-pipeline", "rlhf_pipeline": "python -m rlhf_pipeline"}
+    return re.sub(r"\bkedro (?=run|rlhf)", f"{known.get(program, 'kedro')} ", text)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

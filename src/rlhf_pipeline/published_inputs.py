@@ -91,10 +91,8 @@ def changes_since(
 def _changes(
     record: Mapping[str, Any], name: str, block: Block, known: dict[str, dict[str, str] | None]
 ) -> Iterator[str]:
-    """Of one block of a stage, and of the files and models of others that it has read.
-
-    `known` has the digests of all blocks so far, by their text: each file is read once.
-    """
+    """Of one block of a stage, and of the files and models of others that it has read; those of all
+    blocks so far are `known`, by the block's text."""
     block = with_generator(block) if isinstance(block, PPOConfig) else block
     yours, theirs = as_json({name: block})[name], record["config"][name]
     if isinstance(block, EvaluateConfig) and not block.judges:
@@ -110,9 +108,9 @@ def _changes(
             known[text] = _digests(block)
     if (new := known[text]) is not None:
         old = record["inputs"]
-        # Other blocks are read in several stages, beside their results.
-        names = {*old, *new} if isinstance(block, SourceConfig) else old.keys() & new.keys()
-        yield from input_changes(old, new, names)
+        # Other stages have further inputs, and read a part of what their block names.
+        others = () if isinstance(block, SourceConfig) else old.keys() ^ new.keys()
+        yield from input_changes(old, new, others)
 
 
 def _digests(block: Block) -> dict[str, str]:

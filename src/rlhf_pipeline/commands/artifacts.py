@@ -182,9 +182,9 @@ class Ledger:
             for source, content in Manifest.read(path).inputs.items():
                 if content == digest and source.endswith("_model") and source != "reward_model":
                     own = source.removesuffix("_model")
-                    policies = read_evaluation(path, earlier=True)["policies"]
-                    known = own if own in policies else BASE_MODEL
-                    found.append((self.with_files(path), known))
+                    if own not in read_evaluation(path, earlier=True)["policies"]:
+                        own = BASE_MODEL
+                    found.append((self.with_files(path), own))
         found.sort(key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
         return Policy(name, policy.stage, made_from, tuple(found), folder)
 

@@ -114,9 +114,8 @@ def read_evaluation(folder: Path, *, earlier: bool = False) -> dict[str, Any]:
     evaluation: dict[str, Any] = json.loads(verified(folder, EVALUATION).read_text())
     if not (earlier or "judges" in evaluation):
         raise ArtifactError(
-            f"{folder}: found an evaluation by an earlier version, which does not record the "
-            "standing of its judges. Fix: compare its policies again by `kedro rlhf evaluate "
-            "BASELINE CANDIDATE`"
+            f"{folder}: found an evaluation by an earlier version, without the standing of judges. "
+            "Fix: compare its policies again by `kedro rlhf evaluate BASELINE CANDIDATE`"
         )
     return evaluation
 

@@ -81,8 +81,7 @@ class Registration:
 
 
 def read_registration(file: Path) -> dict[str, Any]:
-    """A published registration. Raises ArtifactError if it was changed, is damaged, or is by
-    version 1.1, which recorded no digest."""
+    """A published registration. Raises ArtifactError if it was changed, or has no digest."""
     try:
         found: dict[str, Any] = json.loads(file.read_text())
         digest = found.pop("digest", None)

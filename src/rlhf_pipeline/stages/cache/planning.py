@@ -113,29 +113,22 @@ def recipe_changes(
 
     `pending` inputs do not exist yet, so their content cannot be compared.
     """
-    code = _differing(old["code"], new["code"], {*old["code"], *new["code"]})
-    known = {*old["inputs"], *new["inputs"]} - {*pending}
+    code = sorted({name for name, _ in old["code"].items() ^ new["code"].items()})
     return [
         *value_changes(_settings(old), _settings(new)),
-        *input_changes(old["inputs"], new["inputs"], known),
+        *input_changes(old["inputs"], new["inputs"], pending),
         *value_changes(old["versions"], new["versions"]),
         *([f"code changed: {', '.join(code)}"] if code else []),
     ]
 
 
 def input_changes(
-    old: Mapping[str, str], new: Mapping[str, str], names: Collection[str]
+    old: Mapping[str, str], new: Mapping[str, str], ignored: Collection[str]
 ) -> Iterator[str]:
-    """`input NAME changed`, `is new` or `is gone`, for each of the names whose digest differs."""
-    for name in _differing(old, new, names):
-        fate = "changed" if name in old and name in new else "is gone" if name in old else "is new"
-        yield f"input {name} {fate}"
-
-
-def _differing(
-    old: Mapping[str, str], new: Mapping[str, str], names: Collection[str]
-) -> list[str]:
-    return [name for name in sorted(names) if old.get(name) != new.get(name)]
+    """`input NAME changed`, `is new` or `is gone`, for each input with another digest."""
+    fates = {name: "changed" if name in new else "is gone" for name in old}
+    for name in sorted({name for name, _ in old.items() ^ new.items()} - {*ignored}):
+        yield f"input {name} {fates.get(name, 'is new')}"
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
