@@ -12,7 +12,8 @@ import rlhf_pipeline
 from rlhf_pipeline import evaluate, run, runs
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.evaluation.comparison import read_answers, read_evaluation
+from rlhf_pipeline.evaluation.comparison import EVALUATION, read_answers, read_evaluation
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 
 PROJECT = Path(__file__).parents[1]
 PAGE = (PROJECT / "docs" / "python.md").read_text()
@@ -88,6 +89,32 @@ def test_errors_are_exceptions_that_name_the_fix(tmp_path, monkeypatch):
         runs(params={"root": "pyproject.toml"}, project=PROJECT / "docs")  # of the project
     with pytest.raises(ConfigError, match=r"project: found no project in .* Fix:"):
         runs()
+
+
+def test_artifacts_are_those_of_the_last_round_and_none_of_five_folds(tmp_path):
+    """A second reward model on a file is five models, none of which is the judge."""
+
+    def made(place, stage, inputs, **config):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        (folder / EVALUATION).write_text(place)
+        files = file_entries(folder)
+        Manifest(stage, place, 7, config, inputs, {}, {}, files).write(folder)
+        return folder
+
+    inputs, rounds = {}, []
+    for number in range(1, 4):
+        place = f"07_workspace/iterative_dpo/{number}/export"
+        rounds.append(made(place, "iterative_dpo", inputs, table={"round": number}))
+        inputs = {"sft_model": content_digest(rounds[-1])}
+    for number in range(5):
+        place = f"07_workspace/judge_model/{number}/export"
+        fold = made(place, "judge_model", {}, fold={"number": number, "of": 5})
+        inputs[f"judge_model.{number}"] = content_digest(fold)
+    place = "08_reporting/evaluation/2026-01-01T00.00.00.000Z/evaluation"
+    expected = {"evaluate": made(place, "evaluate", inputs), "iterative_dpo": rounds[-1]}
+    (found,) = runs(params={"root": tmp_path})
+    assert found.artifacts == expected
 
 
 @pytest.mark.slow

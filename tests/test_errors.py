@@ -9,10 +9,16 @@ from rlhf_pipeline.errors import DataError, install, without_secrets
 
 
 @pytest.mark.parametrize(
-    ("program", "command"), [("kedro", "kedro"), ("rlhf-pipeline", "rlhf-pipeline")]
+    ("program", "command"),
+    [
+        ("bin/kedro", "kedro"),
+        ("bin/rlhf-pipeline", "rlhf-pipeline"),
+        ("lib/rlhf_pipeline/__main__.py", "python -m rlhf_pipeline"),
+        ("lib/kedro/__main__.py", "kedro"),
+    ],
 )
 def test_a_fix_names_the_program_that_the_user_started(monkeypatch, program, command):
-    monkeypatch.setattr(sys, "argv", [f"/env/bin/{program}", "rlhf", "chat"])
+    monkeypatch.setattr(sys, "argv", [f"/env/{program}", "rlhf", "chat"])
     error = DataError("kedro: x. Fix: `kedro run --env=a`, or `kedro rlhf clean`")
     assert error.message == f"kedro: x. Fix: `{command} run --env=a`, or `{command} rlhf clean`"
 

@@ -9,6 +9,7 @@ import pytest
 from rlhf_pipeline.checks import check
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.data.source import source_origin
 from rlhf_pipeline.pipelines.preparation import base_model_identity
 from rlhf_pipeline.published_inputs import changes_since
 from rlhf_pipeline.runtime.digests import file_digest
@@ -25,14 +26,15 @@ ROW = {"prompt": "a", "chosen": "b", "rejected": "c"}
 def blocks(tmp_path, monkeypatch):
     """The blocks of a run from files in the working folder, with changes by place."""
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text(json.dumps(ROW))
+    Path("rows").mkdir()
+    Path("rows", "a.jsonl").write_text(json.dumps(ROW))
     Path("rewards.py").write_text(REWARDS)
     Path("model").mkdir()
     Path("model", "config.json").write_text("{}")
     Path("model", "tokenizer.json").write_text("{}")
     found = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
     columns = {name: name for name in ROW}
-    found["split"]["sources"] = [{"name": "files", "path": "rows.jsonl", "columns": columns}]
+    found["split"]["sources"] = [{"name": "files", "path": "rows/*.jsonl", "columns": columns}]
     found["base_model"] = {"path": "model"}
     found["rejection"] = {"sample": {"rewards": ["rewards.py:f"]}}
 
@@ -56,7 +58,8 @@ def published(blocks, tmp_path):
     (source,) = made["split"].records()
     policy, own = made["rejection"], {*SFTConfig.model_fields}
     recorded = as_json({"source": source} | made)
-    rows, file = {"rows.jsonl": file_digest(Path("rows.jsonl"))}, made["base_model"]
+    rows, file = source_origin(source).files, made["base_model"]
+    rows = {name: file_digest(path) for name, path in rows.items()}
     records = {
         "source": ({"source": recorded["source"]}, rows),
         "base_model": ({"base_model": recorded["base_model"]}, base_model_identity(file)),
@@ -124,9 +127,35 @@ def test_the_seed_and_the_bytes_of_files_count(blocks, published):
     changed = {"rejection_model": ["input rewards.0 changed"]}
     assert changes_since(published, blocks(), 5) == changed
     Path("rewards.py").write_text(REWARDS)
-    Path("rows.jsonl").rename("other.jsonl")
+    Path("rows", "a.jsonl").rename("other.jsonl")
     (moved,) = blocks()["split"].sources
     sources = [moved.model_copy(update={"path": "other.jsonl"}).model_dump(mode="json")]
     found = changes_since(published, blocks(split__sources=sources), 5)
     assert found.keys() == published.keys()
     assert found["sft_model"][-1] == "source files other.jsonl is new"
+
+
+def test_files_of_a_source_that_came_or_went_count_and_each_is_read_once(
+    blocks, published, monkeypatch
+):
+    """The source of the published split recorded all files that its glob found."""
+    first, other = Path("rows", "a.jsonl"), Path("rows", "b.jsonl")
+    other.write_text(json.dumps(ROW))
+    assert [*changes_since(published, blocks(), 5).values()] == [["input b.jsonl is new"]] * 2
+    first.rename(other)
+    renamed = ["input a.jsonl is gone", "input b.jsonl is new"]
+    given, opened, read = blocks(), [], Path.open
+
+    def counted(path, *args, **kwargs):
+        opened.append(path.name)
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", counted)
+    assert [*changes_since(published, given, 5).values()] == [renamed] * 2
+    assert opened.count("b.jsonl") == 1
+
+
+def test_a_source_whose_files_are_all_gone_is_left_to_the_published_split(blocks, published):
+    given = blocks()
+    Path("rows", "a.jsonl").unlink()
+    assert changes_since(published, given, 5) == {}

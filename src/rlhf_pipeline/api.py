@@ -16,7 +16,7 @@ from kedro.utils import find_kedro_project
 from omegaconf import OmegaConf
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.evaluate import CHAMPION
+from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_MODEL
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.evaluation.comparison import ANSWERS, Answer, read_answers, read_evaluation
 from rlhf_pipeline.evaluation.report import Evaluation
@@ -156,6 +156,6 @@ def _opened(
 
 def _results(ledger: "Ledger", version: str, published: Iterable[Path]) -> RunResults:
     lineage = [each for folder in published for each in ledger.ancestors(folder)]
-    several = ("source", "tasks")  # there may be one for each file, and for each policy
-    own = {m.stage: folder for folder, m in lineage if m.stage not in several}
-    return RunResults(version, own)
+    several = ("source", "tasks", JUDGE_MODEL)  # for several files, policies and folds
+    lineage.reverse()  # of several rounds, the last comes first
+    return RunResults(version, {m.stage: path for path, m in lineage if m.stage not in several})

@@ -66,9 +66,11 @@ class Interrupted(PipelineError):  # noqa: N818 - not an error
 
 
 def as_typed(text: str) -> str:
-    """The text with `rlhf-pipeline` in place of `kedro` if the user started that program."""
-    is_kedro = Path(sys.argv[0]).name != "rlhf-pipeline"
-    return text if is_kedro else re.sub(r"\bkedro (?=run|rlhf)", "rlhf-pipeline ", text)
+    """The text with `rlhf-pipeline`, or `python -m rlhf_pipeline`, in place of `kedro` if the user
+    started that program."""
+    program = sys.argv[0].removesuffix("/__main__.py").rpartition("/")[2]
+    known = {"rlhf-pipeline": "rlhf-pipeline", "rlhf_pipeline": "python -m rlhf_pipeline"}
+    return re.sub(r"\bkedro (?=run|rlhf)", f"{known.get(program, 'kedro')} ", text)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
 from rlhf_pipeline.pipelines.preparation import base_model_identity, source_job
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
-from rlhf_pipeline.stages.cache.planning import value_changes
+from rlhf_pipeline.stages.cache.planning import input_changes, value_changes
 
 _SOURCE = itemgetter("name", "path", "subset", "split")
 """What two jobs that read the same source have in common."""
@@ -68,7 +68,7 @@ def changes_since(
     texts = split.pretraining.records() if split.pretraining else []
     sources = {_SOURCE(vars(one)): one for one in (*texts, *split.records())}
     inner = {one.sampler: one.sample for one in samplers(blocks) if isinstance(one, SampledConfig)}
-    found = {}
+    found, known = {}, dict[str, dict[str, str] | None]()
     for name, artifact in inputs.items():
         made = Manifest.read(artifact)
         changes = [*value_changes({"seed": made.seed}, {"seed": seed})]
@@ -80,7 +80,7 @@ def changes_since(
                 present = {"source": sources.get(key)}
             for each in record["config"] if record["stage"] not in DERIVED else ():
                 if block := present.get(each):
-                    changes += _changes(record, each, block)
+                    changes += _changes(record, each, block, known)
         new = [key for key in map(_SOURCE, map(vars, split.records())) if read and key not in read]
         changes += [f"source {' '.join(filter(None, key))} is new" for key in new]
         if changes:
@@ -88,8 +88,11 @@ def changes_since(
     return found
 
 
-def _changes(record: Mapping[str, Any], name: str, block: Block) -> Iterator[str]:
-    """Of one block of a stage, and of the files and models of others that it has read."""
+def _changes(
+    record: Mapping[str, Any], name: str, block: Block, known: dict[str, dict[str, str] | None]
+) -> Iterator[str]:
+    """Of one block of a stage, and of the files and models of others that it has read; those of all
+    blocks so far are `known`, by the block's text."""
     block = with_generator(block) if isinstance(block, PPOConfig) else block
     yours, theirs = as_json({name: block})[name], record["config"][name]
     if isinstance(block, EvaluateConfig) and not block.judges:
@@ -99,10 +102,15 @@ def _changes(record: Mapping[str, Any], name: str, block: Block) -> Iterator[str
     yield from faults
     if earlier is not None:
         yield from value_changes(earlier.recipe(), block.recipe(), f"{name}.")
-    with suppress(PipelineError, OSError):  # a hub is unreachable, or a file is gone
-        for place, digest in _digests(block).items():
-            if record["inputs"].get(place, digest) != digest:
-                yield f"input {place} changed"
+    if (text := repr(block)) not in known:
+        known[text] = None
+        with suppress(PipelineError, OSError):  # a hub is unreachable, or a file is gone
+            known[text] = _digests(block)
+    if (new := known[text]) is not None:
+        old = record["inputs"]
+        # Other stages have further inputs, and read a part of what their block names.
+        others = () if isinstance(block, SourceConfig) else old.keys() ^ new.keys()
+        yield from input_changes(old, new, others)
 
 
 def _digests(block: Block) -> dict[str, str]:

@@ -14,6 +14,7 @@ from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.clean import clean
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.stages.cache.workspace import recipe_lock
 
 TIMES = [f"2026-01-0{day}T00.00.00.000Z" for day in (1, 2, 3)]
 
@@ -97,3 +98,16 @@ def test_the_memory_of_checks_before_runs_is_removed(shelf, monkeypatch):
     (memory / "0123").touch()
     shelf.clean(monkeypatch)
     assert not memory.exists()
+
+
+def test_a_recipe_that_another_process_locks_is_kept_and_the_others_are_removed(shelf, monkeypatch):
+    """Its process has not recorded itself yet."""
+    locked, free = (shelf.root / "workspace" / "ppo" / (name * 16) for name in "ab")
+    for attempt in (locked, free):
+        shutil.copytree(shelf.models[2], attempt / "export")
+        (attempt / "export" / "manifest.json").unlink()
+    with recipe_lock(locked, record=False):
+        shown = shelf.clean(monkeypatch)
+    assert f"kept: workspace/ppo/{locked.name}: in use by another process" in shown
+    assert "Removed; 24 bytes freed." in shown
+    assert locked.is_dir() and not free.exists()

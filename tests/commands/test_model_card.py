@@ -109,6 +109,18 @@ def test_without_records_it_says_unknown():
     assert "| base model and data | unknown | unknown | unknown |" in text
 
 
+def test_evaluations_of_an_earlier_version_are_left_out(evaluated, tmp_path):
+    """They lack the standing of their judges."""
+    folder = tmp_path / "earlier"
+    folder.mkdir()
+    earlier = {name: value for name, value in EVALUATION.items() if name != "judges"}
+    (folder / "evaluation.json").write_text(json.dumps(earlier))
+    text, _ = card(PPO, evaluations=[(sealed(folder), "ppo")])
+    assert "Unknown: no evaluation of this policy by this version is recorded." in text
+    text, _ = card(PPO, evaluations=[(folder, "ppo"), (evaluated, "ppo")])
+    assert "prefers PPO's answer to SFT's on 62.5%" in text
+
+
 def test_local_paths_are_not_shown_and_their_licence_is_read(tmp_path):
     folder = tmp_path / "secret project" / "Mine|<b>"
     folder.mkdir(parents=True)

@@ -137,6 +137,35 @@ def test_the_registration_of_the_same_run_gives_the_verdict(project, tmp_path):
     assert "<h1>PPO is not promoted.</h1>" in page.read_text()
 
 
+def of_an_earlier_version(evaluation):
+    """Turn an evaluation into one without the standing of its judges, as by version 1.1."""
+    compared = json.loads((evaluation / "evaluation.json").read_text())
+    del compared["judges"]
+    (evaluation / "evaluation.json").write_text(json.dumps(compared))
+    return sealed(evaluation)
+
+
+def test_an_evaluation_and_a_registration_of_an_earlier_version_are_named_as_that(
+    project, tmp_path
+):
+    folder = of_an_earlier_version(project.publish("2026-01-01"))
+    fix = "Fix: compare its policies again by `kedro rlhf evaluate BASELINE CANDIDATE"
+    with pytest.raises(ArtifactError, match=f"{folder}: found an evaluation by an earlier.*{fix}`"):
+        project.report()
+    file = tmp_path / "registration.json" / "2026-01-01" / "registration.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(REGISTRATION))
+    with pytest.raises(ArtifactError, match=f"{file}: found .* earlier version.*{fix} --register`"):
+        project.report()
+
+
+def test_a_policy_with_evaluations_of_two_versions_has_a_page(project, tmp_path):
+    of_an_earlier_version(project.publish("2026-01-01"))
+    project.publish("2026-01-02")
+    policy = tmp_path / "ppo_model" / "2026-01-01" / "ppo_model"
+    assert "/evaluation.html/2026-01-02/evaluation.html" in project.report(str(policy))
+
+
 def test_a_policy_stands_for_its_newest_published_evaluation(project, tmp_path):
     """Not for the newer copy of it in the workspace, which has no registration."""
     evaluation = project.publish("2026-01-01")
@@ -165,6 +194,7 @@ def shown(tmp_path):
             compared = {
                 "candidate": candidate,
                 "judge": "gold",
+                "judges": {"gold": {"state": "independent", "by": {}}},
                 "win_rates": {"gold": {"rate": rate, "lower": rate - 0.1, "upper": rate + 0.1}},
                 "policies": {candidate: {} if rate == GREEDY else {"kl": 1.5}},
             }
@@ -193,6 +223,14 @@ def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch
         "2026-01-02 dpo 7 70.0% [60.0%, 80.0%] gold -",
         "2026-01-03 ppo 7 60.0% [50.0%, 70.0%] gold 1.50",
     ]
+
+
+def test_an_evaluation_of_an_earlier_version_is_listed(shown, monkeypatch, tmp_path):
+    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    shown(("evaluation", "2026-01-01", "aaaa1111", 0.6), ("dpo_evaluation", "2026-01-02", "b", 0.5))
+    of_an_earlier_version(tmp_path / "evaluation" / "2026-01-01" / "evaluation")
+    _, *lines = shown()
+    assert [line[:2] for line in lines] == [["2026-01-01", "ppo"], ["2026-01-02", "dpo"]]
 
 
 def test_a_changed_evaluation_is_named_and_the_others_are_listed(shown, monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from made_by_hand import HOSTILE, REGISTRATION, sealed
+from made_by_hand import HOSTILE, REGISTRATION, artifact, sealed
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.evaluation.comparison import ANSWERS
@@ -36,6 +36,13 @@ def test_the_sections_follow_the_verdict(evaluation, models):
     assert "<h3>Score of the reward model</h3>" in page
     assert '<p class="eyebrow">PPO against the SFT model, evaluation' in page
     assert "run-of-ppo" in page and "ppo.kl.coef" in page and "0123456789ab<" in page
+
+
+def test_the_training_of_the_last_round_is_shown(evaluation, models, tmp_path):
+    """It comes before those that it was made from."""
+    earlier = artifact(tmp_path / "earlier", "ppo", [{"objective/score": 1.0}], ppo={"first": 1})
+    page = evaluation_page(evaluation(), [*models, earlier], None)
+    assert "ppo.kl.coef" in page and "ppo.first" not in page
 
 
 def test_what_is_absent_is_left_out(evaluation):

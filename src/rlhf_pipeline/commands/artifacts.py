@@ -46,7 +46,7 @@ class Policy:
         if not self.evaluations:
             return {}
         folder, name = self.evaluations[0]
-        return dict(read_evaluation(folder)["policies"][name])
+        return dict(read_evaluation(folder, earlier=True)["policies"][name])
 
     def parameters(self) -> dict[str, Any]:
         """The parameters and the seeds of all stages, by their dotted names."""
@@ -182,8 +182,9 @@ class Ledger:
             for source, content in Manifest.read(path).inputs.items():
                 if content == digest and source.endswith("_model") and source != "reward_model":
                     own = source.removesuffix("_model")
-                    known = own if own in read_evaluation(path)["policies"] else BASE_MODEL
-                    found.append((self.with_files(path), known))
+                    if own not in read_evaluation(path, earlier=True)["policies"]:
+                        own = BASE_MODEL
+                    found.append((self.with_files(path), own))
         found.sort(key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
         return Policy(name, policy.stage, made_from, tuple(found), folder)
 

@@ -92,8 +92,9 @@ def _origin(manifest: Manifest) -> dict[str, str | None]:
 
 
 def _evaluation(policy: Policy) -> dict[str, Any] | None:
-    """The newest evaluation of the policy as a candidate, or else as SFT."""
-    found = [(read_evaluation(folder), name) for folder, name in policy.evaluations]
+    """The newest evaluation of the policy as a candidate, or else as SFT; none of version 1.1."""
+    read = ((read_evaluation(f, earlier=True), name) for f, name in policy.evaluations)
+    found = [(compared, name) for compared, name in read if "judges" in compared]
     if not found:
         return None
     own = (compared for compared, name in found if compared["candidate"] == name)

@@ -60,7 +60,7 @@ def runs(ledger: Ledger, console: Console) -> None:
     faults = []
     for folder in sorted(found.values(), key=lambda folder: folder.parent.name):
         try:
-            compared = read_evaluation(folder)
+            compared = read_evaluation(folder, earlier=True)
         except ArtifactError as error:
             faults.append(str(error))
             continue

@@ -18,7 +18,7 @@ import numpy as np
 from rlhf_pipeline.config.evaluate import GOLD, JUDGE_MODEL, REWARD_MODEL, EvaluateConfig
 from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
 from rlhf_pipeline.data.sources.synthetic import gold_parts
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.manifest import verified
 from rlhf_pipeline.statistics import (
     cross_pairs,
@@ -108,9 +108,15 @@ def baseline_of(evaluation: Mapping[str, Any]) -> str:
     return str(next(iter(evaluation["policies"])))
 
 
-def read_evaluation(folder: Path) -> dict[str, Any]:
-    """The evaluation in a folder. Raises ArtifactError if it was changed."""
+def read_evaluation(folder: Path, *, earlier: bool = False) -> dict[str, Any]:
+    """The evaluation in a folder. Raises ArtifactError if it was changed; so, too, if it has no
+    `judges`, as by version 1.1, unless `earlier`."""
     evaluation: dict[str, Any] = json.loads(verified(folder, EVALUATION).read_text())
+    if not (earlier or "judges" in evaluation):
+        raise ArtifactError(
+            f"{folder}: found an evaluation by an earlier version, without the standing of judges. "
+            "Fix: compare its policies again by `kedro rlhf evaluate BASELINE CANDIDATE`"
+        )
     return evaluation
 
 

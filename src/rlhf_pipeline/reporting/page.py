@@ -58,7 +58,8 @@ def evaluation_page(
     Raises ArtifactError if a file was changed."""
     compared = read_evaluation(evaluation)
     manifest = Manifest.read(evaluation)
-    models = {Manifest.read(folder).stage: folder for folder in artifacts}
+    # Of several rounds, the last comes first.
+    models = {Manifest.read(folder).stage: folder for folder in reversed([*artifacts])}
     judge_model, reward_report = models.get("reward_model", Path()), None
     if (judge_model / REWARD_REPORT).is_file():
         reward_report = json.loads(verified(judge_model, REWARD_REPORT).read_text())

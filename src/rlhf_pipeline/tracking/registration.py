@@ -81,16 +81,22 @@ class Registration:
 
 
 def read_registration(file: Path) -> dict[str, Any]:
-    """A published registration. Raises ArtifactError if it was changed or is damaged."""
+    """A published registration. Raises ArtifactError if it was changed, or has no digest."""
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        if found.pop("digest", None) != json_digest(found):
+        digest = found.pop("digest", None)
+        if digest not in (None, json_digest(found)):
             raise ValueError("its digest does not match")
     except (ValueError, AttributeError, TypeError) as error:
         raise ArtifactError(
             f"{file} was changed after the registration finished ({error}). Fix: restore the file; "
             f"if you have no copy, remove {file.parent}"
         ) from None
+    if digest is None:
+        raise ArtifactError(
+            f"{file}: found a registration by an earlier version, which has no digest. Fix: "
+            "compare its policies again by `kedro rlhf evaluate BASELINE CANDIDATE --register`"
+        )
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.job import newest_step
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest
 from rlhf_pipeline.stages.cache.workspace import (
@@ -73,10 +74,7 @@ def survey(
 
 
 def remove(leftover: Leftover, workspace: Path) -> str | None:
-    """Remove a leftover; if a process uses it by now, keep it and return that process in words.
-
-    Raises StageError if another process that cleans removes it.
-    """
+    """Remove a leftover; if a process uses it by now, keep it and return that process in words."""
     if workspace not in leftover.path.parents[1:]:  # no attempt at a recipe
         shutil.rmtree(leftover.path)
         if not any(leftover.path.parent.iterdir()):
@@ -85,8 +83,11 @@ def remove(leftover: Leftover, workspace: Path) -> str | None:
     first = _first_of(leftover.path)
     if holder := user(first):
         return holder
-    with recipe_lock(first, wait=False, record=False):
-        shutil.rmtree(leftover.path)
+    try:
+        with recipe_lock(first, wait=False, record=False):
+            shutil.rmtree(leftover.path)
+    except StageError:
+        return user(first) or "another process"
     return None
 
 

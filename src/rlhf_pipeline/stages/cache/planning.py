@@ -113,23 +113,22 @@ def recipe_changes(
 
     `pending` inputs do not exist yet, so their content cannot be compared.
     """
-
-    def differing(part: str) -> list[str]:
-        names = sorted({*old[part], *new[part]})
-        return [name for name in names if old[part].get(name) != new[part].get(name)]
-
-    code = differing("code")
-    fates = {name: "changed" if name in new["inputs"] else "is gone" for name in old["inputs"]}
+    code = sorted({name for name, _ in old["code"].items() ^ new["code"].items()})
     return [
         *value_changes(_settings(old), _settings(new)),
-        *(
-            f"input {name} {fates.get(name, 'is new')}"
-            for name in differing("inputs")
-            if name not in pending
-        ),
+        *input_changes(old["inputs"], new["inputs"], pending),
         *value_changes(old["versions"], new["versions"]),
         *([f"code changed: {', '.join(code)}"] if code else []),
     ]
+
+
+def input_changes(
+    old: Mapping[str, str], new: Mapping[str, str], ignored: Collection[str]
+) -> Iterator[str]:
+    """`input NAME changed`, `is new` or `is gone`, for each input with another digest."""
+    fates = {name: "changed" if name in new else "is gone" for name in old}
+    for name in sorted({name for name, _ in old.items() ^ new.items()} - {*ignored}):
+        yield f"input {name} {fates.get(name, 'is new')}"
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
