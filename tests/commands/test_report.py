@@ -155,7 +155,9 @@ def test_an_evaluation_and_a_registration_of_an_earlier_version_are_named_as_tha
     file = tmp_path / "registration.json" / "2026-01-01" / "registration.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(REGISTRATION))
-    with pytest.raises(ArtifactError, match=f"{file}: found .* earlier version.*{fix} --register`"):
+    with pytest.raises(
+        ArtifactError, match=f"{file}: found .* earlier version.*{fix}`, with --reg"
+    ):
         project.report()
 
 

@@ -94,8 +94,8 @@ def read_registration(file: Path) -> dict[str, Any]:
         ) from None
     if digest is None:
         raise ArtifactError(
-            f"{file}: found a registration by an earlier version, which has no digest. Fix: "
-            "compare its policies again by `kedro rlhf evaluate BASELINE CANDIDATE --register`"
+            f"{file}: found no digest, as by an earlier version. Fix: compare its policies again "
+            "by `kedro rlhf evaluate BASELINE CANDIDATE`, with --register for the gate"
         )
     return found
 
