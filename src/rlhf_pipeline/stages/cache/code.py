@@ -41,12 +41,9 @@ def code_digests(*modules: str) -> dict[str, str]:
         name = path.relative_to(ROOT).as_posix() if package == PACKAGE else module
         if name not in digests:
             digests[name], imports = _parsed(path.read_text())
-            table = path.with_suffix(".toml")
-            if table.is_file():
-                content = repr(tomllib.loads(table.read_text(encoding="utf-8")))
-                digests[f"{name.removesuffix('.py')}.toml"] = hashlib.sha256(
-                    content.encode()
-                ).hexdigest()
+            if (table := path.with_suffix(".toml")).is_file():
+                content = repr(tomllib.loads(table.read_text(encoding="utf-8"))).encode()
+                digests[f"{name.removesuffix('.py')}.toml"] = hashlib.sha256(content).hexdigest()
             parent = module if path.name == "__init__.py" else module.rpartition(".")[0]
             around = {module.rpartition(".")[0]} if package != PACKAGE and inside else set()
             pending |= around.union(resolve_name(each, parent) for each in imports) - seen
