@@ -22,11 +22,10 @@ from rlhf_pipeline.distributed.lean_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
 from rlhf_pipeline.distributed.zero import gathered, sharded_loading, whole_shape
 from rlhf_pipeline.models.forward import warn_of_padding
-from rlhf_pipeline.models.kernels import use_kernels
+from rlhf_pipeline.models.kernels import require_sound_kernels, use_kernels
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, pretrained
-from rlhf_pipeline.models.self_check import require_sound_kernels
 from rlhf_pipeline.runtime import heartbeat
 
 M = TypeVar("M", bound=nn.Module)
