@@ -76,8 +76,10 @@ def chat(
     how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
     flags = [f"max_new_tokens={max_tokens}", *how.split(), "--user=you"]
     talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags]
-    silent = {"cwd": folder.parent, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command, env=os.environ | SILENT, **silent)
+    unseen, environment = subprocess.DEVNULL, os.environ | SILENT
+    server = subprocess.Popen(
+        command, cwd=folder.parent, env=environment, stdout=unseen, stderr=unseen
+    )
     try:
         while not answers(port):
             if server.poll() is not None:
@@ -85,7 +87,7 @@ def chat(
                 raise StageError(f"{policy}: the server ended. Fix: see why, by `{shown}`")
             time.sleep(0.2)
         # Offline, the hub's client refuses any server, this one as well.
-        subprocess.run(talk, env=os.environ | SILENT | {"HF_HUB_OFFLINE": "0"}, check=False)
+        subprocess.run(talk, env=environment | {"HF_HUB_OFFLINE": "0"}, check=False)
     except KeyboardInterrupt:
         pass
     finally:

@@ -212,9 +212,8 @@ def load_ppo_models(
     trust = job.trust_remote_code
     steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
     updates = config.ppo_epochs * config.updates_per_epoch
-    scores: tuple[Callable[..., Any], str] = untrained, "sft_model"
-    if "reward_model" in job.inputs:
-        scores = load_scores, "reward_model"
+    has_scores = "reward_model" in job.inputs
+    scores = (load_scores, "reward_model") if has_scores else (untrained, "sft_model")
 
     def load(model: TrainedModel | FrozenModel) -> Any:
         is_teacher = model.name == "reference" and config.has_teacher

@@ -147,14 +147,9 @@ class Annotator:
         return 1 / (1 + math.exp(-logit))
 
 
-ANNOTATORS = {
-    None: (
-        Annotator(care=2.0, length=0.02, first=0.1, courtesy=0.0),
-        Annotator(care=1.5, length=0.05, first=0.3, courtesy=0.4),
-        Annotator(care=1.5, length=0.03, first=0.3, courtesy=-0.5),
-        Annotator(care=0.8, length=0.10, first=0.6, courtesy=0.0),
-    ),
-    "hasty": (Annotator(care=0.2, length=0.3, first=0.6, courtesy=0.0),),
+ANNOTATORS: dict[str | None, list[Annotator]] = {
+    None: [Annotator(**each) for each in _WORLD["annotators"]],
+    "hasty": [Annotator(**each) for each in _WORLD["hasty_annotators"]],
 }
 """Those who compare the answers, by `subset` of the source; each compares equally many."""
 
@@ -317,9 +312,5 @@ def _score_core(drawn: Request, words: str) -> tuple[float, int]:
     return (2.0 if right else -2.0), len(said[0][0].split()) if said else 0
 
 
-SOURCES = (
-    Source(
-        _NAME, "comparisons", generate=generate,
-        accepts={"split": ("train", "test"), "subset": ("hasty",)},
-    ),
-)  # fmt: skip
+_ACCEPTS = {"split": ("train", "test"), "subset": ("hasty",)}
+SOURCES = (Source(_NAME, "comparisons", generate=generate, accepts=_ACCEPTS),)
