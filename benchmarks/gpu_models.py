@@ -85,8 +85,8 @@ def make_model(settings: Tree, positions: int) -> Model:
 
 def make_reward_model(model: Model) -> Path:
     """The folder of the same weights with a random scalar head."""
+    from rlhf_pipeline.distributed.engine import untrained
     from rlhf_pipeline.models.scalar_head import pretrained, store_score_mean
-    from rlhf_pipeline.training.new_head import untrained
 
     folder = model.folder.with_name(f"{model.folder.name}-reward")
     if world().rank == 0 and not (folder / "token_contract.json").is_file():

@@ -54,7 +54,7 @@ class EnoughError(Exception):
 
 def self_check(settings: Tree) -> Tree:
     """Kernels beside a CPU in float32; raises StageError if one differs."""
-    from rlhf_pipeline.models.self_check import check
+    from rlhf_pipeline.models.kernels import check
 
     found = check(world().device, settings["precision"])
     worst = max(found, key=lambda each: each.error / each.bound)

@@ -4,6 +4,8 @@ Every `kedro` command loads this module. A command of `kedro rlhf` is the functi
 module of `commands/`, which is imported when the command is called.
 """
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,24 +16,9 @@ from rlhf_pipeline.commands.command import CONFIGURATION, Command, check_names
 from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.errors import ConfigError
 
-COMMANDS = {
-    "chat": ("serve", "Talk to a policy in the terminal."),
-    "clean": ("clean", "Remove the files that no published version needs."),
-    "compare": ("compare", "Show how policies differ, and which one is better."),
-    "doctor": ("doctor", "Check whether this machine can run the configuration."),
-    "evaluate": ("evaluate", "Compare the answers of any models to the same prompts."),
-    "export": ("export", "Write a policy as a folder that transformers can load."),
-    "label": ("label", "Let people compare answers on a page."),
-    "lineage": ("lineage", "Show what a policy was made from, and verify it."),
-    "params": ("params", "Show parameters with their defaults and meanings."),
-    "plan": ("plan", "Show the memory that each stage needs, and whether it fits."),
-    "preset": ("preset", "Write an environment for a model on some GPUs."),
-    "report": ("report", "Show the page of an evaluation in a browser."),
-    "runs": ("report", "List the published evaluations."),
-    "serve": ("serve", "Serve a policy to clients of OpenAI's API."),
-    "status": ("status", "Show what each stage would do, and why."),
-    "ui": ("serve", "Show runs and registered models in MLflow's pages."),
-}
+COMMANDS: dict[str, list[str]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 """The module of each command, and its line in the list of commands."""
 COMMAND = Door("command", {n: f"rlhf_pipeline.commands.{m}:{n}" for n, (m, _) in COMMANDS.items()})
 

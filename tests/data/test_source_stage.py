@@ -174,14 +174,17 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
             "synthetic": key(samples=3)
         }
 
-    def changed(module: str) -> set[str]:
+    def changed(module: str, line: str = "_CHANGED = True") -> set[str]:
         before = keys()
         with (package / module).open("a") as source:
-            source.write("\n_CHANGED = True\n")
+            source.write(f"\n{line}\n")
         return {name for name, now in keys().items() if now != before[name]}
 
     assert changed("data/sources/column_maps.py") == mapped
+    assert changed("data/sources/column_maps.toml", "changed = true") == mapped
+    assert changed("data/sources/column_maps.toml", "# a comment") == set()
     assert changed("data/sources/synthetic.py") == {"synthetic"}
+    assert changed("data/sources/synthetic.toml", "changed = true") == {"synthetic"}
     assert changed("data/source.py") == set(keys())
     assert changed("data/split.py") == set()
 

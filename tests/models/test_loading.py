@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from rlhf_pipeline.distributed.engine import untrained
 from rlhf_pipeline.models.loading import MLMODEL, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.training.new_head import untrained
 
 LOADS = {
     "policy": load_policy,

@@ -8,8 +8,8 @@ from torch.nn.attention import varlen
 from varlen_reference import varlen_attn
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.models import packing, self_check
-from rlhf_pipeline.models.self_check import check, compare_attention, compare_head
+from rlhf_pipeline.models import kernels, packing
+from rlhf_pipeline.models.kernels import check, compare_attention, compare_head
 from rlhf_pipeline.rl import logprobs
 
 CPU = torch.device("cpu")
@@ -144,10 +144,10 @@ def test_a_sampler_that_is_one_token_off_is_found(monkeypatch):
 
 def test_a_process_checks_each_precision_of_its_gpu_once_and_no_cpu(monkeypatch):
     seen = []
-    monkeypatch.setattr(self_check, "check", lambda *given: seen.append(given))
+    monkeypatch.setattr(kernels, "check", lambda *given: seen.append(given))
     gpu = torch.device("cuda", 7)
     for device, precision in ((gpu, "bf16"), (gpu, "fp32"), (gpu, "bf16"), (CPU, "bf16")):
-        self_check.require_sound_kernels(device, precision)
+        kernels.require_sound_kernels(device, precision)
     assert seen == [(gpu, "bf16"), (gpu, "fp32")]
 
 

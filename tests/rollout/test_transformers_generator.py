@@ -15,8 +15,8 @@ from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.rl.logprobs import sampled
 from rlhf_pipeline.rollout import decoding
+from rlhf_pipeline.rollout.decoding import RoomyLayer
 from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.key_values import RoomyLayer
 from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator, repacked
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]

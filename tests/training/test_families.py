@@ -13,13 +13,12 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows
-from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.engine import train_engine, untrained
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.experience import make_experience
-from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.ppo_metrics import rollout_metrics
 from rlhf_pipeline.training.ppo_setup import load_ppo_models
 from rlhf_pipeline.training.ppo_update import update_models

@@ -323,8 +323,7 @@ def test_one_step_of_sft_changes_b_only(make_model, world, family, deepspeed):
 def test_one_step_of_the_reward_model_changes_its_head_and_b_only(make_model, world):
     """B starts at zero, so the first gradient of A is zero."""
     from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.training.new_head import untrained
+    from rlhf_pipeline.distributed.engine import train_engine, untrained
     from rlhf_pipeline.training.reward_model import RewardModelTask
 
     checkpoint, config = make_model("gpt2"), block("reward_model", {})

@@ -19,8 +19,8 @@ import torch
 from strict_device import StrictDevice
 from tiny_jobs import logged, tiny_job, trained
 
-from rlhf_pipeline.distributed.offload import in_main_memory
 from rlhf_pipeline.runtime.program import DETERMINISTIC
+from rlhf_pipeline.training.rollouts import in_main_memory
 
 AVERAGED = {"ema": {"decay": 0.9}, "evaluation_prompts": 4}
 CASES = {

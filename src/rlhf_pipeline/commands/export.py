@@ -15,8 +15,7 @@ from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.commands.model_card import model_card
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
-from rlhf_pipeline.runtime.digests import file_digest
-from rlhf_pipeline.runtime.manifest import content_digest
+from rlhf_pipeline.runtime.manifest import content_digest, file_entries
 from rlhf_pipeline.storage.store import explained, open_store, upload
 from rlhf_pipeline.tracking.registry import registration
 
@@ -91,18 +90,14 @@ def publish(
     """
     if SUMS in former:
         store.rm_file(f"{root}/{SUMS}")
-    digests = {
-        path.relative_to(source).as_posix(): file_digest(path)
-        for path in sorted(source.rglob("*"))
-        if path.is_file()
-    }
-    for name, digest in digests.items():
-        upload(store, source / name, f"{root}/{name}", digest)
-    for name in {*former} - {SUMS, *digests}:
+    entries = file_entries(source)
+    for name, entry in entries.items():
+        upload(store, source / name, f"{root}/{name}", entry.sha256)
+    for name in {*former} - {SUMS, *entries}:
         store.rm_file(f"{root}/{name}")
-    sums = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+    sums = "".join(f"{entry.sha256}  {name}\n" for name, entry in entries.items())
     store.pipe_file(f"{root}/{SUMS}", sums.encode())
-    return sum((source / name).stat().st_size for name in digests)
+    return sum(entry.size for entry in entries.values())
 
 
 def _convert(source: Path, target: str, settings: dict[str, Any]) -> None:

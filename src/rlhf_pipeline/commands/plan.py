@@ -15,6 +15,7 @@ from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
     console,
+    gpus_option,
     json_option,
     pipeline_option,
     plain_table,
@@ -62,11 +63,7 @@ class Plan:
 @pipeline_option
 @click.option("--model", metavar="NAME", help="Plan for this published model, such as opt-1.3b.")
 @click.option("--gpu", metavar="NAME", help="Plan for this GPU: its name (a100-80) or its GiB.")
-@click.option(
-    "--gpus",
-    metavar="8x80",
-    help="Number of GPUs x GiB of each (8x80), or nodes x GPUs x GiB (2x8x80).",
-)
+@gpus_option
 @click.option(
     "--check",
     is_flag=True,

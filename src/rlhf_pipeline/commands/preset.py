@@ -3,7 +3,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from rlhf_pipeline.commands.command import Command, plain_table
+from rlhf_pipeline.commands.command import Command, gpus_option, plain_table
 from rlhf_pipeline.errors import ConfigError, as_typed
 from rlhf_pipeline.presets.placement import Method
 from rlhf_pipeline.presets.preset import (
@@ -22,11 +22,7 @@ from rlhf_pipeline.sizing.models import MODELS
 
 @click.command(cls=Command)
 @click.argument("model", required=False)
-@click.option(
-    "--gpus",
-    metavar="8x80",
-    help="Number of GPUs x GiB of each (8x80), or nodes x GPUs x GiB (2x8x80).",
-)
+@gpus_option
 @click.option(
     "--method",
     type=click.Choice(METHODS),

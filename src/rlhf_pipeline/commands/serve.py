@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,17 +70,16 @@ def chat(
     default is the champion. An answer has at most MAX_TOKENS tokens. Temperature 0 always takes the
     most likely token.
     """
-    folder = ledger.language_model(policy).resolve()
-    port = free_port(None, LOOPBACK)
+    folder, port = ledger.language_model(policy).resolve(), free_port(None, LOOPBACK)
     seeded = [] if seed is None else [f"--default-seed={seed}"]
     command = serving(TRANSFORMERS, folder, LOOPBACK, port, "--log-level=error", *seeded)
     how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
     flags = [f"max_new_tokens={max_tokens}", *how.split(), "--user=you"]
     talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags]
+    unseen, environment = subprocess.DEVNULL, os.environ | SILENT
     server = subprocess.Popen(
-        command, cwd=folder.parent, env=os.environ | SILENT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        command, cwd=folder.parent, env=environment, stdout=unseen, stderr=unseen
+    )
     try:
         while not answers(port):
             if server.poll() is not None:
@@ -88,7 +87,7 @@ def chat(
                 raise StageError(f"{policy}: the server ended. Fix: see why, by `{shown}`")
             time.sleep(0.2)
         # Offline, the hub's client refuses any server, this one as well.
-        subprocess.run(talk, env=os.environ | SILENT | {"HF_HUB_OFFLINE": "0"}, check=False)
+        subprocess.run(talk, env=environment | {"HF_HUB_OFFLINE": "0"}, check=False)
     except KeyboardInterrupt:
         pass
     finally:
@@ -148,5 +147,5 @@ def serving(program: str, folder: Path, host: str, port: int, *options: str) -> 
 
 def answers(port: int) -> bool:
     """Whether a program answers at a port of this machine."""
-    with closing(socket.socket()) as probe:
+    with socket.socket() as probe:
         return probe.connect_ex((LOOPBACK, port)) == 0

@@ -6,6 +6,8 @@ set explicitly: a new release cannot change them, and what is stored with an art
 
 import json
 import os
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.training import (
@@ -17,11 +19,8 @@ from rlhf_pipeline.config.training import (
 )
 from rlhf_pipeline.runtime.job import LaunchedJob
 
-LOSS_SCALER = {
-    "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
-    "consecutive_hysteresis": False, "min_loss_scale": 1,
-}  # fmt: skip
-"""The dynamic loss scale of fp16."""
+FIXED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""The settings that every engine has."""
 
 
 def training_settings(
@@ -49,30 +48,17 @@ def inference_settings(
 ) -> dict[str, Any]:
     """DeepSpeed settings for a model that is not trained; see `training_settings`."""
     precision, memory = config.precision, {"device": "cpu", "pin_memory": on_gpu}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": True,  # optimizer_step marks the last micro batch
-        "gradient_clipping": 0.0,  # DeepSpeed's own default became 1.0 in 2026
-        "prescale_gradients": False,
-        "gradient_predivide_factor": 1.0,
-        "gradient_allreduce_op": "mean",  # optimizer_step multiplies by the number of ranks
-        "steps_per_print": 10**9,
-        "wall_clock_breakdown": False,
-        # The precision of the weights; what the model's authors say.
-        "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"},
-        "bf16": {"enabled": precision == "bf16", "check_grad_overflow": True},
-        "fp16": {"enabled": precision == "fp16", **LOSS_SCALER},
+    return FIXED | {
+        "data_types": {"grad_accum_dtype": None, **FIXED["data_types"]},  # that of the weights
+        "bf16": {"enabled": precision == "bf16", **FIXED["bf16"]},
+        "fp16": {"enabled": precision == "fp16", **FIXED["fp16"]},
         "zero_optimization": {
             "stage": config.zero_stage,
             # Below stage 3 it lost gradients until 2026: DeepSpeed's 5606, 7371, 7805, 7965, 8061.
             "overlap_comm": config.zero_stage == 3,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
+            **FIXED["zero_optimization"],
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
-            # True would replace torch's linear function in the whole process.
-            "memory_efficient_linear": False,
             "stage3_prefetch_bucket_size": BUCKET,
             # Biases and norms stay whole, matrices are sharded.
             "stage3_param_persistence_threshold": 10 * hidden_size,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
@@ -19,13 +20,12 @@ from rlhf_pipeline.distributed.deepspeed_config import BUCKET, inference_setting
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed, get_accelerator
 from rlhf_pipeline.distributed.lean_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
-from rlhf_pipeline.distributed.zero import sharded_loading, whole_shape
+from rlhf_pipeline.distributed.zero import gathered, sharded_loading, whole_shape
 from rlhf_pipeline.models.forward import warn_of_padding
-from rlhf_pipeline.models.kernels import use_kernels
+from rlhf_pipeline.models.kernels import require_sound_kernels, use_kernels
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.lora import add_adapters
-from rlhf_pipeline.models.scalar_head import pretrained
-from rlhf_pipeline.models.self_check import require_sound_kernels
+from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, pretrained
 from rlhf_pipeline.runtime import heartbeat
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,6 +66,18 @@ def train_engine(
     release_freed()  # copies that DeepSpeed has made of the weights
     heartbeat.tick()
     return engine
+
+
+def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:
+    """The SFT model with a new scalar head; all ranks draw the same one. See `load_scores`.
+
+    Its standard deviation is 1 / sqrt(d + 1) for width d (Huang et al., 2024, arXiv 2403.17031):
+    a head of zeros would at first give the other weights no gradient.
+    """
+    model = load_scores(sft_model, precision, new_head=True, **how)
+    with gathered(model.head.parameters()):
+        nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
+    return model
 
 
 def _reduce_lean(engine: DeepSpeedEngine) -> None:

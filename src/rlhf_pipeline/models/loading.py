@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,20 +35,8 @@ DTYPES: dict[Precision, torch.dtype] = {
 }
 SAFE = (".safetensors", ".safetensors.index.json")
 MAX_NEW_TOKENS = 128
-# The content that mlflow.models.Model.save writes, without time, random id and versions, so that
-# equal policies have equal bytes. Training programs must not import mlflow.
-MLMODEL = f"""\
-flavors:
-  python_function:
-    loader_module: rlhf_pipeline.serving
-signature:
-  inputs: '[{{"type": "string", "name": "prompt", "required": true}}]'
-  outputs: '[{{"type": "string", "required": true}}]'
-  params: '[{{"name": "max_new_tokens", "default": {MAX_NEW_TOKENS}, \
-"shape": null, "type": "long"}},
-    {{"name": "temperature", "default": 0.0, "shape": null, "type": "double"}},
-    {{"name": "seed", "default": 0, "shape": null, "type": "long"}}]'
-"""
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MLMODEL: str = _TABLE["mlmodel"].replace("MAX_NEW_TOKENS", str(MAX_NEW_TOKENS))
 """The file `MLmodel`, by which `mlflow.pyfunc.load_model` loads a policy from its folder."""
 
 

@@ -1,6 +1,6 @@
 """Presets: published hyper-parameters (recipes.yml) and memory settings, as an environment."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
 from pathlib import Path
@@ -24,19 +24,9 @@ LORA_FACTOR = 10
 RATE, DECAY = "optimizer.learning_rate", "optimizer.weight_decay"
 METHODS: tuple[Method, ...] = get_args(Method)
 Road = Literal["full", "dpo", "kto", "grpo"]
-ROADS: Mapping[Road, tuple[str, ...]] = {
-    "full": ("sft", "reward_model", "ppo", "dpo", "kto", "evaluate"),
-    "dpo": ("sft", "reward_model", "dpo", "evaluate"),
-    "kto": ("sft", "reward_model", "kto", "evaluate"),
-    "grpo": ("sft", "grpo", "evaluate"),
-}
-"""The stages of the pipelines that have presets. A preset for `full` serves DPO and KTO, too."""
-HARDWARE = (
-    *("1x16", "1x24", "1x40", "1x80", "1x141"),
-    *("8x24", "8x40", "8x80", "8x141"),
-    *("2x8x80", "4x8x80", "8x8x80"),
-)
-"""The hardware of the table, smaller first. Other hardware has presets as well."""
+ROADS: Mapping[Road, Sequence[str]] = RECIPES["roads"]
+"""The stages of the pipelines that have presets."""
+HARDWARE: Sequence[str] = RECIPES["hardware"]
 TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo", "kto", "grpo.actor")
 
 

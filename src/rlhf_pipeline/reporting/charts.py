@@ -1,9 +1,11 @@
 """The charts of a page as data, which the script of the page draws."""
 
 import math
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +33,7 @@ class Chart:
     """`line`, or `histogram`, whose x are the edges of the bars."""
     value: str = ""
     """The number beside the title: the metric of the exported model."""
-    healthy: tuple[float, float] | None = None
+    healthy: Sequence[float] | None = None
     """The band of y that is healthy."""
     mark: float | None = None
     """The step of the exported model."""
@@ -42,41 +44,20 @@ OF_FRONTIER = "Healthy: it rises to the right. A curve that bends down shows ove
 SCORE = "Score by the rewards"
 """Title of the score of trainings that may have different rewards."""
 
-# fmt: off
-PPO = (
-    (SCORE, "objective/score", "it rises, then levels off.", None),
-    ("Gold score", "objective/gold_score",
-     "it rises with the score. A fall while the score rises is exploitation.", None),
-    ("Accuracy, strict", "objective/accuracy", "it rises with the score.", None),
-    ("Accuracy, lenient", "objective/accuracy_lenient",
-     "it rises. Where the strict one alone rises, the form of answers has improved.", None),
-    ("KL from SFT, nats per response", "objective/kl",
-     "it levels off. Be suspicious of scores that need ever more KL.", None),
-    ("Entropy, nats per token", "policy/entropy",
-     "it falls slowly. Near 0, sampling gives the same answer every time.", None),
-    ("Length of a response, tokens", "rollout/response_tokens",
-     "it changes little, or the gold score rises with it.", None),
-    ("Responses that end by themselves", "rollout/eos_fraction", "close to 1.", None),
-    ("Policy loss", "policy/loss", "no jumps. Its size says little.", None),
-    ("Clip fraction", "policy/clip_fraction",
-     "in the band, below 0.3. Above it, the steps are too large.", (0.0, 0.3)),
-    ("Value loss", "value/loss", "it falls.", None),
-    ("Explained variance of the critic", "value/explained_variance",
-     "in the band and rising. Below 0, a constant would predict better.", (0.0, 1.0)),
+
+class Curve(NamedTuple):
+    """A row of the table `charts.toml`."""
+
+    title: str
+    metric: str
+    note: str
+    band: Sequence[float] | None = None
+
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PPO, (OF_TEACHER,), OTHERS = (
+    [Curve(**row) for row in _TABLE[kind]] for kind in ("ppo", "distill", "others")
 )
-OF_TEACHER = ("KL from the teacher, nats per response", "objective/kl",
-              "it falls, then levels off.", None)
-OTHERS = (
-    ("Loss", "{}/loss", "both fall. A held-out loss that rises again is overfitting.", None),
-    ("Accuracy on comparisons", "{}/accuracy",
-     "above 0.5, which is chance; noisy preferences keep it below 1.", (0.5, 1.0)),
-    ("KL on mismatched pairs, nats", "{}/kl",
-     "it moves slowly. Below 0, as for given answers, it counts as 0.", None),
-    ("Margin of the chosen response", "{}/margin", "it grows, then levels off.", None),
-)
-"""Title, metric, what is healthy, and the healthy band or None. The metric of the same name on
-held-out rows is drawn in the same chart."""
-# fmt: on
 
 
 def training_charts(
@@ -89,11 +70,11 @@ def training_charts(
     present = {each for record in records for each in record["metrics"]}
     shown_first, *others = PPO
     rewards = [
-        (f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD, None)
+        Curve(f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD)
         for metric in sorted(each for each in present if each.startswith("reward/"))
     ]
     if stage == "distill":
-        others = [OF_TEACHER if each[1] == OF_TEACHER[1] else each for each in others]
+        others = [OF_TEACHER if each.metric == OF_TEACHER.metric else each for each in others]
     charts = (shown_first, *rewards, *others) if stage in POLICIES else OTHERS
     for heading, pattern, note, healthy in charts:
         metric = pattern.format(stage)

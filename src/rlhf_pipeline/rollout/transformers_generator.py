@@ -72,13 +72,8 @@ class TransformersGenerator:
                     prepared=packed and takes_prepared_mask(model.config, room),
                     synced=is_sharded(model) and not self._gather,
                 )
-                found = decoder.run(
-                    ids,
-                    mask,
-                    numbers[index] if packed else None,
-                    draws[index],
-                    sampling.temperature,
-                )
+                given = numbers[index] if packed else None
+                found = decoder.run(ids, mask, given, draws[index], sampling.temperature)
                 # One copy, so the host waits for the device once.
                 tokens, logprobs[index] = torch.stack([each.double() for each in found]).cpu()
                 for i, row in zip(index.tolist(), tokens.long().tolist(), strict=True):

@@ -69,7 +69,10 @@ class VLLMGenerator:
         self._contract = contract
         self._model: PreTrainedModel = getattr(policy, "module", policy)
         self._sleeps = on_gpu()
-        kind = make_engine(policy, contract, rows=rows, longest=longest, place=place)
+        longest = max(longest, PROBED)
+        kind = (self._model.config.to_json_string(), contract.vocab_size, rows, longest, PAGE)
+        if kind not in _ENGINES:
+            _ENGINES[kind] = load_engine(self._model, contract, rows, longest, place)
         self._engine = _ENGINES[kind]
         try:
             if not has_parity(self, policy, contract):
@@ -140,21 +143,6 @@ class VLLMGenerator:
         for name, weight in whole_weights(self._model):
             is_padded = name.rpartition(".")[0] in padded
             yield name, weight[: self._contract.vocab_size] if is_padded else weight
-
-
-def make_engine(
-    policy: PreTrainedModel | DeepSpeedEngine, contract: TokenContract, *, rows: int, longest: int,
-    place: str,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Make an engine for the arguments of `VLLMGenerator` unless there is one; return its key.
-
-    A rank does this alone. Raises ConfigError if vLLM makes none.
-    """
-    model, longest = getattr(policy, "module", policy), max(longest, PROBED)
-    kind = (model.config.to_json_string(), contract.vocab_size, rows, longest, PAGE)
-    if kind not in _ENGINES:
-        _ENGINES[kind] = load_engine(model, contract, rows, longest, place)
-    return kind
 
 
 def load_engine(

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,23 +11,7 @@ from pathlib import Path
 from rlhf_pipeline.errors import ConfigError, suggestion
 
 GIB = 2**30
-
-
-GPUS = {
-    "t4": 16,
-    "v100-32": 32,
-    "rtx3090": 24,
-    "rtx4090": 24,
-    "l4": 24,
-    "a10": 24,
-    "a6000": 48,
-    "l40s": 48,
-    "a100-40": 40,
-    "a100-80": 80,
-    "h100": 80,
-    "h200": 141,
-    "b200": 180,
-}
+GPUS: dict[str, int] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 """GiB of memory by name, as NVIDIA's data sheets say."""
 
 

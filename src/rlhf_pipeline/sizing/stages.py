@@ -113,7 +113,11 @@ class Load:
         else:
             batch = config.batch_size
             if isinstance(config, SampledConfig):
-                own = _sampled(config, lengths["ppo"])
+                copies = 1 if config.kind == "demonstrations" else 2
+                tokens = copies * config.sampling.max_response_tokens
+                own = replace(
+                    lengths["ppo"], response=tokens, longest_response=tokens, copies=copies
+                )
             else:
                 own = lengths[stage if stage in lengths else "reward_model"]  # DPO's comparisons
         # Micro batches have at most `micro_batch_tokens` tokens, or one longer row.
@@ -134,12 +138,6 @@ def _models(config: StageConfig, parameters: Parameters) -> Sequence[StageModel]
     trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
     settings = [DeepSpeedConfig.model_validate(one.get("deepspeed", {})) for one in trained]
     return config.models(settings)
-
-
-def _sampled(config: SampledConfig, prompts: Lengths) -> Lengths:
-    copies = 1 if config.kind == "demonstrations" else 2
-    tokens = copies * config.sampling.max_response_tokens
-    return replace(prompts, response=tokens, longest_response=tokens, copies=copies)
 
 
 def limits(split: SplitConfig) -> dict[str, Lengths]:

@@ -20,8 +20,15 @@ from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rl.preference_losses import chosen_nll, log_ratios
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.reference import answer_logprobs, load_reference, reference_logprobs
+from rlhf_pipeline.training.preferences import (
+    Pairs,
+    PairTask,
+    answer_logprobs,
+    chosen_and_rejected,
+    load_reference,
+    ranking_sums,
+    reference_logprobs,
+)
 from rlhf_pipeline.training.supervised import train
 
 

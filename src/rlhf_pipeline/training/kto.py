@@ -28,7 +28,7 @@ from rlhf_pipeline.rl.preference_losses import kto_loss, log_ratios
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.reference import answer_logprobs, load_reference, reference_logprobs
+from rlhf_pipeline.training.preferences import answer_logprobs, load_reference, reference_logprobs
 from rlhf_pipeline.training.supervised import BLOCK, Setup, Task, train
 
 

@@ -16,7 +16,7 @@ from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
 from rlhf_pipeline.distributed.deepspeed_config import store_settings
-from rlhf_pipeline.distributed.engine import frozen_model, train_engine
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine, untrained
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
@@ -29,7 +29,6 @@ from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.new_head import untrained
 from rlhf_pipeline.training.prompts import PromptStream
 from rlhf_pipeline.training.resume import Checkpoints
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
@@ -213,9 +212,8 @@ def load_ppo_models(
     trust = job.trust_remote_code
     steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
     updates = config.ppo_epochs * config.updates_per_epoch
-    scores: tuple[Callable[..., Any], str] = untrained, "sft_model"
-    if "reward_model" in job.inputs:
-        scores = load_scores, "reward_model"
+    has_scores = "reward_model" in job.inputs
+    scores = (load_scores, "reward_model") if has_scores else (untrained, "sft_model")
 
     def load(model: TrainedModel | FrozenModel) -> Any:
         is_teacher = model.name == "reference" and config.has_teacher

@@ -23,7 +23,7 @@ from rlhf_pipeline.config.training import FrozenModelConfig, RewardModelConfig
 from rlhf_pipeline.data.record_files import mapped
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, load_rows
-from rlhf_pipeline.distributed.engine import free_memory, frozen_model
+from rlhf_pipeline.distributed.engine import free_memory, frozen_model, untrained
 from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.models.forward import sequence_scores
@@ -32,8 +32,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.statistics import calibration, difference, rank_correlation, rate_interval
-from rlhf_pipeline.training.new_head import untrained
-from rlhf_pipeline.training.pairs import Pairs, PairTask, chosen_and_rejected, ranking_sums
+from rlhf_pipeline.training.preferences import Pairs, PairTask, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import BLOCK, train
 
 REPORT = "reward_report.json"

@@ -2,23 +2,29 @@
 
 A step has G prompts with K responses each. Slot g of a step is the place of its g-th prompt; rank r
 of W ranks has the slots r, r + W, r + 2 W, and so on, with all responses to their prompts.
+
+What sampling does not need can leave the GPU for main memory meanwhile. A storage gives up its
+memory and gets other memory later. It stays the same object, so DeepSpeed's own views of it stay
+valid at every ZeRO stage. `DeepSpeedEngine.offload_states` makes new tensors instead, has nothing
+for stage 0, and refuses torch's AdamW at stage 3.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_pipeline.distributed.batches import Rows, micro_batches, own_share
-from rlhf_pipeline.distributed.engine import release_freed
+from rlhf_pipeline.distributed.engine import free_memory, release_freed
 from rlhf_pipeline.distributed.engine_state import saved_tensors
-from rlhf_pipeline.distributed.offload import in_main_memory, weights
+from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
+from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.rollout.generation import Seed, row_seeds
 from rlhf_pipeline.rollout.records import Rollout, Scored
 from rlhf_pipeline.runtime import heartbeat
@@ -27,6 +33,8 @@ from rlhf_pipeline.training.ppo_setup import Setup
 
 Columns = dict[str, list[Any]]
 """Columns of the prompts' table, and `prompt_number`, the row of the table."""
+PIECE = 2**24
+"""Bytes of a pinned copy. Torch reserves a power of two for each and keeps it for the next time."""
 
 
 def training_prompts(setup: Setup, step: int) -> tuple[Columns, list[Seed]]:
@@ -75,6 +83,41 @@ def held(setup: Setup) -> Iterator[Tensor]:
         yield from chain(*saved_tensors(engine, setup.checkpoints.averages.get(name)).values())
         if engine.zero_optimization_stage() == 3:
             yield engine.optimizer.grad_partitions_flat_buffer
+
+
+def weights(model: nn.Module) -> Iterator[Tensor]:
+    """The weights of a model: whole ones, and the own parts of sharded ones."""
+    for parameter in model.parameters():
+        yield from (parameter.data, getattr(parameter, "ds_tensor", parameter.data))
+
+
+@contextmanager
+def in_main_memory(tensors: Iterable[Tensor], staying: Iterable[Tensor]) -> Iterator[None]:
+    """Keep `tensors` in main memory inside the block, where nothing may read or write them.
+
+    What shares memory with those that are `staying` stays, too.
+    """
+    needed = {tensor.untyped_storage().data_ptr() for tensor in staying}
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type != "cpu"]
+    moved = []
+    for pointer, storage in {storage.data_ptr(): storage for storage in storages}.items():
+        if pointer in needed:
+            continue
+        own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).split(PIECE)
+        copies = [torch.empty(len(x), dtype=torch.uint8, pin_memory=on_gpu()) for x in own]
+        torch._foreach_copy_(copies, own, non_blocking=True)
+        moved.append((storage, storage.nbytes(), own, copies))
+        storage.resize_(0)
+        heartbeat.tick()
+    free_memory()  # whole blocks, before something lasting takes a part of them
+    try:
+        yield
+    finally:
+        for storage, size, own, copies in moved:
+            storage.resize_(size)
+            torch._foreach_copy_(own, copies, non_blocking=True)
+            heartbeat.tick()
+        get_accelerator().synchronize()  # ZeRO-3 gathers on a stream that waits for no other
 
 
 def score(

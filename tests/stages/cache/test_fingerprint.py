@@ -122,7 +122,7 @@ PROGRAMS = {spec.name: spec.program for spec in stage_specs().values()}
     ("file", "stages"),
     [
         ("training/ppo_update.py", {"ppo", "grpo", "distill"}),
-        ("training/pairs.py", {"reward_model", "judge_model", "dpo", "iterative_dpo"}),
+        ("training/preferences.py", {"reward_model", "judge_model", "dpo", "kto", "iterative_dpo"}),
         ("evaluation/sample.py", {"sample"}),
         ("training/sft.py", {"sft", "rejection"}),
         ("stages/run.py", set()),

@@ -1,10 +1,12 @@
-"""Data sets of the hub: a table of names, columns and functions.
+"""Data sets of the hub: those that need a function, and those of the table `column_maps.toml`.
 
 A prompt of Anthropic's dialogues is the same in all data sets that contain them.
 """
 
 import re
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
@@ -38,34 +40,34 @@ _TIE = "the two answers have the same score"
 _ANSWERS = ("chosen", "rejected")
 
 
-def _texts(name: str, asked: str, answers: str, *, strip: bool = False, **hub: Any) -> Source:
-    """A source whose columns are texts: those of the prompt, and one or two answers.
-
-    `strip` removes the white space between prompt and answer, which the answer begins with.
-    """
+def _texts(
+    name: str, prompt: Sequence[str], answers: Sequence[str], *, strip: bool = False, **hub: Any
+) -> Source:
+    """A source whose columns are texts: those of the prompt, and one or two answers."""
 
     def parse(row: Row) -> Example:
-        said = (text(row, column) for column in answers.split())
-        prompt = question(*(text(row, column) for column in asked.split()))
-        return Example(prompt, *(answer.strip() if strip else answer for answer in said))
+        said = (text(row, column) for column in answers)
+        asked = question(*(text(row, column) for column in prompt))
+        return Example(asked, *(answer.strip() if strip else answer for answer in said))
 
-    kind: Kind = "comparisons" if " " in answers else "demonstrations"
-    return Source(name, kind, columns=(*asked.split(), *answers.split()), parse=parse, **hub)
+    kind: Kind = "comparisons" if len(answers) == 2 else "demonstrations"
+    return Source(name, kind, columns=(*prompt, *answers), parse=parse, **hub)
 
 
 def _compared(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
     return Source(name, "comparisons", columns=(*columns.split(),), parse=parse, **hub)
 
 
-def _rated(name: str, rating: str, other: str, **hub: Any) -> Source:
+def _rated(name: str, ratings: Sequence[str], **hub: Any) -> Source:
     """A source of two dialogues and their ratings; equal ratings are skipped."""
 
     def parse(row: Row) -> Example:
-        if number(row, rating) == number(row, other):
+        first, second = (number(row, rating) for rating in ratings)
+        if first == second:
             raise SkippedRowError(_TIE)
         return compared(*(messages(field(row, each, list), each) for each in _ANSWERS))
 
-    return _compared(name, f"chosen rejected {rating} {other}", parse, **hub)
+    return Source(name, "comparisons", columns=(*_ANSWERS, *ratings), parse=parse, **hub)
 
 
 def _continued(between: str, strip: Callable[[str], str]) -> Callable[[Row], Example]:
@@ -184,6 +186,9 @@ def _articles(rows: Rows) -> Records:
         yield start, Text("\n".join(article))
 
 
+_TABLE: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 SOURCES = (
     # Bai et al. 2022, "Training a Helpful and Harmless Assistant with Reinforcement Learning from
     # Human Feedback". Other publishers of these dialogues store the prompt in a separate column.
@@ -195,35 +200,17 @@ SOURCES = (
     # the answers.
     _compared("yitingxie/rlhf-reward-datasets", "prompt chosen rejected",
               _continued("\n\n", str.strip)),
-    _texts("Dahoas/synthetic-instruct-gptj-pairwise", "prompt", "chosen rejected"),
-    # Stiennon et al. 2020, "Learning to summarize from human feedback". A post ends with "TL;DR:".
-    _texts("trl-lib/tldr-preference", "prompt", "chosen rejected", strip=True),
     # Nakano et al. 2021, "WebGPT: Browser-assisted question-answering with human feedback".
     _compared("openai/webgpt_comparisons", "question answer_0 answer_1 score_0 score_1",
               parse_webgpt, revision=CONVERTED),
     # Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". No ties:
     # one comment has more votes although it was written later.
     _compared("stanfordnlp/SHP", "history human_ref_A human_ref_B labels", _parse_shp),
-    # Tunstall et al. 2023, "Zephyr: Direct Distillation of LM Alignment". The best of four answers
-    # is compared with a random one of the others, which may have the same score.
-    _rated("HuggingFaceH4/ultrafeedback_binarized", "score_chosen", "score_rejected",
-           split="train_prefs"),
-    _rated("argilla/dpo-mix-7k", "chosen_rating", "rejected_rating"),
-    _rated("argilla/ultrafeedback-binarized-preferences-cleaned", "chosen-rating",
-           "rejected-rating"),
-    _rated("argilla/distilabel-capybara-dpo-7k-binarized", "rating_chosen", "rating_rejected"),
     _compared("argilla/distilabel-intel-orca-dpo-pairs", "system input chosen rejected status",
               _parse_orca),
-    # Conover et al. 2023, "Free Dolly: Introducing the World's First Truly Open Instruction-Tuned
-    # LLM". Few instructions have a context.
-    _texts("databricks/databricks-dolly-15k", "instruction context", "response"),
-    # Taori et al. 2023, "Stanford Alpaca: An Instruction-following LLaMA model". A few rows have no
-    # output and count as bad: set `max_bad_fraction` to 0.001.
-    _texts("tatsu-lab/alpaca", "instruction input", "output"),
+    *((_rated if "ratings" in row else _texts)(name, **row) for name, row in _TABLE.items()),
     Source("openai/gsm8k", "demonstrations", columns=("question", "answer"), parse=_parse_gsm8k,
            subset="main"),
-    # Völske et al. 2017, "TL;DR: Mining Reddit to Learn Automatic Summarization".
-    _texts("trl-lib/tldr", "prompt", "completion", strip=True),
     Source("nvidia/HelpSteer2", "comparisons", columns=("prompt", "response", _SCORE),
            assemble=_pairs),
     Source("Salesforce/wikitext", "text", columns=("text",), assemble=_articles,

@@ -1,7 +1,9 @@
 """Your own data in files; the configuration maps the columns."""
 
+import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.split import ColumnMap
@@ -26,24 +28,7 @@ class ColumnError(MalformedRowError):
     """The column map does not fit the file."""
 
 
-_FORMS = (
-    {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
-    {"chosen": "chosen", "rejected": "rejected"},
-    {"prompt": "prompt", "response": "completion"},
-    {"prompt": "prompt", "response": "completion", "label": "label"},
-    {"messages": "messages"},
-)
-"""Column maps of TRL's formats."""
-_EXAMPLES = {
-    ("conversations",): ["{messages: conversations}"],  # ShareGPT's and Alpaca's files
-    ("instruction", "input", "output"): ["{prompt: [instruction, input], response: output}"],
-    ("instruction", "output"): ["{prompt: instruction, response: output}"],
-    (): [
-        "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}",
-        "{prompt: COLUMN, response: COLUMN}",
-    ],
-}
-"""Column maps to suggest for a file with these columns, of which the first counts."""
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def known_columns(names: Collection[str]) -> ColumnMap:
@@ -56,13 +41,13 @@ def known_columns(names: Collection[str]) -> ColumnMap:
             "column 'text' is a document, not a prompt. Fix: list the source in "
             "split.pretraining.sources, with the line columns: {text: text}"
         )
-    found = [form for form in _FORMS if {*form.values()} <= {*names}]
+    found = [form for form in _TABLE["formats"] if {*form.values()} <= {*names}]
     whole = [form for form in found if not any({*form} < {*other} for other in found)]
     # `label` marks bad answers, so a form without it would learn them.
     if len(whole) == 1 and ("label" in whole[0] or "label" not in names):
         tools = {"tools": "tools"} if "tools" in names else {}
         return ColumnMap.model_validate(whole[0] | tools)
-    others = next(maps for columns, maps in _EXAMPLES.items() if {*columns} <= {*names})
+    others = next(each["maps"] for each in _TABLE["examples"] if {*each["columns"]} <= {*names})
     lines = [f"columns: {form}".replace("'", "") for form in found or others]
     raise ColumnError(
         f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "

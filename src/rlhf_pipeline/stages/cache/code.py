@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import tomllib
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -28,7 +29,7 @@ def library_version(library: str) -> str:
 
 def code_digests(*modules: str) -> dict[str, str]:
     """SHA-256 of the code of the modules, and of all that they import from this package and from
-    theirs: by file, or by module in another package."""
+    theirs, each with the table (TOML) of its name: by file, or by module in another package."""
     digests: dict[str, str] = {}
     packages = {PACKAGE, *(module.partition(".")[0] for module in modules)}
     pending, seen = {*modules}, {""}
@@ -40,6 +41,9 @@ def code_digests(*modules: str) -> dict[str, str]:
         name = path.relative_to(ROOT).as_posix() if package == PACKAGE else module
         if name not in digests:
             digests[name], imports = _parsed(path.read_text())
+            if (table := path.with_suffix(".toml")).is_file():
+                content = repr(tomllib.loads(table.read_text(encoding="utf-8"))).encode()
+                digests[f"{name.removesuffix('.py')}.toml"] = hashlib.sha256(content).hexdigest()
             parent = module if path.name == "__init__.py" else module.rpartition(".")[0]
             around = {module.rpartition(".")[0]} if package != PACKAGE and inside else set()
             pending |= around.union(resolve_name(each, parent) for each in imports) - seen
@@ -49,7 +53,7 @@ def code_digests(*modules: str) -> dict[str, str]:
 def code_of_package() -> str:
     """Digest of all code of this package: nodes that train together must have the same."""
     digest = hashlib.sha256()
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in sorted([*ROOT.rglob("*.py"), *ROOT.rglob("*.toml")]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -6,8 +6,12 @@ from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rl.losses import pairwise_loss
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.pairs import PairTask, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.reference import answer_logprobs
+from rlhf_pipeline.training.preferences import (
+    PairTask,
+    answer_logprobs,
+    chosen_and_rejected,
+    ranking_sums,
+)
 from rlhf_pipeline.training.supervised import train
 
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from strict_device import StrictDevice
 
-from rlhf_pipeline.distributed import offload
-from rlhf_pipeline.distributed.offload import in_main_memory, weights
+from rlhf_pipeline.training import rollouts
+from rlhf_pipeline.training.rollouts import in_main_memory, weights
 
 
 @pytest.fixture
 def strict(monkeypatch):
-    monkeypatch.setattr(offload, "PIECE", 8)  # the storages below have several pieces
+    monkeypatch.setattr(rollouts, "PIECE", 8)  # the storages below have several pieces
     with StrictDevice() as device:
         yield device
 
@@ -53,7 +53,7 @@ def test_they_are_back_before_another_stream_reads_them(strict, monkeypatch):
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda *own, **how: (done.append("copy"), copy(*own, **how))
     )
-    accelerator = offload.get_accelerator()
+    accelerator = rollouts.get_accelerator()
     monkeypatch.setattr(type(accelerator), "synchronize", lambda *_: done.append("wait"))
     with in_main_memory([torch.ones(3, device=strict.device)], staying=[]):
         pass
