@@ -2,8 +2,8 @@
 where bit for bit), so a finished one is reused.
 
 A recipe contains what can change a result: parameters except operational ones, inputs by content,
-library versions, seed, number of ranks, and the code that the program imports, without docstrings,
-comments and layout.
+library versions, seed, number of ranks, and the code that the program imports with its tables,
+without docstrings, comments and layout.
 """
 
 import ast
