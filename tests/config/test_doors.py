@@ -22,7 +22,7 @@ from rlhf_pipeline.dry_run import door_faults, function_faults
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
-from rlhf_pipeline.stages.cache.code import code_digests
+from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.training.ppo_update import number_of_terms
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -19,8 +19,8 @@ from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
 from rlhf_pipeline.pipelines.preparation import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest
-from rlhf_pipeline.stages.cache import code, fingerprint
-from rlhf_pipeline.stages.cache.code import code_digests
+from rlhf_pipeline.stages.cache import fingerprint
+from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -166,7 +166,7 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
-    monkeypatch.setattr(code, "ROOT", package)
+    monkeypatch.setattr(fingerprint, "ROOT", package)
     mapped = {"Anthropic/hh-rlhf", "tatsu-lab/alpaca", "nvidia/HelpSteer2"}
 
     def keys() -> dict[str, str]:

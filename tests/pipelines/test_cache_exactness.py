@@ -25,7 +25,7 @@ from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.cache import code
+from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.job import STAGES as ENTRY
 from rlhf_pipeline.stages.job import RunContext, StageRun, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
@@ -116,8 +116,8 @@ def world(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "launch", write)
         ignored = shutil.ignore_patterns("__pycache__")
-        package = shutil.copytree(code.ROOT, root / "package", ignore=ignored)
-        patch.setattr(code, "ROOT", package)
+        package = shutil.copytree(fingerprint.ROOT, root / "package", ignore=ignored)
+        patch.setattr(fingerprint, "ROOT", package)
         world = World(root, launched)
         world.unchanged = world.catalog()
         assert sorted(world.run(world.unchanged)) == sorted(STAGES)
@@ -306,7 +306,7 @@ def edit():
     edited = {}
 
     def edit(name: str, pattern: str, replacement: str) -> None:
-        file = code.ROOT / name
+        file = fingerprint.ROOT / name
         edited[file] = file.read_text()
         text, count = re.subn(pattern, replacement, edited[file], count=1)
         assert count == 1, f"{name} does not contain {pattern}"

@@ -9,8 +9,7 @@ from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.ppo import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.stages.cache.code import library_version
-from rlhf_pipeline.stages.cache.fingerprint import fingerprint, recipe
+from rlhf_pipeline.stages.cache.fingerprint import fingerprint, library_version, recipe
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 TRAINED = RewardModelConfig(epochs=1, batch_size=2, micro_batch_tokens=32, **MODEL)

@@ -76,10 +76,8 @@ def chat(
     how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
     flags = [f"max_new_tokens={max_tokens}", *how.split(), "--user=you"]
     talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags]
-    unseen, environment = subprocess.DEVNULL, os.environ | SILENT
-    server = subprocess.Popen(
-        command, cwd=folder.parent, env=environment, stdout=unseen, stderr=unseen
-    )
+    null, environment = subprocess.DEVNULL, os.environ | SILENT
+    server = subprocess.Popen(command, cwd=folder.parent, env=environment, stdout=null, stderr=null)
     try:
         while not answers(port):
             if server.poll() is not None:

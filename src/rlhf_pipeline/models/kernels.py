@@ -103,9 +103,8 @@ def use_kernels(
         )
     if kernels == "compile":
         # Inside a graph, the lengths of packed rows would make each micro batch another graph.
-        AttentionInterface.register(
-            packing.PACKED, torch.compiler.disable(packing.packed_attention)
-        )
+        attention = torch.compiler.disable(packing.packed_attention)
+        AttentionInterface.register(packing.PACKED, attention)
         torch._dynamo.config.recompile_limit = 64  # models, with and without gradients, adapters
         for layer in layers:
             layer.compile(dynamic=True)

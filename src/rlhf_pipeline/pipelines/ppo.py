@@ -14,7 +14,7 @@ from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import NAME, common_contract
 from rlhf_pipeline.pipelines.preparation import BASE_MODEL, base_model_identity
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
-from rlhf_pipeline.stages.cache.code import library_version
+from rlhf_pipeline.stages.cache.fingerprint import library_version
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 from rlhf_pipeline.stages.launch.resources import gpu_count
 

@@ -51,7 +51,7 @@ class TransformersGenerator:
         seeds: Sequence[Seed],
         prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
-        packed = probe_capabilities(self._policy).packed
+        packed, pad_id = probe_capabilities(self._policy).packed, self._contract.pad_id
         numbers = torch.tensor(prompt_numbers or range(len(prompts)))
         draws = uniform_draws(seeds, sampling.max_response_tokens)
         responses: list[list[int]] = [[] for _ in prompts]
@@ -60,7 +60,7 @@ class TransformersGenerator:
         size = min(sampling.batch_size_per_gpu, len(prompts))
         with for_generation(self._policy, gather=self._gather) as model, repacked(model, size):
             for index in reversed(lengths.argsort(stable=True).split(size)):
-                ids, mask = pad([prompts[i] for i in index], self._contract.pad_id, left=True)
+                ids, mask = pad([prompts[i] for i in index], pad_id, left=True)
                 room = ids.shape[1] + sampling.max_response_tokens
                 decoder = Decoder(
                     model,
@@ -78,9 +78,7 @@ class TransformersGenerator:
                 tokens, logprobs[index] = torch.stack([each.double() for each in found]).cpu()
                 for i, row in zip(index.tolist(), tokens.long().tolist(), strict=True):
                     responses[i] = _until_eos(row, self._contract.eos_ids)
-        sequences = collate(
-            prompts, responses, self._contract.pad_id, prompt_numbers=prompt_numbers
-        )
+        sequences = collate(prompts, responses, pad_id, prompt_numbers=prompt_numbers)
         own = logprobs[:, : sequences.response_ids.shape[1]].float()
         return Rollout(sequences, own.masked_fill(~sequences.real_mask, 0.0))
 

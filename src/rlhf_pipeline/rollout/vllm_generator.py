@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +40,8 @@ from rlhf_pipeline.runtime import heartbeat
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
+FIXED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""What every engine has."""
 _ENGINES: dict[tuple[Any, ...], LLMEngine] = {}
 """The engines of this process, by what they were made for; policies take turns in one."""
 PAGE = 128  # tokens of a page; vLLM's attention on a CPU prefers multiples of 32
@@ -152,10 +156,8 @@ def load_engine(
 
     Raises ConfigError if vLLM makes none.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read by the import
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # The sampler of FlashInfer would be compiled for minutes, and no response needs it.
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    for name, value in FIXED["environment"].items():
+        os.environ.setdefault(name, value)
     from vllm import EngineArgs, LLMEngine
 
     config = deepcopy(model.config)
@@ -165,21 +167,14 @@ def load_engine(
         config.save_pretrained(folder)
         settings = EngineArgs(
             model=folder,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            load_format="dummy",
             dtype=str(model.dtype).removeprefix("torch."),
-            hf_overrides={"head_dtype": "float32"},  # as in training; bf16 is too coarse for ratios
             max_model_len=longest,
             max_num_seqs=rows,
             block_size=PAGE,
             num_gpu_blocks_override=1 + rows * ceil(longest / PAGE),  # vLLM keeps one
-            kv_cache_memory_bytes=2**20,  # spares a measurement; the number above counts
-            gpu_memory_utilization=0.01,  # likewise
-            distributed_executor_backend="external_launcher",  # in this process
             enforce_eager=not on_gpu(),  # without a compiler
             enable_sleep_mode=on_gpu(),
-            logprobs_mode="processed_logprobs",  # after the temperature
+            **deepcopy(FIXED["engine"]),
         ).create_engine_config()
         if settings.model_config.using_transformers_backend():
             raise refusal(model, place)  # it would change the model's own class

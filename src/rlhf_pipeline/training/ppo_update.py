@@ -80,7 +80,9 @@ def update_models(
             )  # fmt: skip
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
-            if _approx_kl(sums, before, world) > config.kl.stop_update:
+            names = ("policy/approx_kl", "policy/count")
+            own = world.sums({name: sums[name] - before.get(name, 0) for name in names})
+            if own["policy/approx_kl"] / max(1.0, own["policy/count"]) > config.kl.stop_update:
                 for engine in engines.values():
                     remaining = config.ppo_epochs - epoch
                     skip_optimizer_steps(engine, remaining * config.updates_per_epoch)
@@ -321,13 +323,6 @@ def text_loss(
     total, count = sft_loss(logprobs, blocks.action_mask)
     loss = total / tokens
     return config.ptx.coef * loss, {"ptx/loss": loss * tokens, "ptx/count": count}
-
-
-def _approx_kl(sums: Sums, before: Sums, world: World) -> float:
-    """Mean `policy/approx_kl` of one epoch over all ranks."""
-    names = ("policy/approx_kl", "policy/count")
-    total = world.sums({name: sums[name] - before.get(name, 0) for name in names})
-    return total["policy/approx_kl"] / max(1.0, total["policy/count"])
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

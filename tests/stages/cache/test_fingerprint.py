@@ -8,10 +8,9 @@ from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.pipelines.supervised import SFT as SPEC
 from rlhf_pipeline.pipelines.table import stage_specs
-from rlhf_pipeline.stages.cache import code as module
 from rlhf_pipeline.stages.cache import fingerprint as fingerprint_module
-from rlhf_pipeline.stages.cache.code import code_digests
-from rlhf_pipeline.stages.cache.fingerprint import fingerprint, identify, recipe
+from rlhf_pipeline.stages.cache import fingerprint as module
+from rlhf_pipeline.stages.cache.fingerprint import code_digests, fingerprint, identify, recipe
 from rlhf_pipeline.stages.job import Job, RunContext
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from rlhf_pipeline.runtime.program import RENDEZVOUS, write_report
 from rlhf_pipeline.runtime.pulse import EVERY_S, PULSE, read_beat
-from rlhf_pipeline.stages.cache.code import code_of_package, library_version
+from rlhf_pipeline.stages.cache.fingerprint import code_of_package, library_version
 from rlhf_pipeline.stages.job import TRAINING_LIBRARIES
 from rlhf_pipeline.stages.launch.resources import search_path
 
