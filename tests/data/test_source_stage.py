@@ -133,7 +133,8 @@ COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40
 def key(seed: int = 0, **config: Any) -> str:
     job = source_job(SourceConfig(**config), seed)
     assert job.inputs == {}
-    return fingerprint.fingerprint(fingerprint.recipe(job, digests=job.identities, processes=1))
+    recipe = fingerprint.recipe(job, job.identities, RunContext(Path()), 1)
+    return fingerprint.fingerprint(recipe)
 
 
 def test_the_commit_decides_and_the_seed_does_not() -> None:

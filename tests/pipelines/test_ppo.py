@@ -1,6 +1,7 @@
 """The inputs of the stage ppo."""
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.ppo import ppo
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.stages.cache.fingerprint import fingerprint, library_version, recipe
+from rlhf_pipeline.stages.job import RunContext
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 TRAINED = RewardModelConfig(epochs=1, batch_size=2, micro_batch_tokens=32, **MODEL)
@@ -20,7 +22,7 @@ class Fingerprints:
 
     def run(self, job):
         digests = {name: content_digest(path) for name, path in job.inputs.items()}
-        return fingerprint(recipe(job, digests=digests, processes=1))
+        return fingerprint(recipe(job, digests, RunContext(Path()), 1))
 
 
 class Jobs:

@@ -31,12 +31,7 @@ from rlhf_pipeline.statistics import (
     standardized_gain,
     win_rate,
 )
-from rlhf_pipeline.text_statistics import (
-    distinct_n,
-    final_answer,
-    refuses,
-    repetition,
-)
+from rlhf_pipeline.text_statistics import distinct_n, final_answer, refuses, repetition
 
 BASELINE = "sft"
 BASE_MODEL = "base_model"  # the baseline without SFT

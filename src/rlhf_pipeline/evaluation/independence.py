@@ -14,12 +14,7 @@ from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import source_file
-from rlhf_pipeline.config.evaluate import (
-    GOLD,
-    JUDGE_PREFIX,
-    EvaluateConfig,
-    own_models,
-)
+from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig, own_models
 from rlhf_pipeline.config.rewards import (
     INPUT_PREFIX,
     CallableReward,

@@ -66,10 +66,8 @@ def split(
     base_model: Path, config: SplitConfig, seed: int, stages: Stages, spec: StageSpec = SPLIT
 ) -> Path:
     """Divide the sources into disjoint, tokenized rows for each phase, validation and test."""
-    inputs = {
-        "base_model": base_model,
-        **read_sources("source", config.records(), config, seed, stages),
-    }
+    inputs = {"base_model": base_model}
+    inputs |= read_sources("source", config.records(), config, seed, stages)
     if config.pretraining is not None:
         inputs |= read_sources("pretraining", config.pretraining.records(), config, seed, stages)
     return stages.run(Job(spec, {"split": config}, inputs, seed))
@@ -95,12 +93,11 @@ def source_job(config: SourceConfig, seed: int) -> Job:
     Raises the errors of `source_origin`.
     """
     origin, source = source_origin(config), find_source(config.name)
-    is_generated = source.generate is not None
     return Job(
         replace(SOURCE, libraries=(*SOURCE.libraries, *source.libraries)),
         {"source": config},
         origin.files,
-        seed if is_generated else 0,
+        0 if source.generate is None else seed,
         identities=origin.identities,
         modules=(adapter_module(config.name),),
     )

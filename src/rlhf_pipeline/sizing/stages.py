@@ -106,20 +106,15 @@ class Load:
         config = BLOCKS[stage].model_validate(parameters[stage])
         if lengths is None:
             lengths = limits(SplitConfig.model_validate(parameters["split"]))
-        if isinstance(config, PPOConfig | EvaluateConfig):
-            tokens = config.sampling.max_response_tokens
-            own = replace(lengths["ppo"], response=tokens, longest_response=tokens)
-            batch = config.minibatch_size if isinstance(config, PPOConfig) else config.prompts
+        own = lengths[stage if stage in lengths else "reward_model"]  # DPO's comparisons
+        if isinstance(config, PPOConfig | EvaluateConfig | SampledConfig):
+            copies = 2 if isinstance(config, SampledConfig) and config.kind == "comparisons" else 1
+            tokens = copies * config.sampling.max_response_tokens
+            own = replace(lengths["ppo"], response=tokens, longest_response=tokens, copies=copies)
+        if isinstance(config, PPOConfig):
+            batch = config.minibatch_size
         else:
-            batch = config.batch_size
-            if isinstance(config, SampledConfig):
-                copies = 1 if config.kind == "demonstrations" else 2
-                tokens = copies * config.sampling.max_response_tokens
-                own = replace(
-                    lengths["ppo"], response=tokens, longest_response=tokens, copies=copies
-                )
-            else:
-                own = lengths[stage if stage in lengths else "reward_model"]  # DPO's comparisons
+            batch = config.prompts if isinstance(config, EvaluateConfig) else config.batch_size
         # Micro batches have at most `micro_batch_tokens` tokens, or one longer row.
         whole = int(max(1, batch // hardware.world) * own.row)
         tokens = max(own.longest, min(config.micro_batch_tokens, whole))

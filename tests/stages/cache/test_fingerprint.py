@@ -1,6 +1,7 @@
 """Whatever can change a result changes its fingerprint, and nothing else does."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ def job(seed: int = 1, **changes: object) -> Job:
 
 
 def key(job: Job, digest: str = "a", processes: int = 2) -> str:
-    return fingerprint(recipe(job, digests={"demonstrations": digest}, processes=processes))
+    return fingerprint(recipe(job, {"demonstrations": digest}, RunContext(Path()), processes))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_library_versions_change_it(monkeypatch):
 )
 def test_the_package_of_a_parameter_counts(monkeypatch, changes, library):
     monkeypatch.setattr(fingerprint_module, "library_version", lambda name: "1")
-    found = recipe(job(**changes), digests={}, processes=2)["versions"].keys()
+    found = recipe(job(**changes), {}, RunContext(Path()), 2)["versions"].keys()
     assert found - {*SPEC.libraries} == ({library} if library else set())
 
 

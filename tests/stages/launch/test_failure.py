@@ -178,7 +178,7 @@ def attempt(tmp_path):
         run=run,
         config=LaunchConfig(),
         command=["deepspeed", "a b"],
-        ranks=Ranks(tmp_path, 2, None),
+        ranks=Ranks(tmp_path, 2, None, None),
         code=1,
         seconds=31.4,
     )

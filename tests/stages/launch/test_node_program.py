@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.stages.cache.fingerprint import recipe
 from rlhf_pipeline.stages.cache.planning import recipe_changes
-from rlhf_pipeline.stages.job import Job, StageSpec
+from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.launch.node_program import ALLOCATOR, NodeProgram
 
 DETERMINISTIC = ("RLHF_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
@@ -70,7 +71,8 @@ def test_ranks_on_gpus_repeat_their_results_if_they_are_told_to(
 def test_it_is_part_of_the_recipe_of_ranks_if_it_is_true():
     def found(deterministic, *, distributed):
         job = Job(StageSpec("s", "rlhf_pipeline.errors", distributed, libraries=()), {}, {}, 1)
-        return recipe(job, digests={}, processes=1, deterministic=deterministic)
+        launch = LaunchConfig(deterministic=deterministic)
+        return recipe(job, {}, RunContext(Path(), launch), 1)
 
     plain, repeated = (found(each, distributed=True) for each in (False, True))
     assert "deterministic" not in plain and repeated["deterministic"] is True

@@ -45,7 +45,7 @@ def beat(directory, rank, **fields):
 
 
 def test_the_watchdog_waits_five_minutes_for_a_start_and_for_progress_of_any_rank(tmp_path, clock):
-    ranks = Ranks(tmp_path, 2, 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0, None)
     clock[0] += 299
     ranks.update()
     assert not ranks.stuck
@@ -59,7 +59,7 @@ def test_the_watchdog_waits_five_minutes_for_a_start_and_for_progress_of_any_ran
     clock[0] += 11
     ranks.update()
     assert ranks.stuck
-    assert not Ranks(tmp_path, 2, None).stuck
+    assert not Ranks(tmp_path, 2, None, None).stuck
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_the_watchdog_waits_five_minutes_for_a_start_and_for_progress_of_any_ran
 def test_the_rank_behind_is_named(tmp_path, one, other):
     for rank, fields in ((0, other), (1, one)):
         beat(tmp_path, rank, phase="update", step=7, **fields)
-    ranks = Ranks(tmp_path, 2, 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0, None)
     ranks.update()
     assert ranks.describe().startswith("rank 1 is behind, in update of step 7 since ")
 
 
 def test_a_rank_that_did_not_start_is_behind(tmp_path):
     beat(tmp_path, 0)
-    ranks = Ranks(tmp_path, 2, 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0, None)
     ranks.update()
     assert ranks.describe().startswith("rank 1 did not start\n  rank 0: loading since ")
 
@@ -95,7 +95,7 @@ def test_the_signal_that_ended_a_rank_is_known_until_it_is_reaped(tmp_path, slee
     victim, healthy = sleeper(), sleeper()
     beat(tmp_path, 0, pid=healthy.pid)
     beat(tmp_path, 1, pid=victim.pid)
-    ranks = Ranks(tmp_path, 2, None)
+    ranks = Ranks(tmp_path, 2, None, None)
     ranks.update()
     assert ranks.deaths == {} and ranks.failed_s == 0 and ranks.alive == [0, 1]
     victim.send_signal(signal.SIGBUS)
@@ -114,7 +114,7 @@ def test_the_signal_that_ended_a_rank_is_known_until_it_is_reaped(tmp_path, slee
 def test_a_rank_that_finished_or_left_a_reason_is_not_a_death(tmp_path, sleeper, last_words):
     victim = sleeper()
     beat(tmp_path, 0, pid=victim.pid)
-    ranks = Ranks(tmp_path, 1, None)
+    ranks = Ranks(tmp_path, 1, None, None)
     ranks.update()
     if last_words == "finished":
         beat(tmp_path, 0, pid=victim.pid, phase="finished")
@@ -130,7 +130,7 @@ def test_a_rank_that_finished_or_left_a_reason_is_not_a_death(tmp_path, sleeper,
 
 def test_ranks_are_finished_when_each_has_said_so_and_has_ended(tmp_path, sleeper):
     process = sleeper()
-    ranks = Ranks(tmp_path, 2, 10.0)
+    ranks = Ranks(tmp_path, 2, 10.0, None)
     ranks.update()
     assert not ranks.finished
     beat(tmp_path, 0, phase="finished")

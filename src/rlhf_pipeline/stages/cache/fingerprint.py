@@ -48,13 +48,7 @@ def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> Stage
 
 
 def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: int) -> StageRun:
-    ingredients = recipe(
-        job,
-        digests=digests,
-        processes=processes,
-        trust_remote_code=context.trust_remote_code,
-        deterministic=context.launch.deterministic,
-    )
+    ingredients = recipe(job, digests, context, processes)
     key = fingerprint(ingredients)
     return StageRun(
         stage=job.spec.name,
@@ -75,19 +69,15 @@ def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: i
 
 
 def recipe(
-    job: Job,
-    *,
-    digests: Mapping[str, str],
-    processes: int,
-    trust_remote_code: bool = False,
-    deterministic: bool = False,
+    job: Job, digests: Mapping[str, str], context: RunContext, processes: int
 ) -> dict[str, Any]:
     """Everything that decides a stage's result, as JSON.
 
     `digests` are the content digest of each local input and the identity of each other input. The
     order of floating-point sums depends on the number of `processes`.
     """
-    loads_models = "transformers" in job.spec.libraries
+    trusts = context.trust_remote_code and "transformers" in job.spec.libraries
+    repeats = context.launch.deterministic and job.spec.distributed
     doors = (found for block in job.config.values() for found in at_doors(block))
     named = [place.partition(":")[0] for _, _, place in doors]
     config = {name: block.recipe() for name, block in job.config.items()}
@@ -102,8 +92,8 @@ def recipe(
         "code": code_digests(job.spec.program, *job.modules, *named),
         "versions": {name: library_version(name) for name in (*job.spec.libraries, *used)},
         "processes": processes if job.spec.distributed else 1,
-        **({"trust_remote_code": True} if trust_remote_code and loads_models else {}),
-        **({"deterministic": True} if deterministic and job.spec.distributed else {}),
+        **({"trust_remote_code": True} if trusts else {}),
+        **({"deterministic": True} if repeats else {}),
     }
 
 

@@ -44,11 +44,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        processes: int,
-        hang_timeout_s: float | None,
-        pulse: Pulse | None = None,
+        self, directory: Path, processes: int, hang_timeout_s: float | None, pulse: Pulse | None
     ) -> None:
         self._directory = directory
         self._hang_timeout_s = hang_timeout_s
