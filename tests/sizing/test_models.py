@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model
 
@@ -109,7 +110,7 @@ def test_a_reward_model_has_a_vector_in_place_of_the_output_layer():
 def test_adapters_have_rank_weights_for_each_input_and_output():
     shape = Shape.of({"model_type": "llama", **GROUPED})
     # q 64+64, k and v 64+32, o 64+64, gate and up 64+200, down 200+64; three layers.
-    assert shape.adapters(8) == 3 * 8 * (128 + 96 + 96 + 128 + 264 + 264 + 264)
+    assert shape.adapters(LoRAConfig(rank=8)) == 3 * 8 * (128 + 96 + 96 + 128 + 264 + 264 + 264)
 
 
 def test_a_mixture_of_experts_is_refused():

@@ -182,16 +182,15 @@ def caveat(evaluation: Mapping[str, Any], judge: str) -> str:
             f"Nobody recorded whether the training of {policies} optimized this judge, so it may "
             "not be independent."
         )
+    maximized = "this judge"
+    if standing["by"] == {evaluation["candidate"]: "rewards"}:
+        maximized = reward_title(evaluation["rewards"])
     how = {
-        "rewards": "was trained to maximize the score of this judge",
+        "rewards": f"was trained to maximize the score of {maximized}",
         "comparisons": f"learned from the same comparisons as {judge_title(judge)}",
         "earlier": "was made from a model that was trained on this judge",
     }
-    by = dict(standing["by"])
-    found = [f"{names[policy]} {how[way]}" for policy, way in by.items()]
-    if by == {evaluation["candidate"]: "rewards"}:
-        rewards = reward_title(evaluation["rewards"])
-        found = [f"{names[evaluation['candidate']]} was trained to maximize the score of {rewards}"]
+    found = [f"{names[policy]} {how[way]}" for policy, way in standing["by"].items()]
     return sentence(f"{' and '.join(found)}, so this judge is not independent.")
 
 

@@ -106,11 +106,11 @@ def find_preset(
     recipe = hyperparameters(model, method, road)
     for name, value in _shared_evenly(recipe, hardware.world):
         # Beside those of the road, batches of other stages that the ranks could not share.
-        block, is_changed = _block_of(name), value != recipe[name]
+        block, is_changed = name.partition(".")[0], value != recipe[name]
         if block in (*stages, "split") or (is_changed and block not in left_out):
             settings[name] = value
     if method != "full":
-        adapters = [f"{name}.lora" for name in TRAINED if _block_of(name) in stages]
+        adapters = [f"{name}.lora" for name in TRAINED if name.partition(".")[0] in stages]
         settings |= dict.fromkeys(adapters, Value(*RECIPES["adapters"][method]))
     parameters, memory = _parameters(settings), {}
     for stage in stages:
@@ -120,10 +120,6 @@ def find_preset(
         settings |= {f"{stage}.{name}": Value(value) for name, value in placed[0].items()}
         memory[stage] = placed[1]
     return Preset(model, gpus, method, road, instruct, settings, memory)
-
-
-def _block_of(parameter: str) -> str:
-    return parameter.partition(".")[0]
 
 
 def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str, Value]:

@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_pipeline.config.block import Precision
-from rlhf_pipeline.config.training import (
-    BUCKET,
-    LIVE,
-    FrozenModel,
-    LoRAConfig,
-    StageModel,
-    TrainedModel,
-)
+from rlhf_pipeline.config.training import BUCKET, LIVE, FrozenModel, StageModel, TrainedModel
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import Shape
 
@@ -175,12 +168,7 @@ def trained_parameters(model: TrainedModel, shape: Shape) -> int:
     if lora is None:
         return whole
     rest = whole - shape.matrices if lora.train_rest else shape.hidden * model.scalar
-    return _adapters(lora, shape) + rest
-
-
-def _adapters(lora: LoRAConfig, shape: Shape) -> int:
-    targets = lora.target_modules
-    return shape.adapters(lora.rank, None if targets == "all-linear" else len(targets))
+    return shape.adapters(lora) + rest
 
 
 def trained_model(
@@ -249,7 +237,7 @@ def weight_bytes(model: TrainedModel, shape: Shape) -> int:
     whole = parameters(model, shape)
     if lora is None:
         return size * whole
-    adapters = _adapters(lora, shape)
+    adapters = shape.adapters(lora)
     if lora.quantize is None:
         return size * (whole + adapters)
     return int(NF4 * shape.matrices) + size * (whole - shape.matrices + adapters)

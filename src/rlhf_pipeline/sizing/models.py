@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions, reader
+from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ConfigError, suggestion
 
 PLAIN = ("opt", "bloom", "gpt2", "gpt_neo", "gpt_neox", "gptj", "phi")
@@ -129,10 +130,11 @@ class Shape:
         """All weights without an output layer: a reward model or critic, whose head is a vector."""
         return self.matrices + self.embeddings + self.vectors
 
-    def adapters(self, rank: int, targets: int | None = None) -> int:
-        """Weights of LoRA adapters beside the `targets` smallest linear layers of each, or all."""
-        sizes = sorted(rows + columns for rows, columns in self.linear_layers)
-        return self.layers * rank * sum(sizes if targets is None else sizes[:targets])
+    def adapters(self, lora: LoRAConfig) -> int:
+        """Weights of adapters beside all linear layers, or as many of the smallest as it names."""
+        sizes, targets = sorted(map(sum, self.linear_layers)), lora.target_modules
+        adapted = sizes if targets == "all-linear" else sizes[: len(targets)]
+        return self.layers * lora.rank * sum(adapted)
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,7 @@ def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None
         others = read_standings(read_evaluation(answered))
         both = {judge: worst(own, others[judge]) for judge, own in standings.items()}
         evidence = replace(
-            evidence,
-            champion=read_answers(answered)[CHAMPION],
-            champion_judge=deciding_judge(both),
+            evidence, champion=read_answers(answered)[CHAMPION], champion_judge=deciding_judge(both)
         )
     return evidence
 

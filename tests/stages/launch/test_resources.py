@@ -1,5 +1,7 @@
 """Nodes, ports, GPUs and processes of a launch."""
 
+import base64
+import json
 import socket
 
 import pytest
@@ -7,12 +9,12 @@ from ports import reserved_port
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.stages.launch.node_program import NodeProgram
 from rlhf_pipeline.stages.launch.resources import (
     free_port,
     gpu_count,
     node_layout,
     rank_count,
-    rank_devices,
     visible_gpus,
 )
 
@@ -157,9 +159,14 @@ def test_a_broken_driver_is_reported(machine):
 
 
 def test_each_rank_gets_a_gpu_and_without_one_all_are_hidden(machine):
+    def devices():
+        command = NodeProgram("program", "", ranks=2).command
+        (world,) = (part for part in command if part.startswith("--world_info="))
+        return json.loads(base64.urlsafe_b64decode(world.partition("=")[2]))["node0"]
+
     machine(0)
     assert gpu_count() == 0
     machine(4)
-    assert rank_devices(2) == ["0", "1"]
+    assert devices() == ["0", "1"]
     machine(4, CUDA_VISIBLE_DEVICES="")
-    assert rank_devices(2) == ["-1", "-1"]
+    assert devices() == ["-1", "-1"]

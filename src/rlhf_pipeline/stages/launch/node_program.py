@@ -27,8 +27,8 @@ from rlhf_pipeline.stages.launch.resources import (
     gpu_count,
     meeting_address,
     node_layout,
-    rank_devices,
     search_path,
+    visible_gpus,
 )
 from rlhf_pipeline.stages.processes import guarded, kill_launch, start
 
@@ -56,7 +56,8 @@ class NodeProgram:
     def command(self) -> list[str]:
         launcher = [sys.executable, "-m"]
         if self.distributed:
-            devices = rank_devices(self.ranks)
+            # Without a GPU, "-1" hides all of them from CUDA.
+            devices = visible_gpus()[: self.ranks] or ["-1"] * self.ranks
             launcher = [*launcher_of_machine([devices], 0, self.address, self.port), "--module"]
         return [*launcher, self.program, str(Path(self.directory) / "job.json")]
 

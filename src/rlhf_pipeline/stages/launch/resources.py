@@ -67,11 +67,6 @@ def _listed() -> list[str]:
     return re.findall(r"^GPU (\d+):", listing.stdout, re.MULTILINE)
 
 
-def rank_devices(processes: int) -> list[str]:
-    """The GPU of each rank on this machine; without a GPU, "-1", which hides all from CUDA."""
-    return visible_gpus()[:processes] or ["-1"] * processes
-
-
 def search_path() -> str:
     """PATH of launched programs. Nobody may have activated the environment, which has ninja."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
