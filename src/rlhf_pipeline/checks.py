@@ -123,9 +123,9 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from length_faults(positions(base_model.configuration), split, policies, evaluate)
     judge_too = blocks["reward_model"] is None and not evaluate.judges
     for policy in policies:
-        if judge_too or isinstance(policy, SampledConfig):  # its rewards judge its answers
-            every_one = isinstance(policy, SampledConfig)
-            judges = as_judges(policy.rewards, penalties=every_one)
+        is_sampled = isinstance(policy, SampledConfig)  # its rewards judge its answers
+        if judge_too or is_sampled:
+            judges = as_judges(policy.rewards, penalties=is_sampled)
             named = evaluate.model_copy(update={"judges": judges})
             _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
             yield from (f.replace("evaluate.judges", f"{policy.sampler}.rewards") for f in found)
@@ -307,11 +307,8 @@ def length_faults(
     policies: Sequence[PPOConfig | SampledConfig],
     evaluate: EvaluateConfig,
 ) -> Iterator[str]:
-    """Limits of prompts, responses and texts that exceed the model's positions.
-
-    `positions` is None if they are unlimited, or not known before stage base_model fetches the
-    model from the hub.
-    """
+    """Limits of prompts, responses and texts that exceed the model's positions. None: they are
+    unlimited, or not known before stage base_model fetches the model from the hub."""
     if positions is None:
         return
     model = f"the model's {positions} positions (max_position_embeddings)"

@@ -85,8 +85,7 @@ def _message(error: BaseException) -> str | None:
                 "Fix: remove or correct one of them"
             )
         case ModuleNotFoundError(name="boto3"):
-            fix = install("s3")
-            return f"MLflow's artifacts are on S3: found no package boto3. Fix: {fix}"
+            return f"MLflow's artifacts are on S3: found no package boto3. Fix: {install('s3')}"
         case OSError(errno=int(number), filename=str(path)):
             fix = _FILE_FIXES.get(number, "check the path and its file system")
             return f"{path}: {os.strerror(number)}. Fix: {fix}"

@@ -80,8 +80,7 @@ def whole_run(run_params: Mapping[str, Any], pipeline: Pipeline) -> str:
     """
     nodes = {node.name for node in pipeline.nodes}
     policies = [name for name in policy_stages() if name in nodes] or ["ppo"]
-    whole = pipeline_of(policies[-1])
-    command = f"kedro run --pipeline={whole}"
+    command = f"kedro run --pipeline={pipeline_of(policies[-1])}"
     if env := _environment(run_params):
         command += f" --env={env}"
     if params := ",".join(_params(run_params)):
@@ -145,12 +144,9 @@ class PreflightHook:
         nodes = self._nodes = {node.name for node in pipeline.nodes}
         if any(name.startswith("evaluate") for name in nodes):
             prompts = catalog.load("params:evaluate").prompts
-            logger.info(
-                "evaluate: at most %d prompts (evaluate.prompts), which show win rates from %.1f%% "
-                "up",
-                prompts,
-                100 * smallest_visible_win_rate(prompts),
-            )
+            percent = 100 * smallest_visible_win_rate(prompts)
+            text = "at most %d prompts (evaluate.prompts), which show win rates from %.1f%% up"
+            logger.info(f"evaluate: {text}", prompts, percent)
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
@@ -215,15 +211,15 @@ class StagesHook:
         """Remember outputs and verdict, and log the page; a run that registers only opens its run
         here. Another run may publish newer versions before this one ends."""
         self._outputs |= outputs
-        if self._tracker is not None:
-            self._tracker.reconcile()
+        if self._tracker is None:
+            return
+        self._tracker.reconcile()
         for name, output in outputs.items():
             if name.endswith("evaluation"):
                 evaluation = read_evaluation(output)
                 self._summary = summary(evaluation)
-                if self._tracker is not None:
-                    self._tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
-            if name.endswith("evaluation_page") and self._tracker is not None:
+                self._tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
+            if name.endswith("evaluation_page"):
                 fingerprint = Manifest.read(inputs[name.removesuffix("_page")]).fingerprint
                 self._tracker.log_page(fingerprint, output)
 

@@ -59,10 +59,8 @@ CONF = "params:conf"
 
 
 def check_root(root: str) -> None:
-    """Check the folder for all results: its name, and whether files can be written there.
-
-    Raises ConfigError with the fix.
-    """
+    """Raise ConfigError if the folder for all results has a name that others misread, or if no
+    file can be written there."""
     found = [character for character in root if character in "*?[]{}:"]
     if found:
         raise ConfigError(
@@ -273,11 +271,8 @@ def check_judging_rows(split: Path) -> None:
 
 
 def check_gate(reward_model: Path, gate: float | None, policy: PPOConfig | SampledConfig) -> None:
-    """Check before a policy trains on it that a reward model is better than the gate on held-out
-    comparisons.
-
-    Raises StageError with the accuracy of the reward model.
-    """
+    """Raise StageError if a policy would train on a reward model that is not better than the gate
+    on held-out comparisons."""
     used = any(isinstance(reward, TrainedReward) and reward.weight for reward in policy.rewards)
     if gate is None or not used:
         return

@@ -35,8 +35,6 @@ _SOURCE = itemgetter("name", "path", "subset", "split")
 """What two jobs that read the same source have in common."""
 DERIVED = ("teacher", TASKS.name, *(spec.name for spec in SPECS))
 """Stages whose blocks follow from those of others."""
-SHOWN = 200
-"""Characters of the changes that a refusal shows."""
 
 
 def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, Path]:
@@ -142,7 +140,7 @@ def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
     for name, found in changes.items():
         names_by_changes.setdefault("; ".join(found), []).append(name)
     lines = [
-        f"  {', '.join(names)}: {shorten(text, SHOWN, placeholder=' ...')}\n"
+        f"  {', '.join(names)}: {shorten(text, width=200, placeholder=' ...')}\n"
         for text, names in names_by_changes.items()
     ]
     raise ConfigError(

@@ -20,7 +20,7 @@ LORA = {"optimizer": {"learning_rate": 1e-4}, "lora": {}}
 def test_a_teacher_is_enough(teacher):
     config = DistillConfig.model_validate({"teacher": teacher})
     assert config.teacher.path == "facebook/opt-1.3b"
-    assert (config.critic, config.rewards, config.needs_reward_model) == (None, (), False)
+    assert (config.critic, config.rewards) == (None, ())
     assert [model.block for model in config.models()] == ["distill.actor", "distill.reference"]
     # The round trip through job.json.
     assert DistillConfig.model_validate(config.model_dump(mode="json")) == config

@@ -144,9 +144,7 @@ class Ledger:
         """
         folder = self.folder(name)
         config = folder / "config.json"
-        if not config.is_file() or "ForSequenceClassification" in config.read_text(
-            encoding="utf-8"
-        ):
+        if not config.is_file() or "ForSequenceClassification" in config.read_text("utf-8"):
             raise ArtifactError(
                 f"{folder}: found an artifact of stage {Manifest.read(folder).stage}, expected a "
                 "language model. Fix: name the model of stage sft, or of a policy such as ppo"

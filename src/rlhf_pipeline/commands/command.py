@@ -49,7 +49,6 @@ gpus_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
-
 ENV = "rlhf_pipeline.env"
 """Where a command finds the environment of its catalog in the `meta` of its context."""
 

@@ -64,17 +64,14 @@ class Walk:
             return
         self._visited.add(artifact)
         size = sum(entry.size for entry in manifest.files.values())
-        fault = None
-        try:
-            verify(artifact)
-        except ArtifactError as error:
-            fault = str(error)
-            self.faults.append(fault)
         label += f", {len(manifest.files)} files, {decimal(size)}"
         path = f"[link={folder.resolve().as_uri()}]{escape(short_path(folder))}[/link]"
-        below = branch.add(
-            f"[red]{label}: {escape(printable(fault))}" if fault else f"{label}\n[dim]{path}"
-        )
+        try:
+            verify(artifact)
+            below = branch.add(f"{label}\n[dim]{path}")
+        except ArtifactError as error:
+            self.faults.append(str(error))
+            below = branch.add(f"[red]{label}: {escape(printable(self.faults[-1]))}")
         self.files += len(manifest.files)
         self.size += size
         work = work_directory(artifact, self.ledger.workspace)

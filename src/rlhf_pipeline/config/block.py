@@ -24,12 +24,10 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["nf4"]
 Kernels = Literal["liger", "compile"]
 
-
 RECIPE = "recipe"
 """Context of a dump without operational fields."""
 OPERATIONAL: dict[str, Any] = {"operational": True}
 """Mark of an operational field in the JSON schema."""
-
 
 ELSEWHERE = ("split.", "base_model.", "root")
 """How absolute places in `words.toml` begin."""

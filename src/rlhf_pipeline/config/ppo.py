@@ -66,7 +66,6 @@ class PPOConfig(SavingConfig):
     """Log-probabilities of the policy that sampled, for ratios and KL. recompute: by the forward
     pass that trains, so that the first ratio is exactly 1; rollout: those of the sampler, which
     differ by rounding but need no pass."""
-
     maximum_logprob_gap: PositiveFloat | None = 0.5
     """Training fails if the log-probabilities of sampler and training differ by more on average, in
     nats per token, because another policy has answered. None: no limit."""
@@ -170,10 +169,6 @@ class PPOConfig(SavingConfig):
     """Maximum number of held-out prompts per evaluation; every rank gets equally many."""
 
     @property
-    def needs_reward_model(self) -> bool:
-        return uses_trained(self.rewards)
-
-    @property
     def reward_model_companion(self) -> TrainedModelConfig:
         """The model in training whose ZeRO stage and precision the reward model follows."""
         return self.critic or self.actor
@@ -181,9 +176,8 @@ class PPOConfig(SavingConfig):
     def models(self) -> list[StageModel]:
         """The models that the stage loads; the first one is exported."""
         averaged = self.ema is not None
-        found: list[StageModel] = [
-            TrainedModel(f"{self.stage}.actor", self.actor, averaged=averaged)
-        ]
+        actor = TrainedModel(f"{self.stage}.actor", self.actor, averaged=averaged)
+        found: list[StageModel] = [actor]
         if self.has_teacher or not self.actor.is_own_reference:
             frozen = self.reference.beside(self.actor.deepspeed)
             found.append(FrozenModel(f"{self.stage}.reference", frozen))
@@ -225,8 +219,7 @@ class PPOConfig(SavingConfig):
         """The weights that `sampler_correction` stands for."""
         if self.sampler_correction != "auto":
             return self.sampler_correction
-        exact = self.generator in _BY_ACTOR
-        exact &= self.actor.deepspeed.precision == "fp32"
+        exact = self.generator in _BY_ACTOR and self.actor.deepspeed.precision == "fp32"
         if exact or self.old_logprobs == "rollout":
             return None
         return SamplerCorrectionConfig(level=self.importance)
@@ -313,9 +306,8 @@ class PPOConfig(SavingConfig):
         else:
             yield from self.reference.faults_as_reference(self.actor)
         yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
-        actor = critic = self.actor.deepspeed.precision
-        if self.critic is not None:
-            critic = self.critic.deepspeed.precision
+        actor = self.actor.deepspeed.precision
+        critic = actor if self.critic is None else self.critic.deepspeed.precision
         if (actor == "fp16") != (critic == "fp16"):
             yield (
                 f"found actor.deepspeed.precision {actor} and critic.deepspeed.precision {critic}, "

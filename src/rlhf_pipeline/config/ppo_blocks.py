@@ -31,14 +31,11 @@ class KLConfig(Block):
     (`policy/approx_kl`) exceeds this over an epoch. None: no limit."""
 
     def _faults(self) -> Iterator[str]:
-        if (
-            self.explosion is not None
-            and self.maximum is not None
-            and self.explosion <= self.maximum
-        ):
+        explosion, maximum = self.explosion, self.maximum
+        if explosion is not None and maximum is not None and explosion <= maximum:
             yield (
-                f"explosion: found {self.explosion:g}, expected more than maximum {self.maximum:g}"
-                ". Fix: raise it, or set it to null for no limit"
+                f"explosion: found {explosion:g}, expected more than maximum {maximum:g}. Fix: "
+                "raise it, or set it to null for no limit"
             )
 
 

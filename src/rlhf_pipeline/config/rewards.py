@@ -196,11 +196,6 @@ def as_judges(rewards: Sequence[SampleReward], *, penalties: bool = False) -> tu
     return tuple(found)
 
 
-def with_folders(judges: Sequence[Judge]) -> list[Judge | None]:
-    """The judges, with None in the places of models on the hub."""
-    return [None if isinstance(j, ModelReward) and j.on_hub else j for j in judges]
-
-
 def reads_references(source: Block) -> bool:
     """Whether a reward or a judge reads the true answers: of kind `reference` or `code`, a rubric
     with {reference}, or a function with a parameter `references`."""

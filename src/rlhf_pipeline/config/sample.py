@@ -8,13 +8,7 @@ from pydantic import Field, PositiveInt
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import AnsweringConfig, EvaluateConfig
 from rlhf_pipeline.config.preferences import DPOConfig
-from rlhf_pipeline.config.rewards import (
-    ModelReward,
-    SampleRewards,
-    TrainedReward,
-    as_judges,
-    uses_trained,
-)
+from rlhf_pipeline.config.rewards import ModelReward, SampleRewards, TrainedReward, as_judges
 from rlhf_pipeline.config.training import OptimizerConfig, SamplingConfig, SFTConfig
 
 Kind = Literal["demonstrations", "comparisons"]
@@ -87,10 +81,6 @@ class SampledConfig(Block):
     @property
     def sampling(self) -> SamplingConfig:
         return self.sample.sampling
-
-    @property
-    def needs_reward_model(self) -> bool:
-        return uses_trained(self.rewards)
 
 
 class RejectionConfig(SampledConfig, SFTConfig):

@@ -272,10 +272,6 @@ class SplitConfig(Block):
         weighed = [phase for phase, weight in weights if weight and kinds]
         return [phase for phase in weighed if not any(phase in kind for kind in kinds)]
 
-    @property
-    def is_test(self) -> bool:
-        return all(source.is_test for source in self.sources)
-
     def records(self) -> list[SourceConfig]:
         """For each source, the fields that decide its records."""
         return [source.records() for source in self.sources]

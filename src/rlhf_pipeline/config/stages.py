@@ -7,7 +7,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
-from rlhf_pipeline.config.rewards import as_judges
+from rlhf_pipeline.config.rewards import as_judges, uses_trained
 from rlhf_pipeline.config.sample import IterativeDPOConfig, RejectionConfig, SampledConfig
 from rlhf_pipeline.config.split import PHASES, Phase, SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, TrainedModel
@@ -147,7 +147,7 @@ def faults_without_reward_model(
             "trains with. Fix: set reward_model, or judge_model to null"
         )
     for policy in samplers(blocks):
-        if policy.stage in nodes and policy.needs_reward_model:
+        if policy.stage in nodes and uses_trained(policy.rewards):
             yield (
                 f"{policy.sampler}.rewards: found trained, but reward_model is null. Fix: set "
                 f"reward_model, or other rewards, or {policy.stage} to null"

@@ -14,7 +14,6 @@ BUCKET = 50_000_000
 LIVE = 1_000_000_000
 """Weights that a rank keeps whole at ZeRO-3, because the next pass uses them again."""
 
-
 if TYPE_CHECKING:
     MicroBatchTokens = int  # programs get a number, see `preflight.sized`
     MinibatchSize = int
@@ -95,16 +94,13 @@ class DeepSpeedConfig(Block):
                 f"precision: found {self.precision} at zero_stage 0, expected fp32: DeepSpeed "
                 "takes a spurious first Adam step. Fix: set zero_stage to 1"
             )
-        if self.zero_stage == 0 and self.offload_optimizer:
-            yield (
-                "offload_optimizer: found true at zero_stage 0, expected false: it has no effect. "
-                "Fix: set zero_stage to 1 or higher"
-            )
-        if self.zero_stage != 3 and self.offload_parameters:
-            yield (
-                f"offload_parameters: found true at zero_stage {self.zero_stage}, expected false: "
-                "it has no effect. Fix: set zero_stage to 3"
-            )
+        needs = ("offload_optimizer", 1, "1 or higher"), ("offload_parameters", 3, "3")
+        for name, least, stages in needs:
+            if getattr(self, name) and self.zero_stage < least:
+                yield (
+                    f"{name}: found true at zero_stage {self.zero_stage}, expected false: it has "
+                    f"no effect. Fix: set zero_stage to {stages}"
+                )
 
 
 class FrozenDeepSpeedConfig(Block):
@@ -153,7 +149,6 @@ class TrainedModelConfig(Block):
 
     optimizer: OptimizerConfig
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
-
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the weights. None: train the weights."""
     gradient_checkpointing: bool = False
@@ -180,15 +175,14 @@ class FrozenModelConfig(Block):
 
     def beside(self, companion: DeepSpeedConfig) -> FrozenDeepSpeedConfig:
         """The DeepSpeed settings; what is None follows those of the companion model."""
-        stage, precision = self.deepspeed.zero_stage, self.deepspeed.precision
+        own, stage = self.deepspeed, self.deepspeed.zero_stage
         if stage is None:
             stage = 3 if companion.zero_stage == 3 else 0
-        kernels = self.deepspeed.kernels or companion.kernels
+        kernels = own.kernels or companion.kernels
         kernels = None if (stage, kernels) == (3, "compile") else kernels
-        precision = precision or companion.precision
-        return self.deepspeed.model_copy(
-            update={"zero_stage": stage, "precision": precision, "kernels": kernels}
-        )
+        precision = own.precision or companion.precision
+        changes = {"zero_stage": stage, "precision": precision, "kernels": kernels}
+        return own.model_copy(update=changes)
 
     def faults_beside(self, name: str, companion: TrainedModelConfig) -> Iterator[str]:
         """Faults of this block, whose name is `name`: unsharded weights cannot be offloaded."""

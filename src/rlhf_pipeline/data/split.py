@@ -179,7 +179,7 @@ def _require_rows(
     # Labelled answers without comparisons serve KTO alone.
     found |= {path.replace("kto", "reward_model") for path in found}
     empty = [path for path, share in shares.items() if share and path not in found]
-    if empty and not config.is_test:
+    if empty and not all(source.is_test for source in config.sources):
         raise DataError(
             f"{', '.join(empty)}: found 0 rows, expected at least 1. Fix: add data, raise their "
             "share in split.weights, validation_fraction, test_fraction or "

@@ -14,7 +14,7 @@ from rlhf_pipeline.config.evaluate import (
     RegisterConfig,
     task_inputs,
 )
-from rlhf_pipeline.config.rewards import Judge, ModelReward, as_judges, with_folders
+from rlhf_pipeline.config.rewards import Judge, ModelReward, as_judges
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError, PipelineError
@@ -129,14 +129,15 @@ def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, st
 
     Raises ArtifactError if the hub cannot be reached, or has no such model.
     """
-    paths, identities = reward_inputs(with_folders(judges), JUDGE_PREFIX)
-    for index, judge in enumerate(judges):
-        if isinstance(judge, ModelReward) and judge.on_hub:
-            place = f"{JUDGE_PREFIX}{index}"
-            try:
-                identities[place] = commit_of("model", judge.path, judge.revision)
-            except LookupError as error:
-                raise ArtifactError(f"evaluate.{place}: {error}") from error
+    on_hub = {i: j for i, j in enumerate(judges) if isinstance(j, ModelReward) and j.on_hub}
+    local = [None if index in on_hub else judge for index, judge in enumerate(judges)]
+    paths, identities = reward_inputs(local, JUDGE_PREFIX)
+    for index, judge in on_hub.items():
+        place = f"{JUDGE_PREFIX}{index}"
+        try:
+            identities[place] = commit_of("model", judge.path, judge.revision)
+        except LookupError as error:
+            raise ArtifactError(f"evaluate.{place}: {error}") from error
     return paths, identities
 
 

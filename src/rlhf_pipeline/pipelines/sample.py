@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_pipeline.config.preferences import DPOConfig
+from rlhf_pipeline.config.rewards import uses_trained
 from rlhf_pipeline.config.sample import (
     IterativeDPOConfig,
     RejectionConfig,
@@ -50,7 +51,7 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
         model, own = sft_model, config.model_dump(include={*block.model_fields})
         rewards, known = reward_inputs(config.rewards)
         judges, identities = judge_inputs(config.sample.judging(config.sampler).judges)
-        if config.needs_reward_model:
+        if uses_trained(config.rewards):
             judges["reward_model"] = reward_model
         spec = SAMPLE.answering_by(config.sample.generator)
         for number in range(1, config.rounds + 1):
