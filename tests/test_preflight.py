@@ -17,6 +17,7 @@ from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.source import FirstRows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
+from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.preflight import (
     careful_faults,
     check_gate,
@@ -176,6 +177,16 @@ def test_a_reward_model_that_may_be_no_better_than_chance_never_reaches_ppo(rewa
         r"held-out comparisons, expected a lower end above 50\.0%.*set reward_model\.gate to null",
     ):
         check_gate(reward_model, 0.5, ppo())
+
+
+def test_a_reward_model_of_an_earlier_version_is_refused_before_a_policy_trains(reward_model):
+    """Its report does not say what the model knows beyond length, which the verdict reads."""
+    blocks = dict.fromkeys(parameter_blocks()) | {"reward_model": SimpleNamespace(gate=None)}
+    given = {"reward_model": reward_model}
+    with pytest.raises(
+        ConfigError, match=r"^reward_model: found one of an earlier version, .*Fix: "
+    ):
+        check_inputs("ppo", given, ["ppo"], blocks)
 
 
 @pytest.mark.parametrize("gate", [None, 0.44])

@@ -251,12 +251,17 @@ STANDINGS = {
 }
 
 
-def evaluated(directory, policies, seed=0, config=None, further=(), **inputs):
-    """A published evaluation of answers; `further` are second draws of the baseline."""
+def evaluated(
+    directory, policies, seed=0, config=None, further=(), how="rewards", over=None, **inputs
+):
+    """A published evaluation of answers; `further` are second draws of the baseline, `how` the
+    training has optimized the reward model, and `over` what that knows beyond length."""
     directory.mkdir(parents=True)
     config = config or EvaluateConfig()
     drawn = sorted([*policies["sft"], *further], key=lambda a: (a.row, a.draw))
-    evaluation = compare(policies, config, STANDINGS, drawn) | {"accuracy": {}}
+    standings = STANDINGS | {"score": Standing("optimized", {"ppo": how})}
+    evaluation = compare(policies, config, standings, drawn)
+    evaluation["accuracy"] = {} if over is None else {"score": {"over_length": {"lower": over}}}
     (directory / "evaluation.json").write_text(json.dumps(evaluation))
     write_answers(policies | ({"sft_again": further} if further else {}), directory)
     blocks = {"evaluate": config.model_dump(mode="json")}
@@ -322,6 +327,21 @@ def test_a_judge_of_pairs_is_held_to_the_lengths_of_the_pairs_that_it_saw(
     )
     (refusal,) = registration.verdict["refusals"]
     assert refusal.startswith("win rate against SFT at equal length: found 0.")
+
+
+@pytest.mark.parametrize(("how", "refusals"), [("rewards", 1), ("earlier", 1), ("comparisons", 0)])
+def test_a_reward_model_that_nothing_has_maximized_may_measure_length(
+    client, sft, ppo, trained, tmp_path, monkeypatch, how, refusals
+):
+    """DPO learns from its comparisons, and another judge decides."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
+    evaluation = evaluated(tmp_path / "e", policies, how=how, over=-0.1)
+    registration = register_evaluated(
+        sft.folder, ppo.folder, evaluation, None, None, RegisterConfig(), SOURCES, tmp_path
+    )
+    found = registration.verdict["refusals"]
+    assert len(found) == refusals and all("above that of the longer answer" in one for one in found)
 
 
 @pytest.mark.parametrize(("quality", "promoted"), [(0.9, True), (0.0, False)])
