@@ -52,6 +52,8 @@ def test_the_shape_comes_from_architecture_folder_or_table(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(bloom | {"vocab_size": 250880}))
     own = base_model_shape(BaseModelConfig(path=str(tmp_path)))
     assert own == find_model("bloom-560m").shape, "the names of 2022, as on the hub"
+    null = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 100, "intermediate_size": None}
+    assert Shape.of(null).intermediate == 100, "a null under another name hides no value"
     assert base_model_shape(BaseModelConfig(path="facebook/opt-1.3b")).hidden == 2048
     assert base_model_shape(BaseModelConfig(path="someone/something")) is None
 

@@ -72,10 +72,12 @@ class Family:
 
     def value(self, config: Mapping[str, Any], *names: str) -> Any:
         """What a configuration, or else the family, has under one of these standard names or the
-        family's own name; None if neither has any."""
+        family's own name; None if neither has any, or the configuration has null alone."""
         names += tuple(self.aliases[name] for name in names if name in self.aliases)
-        pairs = [(fields, name) for fields in (config, self.defaults) for name in names]
-        return next((fields[name] for fields, name in pairs if name in fields), None)
+        for fields in (config, self.defaults):
+            if given := [fields[name] for name in names if name in fields]:
+                return next((value for value in given if value is not None), None)
+        return None
 
 
 @cache

@@ -2,7 +2,7 @@
 
     python -m rlhf_pipeline.evaluation.tasks job.json
 
-It is one process that ends before the ranks of the evaluation start, so none of them waits for it.
+It is one process. It ends before the ranks of the evaluation start, so no rank waits for it.
 """
 
 import json

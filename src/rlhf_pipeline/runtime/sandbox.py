@@ -108,7 +108,7 @@ def run(program: str, tests: str, *, timeout_s: float, memory_mib: int) -> Outco
                 fault = process.communicate(text, timeout_s)[1]
             except subprocess.TimeoutExpired:
                 return "timed_out"
-            finally:  # bwrap may have started its child and not yet told it to end with it
+            finally:  # bwrap may not yet have told its child to end with it
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         if fault:
