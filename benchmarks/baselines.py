@@ -32,7 +32,7 @@ from scipy.stats import t
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.sources.synthetic import generate, world_score
-from rlhf_pipeline.statistics import win_rate
+from rlhf_pipeline.verdict.statistics import win_rate
 
 FOLDER = RESULTS / "baselines"
 TRIED_TEMPERATURES = (0.7, 0.4, 0.0)

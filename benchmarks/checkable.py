@@ -33,7 +33,7 @@ from rlhf_pipeline.pipelines.preparation import base_model, split
 from rlhf_pipeline.pipelines.sample import rejection
 from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.statistics import cross_pairs, difference, share_with_interval
+from rlhf_pipeline.verdict.statistics import cross_pairs, difference, share_with_interval
 
 STEPS, PROMPTS, ANSWERS, TOKENS = 10, 8, 8, 10
 REWARDS = [{"reference": "last_number"}]

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
-from rlhf_pipeline.evaluation.comparison import Answer
-from rlhf_pipeline.evaluation.gate import Evidence, decide
-from rlhf_pipeline.statistics import (
+from rlhf_pipeline.verdict.comparison import Answer
+from rlhf_pipeline.verdict.gate import Evidence, decide
+from rlhf_pipeline.verdict.statistics import (
     cross_pairs,
     length_controlled,
     mean_with_interval,

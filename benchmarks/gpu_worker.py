@@ -63,8 +63,8 @@ def self_check(settings: Tree) -> Tree:
 
 def generation(settings: Tree) -> Tree:
     """Responses to random prompts, all of them at once."""
+    from rlhf_pipeline.generation.generator import load_generator
     from rlhf_pipeline.models.loading import freeze, load_policy
-    from rlhf_pipeline.rollout.generation import load_generator
 
     rows, prompt, response = (settings[name] for name in ("rows", "prompt", "response"))
     model = make_model(settings, prompt + response)

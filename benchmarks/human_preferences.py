@@ -28,13 +28,13 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.ppo import ppo
 from rlhf_pipeline.pipelines.preparation import base_model, split
 from rlhf_pipeline.pipelines.supervised import dpo, reward_model
 from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
+from rlhf_pipeline.verdict.comparison import read_evaluation
 
 UNTOUCHED, JUDGE, PROXY = "untouched", "judge", "proxy"
 TOKENS = 64

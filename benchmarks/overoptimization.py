@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, RegisterConfig
-from rlhf_pipeline.evaluation.comparison import Standing, read_answers, read_evaluation
-from rlhf_pipeline.evaluation.gate import Evidence, decide
+from rlhf_pipeline.verdict.comparison import Standing, read_answers, read_evaluation
+from rlhf_pipeline.verdict.gate import Evidence, decide
 
 SHARES = (0.1, 0.3, 1.0)
 """Of the comparisons, for a proxy."""

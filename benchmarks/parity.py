@@ -38,7 +38,7 @@ from ppo_iteration import install_trl
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.statistics import mean_with_interval
+from rlhf_pipeline.verdict.statistics import mean_with_interval
 
 SIDES = {"ours": "#0072B2", "trl": "#D55E00"}  # Okabe and Ito
 MARGIN = 0.05

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.evaluation.comparison import read_evaluation
+from rlhf_pipeline.verdict.comparison import read_evaluation
 
 PLAIN = "plain"
 KL = {"coef": 0.1, "maximum": 3.0}

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.sources import synthetic
-from rlhf_pipeline.statistics import win_rate
+from rlhf_pipeline.verdict.statistics import win_rate
 
 FOLDER = RESULTS / "without_gold"
 WORLDS = ("good", "hasty")

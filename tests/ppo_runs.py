@@ -13,8 +13,8 @@ import numpy as np
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.rollout.generation import Generator, row_seeds
-from rlhf_pipeline.rollout.records import Scored
+from rlhf_pipeline.generation.generator import Generator, row_seeds
+from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.experience import score_sequences

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.checks import check
 from rlhf_pipeline.commands.plan import make_plan
-from rlhf_pipeline.config_loader import LayeredConfigLoader
+from rlhf_pipeline.run.checks import check
+from rlhf_pipeline.run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.hardware import named

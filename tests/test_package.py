@@ -16,7 +16,7 @@ from extending_page import DOORS, write_project
 from readme import ROWS, table
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.source import read
+from rlhf_pipeline.data.sources.registry import read
 
 PROJECT = Path(__file__).parents[1]
 PACKED = ("conf", "src", "pyproject.toml", "README.md", "LICENSE")

@@ -22,9 +22,9 @@ from test_tutorials import PROJECT, copy_of_the_project, run
 
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.config.stages import OPTIONAL
-from rlhf_pipeline.hooks import provide
 from rlhf_pipeline.pipelines.table import parameter_blocks
-from rlhf_pipeline.preflight import check_inputs
+from rlhf_pipeline.run.hooks import provide
+from rlhf_pipeline.run.preflight import check_inputs
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
 from rlhf_pipeline.runtime.program import write_manifest
 from rlhf_pipeline.stages.cache.fingerprint import identify

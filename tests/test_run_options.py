@@ -5,7 +5,7 @@ from click.testing import CliRunner
 from kedro.pipeline import Pipeline, node
 
 from rlhf_pipeline.cli import cli
-from rlhf_pipeline.hooks import NAME_LENGTH, run_name, whole_run
+from rlhf_pipeline.run.hooks import NAME_LENGTH, run_name, whole_run
 
 
 @pytest.mark.parametrize(

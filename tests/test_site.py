@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from rlhf_pipeline.reporting.charts import OTHERS, PPO
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.verdict.charts import OTHERS, PPO
 
 PROJECT = Path(__file__).parents[1]
 EXTERNAL = {

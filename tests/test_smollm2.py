@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.config.rewards import CallableReward
-from rlhf_pipeline.rollout.function_reward import import_function
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.function_reward import import_function
 
 FILE = Path(__file__).parents[1] / "conf" / "smollm2" / "rewards.py"
 

@@ -4,4 +4,4 @@ from rlhf_pipeline.api import policy as policy
 from rlhf_pipeline.api import run as run
 from rlhf_pipeline.api import runs as runs
 from rlhf_pipeline.evaluation.judges import evaluate as evaluate
-from rlhf_pipeline.evaluation.report import Evaluation as Evaluation
+from rlhf_pipeline.verdict.words import Evaluation as Evaluation

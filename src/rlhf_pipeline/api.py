@@ -18,10 +18,10 @@ from omegaconf import OmegaConf
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_MODEL
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.evaluation.comparison import ANSWERS, Answer, read_answers, read_evaluation
-from rlhf_pipeline.evaluation.report import Evaluation
-from rlhf_pipeline.explain import explained_errors
+from rlhf_pipeline.run.explain import explained_errors
 from rlhf_pipeline.runtime.metrics_file import read_curves
+from rlhf_pipeline.verdict.comparison import ANSWERS, Answer, read_answers, read_evaluation
+from rlhf_pipeline.verdict.words import Evaluation
 
 if TYPE_CHECKING:
     from kedro.framework.session import KedroSession

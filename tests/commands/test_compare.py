@@ -14,8 +14,8 @@ from rlhf_pipeline.commands.compare import (
     recipes,
     verdicts,
 )
-from rlhf_pipeline.evaluation.comparison import summary, write_answers
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.verdict.comparison import summary, write_answers
 
 
 def manifest(stage, config, fingerprint):

@@ -14,8 +14,8 @@ from rlhf_pipeline.commands.report import report, runs
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.evaluation.comparison import Standing, compare, write_answers
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries, json_digest
+from rlhf_pipeline.verdict.comparison import Standing, compare, write_answers
 
 NAMES = ("evaluation", "ppo_model")
 

@@ -10,17 +10,17 @@ import torch
 from click.testing import CliRunner
 from extending_page import DOORS, write_metadata, write_project
 
-from rlhf_pipeline.checks import check
 from rlhf_pipeline.cli import COMMAND, rlhf
 from rlhf_pipeline.config import doors
 from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, by_name
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_blocks import CallableReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
-from rlhf_pipeline.config_loader import LayeredConfigLoader
-from rlhf_pipeline.dry_run import door_faults, function_faults
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import table
+from rlhf_pipeline.run.checks import check
+from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.run.dry_run import door_faults, function_faults
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.training.ppo_update import number_of_terms

@@ -3,7 +3,6 @@
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.checks import judge_faults
 from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
@@ -18,6 +17,7 @@ from rlhf_pipeline.config.rewards import (
     reads_references,
     uses_trained,
 )
+from rlhf_pipeline.run.checks import judge_faults
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 PPO = {

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from rlhf_pipeline.checks import check, check_values
 from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
 from rlhf_pipeline.config.split import PHASES
@@ -17,9 +16,10 @@ from rlhf_pipeline.config.stages import (
     shares_text,
     unused_rows,
 )
-from rlhf_pipeline.config_loader import LayeredConfigLoader
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.preflight import check_blocks, check_phases
+from rlhf_pipeline.run.checks import check, check_values
+from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.run.preflight import check_blocks, check_phases
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 CONF = Path(__file__).parents[2] / "conf"

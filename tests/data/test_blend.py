@@ -14,7 +14,7 @@ from rlhf_pipeline.data.blend import Blend, blend
 from rlhf_pipeline.data.phase_files import PARTS, TABLES
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message, normalized
-from rlhf_pipeline.data.source import read
+from rlhf_pipeline.data.sources.registry import read
 
 Make = Callable[..., Blend]
 Source = tuple[list[Example], dict[str, Any]]

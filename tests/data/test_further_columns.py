@@ -7,7 +7,7 @@ import json
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Unused
-from rlhf_pipeline.data.source import read
+from rlhf_pipeline.data.sources.registry import read
 
 COLUMNS = {"prompt": "q", "chosen": "a", "rejected": "b", "extra": ["level", "tags"]}
 

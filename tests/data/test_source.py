@@ -10,9 +10,9 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.source import first_rows, read, source_origin
 from rlhf_pipeline.data.sources import own_files
 from rlhf_pipeline.data.sources.adapter import Records, Rows, Source
+from rlhf_pipeline.data.sources.registry import first_rows, read, source_origin
 from rlhf_pipeline.errors import ConfigError, DataError
 
 SYSTEM = {"role": "system", "content": "Be kind."}

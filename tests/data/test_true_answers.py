@@ -16,7 +16,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.rewards import Reward, Rewards
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.source import read
+from rlhf_pipeline.data.sources.registry import read
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import DataError
 

@@ -12,7 +12,7 @@ from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.distributed.optimizer_step import accumulate
 from rlhf_pipeline.distributed.world import join
-from rlhf_pipeline.rollout import decoding
+from rlhf_pipeline.generation import decoding
 from rlhf_pipeline.runtime.program import DETERMINISTIC
 from rlhf_pipeline.training import ppo_update
 

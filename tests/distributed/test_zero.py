@@ -12,10 +12,10 @@ from rlhf_pipeline.config.training import FrozenModelConfig, SamplingConfig, Tra
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded
+from rlhf_pipeline.generation.generator import row_seeds
+from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.rollout.generation import row_seeds
-from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
 
 def block(**fields) -> TrainedModelConfig:

@@ -22,12 +22,12 @@ from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.engine import frozen_model
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.evaluation import answering, evaluate
+from rlhf_pipeline.generation import transformers_generator
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
-from rlhf_pipeline.rollout import transformers_generator
-from rlhf_pipeline.rollout.reward_sources import ModelSource
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest, folder_digest
+from rlhf_pipeline.scoring.reward_sources import ModelSource
 
 QUESTIONS = [one.prompt[0].content for _, one in generate(SourceConfig(samples=8), 0)]
 REFERENCES = ["a", "h", "bb", "ccc", "dddd", "eeeee", "f", "g"]

@@ -7,8 +7,8 @@ import pytest
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.evaluation.judges import evaluate, load_judges
-from rlhf_pipeline.rollout.records import Answered
-from rlhf_pipeline.rollout.true_answers import AGREES
+from rlhf_pipeline.generation.records import Answered
+from rlhf_pipeline.scoring.true_answers import AGREES
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_judge_of_a_training_that_nobody_knows_is_not_independent():
 
 def test_a_judge_may_be_named_by_its_place(tmp_path):
     (tmp_path / "own.py").write_text("def longer(prompts, responses): return map(len, responses)\n")
-    places = [f"{tmp_path}/own.py:longer", "rlhf_pipeline.rollout.true_answers:agreement"]
+    places = [f"{tmp_path}/own.py:longer", "rlhf_pipeline.scoring.true_answers:agreement"]
     found = evaluate(PROMPTS, OURS, THEIRS, places[:1])
     assert found.win_rate["losses"] == 2 and list(found["win_rates"]) == ["longer"]
     with pytest.raises(ConfigError, match=r"agreement cannot be called with \(prompts, responses"):

@@ -12,9 +12,8 @@ from random_answers import policy
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.source import read
+from rlhf_pipeline.data.sources.registry import read
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.evaluation.comparison import write_answers
 from rlhf_pipeline.labelling.votes import (
     Vote,
     add_vote,
@@ -24,6 +23,7 @@ from rlhf_pipeline.labelling.votes import (
     read_votes,
     remove_vote,
 )
+from rlhf_pipeline.verdict.comparison import write_answers
 
 
 def vote(number, annotator="Ann", scores=(1, 0)):

@@ -20,10 +20,10 @@ from rlhf_pipeline.data.phase_files import RowMaker, demonstration
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import tokenize
 from rlhf_pipeline.distributed.model_files import save_model
+from rlhf_pipeline.generation.records import ended
+from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.rollout.records import ended
-from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 QUESTION = {"role": "user", "content": "Where do penguins live?"}

@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.model_files import save_model
+from rlhf_pipeline.generation import transformers_generator
+from rlhf_pipeline.generation.generator import row_seeds, uniform_draws
+from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.forward import (
     probe_capabilities,
     response_logprobs,
@@ -26,9 +29,6 @@ from rlhf_pipeline.models.loading import (
 )
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout import transformers_generator
-from rlhf_pipeline.rollout.generation import row_seeds, uniform_draws
-from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
 RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]

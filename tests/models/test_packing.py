@@ -11,6 +11,8 @@ from varlen_reference import varlen_attn
 
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.generation.generator import uniform_draws
+from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.packing import (
@@ -20,8 +22,6 @@ from rlhf_pipeline.models.packing import (
     use_packed_attention,
 )
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.generation import uniform_draws
-from rlhf_pipeline.rollout.transformers_generator import TransformersGenerator
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14]]
 RESPONSES = [[20, 21, 22], [23, 24, 25, 26, 27], [28]]

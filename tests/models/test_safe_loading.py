@@ -197,7 +197,7 @@ def test_trust_in_the_base_model_does_not_extend_to_a_reward_model(with_code, ma
     from rlhf_pipeline.config.rewards import ModelReward
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.distributed.world import World
-    from rlhf_pipeline.rollout.reward_sources import ModelSource
+    from rlhf_pipeline.scoring.reward_sources import ModelSource
 
     contract, world = TokenContract.read(with_code), World(0, 1, torch.device("cpu"))
     reward = ModelReward(path=str(with_code))

@@ -16,12 +16,12 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 from kedro.io import CatalogProtocol
 
-from rlhf_pipeline import preflight
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.data.record_files import RowCounts
-from rlhf_pipeline.hooks import provide, run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
+from rlhf_pipeline.run import preflight
+from rlhf_pipeline.run.hooks import provide, run_context
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.stages import run
@@ -267,8 +267,8 @@ RERUNS_NOTHING = {
     "docstring of a program": ("training/ppo.py", *DOCSTRING),
     "comment and blank line": ("rl/losses.py", r"\n    return ", "\n\n    # Text.\n    return "),
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
-    "hooks": ("hooks.py", r"\Z", "CHANGED = True\n"),
-    "preflight": ("preflight.py", r"\Z", "CHANGED = True\n"),
+    "hooks": ("run/hooks.py", r"\Z", "CHANGED = True\n"),
+    "preflight": ("run/preflight.py", r"\Z", "CHANGED = True\n"),
     "registry": ("pipelines/table.py", r"OWN = \{", "OWN = {'another': None,"),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
@@ -295,7 +295,7 @@ RERUNS = {
     ),
     "program of PPO": ("training/ppo.py", r"\Z", "CHANGED = True\n", {"ppo"}),
     "parameters of PPO": ("config/ppo.py", r"\Z", "CHANGED = True\n", {"ppo"}),
-    "statistics": ("statistics.py", r"\Z", "CHANGED = True\n", {"reward_model", "evaluate"}),
+    "rates": ("verdict/statistics.py", r"\Z", "CHANGED = True\n", {"reward_model", "evaluate"}),
 }  # fmt: skip
 """File, pattern and replacement of changes to the code; the stages of `full` that execute it."""
 

@@ -18,11 +18,8 @@ from random_answers import policy
 from rlhf_pipeline.config.evaluate import EvaluateConfig, RegisterConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare, write_answers
-from rlhf_pipeline.evaluation.gate import Check, Verdict
 from rlhf_pipeline.pipelines.evaluate import register as register_node
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.statistics import win_rate
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import (
     Policy,
@@ -33,6 +30,9 @@ from rlhf_pipeline.tracking.registration import (
 )
 from rlhf_pipeline.tracking.registry import Champion, find_version, local_folder, registered_folder
 from rlhf_pipeline.tracking.store import connect, experiment_id
+from rlhf_pipeline.verdict.comparison import Answer, Standing, compare, write_answers
+from rlhf_pipeline.verdict.gate import Check, Verdict
+from rlhf_pipeline.verdict.statistics import win_rate
 
 
 def refused(*reasons):

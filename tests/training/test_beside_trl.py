@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from rlhf_pipeline.config.doors import DPO_LOSS, by_name
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
+from rlhf_pipeline.generation.records import Scored, TrainingPass
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.preference_losses import kto_loss
-from rlhf_pipeline.rollout.records import Scored, TrainingPass
 from rlhf_pipeline.training.experience import make_experience
 from rlhf_pipeline.training.ppo_update import actor_loss, number_of_terms, reduction
 

@@ -15,9 +15,9 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, micro_batches
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.ppo_setup import GivenBatches, set_up

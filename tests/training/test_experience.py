@@ -12,9 +12,9 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.advantages import grpo
-from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training.experience import (
     Experience,
     equal_groups,

@@ -10,10 +10,10 @@ from transformers import GenerationMixin
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl import losses
-from rlhf_pipeline.rollout.records import Rollout
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.training import ppo

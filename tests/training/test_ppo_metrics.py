@@ -9,8 +9,8 @@ from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.distributed.batches import sampled_rows
+from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.ppo_metrics import sampled_answers
 

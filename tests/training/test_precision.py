@@ -19,9 +19,9 @@ from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import whole_state_dict
+from rlhf_pipeline.generation import transformers_generator
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.rl import losses
-from rlhf_pipeline.rollout import transformers_generator
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo, ppo_update, sft
 

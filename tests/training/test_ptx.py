@@ -14,9 +14,9 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import load_rows, micro_batches
 from rlhf_pipeline.distributed.deepspeed_config import training_settings
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models
 from rlhf_pipeline.training.ppo_update import update_minibatch, update_models

@@ -7,8 +7,8 @@ import torch
 from ppo_runs import ppo_config
 
 from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.records import Scored
 from rlhf_pipeline.training import rollouts
 from rlhf_pipeline.training.prompts import PromptStream
 

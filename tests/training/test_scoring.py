@@ -7,11 +7,11 @@ import torch
 from ppo_runs import ppo_config
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.generation.records import ended
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rollout.records import ended
 from rlhf_pipeline.training.experience import score_sequences
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]

@@ -11,18 +11,18 @@ from kedro.framework.project import pipelines
 from kedro.io import CatalogProtocol
 from rich.console import Console
 
-from rlhf_pipeline.checks import path_faults, refuse
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.evaluation.comparison import BASE_MODEL, EVALUATION, read_evaluation
 from rlhf_pipeline.pipelines.preparation import base_model
+from rlhf_pipeline.run.checks import path_faults, refuse
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import StageListener, Stages
 from rlhf_pipeline.tracking.registry import registered_folder
+from rlhf_pipeline.verdict.comparison import BASE_MODEL, EVALUATION, read_evaluation
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Ledger:
     @contextmanager
     def stages(self) -> Iterator[Stages]:
         """Runs stages as `kedro run` does; the end waits for the uploads to a store."""
-        from rlhf_pipeline.hooks import run_context
+        from rlhf_pipeline.run.hooks import run_context
         from rlhf_pipeline.stages.progress import ProgressDisplay
         from rlhf_pipeline.stages.run import StageRunner
 

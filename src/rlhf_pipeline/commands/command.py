@@ -72,7 +72,7 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Any:
-        from rlhf_pipeline.explain import explained_errors
+        from rlhf_pipeline.run.explain import explained_errors
 
         show_traceback = ctx.params.pop("traceback")
         with explained_errors(show_traceback=show_traceback), ExitStack() as sessions:

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from rlhf_pipeline.commands.artifacts import Ledger, Policy
 from rlhf_pipeline.commands.command import Command, plain_table
-from rlhf_pipeline.evaluation.comparison import (
+from rlhf_pipeline.tracking.registration import conditions
+from rlhf_pipeline.verdict.comparison import (
     BASE_MODEL,
     Answer,
     complete_judges,
@@ -17,9 +18,8 @@ from rlhf_pipeline.evaluation.comparison import (
     read_answers,
     scores_by,
 )
-from rlhf_pipeline.evaluation.report import ABSENT, METRICS, counted, metric_value, title
-from rlhf_pipeline.statistics import ALPHA, standardized_gain, win_rate
-from rlhf_pipeline.tracking.registration import conditions
+from rlhf_pipeline.verdict.statistics import ALPHA, standardized_gain, win_rate
+from rlhf_pipeline.verdict.words import ABSENT, METRICS, counted, metric_value, title
 
 
 @click.command(cls=Command)

@@ -12,7 +12,6 @@ import click
 import yaml
 from rich.console import Console
 
-from rlhf_pipeline.checks import judge_faults, length_faults, refuse
 from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import ENV, Command
 from rlhf_pipeline.config.base_model import positions, saved_config
@@ -21,15 +20,14 @@ from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
 from rlhf_pipeline.config.reward_blocks import Agreement
 from rlhf_pipeline.config.rewards import Judge
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
-from rlhf_pipeline.data.source import first_rows
+from rlhf_pipeline.data.sources.registry import first_rows
 from rlhf_pipeline.data.split_report import require_true_answers
-from rlhf_pipeline.dry_run import Rows, door_faults, function_faults, reference_faults
 from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
-from rlhf_pipeline.evaluation.comparison import read_evaluation
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.preparation import read_sources, split
-from rlhf_pipeline.reporting.page import evaluation_page
-from rlhf_pipeline.results import print_results
+from rlhf_pipeline.run.checks import judge_faults, length_faults, refuse
+from rlhf_pipeline.run.dry_run import Rows, door_faults, function_faults, reference_faults
+from rlhf_pipeline.run.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
@@ -38,6 +36,8 @@ from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.registry import TOKENS, find_champion
 from rlhf_pipeline.tracking.store import tracking_uri
+from rlhf_pipeline.verdict.comparison import read_evaluation
+from rlhf_pipeline.verdict.page import evaluation_page
 
 
 @click.command(cls=Command)

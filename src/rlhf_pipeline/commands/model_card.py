@@ -11,10 +11,10 @@ from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.config.base_model import COMMIT
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.evaluation.comparison import read_evaluation
-from rlhf_pipeline.evaluation.report import metric_rows, summary
-from rlhf_pipeline.hub import UNKNOWN, license_of
+from rlhf_pipeline.runtime.hub import UNKNOWN, license_of
 from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.verdict.comparison import read_evaluation
+from rlhf_pipeline.verdict.words import metric_rows, summary
 
 
 def model_card(

@@ -9,8 +9,6 @@ from kedro.framework.project import pipelines, settings
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.checks import batch_faults, check_values, length_faults, refuse
-from rlhf_pipeline.checks import check as check_parameters
 from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
@@ -24,8 +22,10 @@ from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, samplers
-from rlhf_pipeline.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.run.checks import batch_faults, check_values, length_faults, refuse
+from rlhf_pipeline.run.checks import check as check_parameters
+from rlhf_pipeline.run.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named

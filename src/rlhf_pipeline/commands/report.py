@@ -9,12 +9,12 @@ from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.errors import ArtifactError, as_typed
-from rlhf_pipeline.evaluation.comparison import read_evaluation
-from rlhf_pipeline.evaluation.report import metric_value
-from rlhf_pipeline.reporting.page import evaluation_page, is_current
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest, verify
 from rlhf_pipeline.tracking.registration import read_registration
+from rlhf_pipeline.verdict.comparison import read_evaluation
+from rlhf_pipeline.verdict.page import evaluation_page, is_current
+from rlhf_pipeline.verdict.words import metric_value
 
 
 @click.command(cls=Command)

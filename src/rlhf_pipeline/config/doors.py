@@ -133,15 +133,15 @@ DPO_LOSS = Door(
 GENERATOR = Door(
     "generator",
     {
-        "transformers": "rlhf_pipeline.rollout.transformers_generator:TransformersGenerator",
-        "vllm": "rlhf_pipeline.rollout.vllm_generator:VLLMGenerator",
+        "transformers": "rlhf_pipeline.generation.transformers_generator:TransformersGenerator",
+        "vllm": "rlhf_pipeline.generation.vllm_generator:VLLMGenerator",
     },
     "policy contract sampling world gather hybrid rows longest place",
     "generate",
 )
 _OF_PPO = {
     "auto": GENERATOR.own["transformers"],
-    "hybrid": "rlhf_pipeline.rollout.hybrid_generator:HybridGenerator",
+    "hybrid": "rlhf_pipeline.generation.hybrid_generator:HybridGenerator",
 }
 PPO_GENERATOR = replace(GENERATOR, own=_OF_PPO | dict(GENERATOR.own))
 """`auto` is transformers, where a run has not put vllm in its place."""

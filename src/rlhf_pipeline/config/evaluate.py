@@ -231,7 +231,7 @@ Promote = Literal["never", "gate", "always"]
 
 
 class RegisterConfig(Block):
-    """Name of the registered model, and the promotion gate, see `rlhf_pipeline.evaluation.gate`."""
+    """Name of the registered model, and the promotion gate, see `rlhf_pipeline.verdict.gate`."""
 
     model: str = Field(default="rlhf-policy", min_length=1, pattern=r"^[^/:']+$")
     """Name of the registered model, whose versions are the SFT baseline and the candidates. MLflow

@@ -22,22 +22,22 @@ from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.evaluation.comparison import Answer
 from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, by_source
+from rlhf_pipeline.generation.generator import Generator, load_generator, row_seeds
+from rlhf_pipeline.generation.records import Answered, Scored, ended
 from rlhf_pipeline.models.forward import response_logprobs, sequence_scores
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import load_policy, saved_precision
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.rollout.chat_model import dialogue
-from rlhf_pipeline.rollout.generation import Generator, load_generator, row_seeds
-from rlhf_pipeline.rollout.records import Answered, Scored, ended
-from rlhf_pipeline.rollout.reward_sources import ModelSource
-from rlhf_pipeline.rollout.true_answers import accuracy
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
+from rlhf_pipeline.scoring.chat_model import dialogue
+from rlhf_pipeline.scoring.reward_sources import ModelSource
+from rlhf_pipeline.scoring.true_answers import accuracy
+from rlhf_pipeline.verdict.comparison import Answer
 
 Draw = tuple[str, int]  # a policy, and the number of its answer to each prompt
 M = TypeVar("M", bound=nn.Module)

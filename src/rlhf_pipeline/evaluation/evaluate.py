@@ -33,7 +33,14 @@ from rlhf_pipeline.distributed.batches import even_share, load_rows, sampled_row
 from rlhf_pipeline.distributed.world import World, join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.answering import Setup, answer_all, in_order, judge_all, perplexity
-from rlhf_pipeline.evaluation.comparison import (
+from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.metrics_file import MetricsFile
+from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.scoring.chat_model import REPLIES, reply_folder
+from rlhf_pipeline.verdict.comparison import (
     BASE_MODEL,
     BASELINE,
     ENDS,
@@ -45,15 +52,8 @@ from rlhf_pipeline.evaluation.comparison import (
     with_ends,
     write_answers,
 )
-from rlhf_pipeline.evaluation.independence import own_rewards, standings
-from rlhf_pipeline.evaluation.judges import judge_pairs, load_judges
-from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.rollout.chat_model import REPLIES, reply_folder
-from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.runtime.metrics_file import MetricsFile
-from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import ALPHA, mean_with_interval, share_with_interval
+from rlhf_pipeline.verdict.independence import own_rewards, standings
+from rlhf_pipeline.verdict.statistics import ALPHA, mean_with_interval, share_with_interval
 
 
 def main(job: LaunchedJob) -> dict[str, float]:

@@ -32,15 +32,15 @@ from rlhf_pipeline.config.rewards import (
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.evaluation.comparison import Answer, Standing, compare, opponents
-from rlhf_pipeline.evaluation.report import Evaluation
-from rlhf_pipeline.rollout.chat_model import REPLIES, ChatModel, RubricSource, filled, reply_folder
-from rlhf_pipeline.rollout.code_reward import CodeSource
-from rlhf_pipeline.rollout.function_reward import FunctionSource, matches
-from rlhf_pipeline.rollout.records import Answered, Scored
-from rlhf_pipeline.rollout.true_answers import AGREES, accuracy
+from rlhf_pipeline.generation.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.chat_model import REPLIES, ChatModel, RubricSource, filled, reply_folder
+from rlhf_pipeline.scoring.code_reward import CodeSource
+from rlhf_pipeline.scoring.function_reward import FunctionSource, matches
+from rlhf_pipeline.scoring.true_answers import AGREES, accuracy
+from rlhf_pipeline.verdict.comparison import Answer, Standing, compare, opponents
+from rlhf_pipeline.verdict.words import Evaluation
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ from rlhf_pipeline.distributed.batches import Rows, even_share, load_rows, sampl
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.answering import Setup, answer_all, in_order, judge_all
-from rlhf_pipeline.evaluation.comparison import Answer
 from rlhf_pipeline.evaluation.judges import load_judges, outcomes_of
 from rlhf_pipeline.models.loading import load_tokenizer
-from rlhf_pipeline.rollout.chat_model import ChatModel, reply_folder
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
+from rlhf_pipeline.scoring.chat_model import ChatModel, reply_folder
+from rlhf_pipeline.verdict.comparison import Answer
 
 PARTS = ("train", "validation")
 Sample = dict[str, Any]

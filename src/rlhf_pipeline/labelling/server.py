@@ -18,9 +18,9 @@ from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rlhf_pipeline.data.records import key
-from rlhf_pipeline.evaluation.comparison import judge_title
 from rlhf_pipeline.labelling.votes import Pair, Vote, add_vote, as_read, read_votes, remove_vote
-from rlhf_pipeline.statistics import agreement, rate_interval, win_rate
+from rlhf_pipeline.verdict.comparison import judge_title
+from rlhf_pipeline.verdict.statistics import agreement, rate_interval, win_rate
 
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=64)]
 

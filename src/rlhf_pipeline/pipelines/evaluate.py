@@ -18,15 +18,15 @@ from rlhf_pipeline.config.rewards import Judge, ModelReward, as_judges
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError, PipelineError
-from rlhf_pipeline.hub import commit_of
 from rlhf_pipeline.pipelines.judge_model import judge_models
 from rlhf_pipeline.pipelines.ppo import reward_inputs
-from rlhf_pipeline.reporting.page import evaluation_page
+from rlhf_pipeline.runtime.hub import commit_of
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import TRAINING_LIBRARIES, Job, Stages, StageSpec
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.registry import find_champion
+from rlhf_pipeline.verdict.page import evaluation_page
 
 SPEC = StageSpec(
     name="evaluate",

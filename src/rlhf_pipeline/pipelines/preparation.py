@@ -7,9 +7,9 @@ from pathlib import Path
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.data.record_files import RowCounts
-from rlhf_pipeline.data.source import adapter_module, find_source, source_origin
+from rlhf_pipeline.data.sources.registry import adapter_module, find_source, source_origin
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.hub import commit_of
+from rlhf_pipeline.runtime.hub import commit_of
 from rlhf_pipeline.runtime.manifest import folder_digest
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.errors import Interrupted, as_typed, causes, without_secrets
-from rlhf_pipeline.evaluation.comparison import score_name
-from rlhf_pipeline.evaluation.report import titles, verdict
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
+from rlhf_pipeline.verdict.comparison import score_name
+from rlhf_pipeline.verdict.words import titles, verdict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -24,7 +24,10 @@ from rlhf_pipeline.config.evaluate import (
 from rlhf_pipeline.config.rewards import PairwiseJudge
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
-from rlhf_pipeline.evaluation.comparison import (
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, json_digest
+from rlhf_pipeline.tracking import store
+from rlhf_pipeline.tracking.registry import Champion
+from rlhf_pipeline.verdict.comparison import (
     BASELINE,
     FURTHER,
     baseline_of,
@@ -35,11 +38,8 @@ from rlhf_pipeline.evaluation.comparison import (
     read_standings,
     worst,
 )
-from rlhf_pipeline.evaluation.gate import Evidence, Verdict, decide
-from rlhf_pipeline.evaluation.report import summary, titles
-from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, json_digest
-from rlhf_pipeline.tracking import store
-from rlhf_pipeline.tracking.registry import Champion
+from rlhf_pipeline.verdict.gate import Evidence, Verdict, decide
+from rlhf_pipeline.verdict.words import summary, titles
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -73,7 +73,7 @@ class Registration:
     """Every alias of the model to its version; "champion" is missing before the first promotion."""
     promoted: bool  # whether the candidate is the champion
     verdict: dict[str, Any]
-    """Every condition of the gate, see `rlhf_pipeline.evaluation.gate.Verdict`."""
+    """Every condition of the gate, see `rlhf_pipeline.verdict.gate.Verdict`."""
 
     def record(self) -> dict[str, Any]:
         """What is published, with a digest of the rest."""

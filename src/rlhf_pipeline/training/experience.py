@@ -15,6 +15,7 @@ from rlhf_pipeline.config.rewards import clip_of
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.generation.records import Experience, Scored, TrainingPass, ended
 from rlhf_pipeline.models.forward import (
     response_logprobs,
     response_logprobs_and_entropy,
@@ -25,7 +26,6 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.advantages import gae, to_tokens
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
 from rlhf_pipeline.rl.rewards import per_token_rewards, sampler_weights, shaped_scores
-from rlhf_pipeline.rollout.records import Experience, Scored, TrainingPass, ended
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.training.ppo_setup import PPOModels
 

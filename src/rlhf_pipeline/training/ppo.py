@@ -32,8 +32,8 @@ from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.rl.rewards import adapted_kl_coef
-from rlhf_pipeline.rollout.generation import row_seeds
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program

@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.rollout.chat_model import dialogue
-from rlhf_pipeline.rollout.records import Scored
-from rlhf_pipeline.rollout.true_answers import accuracy
+from rlhf_pipeline.scoring.chat_model import dialogue
+from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.training.experience import equal_groups, sampler_weights_of, training_scores
 from rlhf_pipeline.training.ppo_setup import Setup, ppo_advice
 

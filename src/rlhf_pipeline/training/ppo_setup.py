@@ -20,14 +20,14 @@ from rlhf_pipeline.distributed.engine import frozen_model, train_engine, untrain
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
+from rlhf_pipeline.generation.generator import Generator, load_generator
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences, collate
-from rlhf_pipeline.rollout.generation import Generator, load_generator
-from rlhf_pipeline.rollout.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
+from rlhf_pipeline.scoring.reward_sources import RewardSum, load_rewards
 from rlhf_pipeline.training.best_models import BestModels
 from rlhf_pipeline.training.prompts import PromptStream
 from rlhf_pipeline.training.resume import Checkpoints

@@ -22,6 +22,7 @@ from rlhf_pipeline.distributed.optimizer_step import (
     step_together,
 )
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.forward import response_divergences, response_logprobs, response_values
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
@@ -36,7 +37,6 @@ from rlhf_pipeline.rl.losses import (
 )
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.rollout.records import Experience
 from rlhf_pipeline.training.experience import actor_pass
 from rlhf_pipeline.training.ppo_setup import PPOModels
 

@@ -31,9 +31,14 @@ from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.statistics import calibration, difference, rank_correlation, rate_interval
 from rlhf_pipeline.training.preferences import Pairs, PairTask, chosen_and_rejected, ranking_sums
 from rlhf_pipeline.training.supervised import BLOCK, train
+from rlhf_pipeline.verdict.statistics import (
+    calibration,
+    difference,
+    rank_correlation,
+    rate_interval,
+)
 
 REPORT = "reward_report.json"
 

@@ -25,8 +25,8 @@ from rlhf_pipeline.distributed.engine import free_memory, release_freed
 from rlhf_pipeline.distributed.engine_state import saved_tensors
 from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
 from rlhf_pipeline.distributed.world import on_gpu
-from rlhf_pipeline.rollout.generation import Seed, row_seeds
-from rlhf_pipeline.rollout.records import Rollout, Scored
+from rlhf_pipeline.generation.generator import Seed, row_seeds
+from rlhf_pipeline.generation.records import Rollout, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.training.experience import equal_groups, groups, score_sequences, training_scores
 from rlhf_pipeline.training.ppo_setup import Setup

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.data.records import Record, Unused
-from rlhf_pipeline.data.source import find_source
 from rlhf_pipeline.data.sources.adapter import outcome
+from rlhf_pipeline.data.sources.registry import find_source
 
 Rows = dict[str, list[dict[str, Any]]]
 

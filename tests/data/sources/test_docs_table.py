@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rlhf_pipeline.data.source import MODULES, find_source
+from rlhf_pipeline.data.sources.registry import MODULES, find_source
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
 HEADER = ("holds", "sources")

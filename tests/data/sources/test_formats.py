@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Record, Text, Unused
-from rlhf_pipeline.data.source import find_source, read
+from rlhf_pipeline.data.sources.registry import find_source, read
 
 NAMES = sorted(json.loads(Path(__file__).with_name("rows.json").read_text()))
 

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.source import first_rows
 from rlhf_pipeline.data.sources.generated_tasks import generate
+from rlhf_pipeline.data.sources.registry import first_rows
 from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.pipelines.preparation import source_job
 

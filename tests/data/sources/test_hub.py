@@ -17,15 +17,15 @@ from stand_in_hub import COMMITS, serving
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text
-from rlhf_pipeline.data.source import find_source, read
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Source
+from rlhf_pipeline.data.sources.registry import find_source, read
 
 pytestmark = pytest.mark.slow
 
 READER = """
 import json, sys
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.source import read, source_origin
+from rlhf_pipeline.data.sources.registry import read, source_origin
 
 for line in sys.stdin:
     config = SourceConfig(**json.loads(line))

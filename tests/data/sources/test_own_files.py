@@ -7,9 +7,9 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
-from rlhf_pipeline.data.source import find_source
 from rlhf_pipeline.data.sources.adapter import outcome
 from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
+from rlhf_pipeline.data.sources.registry import find_source
 
 FILES = find_source("files")
 

@@ -14,8 +14,8 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.source import MODULES, find_source, read
 from rlhf_pipeline.data.sources import column_maps
+from rlhf_pipeline.data.sources.registry import MODULES, find_source, read
 from rlhf_pipeline.errors import ConfigError
 
 Records = Callable[..., list[Any]]

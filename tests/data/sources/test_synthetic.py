@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.source import MODULES, source_origin
+from rlhf_pipeline.data.sources.registry import MODULES, source_origin
 from rlhf_pipeline.data.sources.synthetic import (
     ALTERNATIVES,
     ANNOTATORS,

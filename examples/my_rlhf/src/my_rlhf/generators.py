@@ -1,9 +1,9 @@
 import torch
 
+from rlhf_pipeline.generation.generator import uniform_draws
+from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl.logprobs import sampled
-from rlhf_pipeline.rollout.generation import uniform_draws
-from rlhf_pipeline.rollout.records import Rollout
 
 
 class PlainGenerator:

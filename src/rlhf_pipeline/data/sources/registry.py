@@ -1,0 +1,227 @@
+"""The registry of sources: what a source is, where its rows come from, and its records."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import islice, pairwise
+
+from rlhf_pipeline.config.doors import Door
+from rlhf_pipeline.config.split import ColumnMap, SourceConfig
+from rlhf_pipeline.data.files import Origin, find_files, origin
+from rlhf_pipeline.data.formats import data_set_rows, read_rows
+from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import Example, Record, Text, Unused, is_utf8
+from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
+from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
+from rlhf_pipeline.errors import ConfigError, DataError
+from rlhf_pipeline.runtime.hub import commit_of, is_commit
+
+_MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps")
+"""The modules of the folder `sources`, in the order of docs/data.md. After a change to one of them,
+only its sources are read again."""
+
+MODULES: dict[str, str] = {
+    source.name: module
+    for module in (f"rlhf_pipeline.data.sources.{name}" for name in _MODULES)
+    for source in import_module(module).SOURCES
+}
+"""Name of each source -> full name of its module."""
+SOURCE = Door("source", {name: f"{module}:SOURCES" for name, module in MODULES.items()})
+"""A `Source`, or a tuple in which it has the name."""
+
+
+def adapter_module(name: str) -> str:
+    """Full name of the module that defines a source; raises ConfigError if there is none."""
+    return SOURCE.place(name).partition(":")[0]
+
+
+def find_source(name: str) -> Source:
+    """The source with this name; raises ConfigError if there is none."""
+    found = SOURCE.load(name)
+    source = next(each for each in found if each.name == name) if name in MODULES else found
+    if not isinstance(source, Source):
+        raise ConfigError(f"found {source!r} at {SOURCE.place(name)}, expected a Source")
+    return source
+
+
+def carried(config: SourceConfig) -> tuple[str, ...]:
+    """The further columns of a source for rewards and judges."""
+    return (config.columns.extra or ()) if config.columns else find_source(config.name).extra
+
+
+def source_origin(config: SourceConfig) -> Origin:
+    """What decides the rows besides the configuration: the files, or the commit on the hub.
+
+    Raises ConfigError if the source is unknown or a field does not fit it; DataError if a file is
+    missing, or the hub is unreachable.
+    """
+    source = find_source(config.name)
+    if source.generate is not None:
+        for field in ("path", "revision", "subset", "split"):
+            found, known = getattr(config, field), source.accepts.get(field, ())
+            if found not in (None, *known):
+                raise ConfigError(
+                    f"source {config.name!r}: found {field} {found!r}, expected "
+                    f"{' or '.join((*known, 'none'))}. Fix: correct or remove {field}"
+                )
+        return Origin({}, {})
+    if config.path is not None:
+        if config.split is not None and find_files(config.path).saved is None:
+            raise ConfigError(
+                f"source {config.name!r}: found split {config.split!r} with path {config.path}, "
+                "expected a folder written by `save_to_disk`. Fix: remove `split`, and set `path` "
+                "to the files of the split."
+            )
+        return origin(config.path)
+    if source.local_only:
+        raise ConfigError(
+            f"source {config.name!r}: path is not set. Fix: set it, for example to "
+            "data/01_raw/pairs.jsonl."
+        )
+    try:
+        revision = config.revision or source.revision
+        return Origin({}, {"revision": commit_of("dataset", source.name, revision)})
+    except LookupError as error:
+        raise DataError(
+            f"source {source.name!r}: {error}. Fix: check the network, set the source's `revision` "
+            "to a downloaded commit, or set its `path`."
+        ) from error
+
+
+def read(config: SourceConfig, seed: int, revision: str | None = None) -> Records:
+    """Yield every row's place with its record, or with the reason why it has none, in fixed order.
+
+    A place is "file.jsonl:17" or "Anthropic/hh-rlhf:train:17". Memory is constant. `seed` is for
+    generated sources; `revision` is the commit from `source_origin`.
+    """
+    source = find_source(config.name)
+    if source.generate is not None:
+        yield from source.generate(config, seed)
+        return
+    split, parse, columns = config.split or source.split, source.parse, source.columns
+    if config.path is None:
+        rows = _hub_rows(source, config, split, revision)
+    else:
+        if source.parser is not None:
+            named = config.columns or _known_columns(config, config.path, split)
+            parse, columns = source.parser(named), columns_of(named)
+        rows = read_rows(config.path, columns, split)
+    rows = islice(rows, config.samples)
+    if parse is not None:
+        records: Records = ((place, outcome(parse, row)) for place, row in rows)
+    else:
+        assert source.assemble is not None, f"{source.name} has no function to parse rows"
+        records = source.assemble(rows)
+    for place, record in records:
+        yield place, (record_fault(record) or record)
+
+
+class FirstRows(dict[str, Example]):
+    """The examples in a source's first rows, by place; none of those on the hub or in a store."""
+
+    is_whole = False
+    """Whether the source has no other rows, or others of the same generator."""
+    is_uniform = False
+    """Whether no other row of the source can have a form, such as two answers, that these lack."""
+
+
+def first_rows(config: SourceConfig, max_bad_fraction: float) -> FirstRows:
+    """The examples in a source's first rows. Raises DataError if a file is missing, empty or
+    damaged, or too many of the rows are bad."""
+    limit, source, found = 1000, find_source(config.name), FirstRows()
+    if source.generate is not None:
+        limit = len(config.tasks or range(8))
+    elif config.path is None or "://" in config.path:
+        return found
+    samples, counts = min(config.samples or limit, limit), RowCounts()
+    rows = read(config.model_copy(update={"samples": samples}), seed=0)
+    for counts.rows, (place, record) in enumerate(rows, start=1):
+        if isinstance(record, Unused):
+            counts.add_unused(place, record)
+        elif isinstance(record, Example):
+            found[place] = record
+    is_bad = max_bad_fraction == 0 or counts.bad.total() == counts.rows
+    if is_bad or counts.rows < samples:  # else the other rows may make up for them
+        counts.check_bad_fraction(max_bad_fraction, config.label())
+    in_file = counts.rows < limit or config.samples == samples
+    found.is_whole = found.is_uniform = source.generate is not None or in_file
+    if found and not found.is_whole and source.parser is not None and config.path is not None:
+        split = config.split or source.split
+        columns = config.columns or _known_columns(config, config.path, split)
+        found.is_uniform = not (columns.messages or columns.label or columns.reference)
+    return found
+
+
+def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
+    """The column map of the first sound row; raises DataError if its columns are in no format."""
+    rows = (row for _, row in read_rows(path, (), split) if not isinstance(row, Unused))
+    try:
+        return known_columns(next(rows, {"prompt": None}))  # without a sound row, any map will do
+    except ColumnError as error:
+        raise DataError(f"source {config.label()}: {error}") from None
+
+
+def _hub_rows(
+    source: Source, config: SourceConfig, split: str, revision: str | None
+) -> Iterator[tuple[str, Row | Unused]]:
+    import datasets  # imported late: the import takes a second
+
+    revision = revision or config.revision or source.revision
+    # The hub's conversion has one folder per subset, and no metadata about them.
+    subset_by = "data_dir" if source.revision == CONVERTED else "name"
+    where = {subset_by: config.subset or source.subset}
+    try:
+        builder = datasets.load_dataset_builder(source.name, revision=revision, **where)
+        if is_commit(revision) and builder.hash != revision:
+            # If `datasets` cannot download a revision, it silently uses another one of its cache.
+            only = f"the local cache contains only {builder.hash}"
+            raise FileNotFoundError(f"not available on the hub; {only}")
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
+    # `datasets` raises RuntimeError for a repository with a loading script.
+    except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"source {source.name!r} (revision {revision or 'newest'}) cannot be loaded from the "
+            f"hub: {error}. Fix: check subset, split, revision and the "
+            "network, or download the data and set the source's `path`."
+        ) from error
+    columns = [column for column in source.columns if column in rows.column_names]
+    for number, row in data_set_rows(rows, columns):
+        yield f"{source.name}:{split}:{number - 1}", row
+
+
+def record_fault(record: Record | Unused) -> Unused | None:
+    """The fault of a record by the rules for all sources, or None."""
+    if isinstance(record, Unused):
+        return None
+    if isinstance(record, Text):
+        if not record.text.strip():
+            return Unused("the text is blank", bad=False)
+        texts = [record.text]
+    else:
+        if reason := _example_fault(record):
+            return Unused(reason)
+        turns = (text for turn in record.prompt for text in (turn.content, turn.further))
+        others = (record.chosen, record.rejected, record.reference, record.tools)
+        texts = [text for text in (*turns, *others) if text]
+    if any("\0" in text for text in texts):
+        return Unused("a NUL character in the text")
+    return None if all(map(is_utf8, texts)) else Unused("half a surrogate pair, not a character")
+
+
+def _example_fault(example: Example) -> str | None:
+    roles = [message.role for message in example.prompt]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns or turns[-1] not in ("user", "tool"):
+        return "the prompt does not end with a user's turn"
+    follows = {"user": ["assistant"], "assistant": ["user", "tool"], "tool": ["assistant", "tool"]}
+    pairs = pairwise(["assistant", *turns])
+    if turns[0] == "tool" or any(last not in follows.get(role, ()) for last, role in pairs):
+        return "the prompt's turns are not user and assistant in alternation"
+    if not all(message.content.strip() or message.further for message in example.prompt):
+        return "a turn of the prompt is empty"
+    for name, answer in (("chosen", example.chosen), ("rejected", example.rejected)):
+        if answer is not None and not answer.strip():
+            return f"the {name} answer is empty"
+    if example.chosen and example.rejected and example.chosen.strip() == example.rejected.strip():
+        return "the two answers are equal"
+    return None

@@ -1,0 +1,72 @@
+"""The interface of generation: prompts in, sampled responses out.
+
+Training and evaluation use the protocol `Generator` only. A new backend is a class with its
+`generate` method, like `TransformersGenerator`, and a name in `config.doors`.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_pipeline.config.doors import PPO_GENERATOR, by_name
+from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.generation.records import Rollout
+
+Seed = tuple[int, ...]
+"""The randomness of one response, for example (seed, step, row of the global batch)."""
+
+
+class Generator(Protocol):
+    """Samples from a policy."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        seeds: Sequence[Seed],
+        prompt_numbers: Sequence[int] | None = None,
+    ) -> Rollout:
+        """Sample a response to each prompt. All ranks call this together.
+
+        A response depends on the policy, its prompt and its seed only, not on the ranks or micro
+        batches that the batch is divided into, apart from rounding on a GPU (docs/cache.md). So two
+        policies can use the same randomness.
+
+        `prompts` are token ids; rows with equal `prompt_numbers` have the same prompt, which need
+        be read only once (`models.sequences.collate`). Responses are in the order of the prompts,
+        each cut after its EOS.
+        """
+
+
+def load_generator(
+    name: str, sampling: SamplingConfig, longest_prompt: Callable[[], int], **offered: Any
+) -> Generator:
+    """What samples from a policy, in training and in evaluation. All ranks call this together.
+
+    The generator's class gets what its parameters name: the sampling, `longest`, the tokens of the
+    longest sequence (`longest_prompt` counts those of the prompt), `rows`, the most of them at a
+    time, and what is `offered`: `policy`, `contract`, `world`, `gather`, `hybrid`, and `place`, the
+    parameter that chose the generator, for messages.
+    """
+    make = PPO_GENERATOR.load(name)
+    if "longest" in inspect.signature(make).parameters:
+        offered["longest"] = longest_prompt() + sampling.max_response_tokens
+    rows = sampling.batch_size_per_gpu
+    generator: Generator = by_name(make, sampling=sampling, rows=rows, **offered)
+    return generator
+
+
+def row_seeds(seed: int, step: int, rows: np.ndarray) -> list[Seed]:
+    """The seeds of rows of a global batch at one step."""
+    return [(seed, step, int(row)) for row in rows]
+
+
+def uniform_draws(seeds: Sequence[Seed], width: int) -> Tensor:
+    """Uniform numbers in [0, 1), (B, width) float64; a row is a function of its seed alone."""
+    return torch.from_numpy(
+        np.stack([np.random.default_rng(list(seed)).random(width) for seed in seeds])
+    )

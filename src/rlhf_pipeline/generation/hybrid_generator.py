@@ -1,0 +1,246 @@
+"""Generation from a sharded copy of the policy, refreshed before every rollout.
+
+Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053) by the plan of the model's family in
+transformers: a rank holds some output columns of one matrix and the matching input columns of the
+next one, and the ranks add up their partial results. So the ranks of a group answer the same
+prompts together, each reading its share of the weights.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
+from rlhf_pipeline.distributed.world import World, gather_json, own_device
+from rlhf_pipeline.distributed.zero import gathered
+from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.generation.generator import Seed
+from rlhf_pipeline.generation.records import Rollout
+from rlhf_pipeline.generation.transformers_generator import TransformersGenerator, with_adapters
+from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+
+COLUMNS, ROWS, COLUMNS_AND_GATHER = "colwise", "rowwise", "colwise_gather_output"
+STYLES = {COLUMNS: 0, ROWS: 1, COLUMNS_AND_GATHER: 0}
+"""The sharded dimension of a weight (out, in), by the name of its style in a plan."""
+WHOLE = ("embedding_", "replicated")
+"""Beginnings of styles whose weights every rank keeps whole: a lookup reads few of them."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that hold a copy together."""
+
+    rank: int  # this rank's number within the group
+    size: int
+    collectives: torch.distributed.ProcessGroup | None  # None: all ranks
+
+
+class HybridGenerator:
+    """Turns the weights in training into a model for generation, within the same processes.
+
+    Weights of any ZeRO stage are gathered once for a rollout and sharded over groups of
+    `inference_tp_size` ranks. Each group answers the prompts of its ranks together.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel | DeepSpeedEngine,
+        contract: TokenContract,
+        hybrid: HybridConfig,
+        world: World,
+    ) -> None:
+        self._model: PreTrainedModel = getattr(policy, "module", policy)
+        self._contract = contract
+        self._config = hybrid
+        self._group = own_group(world, hybrid.inference_tp_size)
+        made = self._make()  # an error shows before training
+        self._made = made if hybrid.pin_parameters else None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        seeds: Sequence[Seed],
+        prompt_numbers: Sequence[int] | None = None,
+    ) -> Rollout:
+        group, size = self._group, self._group.size
+        copy, generator = made = self._made or self._make()
+        copy.refresh(self._config.tp_gather_partition_size)
+        own_share = [list(prompts), list(seeds), prompt_numbers and list(prompt_numbers)]
+        shares = gather_json(own_share, own_device(), group.collectives)
+        together = generator.generate(
+            [prompt for own, *_ in shares for prompt in own],
+            sampling.model_copy(update={"batch_size_per_gpu": size * sampling.batch_size_per_gpu}),
+            [seed for _, own, _ in shares for seed in own],
+            prompt_numbers and [number for *_, own in shares for number in own],
+        )
+        first = sum(len(own) for own, *_ in shares[: group.rank])
+        rows = torch.arange(first, first + len(prompts))
+        found = together.sequences.rows(rows)
+        width = found.response_ids.shape[1]
+        self._made = made if self._config.pin_parameters else None
+        return Rollout(found, together.logprobs[rows, :width])
+
+    def _make(self) -> "tuple[ShardedCopy, TransformersGenerator]":
+        copy = ShardedCopy(self._model, self._group)
+        return copy, TransformersGenerator(copy.model, self._contract)
+
+
+class ShardedCopy:
+    """The copy, on this rank.
+
+    Raises ConfigError if the family has no plan, or a matrix cannot be divided by the group's size.
+    """
+
+    def __init__(self, source: PreTrainedModel, group: Group) -> None:
+        self.group = group
+        self._source = source
+        self.model = without_weights(source)
+        self._styles = styles(self.model, group.size)
+        self._dims: dict[str, int | None] = {}
+        """The sharded dimension of each parameter; None: it is whole."""
+        for path, module in self.model.named_modules():
+            style = self._styles.get(path)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                self._allocate(module, name, parameter, path, style)
+            for name, _ in list(module.named_buffers(recurse=False)):
+                module.register_buffer(name, source.get_submodule(path).get_buffer(name))
+            if style in (ROWS, COLUMNS_AND_GATHER):
+                hook = self._added if style == ROWS else self._joined
+                module.register_forward_hook(hook)
+
+    def refresh(self, layers: int) -> None:
+        """Copy the weights of the source, `layers` of its layers gathered at a time."""
+        for name, whole in whole_weights(self._source, self.model, layers):
+            dim, path = self._dims[name], name.rpartition(".")[0]
+            if dim is not None:
+                whole = whole.chunk(self.group.size, dim)[self.group.rank]
+            elif name.endswith(".bias") and self._styles.get(path) == ROWS:
+                whole = whole / self.group.size
+            with torch.no_grad():
+                self.model.get_parameter(name).copy_(whole)
+
+    def _allocate(
+        self, module: nn.Module, name: str, parameter: Tensor, path: str, style: str | None
+    ) -> None:
+        shape = list(parameter.shape)
+        dim = None if style is None else STYLES[style]
+        if parameter.dim() == 1:  # a bias: of the columns, or added by every rank in equal parts
+            dim = 0 if style in (COLUMNS, COLUMNS_AND_GATHER) else None
+        if dim is not None:
+            if shape[dim] % self.group.size:
+                raise ConfigError(
+                    f"hybrid.inference_tp_size: found {self.group.size}, expected a divisor of "
+                    f"{shape[dim]}, dimension {dim} of {path}.{name}"
+                )
+            shape[dim] //= self.group.size
+        own = torch.empty(shape, dtype=self._source.dtype, device=self._source.device)
+        module.register_parameter(name, nn.Parameter(own, requires_grad=False))
+        self._dims[_join(path, name)] = dim
+
+    def _added(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        torch.distributed.all_reduce(output, group=self.group.collectives)
+        return output
+
+    def _joined(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        parts = [torch.empty_like(output) for _ in range(self.group.size)]
+        torch.distributed.all_gather(parts, output.contiguous(), group=self.group.collectives)
+        return torch.cat(parts, dim=-1)
+
+
+def own_group(world: World, size: int) -> Group:
+    """The group of this rank. All ranks call this together.
+
+    Raises StageError if the ranks cannot be divided into groups of this size.
+    """
+    if world.size % size:
+        raise StageError(
+            f"hybrid.inference_tp_size: found {size}, expected a divisor of the {world.size} ranks"
+        )
+    if size == world.size:
+        return Group(world.rank, size, None)
+    groups = [
+        torch.distributed.new_group(list(range(first, first + size)))
+        for first in range(0, world.size, size)
+    ]
+    return Group(world.rank % size, size, groups[world.rank // size])
+
+
+def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """The style of each sharded module, by its path.
+
+    A vocabulary that `size` ranks cannot divide stays whole. Raises ConfigError if the family has
+    no plan, or one with another style, or if the ranks cannot divide the heads of keys and values.
+    """
+    plan = dict(model._tp_plan or {})
+    family = model.config.model_type
+    if not plan:
+        raise ConfigError(
+            f"hybrid.inference_tp_size: {family} has no tensor-parallel plan in transformers. "
+            "Fix: set it to 1"
+        )
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % size:
+        raise ConfigError(
+            f"hybrid.inference_tp_size: found {size}, expected a divisor of the {heads} heads "
+            f"of keys and values of this {family}. Fix: set it to {gcd(heads, size)}"
+        )
+    found = {}
+    for path, module in model.named_modules():
+        style = next((s for pattern, s in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
+        if style == COLUMNS_AND_GATHER and getattr(module, "out_features", size) % size:
+            continue
+        if style in STYLES:
+            found[path] = style
+        elif style is not None and not style.startswith(WHOLE):
+            raise ConfigError(
+                f"hybrid.inference_tp_size: found the style {style} in the plan of {family}, "
+                f"expected {', '.join(STYLES)}. Fix: set it to 1"
+            )
+    return found
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model on the device `meta`, without adapters: its modules and their paths."""
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(model)(deepcopy(model.config))
+    return plain.eval()
+
+
+def whole_weights(
+    source: PreTrainedModel, plain: PreTrainedModel | None = None, layers: int = 1
+) -> Iterator[tuple[str, Tensor]]:
+    """All weights by their names without adapters, adapters merged.
+
+    All ranks iterate together. The weights of `layers` layers are gathered at a time. `plain` is
+    the result of `without_weights`, if the caller has it.
+    """
+    plain = plain or without_weights(source)
+    of_layer: dict[str, list[str]] = {}  # modules with parameters; outside of layers, one by one
+    for path, module in plain.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            number = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
+            layer = path if number is None else ".".join(path.split(".")[: number + 1])
+            of_layer.setdefault(layer, []).append(path)
+    pieces = [*of_layer.values()]
+    for start in range(0, len(pieces), layers):
+        paths = [path for piece in pieces[start : start + layers] for path in piece]
+        owners = {path: source.get_submodule(path) for path in paths}
+        parameters = [p for module in owners.values() for p in module.parameters()]
+        with gathered(parameters, changes=False):
+            for path, module in owners.items():
+                for name, _ in plain.get_submodule(path).named_parameters(recurse=False):
+                    yield _join(path, name), with_adapters(module, name).detach()
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

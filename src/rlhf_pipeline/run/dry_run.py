@@ -1,0 +1,269 @@
+"""What can be known in seconds, before the first stage: the first rows are read, each function of a
+reward or judge is called once, other code of the user is imported, and tokenizers and names of
+layers are looked at."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import version
+from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.doors import at_doors, source_file
+from rlhf_pipeline.config.evaluate import TasksConfig
+from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
+from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig, SourceConfig
+from rlhf_pipeline.config.stages import readers
+from rlhf_pipeline.data.record_files import labelled, phase_bits, serves
+from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.sources.registry import FirstRows, carried
+from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.runtime import sandbox
+from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "rlhf_pipeline.scoring.dry_run"
+LOAD_S, CALL_S, QUIET_S = 120.0, 60.0, 5.0
+"""Longest time for imports, and for a function without `timeout_s`; time until a line says so."""
+RESPONSES = ("The answer is 5.", "An example of an answer.", "")
+"""What functions score: a policy may also end at once."""
+DOUBT = "%s: %s. The run starts nevertheless: its batches may differ from this trial"
+OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+"""Variables that a function may expect, because ranks have them."""
+
+Rows = Sequence[tuple[BlendedSourceConfig, FirstRows]]
+"""Sources with their first rows."""
+
+
+def _known(rows: Rows) -> list[Example]:
+    return [row for _, each in rows for row in each.values()]
+
+
+def stage_faults(blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows) -> Iterator[str]:
+    """Stages that can learn from none of the first rows of their sources."""
+    for phase, need in NEEDS.items():
+        own = [(source, each) for source, each in rows if source.may_serve(phase)]
+        kinds = dict.fromkeys(("chosen", "rejected", "reference"), pa.string())
+        schema = pa.schema(kinds | {"label": pa.bool_()})
+        found = [{name: getattr(row, name) for name in schema.names} for row in _known(own)]
+        table = pa.Table.from_pylist(found, schema)
+        able = serves(table) & phase_bits([phase]) > 0
+        forms = {"label": "labels", "rejected": "two answers", "chosen": "one answer"}
+        found_forms = [form for name, form in forms.items() if table[name].null_count < len(table)]
+        stages = [one for one in readers(blocks)[phase] if one in nodes]
+        for stage in [one for one in stages if blocks[one] is not None]:
+            compares = stage in ("reward_model", "dpo")
+            is_able = (able & ~labelled(table) if compares else able).any()
+            needed = need if stage == "kto" else need.partition(" (")[0]
+            if own and not is_able and all(each.is_uniform for _, each in own):
+                form = f"{[*found_forms, 'prompts alone'][0]} in each of"
+                form = form if found else "no example, for they are skipped, in"
+                null = f", set {stage} to null" if stage in ("sft", "reward_model") else ""
+                yield (
+                    f"split.sources: found {form} the first rows of {_labels(own)}, but {stage} "
+                    f"needs {needed}. Fix: name these columns in `columns` of the source, add "
+                    f"another source{null}, or choose another pipeline"
+                )
+
+
+def _labels(rows: Rows) -> str:
+    return ", ".join(source.label() for source, _ in rows)
+
+
+def reference_faults(sources: Mapping[str, Any], rows: Rows) -> Iterator[str]:
+    """Rewards or judges, by place, that read true answers, if none of the first rows has one."""
+    is_known = rows and all(each.is_uniform for _, each in rows)
+    for place, source in sources.items() if is_known else ():
+        if reads_references(source) and not any(row.reference for row in _known(rows)):
+            yield (
+                f"{place}: found no true answer in the first rows of {_labels(rows)}, expected one "
+                f"for each prompt, as {source.label} reads it. Fix: set columns.reference of the "
+                "source, or choose a source of scores that reads none"
+            )
+
+
+def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
+    """Code of others that cannot be imported, or asks for what nobody offers, in blocks by name.
+
+    One program imports all of it, for most of it imports torch.
+    """
+    doors = {
+        f"{name}.{field}": (place, door.offers.split(), door.method, [*type(block).model_fields])
+        for name, block in blocks.items()
+        for field, door, place in at_doors(block)
+        if place not in door.own.values()
+    }
+    places = [place for place, *_ in doors.values()]
+    try:
+        asked, files = {"doors": doors}, [source_file(place) for place in places]
+        yield from _answer(", ".join(places), asked, files, LOAD_S, workspace) if doors else ()
+    except ConfigError as error:
+        yield f"{', '.join(doors)}: {error}"
+    except StageError as error:
+        yield f"{', '.join(doors)}: {error}. Fix: correct it"
+
+
+def function_faults(
+    functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig],
+    blocks: Mapping[str, Any], workspace: Path,
+) -> Iterator[str]:  # fmt: skip
+    """What is wrong with the functions among rewards or judges, by place, each called once, and
+    with the sandbox of programs. An exception that another batch may not raise is a warning.
+
+    No function is called on made-up data: without rows, or true answers, it is only imported.
+    `sources` have the columns that functions ask for, and `blocks` the responses to a prompt.
+    """
+    known = _known(rows)
+    with_answers = [row for row in known if row.reference is not None]
+    chosen = [*islice(cycle(with_answers or known), len(RESPONSES))]
+    further = [json.loads(row.extra or "{}") for row in chosen]
+    columns = {name: [row.get(name) for row in further] for row in further for name in row}
+    columns |= {"references": [row.reference for row in with_answers and chosen]}
+    call = [row.messages() for row in chosen], RESPONSES, columns
+    further_of = {f"split.sources.{index}": carried(one) for index, one in sources.items()}
+    for place, source in functions.items():
+        if isinstance(source, CallableReward):
+            name = source.callable
+            together = getattr(blocks.get(place.partition(".")[0]), "responses_per_prompt", 1)
+            asked: dict[str, Any] = {"function": name, "call": call if chosen else None}
+            asked |= {"sources": further_of, "processes": source.processes, "together": together}
+            call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
+            try:
+                found = _answer(name, asked, [source_file(name)], LOAD_S + call_s, workspace)
+            except StageError as error:
+                fix = "Fix: correct it, or set processes and timeout_s for it"
+                found = [(f"{error}. {fix}", True)]
+            for fault, is_certain in found:
+                if is_certain:
+                    yield f"{place}: {fault}"
+                else:
+                    logger.warning(DOUBT, place, fault)
+        elif isinstance(source, CodeReward):
+            try:
+                sandbox.check(source.timeout_s, source.memory_mib)
+            except StageError as error:
+                yield f"{place}: {error.message}"
+
+
+def model_faults(
+    blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows, workspace: Path
+) -> list[str]:
+    """What is wrong with tokenizers in local folders, and with names of layers for adapters.
+
+    A program, which takes seconds, looks only where a look at the files leaves a doubt.
+    """
+    models = {"base_model": blocks["base_model"]}
+    if "distill" in nodes:
+        models["distill.teacher"] = blocks["distill"].teacher
+    here = {name: m for name, m in models.items() if m.path is None or Path(m.path).is_dir()}
+    lora = {
+        place: names
+        for place, names in leaves(as_json(blocks) if "base_model" in here else {})
+        if place.endswith("lora.target_modules") and place.partition(".")[0] in nodes
+        if isinstance(names, list)
+    }
+    folders = [Path(model.path) for model in here.values() if model.path]
+    kinds: dict[Any, tuple[str, Any]] = {}  # a prompt of each kind
+    for place, row in (item for _, each in rows for item in each.items()):
+        kind = tuple((turn.role, bool(turn.further)) for turn in row.prompt)
+        kinds.setdefault((kind, row.tools is None), (place, row.messages()))
+    prompts = dict(islice(kinds.values(), 50))
+    turns = [turn for messages in prompts.values() for turn in messages]
+    has_tools = any(turn["role"] == "tool" or {*turn} - {"role", "content"} for turn in turns)
+    has_system = any(turn["role"] == "system" for turn in turns)
+    is_usual = not has_tools and all(_is_usual(folder, has_system) for folder in folders)
+    doubtful = len(models) > 1 or ("base_model" in nodes and not is_usual)
+    if not (lora or (folders and doubtful)):
+        return []
+    asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
+    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
+    try:
+        return _answer("the check of models", asked, files, 2 * LOAD_S, workspace)
+    except StageError as error:
+        logger.warning("%s: not checked before the run: %s", ", ".join(here), error)
+        return []
+
+
+def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
+    """Names of tasks that the harness does not know; it takes seconds to say so."""
+    if names := [name for name in tasks.names if name not in tasks.files]:
+        asked, harness = {"names": names}, source_file("lm_eval:validate")
+        yield from _answer("evaluate.tasks.names", asked, [harness], LOAD_S, workspace)
+
+
+def _is_usual(folder: Path, has_system: bool) -> bool:
+    """Whether a tokenizer names an EOS, the model has an embedding for each of its tokens, and its
+    template, if there are system messages, refuses none."""
+    files = filter(Path.is_file, folder.glob("*.j*"))
+    texts = {path.name: path.read_text(errors="replace") for path in files}
+    if has_system and any("raise_exception" in text for text in texts.values()):
+        return False
+    try:
+        settings, tokenizer, model = (
+            json.loads(texts[f"{name}.json"])
+            for name in ("tokenizer_config", "tokenizer", "config")
+        )
+        entries = len(tokenizer["model"]["vocab"])
+        return bool(settings["eos_token"]) and bool(entries <= model["vocab_size"])
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _answer(
+    what: str, asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
+) -> list[Any]:
+    """What the program answers; "no fault" is remembered until a file changes. It warns if there is
+    no answer in time.
+
+    Raises StageError if the process ends without an answer.
+    """
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = json.dumps([asked, states, sys.prefix, version("rlhf-pipeline")], sort_keys=True)
+    known = workspace / DRY_RUNS / sha256(key.encode()).hexdigest()[:16]
+    with suppress(OSError):
+        if known.is_file():
+            return []
+    with TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "question.json").write_text(json.dumps(asked))
+        command = [sys.executable, "-P", "-m", PROGRAM, name]
+        options: Any = {"stdin": subprocess.DEVNULL, "env": os.environ | OF_RANK}
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, **options
+            )
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(QUIET_S)
+            if process.poll() is None:
+                logger.info("%s: tried out, for at most %g s", what, limit_s)
+            process.wait(limit_s - QUIET_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("%s: no result after %g s; not checked before the run", what, limit_s)
+            return []
+        finally:
+            with suppress(ProcessLookupError):  # it has ended, and left no child
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if not (answer := folder / "faults.json").is_file():
+            last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
+            said = f" ({last})" if last else ""
+            raise StageError(f"{what} ended its process with code {process.returncode}{said}")
+        found: list[Any] = json.loads(answer.read_text())
+    if not found:
+        with suppress(OSError):
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.touch()
+    return found

@@ -1,0 +1,150 @@
+"""Program: call a function of the user once, bind what the doors name, or look at tokenizers and
+layers or at names of tasks, before a run starts.
+
+    python -P -m rlhf_pipeline.scoring.dry_run FOLDER   reads question.json, writes the faults
+
+No weights are read, and nothing is downloaded.
+"""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf_pipeline.config.base_model import BaseModelConfig
+from rlhf_pipeline.config.rewards import check_signature
+from rlhf_pipeline.config.training import LoRAConfig
+from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.scoring.function_workers import Call, ResultError, loaded, scores
+
+
+def function_faults(
+    function: str,
+    call: Sequence[Any] | None,
+    processes: int,
+    sources: Mapping[str, Sequence[str]],
+    together: int = 1,
+) -> Iterator[tuple[str, bool]]:
+    """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call, with the
+    further columns of sources by place; and whether it is wrong with every other call, too. As in
+    training, `together` responses to a prompt are in one call.
+
+    Without a call it is only imported. So is one that asks for the policy's tokens, or for true
+    answers that the call lacks.
+    """
+    is_called = False
+    try:
+        scored = loaded(function, *function.rsplit(":", 1))
+        signature = inspect.signature(scored)
+        asked = [*signature.parameters][2:]
+        check_signature(function, signature, sources or {"the split": asked})
+        if processes and "scored" in asked:
+            raise ConfigError(
+                f"{function}: found processes: {processes} and the parameter scored, which no "
+                "process gets. Fix: set processes to 0"
+            )
+        lacks = {"scored"} if call and call[2]["references"] else {"scored", "references"}
+        if call is not None and not lacks & {*asked}:
+            prompts, responses, more = call
+            if not processes:  # their calls have one response
+                responses = [each for each in responses for _ in range(together)]
+                prompts, more = prompts * together, {name: more[name] * together for name in more}
+            whole = Call(prompts, responses, {name: more[name] for name in asked if name in more})
+            is_called = True
+            for each in map(whole.row, range(len(responses))) if processes else [whole]:
+                scores(function, scored, each)
+    except PipelineError as error:
+        yield error.message, not is_called or _is_certain(error.__cause__)
+
+
+def _is_certain(error: BaseException | None) -> bool:
+    """Whether a function fails so with every call: its results are no numbers, or a name, an import
+    or an argument in it is wrong, which is not in the text of a response."""
+    match error:
+        case SyntaxError():
+            return Path(error.filename or "").is_file()
+        case NameError() | ImportError() | AttributeError(obj=ModuleType()):
+            file = traceback.extract_tb(error.__traceback__)[-1].filename
+            return not isinstance(error, UnboundLocalError) and Path(file).is_file()
+        case TypeError():
+            return re.search(r"\(\) (missing|takes|got) ", str(error)) is not None
+    return isinstance(error, ResultError)
+
+
+def door_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """What is wrong with code of others, by the parameter that names it: its place, what its door
+    offers, the method that a class needs, and the other parameters of the block."""
+    for parameter, (place, offers, method, others) in doors.items():
+        try:
+            signature = inspect.signature(found := loaded(place, *place.rsplit(":", 1)))
+            if inspect.iscoroutinefunction(found):
+                raise ConfigError(f"{place}: found `async def`, expected `def`")
+            if isinstance(found, type) and method and not hasattr(found, method):
+                raise ConfigError(f"{place}: found no method {method}, expected one")
+            signature.bind(**dict.fromkeys({*offers, *others} & signature.parameters.keys()))
+        except PipelineError as error:
+            yield f"{parameter}: {error.message}"
+        except (TypeError, ValueError) as error:
+            yield (
+                f"{parameter}: {place} cannot be called: {error}. Fix: name its parameters after "
+                f"what they get, which is {', '.join(offers)} and the parameters of "
+                f"{parameter.rpartition('.')[0]}; give others a default"
+            )
+
+
+def model_faults(
+    models: Mapping[str, Any], lora: Mapping[str, list[str]], prompts: Mapping[str, Any]
+) -> Iterator[str]:
+    """What is wrong with the tokenizers of models, by block, and with names of layers, by place.
+
+    The first model has the layers; the others need its tokens. All render the prompts, by place.
+    """
+    from rlhf_pipeline.data.template import render_prompts
+    from rlhf_pipeline.data.token_contract import same_contract
+    from rlhf_pipeline.models.base_model import found_tokenizer, without_weights
+    from rlhf_pipeline.models.lora import targets
+
+    configs = {f"{name}.path": BaseModelConfig(**block) for name, block in models.items()}
+    paths = {name: config.path for name, config in configs.items() if config.path is not None}
+    contracts = {}
+    place = ""
+    try:
+        for place in paths:
+            tokenizer, contracts[place] = found_tokenizer(configs[place])
+            for where, prompt in prompts.items():
+                render_prompts(tokenizer, [where], [prompt])
+        if len(contracts) > 1:
+            same_contract(contracts, paths, "choose a teacher with the student's tokenizer")
+        model = without_weights(next(iter(configs.values()))) if lora else None
+        for place in lora:
+            targets(model, LoRAConfig(target_modules=lora[place]))
+    except PipelineError as error:
+        yield f"{place}: {error.message.removeprefix('lora.target_modules: ')}"
+
+
+def task_faults(names: Sequence[str]) -> Iterator[str]:
+    """Names of tasks that the lm-evaluation-harness does not know."""
+    command = [sys.executable, "-P", "-m", "lm_eval", "validate", "--tasks", ",".join(names)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        said = (found.stdout or found.stderr).strip().rpartition("\n")[2]
+        yield f"evaluate.tasks.names: {said}. Fix: `lm-eval ls tasks` lists the names"
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    question = json.loads((folder / "question.json").read_text())
+    programs: dict[str, Callable[..., Iterator[Any]]] = {
+        "function": function_faults, "doors": door_faults, "models": model_faults,
+        "names": task_faults,
+    }  # fmt: skip
+    faults = [*programs[next(iter(question))](**question)]
+    (folder / "faults.json").write_text(json.dumps(faults))
+    os._exit(0)  # threads of the user may never end

@@ -1,0 +1,277 @@
+"""A reward function of the user: how it is imported and called, here or in processes of its own.
+
+The processes import this module, so it imports no torch.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Queue
+from subprocess import DEVNULL, Popen
+from types import ModuleType
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import psutil
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime import heartbeat
+
+MARK = "RLHF_REWARD_WORKERS"
+"""Environment variable of the processes of one function. Whatever they start has it, too."""
+_PROGRAM = "from rlhf_pipeline.scoring.function_workers import work; work()"
+LONGEST_TEXT = 2000  # characters of a fault
+
+
+class Call(NamedTuple):
+    """Arguments of a function: prompts, responses, and further ones by name."""
+
+    prompts: list[Any]
+    responses: list[str]
+    more: dict[str, Any]
+
+    def row(self, row: int) -> "Call":
+        """The call for one response alone; `more` has lists."""
+        more = {name: column[row : row + 1] for name, column in self.more.items()}
+        return Call(self.prompts[row : row + 1], self.responses[row : row + 1], more)
+
+
+class ResultError(StageError):
+    """A function returned something else than one finite number for each response."""
+
+
+def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
+    """The function `name` in the file `*.py` or in the module; StageError, which names `place`, if
+    the import fails, or there is no such function."""
+    try:
+        module = _module(location)
+        function = getattr(module, name, None)
+    except Exception as error:
+        raise StageError(
+            f"{place} cannot be imported: {type(error).__name__}: {error}. "
+            "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
+        ) from error
+    if function is None:
+        known = sorted(each for each, one in vars(module).items() if inspect.isroutine(one))
+        raise StageError(
+            f"{place}: found functions {', '.join(known) or 'none'} in {location}, "
+            f"expected {name}. Fix: correct the name"
+        )
+    if not callable(function):
+        raise StageError(f"{place} is {function!r}, not a function")
+    return function
+
+
+def _module(location: str) -> ModuleType:
+    path = Path(location).expanduser()
+    if path.suffix != ".py":
+        return importlib.import_module(location)
+    spec = importlib.util.spec_from_file_location(f"ppo_rewards_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "preflight rejects files that are not .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module there
+    spec.loader.exec_module(module)
+    return module
+
+
+def scores(place: str, function: Callable[..., Any], call: Call) -> list[float]:
+    """The numbers for the responses; StageError, which names `place` and if possible the response,
+    if the function fails or returns something else."""
+    try:
+        return results(function, call)
+    except ResultError as error:
+        fix = "Fix: return one finite number for each response"
+        raise StageError(f"{place}: {error.message}. {fix}") from error
+    except Exception as error:
+        where = _where(function, call)
+        raise StageError(f"{place} failed {where}: {described(error)}") from error
+
+
+def _where(function: Callable[..., Any], call: Call) -> str:
+    """The first row on which the function also fails alone, for the message."""
+    for row in range(0 if "scored" in call.more else len(call.responses)):  # tokens are not by row
+        one = call.row(row)
+        try:
+            results(function, one)
+        except Exception:  # the user's function may raise anything
+            return f"at the response {one.responses[0]!r} to the prompt {one.prompts[0]}"
+    return f"at {len(call.prompts)} responses together, the first to the prompt {call.prompts[0]}"
+
+
+def results(function: Callable[..., Any], call: Call) -> list[float]:
+    """The finite number for each response. The function may be async. Raises ResultError."""
+    prompts, responses = [*call.prompts], [*call.responses]  # the function may change its own
+    found = function(call.prompts, call.responses, **call.more)
+    found = asyncio.run(found) if inspect.iscoroutine(found) else found
+    count, each = len(responses), None
+    with suppress(TypeError):  # a number, None, or a tensor without a dimension
+        each = None if isinstance(found, str | bytes | Mapping | Set) else iter(found)
+    if each is None:
+        what = f"{count} numbers, one for each response" if count > 1 else "one number"
+        raise ResultError(f"found {_shown(found)}, expected a list of {what}")
+    if len(listed := [*each]) != count:
+        what = f"{count}, one for each response" if count > 1 else "one"
+        raise ResultError(f"found {len(listed)} results, expected {what}")
+    numbers = [*map(_number, listed)]
+    for prompt, response, number, result in zip(prompts, responses, numbers, listed, strict=True):
+        if number is None:
+            row = f", for the response {response!r} to the prompt {prompt}" if count > 1 else ""
+            raise ResultError(f"found {_shown(result)}, expected a finite number{row}")
+    return [number for number in numbers if number is not None]
+
+
+def _number(result: Any) -> float | None:
+    with suppress(Exception):  # of a method of the user, too
+        found = math.nan if isinstance(result, str | bytes) else float(result)
+        return found if math.isfinite(found) else None
+    return None
+
+
+def _shown(result: Any) -> str:
+    try:
+        return repr(result)[:LONGEST_TEXT]
+    except Exception:
+        return f"an object of the type {type(result).__name__}"
+
+
+def described(error: BaseException) -> str:
+    """An error of a reward function with its place: the innermost one outside of libraries."""
+    libraries, place = ("<", sys.prefix, sys.base_prefix), ""
+    for frame in traceback.extract_tb(error.__traceback__)[2:]:
+        if not frame.filename.startswith(libraries):
+            place = f" ({frame.filename}, line {frame.lineno})"
+    with suppress(Exception):  # of a method of the user
+        return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
+    return f"{type(error).__name__}{place}"
+
+
+class Workers:
+    """Processes that call a function with one response at a time."""
+
+    def __init__(
+        self, place: str, location: str, name: str, processes: int, timeout_s: float | None
+    ) -> None:
+        self.place, self.timeout_s, mark = place, timeout_s, uuid4().hex
+        workers = [_Worker((place, location, name), mark) for _ in range(processes)]
+        self._idle: Queue[_Worker] = Queue()
+        for worker in workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(processes)  # each waits for one process
+        self.stop = weakref.finalize(self, _stop, workers, mark)
+
+    def __call__(self, calls: Sequence[Call]) -> list[float]:
+        """The number of each call, which has one response.
+
+        Raises StageError if a call takes longer than `timeout_s`, fails, ends its process, or does
+        not return one finite number. All processes, and what they have started, then end.
+        """
+        try:
+            numbers = [self._threads.submit(self._number, call) for call in calls]
+            for number in as_completed(numbers):
+                heartbeat.tick()
+                number.result()
+            return [number.result() for number in numbers]
+        except BaseException:
+            self.stop()
+            raise
+
+    def _number(self, call: Call) -> float:
+        worker = self._idle.get()
+        try:
+            worker.receive(None)  # it is ready: the limit is that of the call alone
+            worker.pipe.send(call)
+            result: float | str = worker.receive(self.timeout_s)
+        except TimeoutError:
+            result = f"took longer than {self.timeout_s:g} s (timeout_s)"
+        except (EOFError, OSError):
+            code = worker.process.wait()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+            result = f"ended its process {how}"
+        self._idle.put(worker)
+        if isinstance(result, float):
+            return result
+        at = f"at the response {call.responses[0]!r} to the prompt {call.prompts[0]}"
+        raise StageError(f"{self.place} {result} {at}")
+
+
+class _Worker:
+    """A process that calls the function, and the rank's end of its pipe."""
+
+    def __init__(self, function: tuple[str, str, str], mark: str) -> None:
+        self.pipe, theirs = Pipe()
+        with theirs:
+            # A program of its own: no fork survives the threads and devices of a rank.
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
+            how: Any = {"env": os.environ | {MARK: mark}, "stdin": DEVNULL}
+            self.process = Popen(command, pass_fds=[theirs.fileno()], **how)
+        self.pipe.send((sys.path, function))
+
+    def receive(self, limit_s: float | None) -> Any:
+        """The next message. Raises TimeoutError, and EOFError if the process has ended: what it
+        has started may keep the pipe open."""
+        deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
+        while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            with suppress(EOFError, OSError):  # it closed the pipe: it ends, or hangs
+                if self.pipe.poll(0.1):
+                    return self.pipe.recv()
+        raise EOFError
+
+
+def work() -> None:
+    """The program of a process: for each call, it sends None when it is ready, and the result."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the rank
+    for number in signal.SIGTERM, signal.SIGINT:  # of a scheduler: the rank decides when it ends
+        signal.signal(number, lambda *_: None)
+    pipe, own = Connection(int(sys.argv[1])), os.getpid()
+    with suppress(EOFError):  # the rank has ended
+        sys.path, place = pipe.recv()
+        function = loaded(*place)
+        while True:
+            pipe.send(None)
+            result = _called(function, pipe.recv())
+            if os.getpid() != own:  # a fork that the function has left behind
+                os._exit(0)
+            pipe.send(result)
+
+
+def _called(function: Callable[..., Any], call: Call) -> float | str:
+    """The number or a fault: objects and errors of the user may not survive the way back."""
+    try:
+        return results(function, call)[0]
+    except ResultError as error:
+        return f"failed: {error.message},"
+    except BaseException as error:
+        return f"failed with {described(error)}"
+
+
+def _stop(workers: Sequence[_Worker], mark: str) -> None:
+    """End the processes with a mark, and their children. It repeats while they start others."""
+    marked = True
+    while marked:
+        marked = False
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it belongs to another user or has ended
+                if process.environ().get(MARK) == mark:
+                    marked = True
+                    for each in [*process.children(recursive=True), process]:
+                        each.kill()
+    for worker in workers:
+        worker.process.wait()

@@ -1,0 +1,205 @@
+"""The page of an evaluation: one file of HTML that needs no network.
+
+It is made of finished artifacts alone: the evaluation, and the models with the metrics of their
+training.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verified
+from rlhf_pipeline.runtime.metrics_file import answers_in, read_curves, read_json_lines
+from rlhf_pipeline.verdict.charts import (
+    Chart,
+    calibration,
+    frontier,
+    histogram,
+    short,
+    training_charts,
+)
+from rlhf_pipeline.verdict.comparison import (
+    ANSWERS,
+    BASELINE,
+    baseline_of,
+    judge_title,
+    read_evaluation,
+    reward_title,
+    score_name,
+)
+from rlhf_pipeline.verdict.gate import outcome
+from rlhf_pipeline.verdict.statistics import smallest_visible_win_rate
+from rlhf_pipeline.verdict.words import (
+    ABSENT,
+    caveat,
+    metric_rows,
+    road,
+    sentence,
+    summary,
+    titles,
+    verdict,
+)
+
+Answers = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The lines of `answers.jsonl`, by policy."""
+REWARD_REPORT = "reward_report.json"
+_SEAL = "\n<!-- evaluation "
+"""Begins the last line of a page: SHA-256 of what it shows, and of the lines before."""
+
+
+def evaluation_page(
+    evaluation: Path, artifacts: Iterable[Path], registration: Mapping[str, Any] | None
+) -> str:
+    """The page of an evaluation; it shows the models among the artifacts that it was made from.
+    Raises ArtifactError if a file was changed."""
+    compared = read_evaluation(evaluation)
+    manifest = Manifest.read(evaluation)
+    # Of several rounds, the last comes first.
+    models = {Manifest.read(folder).stage: folder for folder in reversed([*artifacts])}
+    judge_model, reward_report = models.get("reward_model", Path()), None
+    if (judge_model / REWARD_REPORT).is_file():
+        reward_report = json.loads(verified(judge_model, REWARD_REPORT).read_text())
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for answer in read_json_lines(verified(evaluation, ANSWERS)):
+        answers.setdefault(answer["policy"], []).append(answer)
+    names, policy = titles(compared), compared["candidate"]
+    candidate, judge = names[policy], compared["judge"]
+    heading = verdict(judge, compared["win_rates"][judge], candidate)
+    if registration is not None:
+        promoted = outcome(registration["promoted"], registration["verdict"])
+        heading = sentence(f"{candidate} is {promoted}.")
+    text = render(
+        "evaluation.html.j2",
+        heading=heading,
+        summary=summary(compared),
+        compared=compared,
+        road=road(compared),
+        names=names,
+        baseline=names[baseline_of(compared)],
+        caveats={judge: caveat(compared, judge) for judge in compared["win_rates"]},
+        registration=registration,
+        manifest=manifest,
+        reward_report=reward_report,
+        models={stage: Manifest.read(folder) for stage, folder in models.items()},
+        metrics=metric_rows(compared),
+        data=_table(compared, answers),
+        sections=[*_sections(compared, models, answers, reward_report)],
+        sampled=answers_in(read_curves(models[policy]) if policy in models else []),
+    )
+    return _sealed(text, evaluation)
+
+
+def is_current(page: str, evaluation: Path) -> bool:
+    """Whether a page shows the evaluation as it is now, and is as it was made."""
+    return page == _sealed(page.rpartition(_SEAL)[0], evaluation)
+
+
+def _sealed(text: str, evaluation: Path) -> str:
+    own = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text}{_SEAL}{content_digest(evaluation)}, page {own} -->\n"
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template; it escapes every value."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    templates = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.policies["json.dumps_kwargs"] = {"default": asdict}
+    filters = (judge_title, leaves, smallest_visible_win_rate, decimals)
+    templates.filters |= {function.__name__: function for function in filters}
+    return templates.get_template(template).render(values)
+
+
+def decimals(value: float | None) -> str:
+    """The number with two decimals; the sign for an absent value if it is None."""
+    return ABSENT if value is None else f"{value:z.2f}"
+
+
+def _sections(
+    compared: Mapping[str, Any],
+    models: Mapping[str, Path],
+    answers: Answers,
+    reward_report: Mapping[str, Any] | None,
+) -> Iterable[tuple[str, str, list[Chart]]]:
+    candidate, baseline = compared["candidate"], baseline_of(compared)
+    names = titles(compared)
+    records = {stage: read_curves(folder) for stage, folder in models.items()}
+    score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"
+
+    def training(stage: str) -> list[Chart]:
+        exported = Manifest.read(models[stage]).metrics if stage in models else {}
+        return [*training_charts(stage, records.get(stage, []), exported, score)]
+
+    def distribution(name: str, note: str, x: str, field: str) -> Chart:
+        both = {names[policy]: answers[policy] for policy in (candidate, baseline)}
+        values = {policy: [a[field] for a in given] for policy, given in both.items()}
+        return histogram(name, f"Suspicious: {note}", x, values)
+
+    def named(chart: Chart) -> Chart:  # the baseline need not be SFT
+        title, x = (text.replace("SFT", names[baseline]) for text in (chart.title, chart.x))
+        return replace(chart, title=title, x=x)
+
+    saturated = "one tall bar. A saturated judge gives all answers one score."
+    distributions = [
+        distribution(f"Scores of {judge_title(judge)}", saturated, "score", score_name(judge))
+        for judge in compared["win_rates"]
+    ]
+    limit = "a bar at the limit, where answers are cut."
+    distributions.append(distribution("Length of an answer", limit, "tokens", "response_tokens"))
+    trains = (
+        "Training is measured on batches, points on held-out rows. The dashed line is the exported "
+        "model, whose value stands beside the title. A steep start can leave the chart."
+    )
+    frontiers = [*frontier({names[candidate]: records.get(candidate, [])}, score, compared)]
+    path = "Points of a training are on held-out prompts, those of policies on the test prompts."
+    measured = calibration(reward_report["calibration"]["bins"]) if reward_report else ()
+    for heading, note, charts in (
+        (f"Training of {names[candidate]}", trains, training(candidate)),
+        ("Score and KL", path, frontiers),
+        ("Distributions", "Both policies on the test prompts.", distributions),
+        ("Reward model", trains, [*training("reward_model"), *measured]),
+        ("SFT", trains, training(BASELINE)),
+    ):
+        if charts:
+            yield heading, note, [named(chart) for chart in charts]
+
+
+def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
+    """The rows of the table of answers, each with a pair of values, or the KL, for each column.
+
+    The columns of the judges come first, the deciding one before the others.
+    """
+    candidate, baseline = compared["candidate"], baseline_of(compared)
+    judges = sorted(compared["win_rates"], key=lambda judge: judge != compared["judge"])
+    names = [judge_title(judge).removeprefix("the ").removesuffix(" judge") for judge in judges]
+    has_kl = "kl" in compared["policies"][candidate]
+    columns = [{"name": name, "judge": True, "digits": 2} for name in names]
+    columns += [{"name": "tokens", "judge": False, "digits": 0}]
+    columns += [{"name": "KL", "judge": False, "digits": 2}] if has_kl else []
+    rows = [
+        {
+            "n": number,
+            "p": pair[0]["prompt"],
+            "a": [answer["response"] for answer in pair],
+            "source": pair[0].get("source"),
+            "v": [
+                *([short(answer[score_name(judge)]) for answer in pair] for judge in judges),
+                [answer["response_tokens"] for answer in pair],
+                *([[short(pair[1]["kl"])]] if has_kl else []),
+            ],
+        }
+        for number, pair in enumerate(zip(answers[baseline], answers[candidate], strict=True), 1)
+    ]
+    unit = "pairs" if compared.get("answers_per_prompt", 1) > 1 else "prompts"
+    policies = [titles(compared)[each].removeprefix("the ") for each in (baseline, candidate)]
+    return {"names": policies, "unit": unit, "columns": columns, "rows": rows}

@@ -1,0 +1,175 @@
+"""The layers of the configuration, and which one wins."""
+
+import pytest
+from kedro.config import MissingConfigException
+
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.run.config_loader import PACKAGED, LayeredConfigLoader, check_environment
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+
+@pytest.fixture
+def conf(tmp_path):
+    """Writes files of parameters by layer; returns the loader of an environment."""
+    layers = {
+        "base": "seed: 1\nbase_model: {path: null}\nsft: {epochs: 2, batch_size: 32}\n"
+        "register: {model: 'policy${suffix:}'}\n",
+        "embedded/model": "base_model: {vocab_size: 512, architecture: {model_type: llama}}\n"
+        "sft: {epochs: 9}\n",
+        "embedded/data": "split: {sources: [{name: synthetic}], test_fraction: 0.5}\n",
+        "tiny": "sft: {batch_size: 16}\nbase_model: {architecture: {hidden_size: 8}}\n",
+    }
+    for layer, text in layers.items():
+        (tmp_path / layer).mkdir(parents=True)
+        (tmp_path / layer / "parameters.yml").write_text(text)
+    (tmp_path / "base" / "globals.yml").write_text("root: data\n")
+    (tmp_path / "tiny" / "globals.yml").write_text("root: data/tiny\n")
+
+    def load(env=None, local=None, local_root=None, **runtime):
+        (tmp_path / "local").mkdir(exist_ok=True)
+        if local is not None:
+            (tmp_path / "local" / "parameters.yml").write_text(local)
+        if local_root is not None:
+            (tmp_path / "local" / "globals.yml").write_text(f"root: {local_root}\n")
+        return LayeredConfigLoader(
+            str(tmp_path), env=env, runtime_params=runtime, **CONFIG_LOADER_ARGS
+        )
+
+    return load
+
+
+def test_without_anything_of_the_users_the_embedded_default_applies(conf):
+    parameters = conf()["parameters"]
+    assert parameters["base_model"]["vocab_size"] == 512
+    assert parameters["sft"] == {"epochs": 9, "batch_size": 32}
+    assert parameters["split"] == {"sources": [{"name": "synthetic"}], "test_fraction": 0.5}
+    assert parameters["register"]["model"] == "policy-embedded"
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("local/params.yml", " (did you mean parameters.yml?)"),
+        ("local/catlog.yaml", " (did you mean catalog.yml?)"),
+        ("tiny/paramters_ppo.yml", " (did you mean parameters.yml?)"),
+        ("tiny/settings.yml", ""),
+    ],
+)
+def test_a_file_that_is_not_read_is_refused(conf, tmp_path, file, hint):
+    """What it sets would silently be missing."""
+    loader = conf(env="tiny")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("seed: 2\n")
+    with pytest.raises(ConfigError) as refusal:
+        loader["parameters"]
+    assert refusal.value.message == (
+        f"{tmp_path}/{file} is not read{hint}. Fix: rename it to catalog*, parameters*, "
+        "credentials* or globals.yml, or remove it"
+    )
+
+
+def test_files_for_other_programs_are_no_configuration(conf, tmp_path):
+    loader = conf(env="tiny")
+    for file in (
+        "local/README.md",
+        "local/.old.yml",
+        "tiny/rewards.py",
+        "tiny/credentials.yml",
+        "tiny/tasks.d/sums.yaml",
+    ):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("")
+    assert loader["parameters"]["seed"] == 1
+
+
+@pytest.mark.parametrize("folder", ["project", ".hidden"])
+def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch, folder):
+    tmp_path = tmp_path / folder
+    tmp_path.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "local").mkdir(parents=True)
+    (tmp_path / "conf" / "local" / "parameters.yml").write_text("seed: 77\n")
+    loader = LayeredConfigLoader(str(PACKAGED), **CONFIG_LOADER_ARGS)
+    assert loader["parameters"]["seed"] == 77
+    assert loader.origin("seed") == "conf/local/parameters.yml"
+    assert loader["globals"]["root"] == "data"
+
+
+def test_an_environment_in_the_current_folder_wins_over_that_of_the_package(tmp_path, monkeypatch):
+    """A preset that `rlhf-pipeline rlhf preset` has written, below a hidden folder."""
+    here = tmp_path / ".hidden"
+    (here / "conf" / "tiny").mkdir(parents=True)
+    (here / "conf" / "tiny" / "parameters.yml").write_text("seed: 77\n")
+    monkeypatch.chdir(here)
+    loader = LayeredConfigLoader(str(PACKAGED), env="tiny", **CONFIG_LOADER_ARGS)
+    assert loader["parameters"]["seed"] == 77
+    assert loader["globals"]["root"] == "data"  # the folder has no globals.yml
+    check_environment(PACKAGED, "tiny")
+    with pytest.raises(ConfigError, match="--env: found 'mine'; the environments"):
+        check_environment(PACKAGED, "mine")
+    (here / "conf" / "mine").mkdir()
+    check_environment(PACKAGED, "mine")
+
+
+@pytest.mark.parametrize("origin", ["local", "params"])
+def test_a_path_alone_replaces_the_embedded_model_and_its_learning_rates(conf, origin):
+    loader = (
+        conf(local="base_model: {path: gpt2}\n")
+        if origin == "local"
+        else conf(base_model={"path": "gpt2"})
+    )
+    parameters = loader["parameters"]
+    assert parameters["base_model"] == {"path": "gpt2"}
+    assert parameters["sft"] == {"epochs": 2, "batch_size": 32}
+    assert parameters["split"]["sources"] == [{"name": "synthetic"}]
+    assert parameters["register"]["model"] == "policy"
+
+
+def test_sources_alone_replace_the_embedded_data_and_its_fractions(conf):
+    parameters = conf(local="split: {sources: [{name: files, path: x.csv}]}\n")["parameters"]
+    assert parameters["split"] == {"sources": [{"name": "files", "path": "x.csv"}]}
+    assert parameters["base_model"]["vocab_size"] == 512
+
+
+def test_conf_local_is_read_with_an_environment_too_and_wins(conf):
+    local = "sft: {batch_size: 4}\nbase_model: {path: gpt2}\n"
+    parameters = conf("tiny", local=local)["parameters"]
+    assert parameters["sft"]["batch_size"] == 4
+    assert parameters["base_model"] == {"path": "gpt2"}  # the architecture of tiny gives way
+
+
+def test_an_environment_has_a_registered_model_of_its_own(conf):
+    assert conf("tiny")["parameters"]["register"]["model"] == "policy-tiny"
+    assert conf("tiny", base_model={"path": "x"})["parameters"]["register"]["model"] == (
+        "policy-tiny"
+    )
+    chosen = conf("tiny", register={"model": "mine"})["parameters"]
+    assert chosen["register"]["model"] == "mine"
+
+
+def test_the_root_of_an_environment_wins_over_that_of_conf_local(conf, tmp_path):
+    assert conf(local_root="/big")["globals"]["root"] == "/big"
+    assert conf("tiny", local_root="/big")["globals"]["root"] == "data/tiny"
+    (tmp_path / "own").mkdir()
+    assert conf("own", local_root="/big")["globals"]["root"] == "/big"
+
+
+def test_every_parameter_knows_the_file_that_sets_it(conf, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    loader = conf("tiny", sft={"epochs": 3})
+    loader["parameters"]
+    assert loader.origin("sft.epochs") == "--params"
+    assert loader.origin("sft.batch_size") == "tiny/parameters.yml"
+    assert loader.origin("base_model.vocab_size") == "embedded/model/parameters.yml"
+    assert loader.origin("ppo.steps") is None
+
+
+@pytest.mark.parametrize("env", [None, "tiny"])
+def test_credentials_of_local_count_with_every_environment(conf, tmp_path, env):
+    loader = conf(env)
+    with pytest.raises(MissingConfigException):
+        loader["credentials"]
+    (tmp_path / "local" / "credentials.yml").write_text("s3: {key: mine}\n")
+    assert conf(env)["credentials"] == {"s3": {"key": "mine"}}
+    (tmp_path / "base" / "credentials.yml").write_text("s3: {key: ours}\nother: {key: b}\n")
+    assert conf(env)["credentials"] == {"s3": {"key": "mine"}, "other": {"key": "b"}}

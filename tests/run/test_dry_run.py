@@ -1,0 +1,251 @@
+"""The driver asks programs of its own, which end in time and leave nothing behind."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ppo_runs import ppo_config
+
+from rlhf_pipeline.config.evaluate import TasksConfig
+from rlhf_pipeline.config.rewards import CallableReward, CodeReward, ReferenceReward
+from rlhf_pipeline.config.split import BlendedSourceConfig
+from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.data.sources.registry import FirstRows
+from rlhf_pipeline.run import dry_run
+from rlhf_pipeline.run.checks import check_values
+from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.run.dry_run import (
+    function_faults,
+    model_faults,
+    reference_faults,
+    stage_faults,
+    task_faults,
+)
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+CONF = Path(__file__).parents[2] / "conf"
+SOURCE = BlendedSourceConfig(name="files", path="a.jsonl")
+
+
+def row(**fields):
+    return Example((Message("user", "2 + 3?"),), **fields)
+
+
+def first(*rows, is_uniform=True):
+    """A source with these first rows."""
+    found = FirstRows({f"a.jsonl:{number}": each for number, each in enumerate(rows, start=1)})
+    found.is_uniform = is_uniform
+    return SOURCE, found
+
+
+KNOWN = [first(row())]
+
+
+@pytest.fixture
+def faults(tmp_path):
+    """The faults of a function with this body, which counts its calls in a file."""
+    file, calls = tmp_path / "my.py", tmp_path / "calls"
+
+    def faults(body, rows=KNOWN, together=1, **fields):
+        count = f"open({str(calls)!r}, 'a').write('x')"
+        text = f"import os, sys, time\ndef f(prompts, responses):\n    {count}\n    {body}\n"
+        if not file.is_file() or file.read_text() != text:
+            file.write_text(text)
+        given = {"grpo.rewards.0": CallableReward(callable=f"{file}:f", **fields)}
+        blocks = {"grpo": ppo_config(rollout_batch_size=64, responses_per_prompt=together)}
+        found = [*function_faults(given, rows, {}, blocks, tmp_path / "work")]
+        said = [fault.replace(str(file), "my.py") for fault in found]
+        return said, len(calls.read_text()) if calls.is_file() else 0
+
+    return faults
+
+
+def test_a_function_without_a_fault_is_called_again_only_after_a_change(faults):
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [2.0] * 3") == ([], 2)
+    assert faults("return [2.0] * 3", [first(row(reference="5"))]) == ([], 3)
+
+
+def test_a_function_is_not_called_on_made_up_data(faults):
+    for rows in ([], [first(is_uniform=False)]):
+        assert faults("raise KeyError", rows) == ([], 0)
+
+
+def test_a_memory_that_cannot_be_written_costs_only_the_memory(faults, tmp_path):
+    (tmp_path / "work").touch()
+    assert faults("return [1.0] * 3") == ([], 1)
+    assert faults("return [1.0] * 3") == ([], 2)
+
+
+def test_the_memory_contains_no_prompt(faults, tmp_path):
+    faults("return [1.0] * 3")
+    (known,) = (tmp_path / "work" / ".dry_runs").iterdir()
+    assert known.read_bytes() == b""
+
+
+def test_rows_that_are_all_skipped_are_no_prompts_alone():
+    blocks = {"sft": True}
+    (fault,) = stage_faults(blocks, {"sft"}, [first()])
+    assert fault.startswith(
+        "split.sources: found no example, for they are skipped, in the first rows of files "
+        "(a.jsonl), but sft needs an answer. Fix: "
+    )
+    assert [*stage_faults(blocks, {"sft"}, [first(row(), is_uniform=False)])] == []
+
+
+def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, caplog, tmp_path):
+    for calls in (2, 4):  # with all responses, and again with the first one alone
+        assert faults("assert not responses") == ([], calls)
+        said = caplog.records[-1].getMessage()
+        assert said.startswith(f"grpo.rewards.0: {tmp_path}/my.py:f failed at the response 'The ")
+        assert "AssertionError" in said and "my.py, line 4). The run starts nevertheless" in said
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "assert len(responses) % 8 == 0; return [0.0] * len(responses)",
+        # Answers to one prompt are not beside each other.
+        "n = len(responses) // 8; assert prompts == prompts[:n] * 8; return [0.0] * len(responses)",
+        "import statistics; groups = {}; "
+        "[groups.setdefault(str(p), []).append(len(r)) for p, r in zip(prompts, responses)]; "
+        "return [len(r) / statistics.stdev(groups[str(p)]) for p, r in zip(prompts, responses)]",
+    ],
+)
+def test_a_function_gets_several_answers_to_a_prompt_as_in_training(faults, caplog, body):
+    rows = [first(*(Example((Message("user", text),)) for text in "abc"))]
+    assert faults(body, rows, together=8)[0] == []
+    assert caplog.text == ""
+
+
+def test_processes_get_a_few_answers_whatever_the_batch_has(faults):
+    assert faults("return [1.0]", processes=1, together=64) == ([], 3)
+
+
+def test_a_function_in_the_home_folder_is_found(faults, tmp_path, monkeypatch):
+    faults("return [1.0] * 3")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"grpo.rewards.0": CallableReward(callable="~/my.py:f")}
+    assert [*function_faults(given, KNOWN, {}, {}, tmp_path / "work")] == []
+
+
+def test_a_function_that_ends_its_process_is_named(faults):
+    assert faults("print('sorry', flush=True); os._exit(3)")[0] == [
+        "grpo.rewards.0: my.py:f ended its process with code 3 (sorry). Fix: correct it, or set "
+        "processes and timeout_s for it"
+    ]
+
+
+def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkeypatch, caplog):
+    monkeypatch.setattr(dry_run, "LOAD_S", 6.0)
+    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
+    monkeypatch.setenv("DRY_RUN_TEST", mark := str(time.time()))
+    caplog.set_level(logging.INFO)
+    assert faults("os.fork(); time.sleep(99)", processes=1, timeout_s=0.1)[0] == []
+    assert "my.py:f: no result after 6.3 s; not checked before the run" in caplog.text
+    assert "my.py:f: tried out, for at most 6.3 s" in caplog.text
+
+    def has_mark(process):
+        try:
+            return process.environ().get("DRY_RUN_TEST") == mark
+        except psutil.Error:
+            return False
+
+    assert not [
+        each for each in psutil.process_iter() if each.pid != os.getpid() and has_mark(each)
+    ]
+
+
+def test_a_machine_without_bubblewrap_is_refused_before_the_first_stage(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    assert [
+        *function_faults({"ppo.rewards.0": CodeReward(code="python")}, [], {}, {}, tmp_path)
+    ] == [
+        "ppo.rewards.0: sandbox: found no program bwrap, expected bubblewrap, in which programs of "
+        "answers run. Fix: apt-get install bubblewrap"
+    ]
+
+
+def test_true_answers_that_no_row_has_are_missed():
+    reader = {"grpo.rewards.0": ReferenceReward(reference="last_number")}
+    (fault,) = reference_faults(reader, KNOWN)
+    assert fault.startswith(
+        "grpo.rewards.0: found no true answer in the first rows of files (a.jsonl), expected one "
+        "for each prompt, as last_number reads it. Fix: set columns.reference of the source"
+    )
+    unknown = first(is_uniform=False)
+    for rows in ([first(row(), row(reference="5"))], [unknown], [*KNOWN, unknown], []):
+        assert [*reference_faults(reader, rows)] == [], "the split decides"
+
+
+@pytest.mark.parametrize(
+    ("doubt", "is_asked"),
+    [
+        ({}, False),
+        ({"tokenizer_config": {}}, True),
+        ({"config": {"vocab_size": 2}}, True),
+        ({"config": {"text_config": {"vocab_size": 3}}}, True),
+        ({"role": "system"}, False),
+        ({"role": "system", "chat_template": "{{ raise_exception('no system') }}"}, True),
+        ({"chat_template": "{{ raise_exception('no system') }}"}, False),
+        ({"tools": '[{"type": "function"}]'}, True),
+        ({"lora": {"target_modules": ["q_proj"]}}, True),
+        ({"lora": {}}, False),
+    ],
+)
+def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
+    doubt, is_asked, tmp_path, monkeypatch, caplog
+):
+    """It takes seconds. One that fails is a warning: it is no fault of the model."""
+    usual = {
+        "tokenizer_config": {"eos_token": "<end>"},
+        "tokenizer": {"model": {"vocab": {"a": 0, "b": 1, "<end>": 2}}},
+        "config": {"vocab_size": 3},
+    }
+    (tmp_path / "chat_template.jinja").write_text(doubt.get("chat_template", ""))
+    for name, values in usual.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(doubt.get(name, values)))
+    (tmp_path / ".#config.json").symlink_to("someone@host.1")  # Emacs edits the file
+    monkeypatch.setattr(dry_run, "PROGRAM", "no_such_program")
+    parameters = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    sft = parameters["sft"] | {"lora": doubt.get("lora")}
+    model = {"path": str(tmp_path)}
+    blocks = check_values(parameters | {"base_model": model, "sft": sft})
+    turns = (Message(doubt.get("role", "user"), "Hello!"), Message("user", "2 + 3?"))
+    rows = [first(Example(turns, tools=doubt.get("tools")))]
+    assert model_faults(blocks, {"base_model", "sft"}, rows, tmp_path / "work") == []
+    said = "base_model: not checked before the run: the check of models ended its process with code"
+    assert (said in caplog.text) == is_asked
+    assert model_faults(blocks, {"evaluate"}, rows, tmp_path / "work") == []
+    assert caplog.text.count(said) == is_asked, "another run needs no base model"
+
+
+def test_a_misspelt_task_is_refused(tmp_path):
+    pytest.importorskip("lm_eval", reason="the extra `tasks` is not installed")
+    names = ("arc_easy", "hellaswagg", "mmlu", "ai2_arc", "tinyArc", "own.yaml")
+    assert [*task_faults(TasksConfig(names=names), tmp_path)] == [
+        "evaluate.tasks.names: Tasks not found: hellaswagg. Fix: `lm-eval ls tasks` lists the names"
+    ]
+
+
+def test_the_harness_is_asked_once_about_names_that_it_knows(harness, tmp_path):
+    known, both = (TasksConfig(names=names) for names in (("good",), ("good", "bad")))
+    for _ in range(2):
+        assert [*task_faults(known, tmp_path)] == []
+    assert harness() == ["good"]
+    (fault,) = task_faults(both, tmp_path)
+    assert fault.startswith("evaluate.tasks.names: Tasks not found: bad. Fix: ")
+    assert [*task_faults(TasksConfig(names=("own.yaml",)), tmp_path)] == []
+    assert harness() == ["good", "good,bad"]
+
+
+def test_a_harness_that_does_not_answer_stops_no_run(harness, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(dry_run, "LOAD_S", 2.0)
+    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
+    assert [*task_faults(TasksConfig(names=("slow",)), tmp_path)] == []
+    assert "evaluate.tasks.names: no result after 2 s; not checked before the run" in caplog.text

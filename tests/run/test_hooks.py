@@ -1,0 +1,171 @@
+"""Hooks: checks before a run, tags, printed results and errors."""
+
+from pathlib import Path
+
+import pytest
+from kedro.framework.hooks.manager import _NullPluginManager
+from kedro.framework.project import pipelines
+from kedro.framework.session import KedroSession
+from kedro.framework.startup import bootstrap_project
+from kedro.io import DataCatalog, MemoryDataset, Version
+from kedro.pipeline import Node, Pipeline
+from kedro_datasets.json import JSONDataset
+from rich.console import Console
+
+from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
+from rlhf_pipeline.run.checks import check_values
+from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.run.hooks import PreflightHook, StagesHook
+from rlhf_pipeline.run.preflight import CONF, check_stores
+from rlhf_pipeline.run.results import StageSummary, print_results
+from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.stages.job import StageRun
+
+
+def export(folder: Path, content: str) -> Path:
+    folder.mkdir()
+    (folder / "weights").write_text(content)
+    Manifest("ppo", content, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    return folder
+
+
+def registration(number: str) -> dict:
+    verdict = {
+        "judge": "gold",
+        "state": "independent",
+        "tries": 1,
+        "checks": [1, 2],
+        "refusals": [],
+    }
+    return {
+        "model": "policy", "versions": {}, "aliases": {"candidate": number}, "promoted": True,
+        "verdict": verdict,
+    }  # fmt: skip
+
+
+def test_a_run_says_at_its_start_that_a_version_is_later_than_now(tmp_path):
+    entry = ArtifactDataset(
+        filepath=str(tmp_path / "ppo_model"), version=Version(None, "2931-01-01T00.00.00.000Z")
+    )
+    entry.save(export(tmp_path / "export", "of the future"))
+    catalog = DataCatalog({"ppo_model": entry, "store": StoreDataset(url=None)})
+    assert check_stores(Pipeline([Node(lambda: None, None, "ppo_model")]), catalog) == [
+        f"{tmp_path}/ppo_model: found version 2931-01-01T00.00.00.000Z, expected none later than "
+        "now. Fix: correct the clock, or rename it"
+    ]
+
+
+def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(tmp_path, capsys):
+    def catalog(save: str) -> DataCatalog:
+        version = Version(None, save)
+        return DataCatalog(
+            {
+                "ppo_model": ArtifactDataset(filepath=str(tmp_path / "ppo_model"), version=version),
+                "registration": JSONDataset(
+                    filepath=str(tmp_path / "registration.json"), version=version
+                ),
+            }
+        )
+
+    mine, theirs = catalog("2026-01-01T00.00.00.000Z"), catalog("2026-01-02T00.00.00.000Z")
+    theirs.save("ppo_model", export(tmp_path / "theirs", "theirs"))
+    theirs.save("registration", registration("8"))
+    made = {"ppo_model": export(tmp_path / "mine", "mine"), "registration": registration("7")}
+    nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in made]
+    hook = StagesHook(Console())
+    for name, result in made.items():
+        mine.save(name, result)
+        hook.after_node_run(inputs={}, outputs={name: result})
+    hook.after_pipeline_run(run_params={"env": "tiny"}, pipeline=Pipeline(nodes), catalog=mine)
+    shown = capsys.readouterr().out
+    assert "compare  kedro rlhf compare sft-baseline candidate --env=tiny\n" in shown
+    assert "candidate = version 7" in shown
+    assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
+    assert "version 8" not in shown and "2026-01-02" not in shown
+
+
+@pytest.mark.parametrize(("stage", "said"), [("base_model", " (not trained here)"), ("sft", "")])
+def test_a_baseline_that_no_stage_trained_is_not_called_sft(stage, said, capsys):
+    both = registration("2") | {"versions": {stage: "1", "ppo": "2"}}
+    both["aliases"] |= {"sft-baseline": "1"}
+    print_results({"registration": both}, Console(width=200))
+    assert f"candidate = version 2, sft-baseline = version 1{said}\n" in capsys.readouterr().out
+
+
+def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
+    save = Version(None, "2026-01-01T00.00.00.000Z")
+    catalog = DataCatalog(
+        {"evaluation_page": PageDataset(filepath=str(tmp_path / "page.html"), version=save)}
+    )
+    catalog.save("evaluation_page", "<p>")
+    hook = StagesHook(Console())
+    hook.after_node_run(inputs={}, outputs={"evaluation_page": "<p>"})
+    node = Node(registration, inputs="number", outputs="evaluation_page", name="report")
+    hook.after_pipeline_run(run_params={}, pipeline=Pipeline([node]), catalog=catalog)
+    assert "page.html/2026-01-01T00.00.00.000Z/page.html" in capsys.readouterr().out
+
+
+def said_before(nodes, caplog, **changes):
+    """What a run of these nodes says before it starts."""
+    conf = str(Path(__file__).parents[2] / "conf")
+    loader = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)
+    blocks = check_values(loader["parameters"] | changes)
+    entries = {f"params:{name}": block for name, block in blocks.items()} | {"workspace": "nowhere"}
+    catalog = DataCatalog({name: MemoryDataset(value) for name, value in entries.items()})
+    catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
+    catalog["store"] = StoreDataset(url=None)
+    pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
+    with caplog.at_level("INFO"):
+        PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_without_hooks_every_parameter_of_a_node_is_in_the_catalog(tmp_path):
+    """Kedro-Viz warns of each one that is missing."""
+    project = Path(__file__).parents[2]
+    bootstrap_project(project)
+    with KedroSession.create(project, runtime_params={"root": str(tmp_path)}) as session:
+        session._hook_manager = _NullPluginManager()
+        catalog = session.load_context().catalog
+        names = {name for each in pipelines.values() for name in each.inputs()}
+        found = {name: catalog.get(name) for name in names if name.startswith("params:")}
+        assert [name for name, data in found.items() if data is None] == []
+        assert found["params:stages"].load() is found["params:project"].load() is None
+
+
+@pytest.mark.parametrize(("nodes", "lines"), [(["evaluate_dpo"], 1), (["dpo", "register"], 0)])
+def test_a_run_says_which_win_rates_its_prompts_can_show(nodes, lines, caplog):
+    """1/2 + (1.9600 + 0.8416) / (2 * 8) = 0.6751"""
+    said = said_before(nodes, caplog, evaluate={"prompts": 64})
+    line = "evaluate: at most 64 prompts (evaluate.prompts), which show win rates from 67.5% up"
+    assert said == [line] * lines
+
+
+def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
+    grpo = {"rewards": [{"reference": "exact"}], "actor": {"lora": {}}}
+    (said,) = said_before(["grpo"], caplog, grpo=grpo)
+    assert said == (
+        "grpo.actor.lora: the learning rate 1e-06 is the default for whole models, and adapters "
+        "need about ten times as much. Fix: set grpo.actor.optimizer.learning_rate to 1e-05"
+    )
+    caplog.clear()
+    assert said_before(["sft"], caplog, grpo=grpo) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "lines"),
+    [
+        ({"has_chat_template": 0.0},
+         ["base_model: found no chat template; turns are written as Human: and Assistant:"]),
+        ({"new_tokens": 3.0},
+         ["base_model: found 3 added tokens without an embedding; theirs are untrained"]),
+        ({"has_chat_template": 1.0, "new_tokens": 0.0}, []),
+        ({}, []),
+    ],
+)  # fmt: skip
+def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
+    run = StageRun("base_model", "f", 1, {}, {}, {}, tmp_path, 60.0)
+    found = {f"base_model/{name}": value for name, value in metrics.items()}
+    StageSummary(Console(), ["base_model"], {}).stage_ended(run, "FINISHED", found)
+    assert capsys.readouterr().out.splitlines() == lines

@@ -1,0 +1,161 @@
+"""The lineage of published artifacts is compared with the parameters; no node is executed."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.data.sources.registry import source_origin
+from rlhf_pipeline.pipelines.preparation import base_model_identity
+from rlhf_pipeline.run.checks import check
+from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.run.published_inputs import changes_since
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+
+CONF = Path(__file__).parents[2] / "conf"
+REWARDS = "def f(prompts, responses): ..."
+ROW = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.fixture
+def blocks(tmp_path, monkeypatch):
+    """The blocks of a run from files in the working folder, with changes by place."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    Path("rows", "a.jsonl").write_text(json.dumps(ROW))
+    Path("rewards.py").write_text(REWARDS)
+    Path("model").mkdir()
+    Path("model", "config.json").write_text("{}")
+    Path("model", "tokenizer.json").write_text("{}")
+    found = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+    columns = {name: name for name in ROW}
+    found["split"]["sources"] = [{"name": "files", "path": "rows/*.jsonl", "columns": columns}]
+    found["base_model"] = {"path": "model"}
+    found["rejection"] = {"sample": {"rewards": ["rewards.py:f"]}}
+
+    def blocks(**places):
+        given = copy.deepcopy(found)
+        for place, value in places.items():
+            *path, last = place.split("__")
+            target = given
+            for name in path:
+                target = target[name]
+            target[last] = value
+        return check(given, gpus=0)
+
+    return blocks
+
+
+@pytest.fixture
+def published(blocks, tmp_path):
+    """A policy by rejection sampling with its lineage, and an SFT model alone."""
+    made = blocks()
+    (source,) = made["split"].records()
+    policy, own = made["rejection"], {*SFTConfig.model_fields}
+    recorded = as_json({"source": source} | made)
+    rows, file = source_origin(source).files, made["base_model"]
+    rows = {name: file_digest(path) for name, path in rows.items()}
+    records = {
+        "source": ({"source": recorded["source"]}, rows),
+        "base_model": ({"base_model": recorded["base_model"]}, base_model_identity(file)),
+        "split": ({"split": recorded["split"]}, {}),
+        "sft": ({"sft": recorded["sft"]}, {}),
+        "judge_model": ({"reward_model": {"epochs": 99}}, {}),
+        "tasks": ({"evaluate": {"prompts": 99}}, {}),
+        "sample": ({policy.sampler: as_json({"": policy.sample})[""], "table": {}}, {}),
+        "rejection": (
+            {"rejection": policy.model_dump(mode="json", include=own), "table": {}},
+            {"rewards.0": file_digest(Path("rewards.py"))},
+        ),
+    }  # fmt: skip
+    origins = {
+        stage: {"stage": stage, "config": config, "inputs": inputs}
+        for stage, (config, inputs) in records.items()
+    }
+
+    def write(stage, *ancestors):
+        folder = tmp_path / "published" / stage
+        folder.mkdir(parents=True)
+        own = origins[stage]
+        parts = {"versions": {}, "metrics": {}, "files": {}}
+        before = {name: origins[name] for name in ancestors}
+        Manifest(**own, fingerprint="", seed=5, **parts, ancestors=before).write(folder)
+        return folder
+
+    before = ("source", "base_model", "split")
+    return {
+        "sft_model": write("sft", *before),
+        "rejection_model": write("rejection", *before, "sft", "judge_model", "tasks", "sample"),
+    }
+
+
+def test_inputs_of_the_present_parameters_have_no_change(blocks, published):
+    assert changes_since(published, blocks(), 5) == {}
+
+
+@pytest.mark.parametrize(
+    ("places", "of_sft", "of_policy"),
+    [
+        ({"sft__epochs": 3.0}, ["sft.epochs 2.0 -> 3.0"], ["sft.epochs 2.0 -> 3.0"]),
+        ({"rejection__epochs": 3.0}, None, ["rejection.epochs 1.0 -> 3.0"]),
+        ({"rejection__sample__prompts": 77}, None, ["rejection.sample.prompts null -> 77"]),
+        ({"sft": None}, ["split.weights.0 2.0 -> 0.0"], ["split.weights.0 2.0 -> 0.0"]),
+        ({"reward_model__epochs": 3.0}, None, None),
+    ],
+)
+def test_a_change_is_found_in_the_lineage_of_each_input(
+    blocks, published, places, of_sft, of_policy
+):
+    expected = {"sft_model": of_sft, "rejection_model": of_policy}
+    given = blocks(**places)
+    assert changes_since(published, given, 5) == {
+        name: changes for name, changes in expected.items() if changes
+    }
+
+
+def test_the_seed_and_the_bytes_of_files_count(blocks, published):
+    assert [*changes_since(published, blocks(), 6).values()] == [["seed 5 -> 6"]] * 2
+    Path("model", "note").write_text("a")
+    assert [*changes_since(published, blocks(), 5).values()] == [["input bytes changed"]] * 2
+    Path("model", "note").unlink()
+    Path("rewards.py").write_text(REWARDS + " # changed")
+    changed = {"rejection_model": ["input rewards.0 changed"]}
+    assert changes_since(published, blocks(), 5) == changed
+    Path("rewards.py").write_text(REWARDS)
+    Path("rows", "a.jsonl").rename("other.jsonl")
+    (moved,) = blocks()["split"].sources
+    sources = [moved.model_copy(update={"path": "other.jsonl"}).model_dump(mode="json")]
+    found = changes_since(published, blocks(split__sources=sources), 5)
+    assert found.keys() == published.keys()
+    assert found["sft_model"][-1] == "source files other.jsonl is new"
+
+
+def test_files_of_a_source_that_came_or_went_count_and_each_is_read_once(
+    blocks, published, monkeypatch
+):
+    """The source of the published split recorded all files that its glob found."""
+    first, other = Path("rows", "a.jsonl"), Path("rows", "b.jsonl")
+    other.write_text(json.dumps(ROW))
+    assert [*changes_since(published, blocks(), 5).values()] == [["input b.jsonl is new"]] * 2
+    first.rename(other)
+    renamed = ["input a.jsonl is gone", "input b.jsonl is new"]
+    given, opened, read = blocks(), [], Path.open
+
+    def counted(path, *args, **kwargs):
+        opened.append(path.name)
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", counted)
+    assert [*changes_since(published, given, 5).values()] == [renamed] * 2
+    assert opened.count("b.jsonl") == 1
+
+
+def test_a_source_whose_files_are_all_gone_is_left_to_the_published_split(blocks, published):
+    given = blocks()
+    Path("rows", "a.jsonl").unlink()
+    assert changes_since(published, given, 5) == {}

@@ -1,0 +1,92 @@
+"""A policy, reward models, and a rollout with known texts."""
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from rlhf_pipeline.config.rewards import Rewards
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.generation.records import Answered, Scored
+from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.reward_sources import load_rewards
+
+PROMPTS = [[{"role": "user", "content": f"Question {n}?"}] for n in range(3)]
+
+
+@pytest.fixture(scope="session")
+def policy(make_model):
+    return make_model("llama", seed=1)
+
+
+@pytest.fixture(scope="session")
+def contract(policy):
+    return TokenContract.read(policy)
+
+
+@pytest.fixture
+def make_reward_model(policy, tmp_path):
+    """Makes a reward model with a random head that reads the policy's tokens."""
+
+    def make(name="reward_model", seed=9, mean=None):
+        folder = tmp_path / name
+        model = load_scores(policy, "fp32", new_head=True)
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(model.classifier.score.weight)
+        model.classifier.save_pretrained(folder)
+        load_tokenizer(policy).save_pretrained(folder)
+        TokenContract.read(policy).write(folder)
+        if mean is not None:
+            store_score_mean(folder, mean)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def load(policy, contract, world, tmp_path):
+    """Loads the sources of `ppo.rewards`; `files` are the inputs `rewards.<index>` of the job."""
+
+    def make(*rewards, files=None, digests=None, trained_mean=None, score_clip=5.0):
+        sources = TypeAdapter(Rewards).validate_python(rewards)
+        job = LaunchedJob(
+            "ppo", "f", 1, {}, files or {}, digests or {}, tmp_path / "ppo" / "f", 60.0
+        )
+        return load_rewards(
+            job, sources, contract, world, load_tokenizer(policy), trained_mean,
+            score_clip=score_clip, micro_batch_tokens=48,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def load_one(load):
+    """Loads a single source."""
+
+    def make(reward, **options):
+        ((*_, source),) = load(reward, **options).sources.values()
+        return source
+
+    return make
+
+
+@pytest.fixture
+def scored(contract):
+    """Three responses; the trained reward model scores them 1.1, 0.1 and -0.9."""
+    sequences = collate([[5], [6, 6], [7]], [[8, 9, contract.eos_id], [9], [10]], contract.pad_id)
+    return Scored(sequences, None, None, None, torch.tensor([1.1, 0.1, -0.9]), None)
+
+
+@pytest.fixture
+def rows():
+    """The prompts of the responses, as columns of the prompts' table."""
+    return {"messages": PROMPTS, "reference": ["4", "5", "6"]}
+
+
+@pytest.fixture
+def answered(rows):
+    """Three responses as text, unrelated to the tokens of `scored`."""
+    return Answered(rows["messages"], rows["reference"], ["4", "five", "6"])

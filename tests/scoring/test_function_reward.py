@@ -1,0 +1,170 @@
+"""Python functions of the user as sources of rewards."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlhf_pipeline.config.rewards import CallableReward
+from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
+from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.function_reward import FunctionSource, import_function, matches
+
+
+def function(source: str) -> FunctionSource:
+    scope: dict = {}
+    exec(source, scope)
+    return FunctionSource("my.py:f", scope["f"])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "def f(prompts, responses, references):\n"
+            "    return [a == b for a, b in zip(responses, references)]",
+            [1.0, 0.0, 1.0],
+        ),
+        (
+            "def f(prompts, responses): return [float(p[-1]['content'][9]) for p in prompts]",
+            [0.0, 1.0, 2.0],
+        ),
+        (
+            "import torch\ndef f(prompts, responses): return torch.tensor([0.5] * len(responses))",
+            [0.5] * 3,
+        ),
+    ],
+    ids=["references", "prompts", "tensor"],
+)
+def test_a_function_gets_prompts_responses_and_references(source, expected, scored, answered):
+    assert function(source)(scored, answered).tolist() == expected
+
+
+def test_a_function_that_reads_true_answers_needs_one_for_each_prompt(scored, answered):
+    """Also one that the check of a split does not know, as it is not defined by a `def`."""
+    reads = function("f = lambda prompts, responses, references=(): [1.0] * len(responses)")
+    assert reads(scored, answered).tolist() == [1.0] * 3
+    with pytest.raises(
+        StageError,
+        match=r"^my\.py:f: found 1 of 3 prompts without a true answer, expected one for each\. "
+        r"Fix: set split\.without_reference to drop$",
+    ):
+        reads(scored, replace(answered, references=["4", None, "6"]))
+    blind = function("def f(prompts, responses): return [2.0] * len(responses)")
+    assert blind(scored, replace(answered, references=[None] * 3)).tolist() == [2.0] * 3
+
+
+def test_a_pattern_is_searched_and_its_search_has_an_end(scored, answered):
+    assert matches(r"^\d$")(scored, answered).tolist() == [1.0, 0.0, 1.0]
+    slow = replace(answered, responses=["a", "a" * 60 + "b", ""])
+    with pytest.raises(
+        StageError, match=r"^regex '\(a\|aa\)\+\$' failed at the response 'aaa.*Timeout"
+    ):
+        matches("(a|aa)+$", 0.05)(scored, slow)
+
+
+FIRST = "prompt [{'role': 'user', 'content': 'Question 0?'}]"
+SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each response. Fix: return "
+         "one finite number for each response"),
+        ("return 1.0", "my.py:f: found 1.0, expected a list of 3 numbers, one for each response. "
+         "Fix: return one finite number for each response"),
+        ("return None", "my.py:f: found None, expected a list of 3 numbers, one for each"),
+        ("return 'abc'", "my.py:f: found 'abc', expected a list of 3 numbers, one for each"),
+        ("import torch; return torch.tensor(0.5)", "my.py:f: found tensor(0.5000), expected a list "
+         "of 3 numbers"),
+        ("return [1.0, 'x', 2.0]", "my.py:f: found 'x', expected a finite number, for the "
+         f"response 'five' to the {SECOND}"),
+        ("return [1.0, '3', 2.0]", "found '3', expected a finite number"),
+        ("return [1.0, 2.0, None]", "found None, expected a finite number, for the response '6'"),
+        ("return [float('nan'), 1.0, 2.0]", "found nan, expected a finite number"),
+        ("return [1.0, float('-inf'), 2.0]", "found -inf, expected a finite number"),
+        ("return [int(r) for r in responses]", f"my.py:f failed at the response 'five' to the "
+         f"{SECOND}: ValueError: invalid literal"),
+        ("prompts.clear(); responses.clear(); return []", "my.py:f: found 0 results, expected 3, "
+         "one for each response. Fix: return one finite number for each response"),
+        ("\n    class Mute(Exception):\n        def __str__(self): raise OSError\n    raise Mute",
+         f"my.py:f failed at the response '4' to the {FIRST}: Mute"),
+        ("\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",
+         f"my.py:f failed at 3 responses together, the first to the {FIRST}: MemoryError: all"),
+    ],
+)  # fmt: skip
+def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored, answered):
+    with pytest.raises(StageError) as failure:
+        function(f"def f(prompts, responses): {body}")(scored, answered)
+    assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "parameters", ["", "responses", "prompts, responses, answers, /", "prompts, *, responses"]
+)
+def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
+    with pytest.raises(
+        ConfigError,
+        match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
+    ):
+        function(f"def f({parameters}): ...")
+
+
+def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answered):
+    rated = replace(answered, columns={"difficulty": [1, 2, 3], "topic": ["a", "b", None]})
+    source = function("def f(prompts, responses, difficulty, scored, weight=2): return "
+                      "[weight * one + len(scored.sequences) for one in difficulty]")  # fmt: skip
+    assert source(scored, rated).tolist() == [5.0, 7.0, 9.0]
+    with pytest.raises(
+        ConfigError, match=r"my\.py:f asks for difficulty, which the split does not"
+    ):
+        source(scored, answered)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module",
+         r"my\.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("g = 1", "found functions none in "),
+        ("f = 1", r"my\.py:f is 1, not a function"),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_be_imported_fails(load, tmp_path, source, message):
+    (tmp_path / "my.py").write_text(source)
+    with pytest.raises(StageError, match=message):
+        load(f"{tmp_path}/my.py:f", files={"rewards.0": tmp_path / "my.py"})
+
+
+def test_a_function_of_a_module_is_imported_by_name(
+    load_one, scored, answered, tmp_path, monkeypatch
+):
+    module = tmp_path / "own_rewards.py"
+    module.write_text("def f(prompts, responses): return [2.0] * 3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = load_one("own_rewards:f", files={"rewards.0": module})
+    assert source(scored, answered).tolist() == [2.0] * 3
+
+
+def test_a_function_that_has_changed_since_the_plan_is_refused(load, tmp_path):
+    file = tmp_path / "my.py"
+    file.write_text("def f(prompts, responses): return [0.0] * len(responses)")
+    planned = {"rewards.0": file_digest(file)}
+    load(f"{file}:f", files={"rewards.0": file}, digests=planned)
+    file.write_text("def f(prompts, responses): return [1.0] * len(responses)")
+    with pytest.raises(ArtifactError, match=r"my\.py: found other bytes than when the stage was"):
+        load(f"{file}:f", files={"rewards.0": file}, digests=planned)
+
+
+def test_a_failure_names_the_line_of_the_users_file(tmp_path, scored, answered):
+    (tmp_path / "my.py").write_text(
+        "import json\n\ndef parsed(text):\n    return json.loads(text)['score']\n\n"
+        "def f(prompts, responses):\n    return [parsed('{') for _ in responses]\n"
+    )
+    reward = CallableReward(callable=f"{tmp_path}/my.py:f")
+    job = LaunchedJob("ppo", "f", 1, {}, {"rewards.0": tmp_path / "my.py"}, {}, tmp_path, 60.0)
+    source = FunctionSource("my.py:f", import_function(reward, job, "rewards.0"))
+    with pytest.raises(StageError) as failure:
+        source(scored, answered)
+    assert failure.value.message.endswith(f"({tmp_path}/my.py, line 4)")

@@ -1,0 +1,169 @@
+"""Functions in processes of their own, and functions that are async."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.generation.records import Answered
+
+FILE = """
+import asyncio, os, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Score:
+    value: float
+
+    def __float__(self):
+        return self.value
+
+def reads(prompts, responses, references, level=0):
+    assert len(prompts) == len(responses) == len(references) == len(level) == 1
+    return [Score(len(prompts[0][0]["content"]) + float(references[0]) + level[0])]
+
+def together(prompts, responses):
+    own = Path(__file__).with_name(f"ran-{responses[0]}")
+    own.touch()
+    while len([*own.parent.glob("ran-*")]) < 3:
+        time.sleep(0.01)
+    return [os.getpid()]
+
+def modules(prompts, responses):
+    return [len({"torch", "deepspeed", "transformers", "pytest"} & {*sys.modules})]
+
+async def later(prompts, responses):
+    return await asyncio.gather(*(one(each) for each in responses))
+
+async def one(response):
+    await asyncio.sleep(0.01)
+    return len(response)
+
+async def never(prompts, responses):
+    await asyncio.sleep(99)
+
+def slow(prompts, responses):
+    time.sleep(0.3)
+    return [1.0]
+
+def inner(text):
+    return int(text)
+
+def forks(prompts, responses):
+    return [0.0 if os.fork() else 1.0]
+
+def hangs(prompts, responses):
+    Path(__file__).with_name("pid").write_text(f"{os.getpid()}\\n")
+    time.sleep(99)
+
+def fails(prompts, responses):
+    return [inner(response) for response in responses]
+"""
+
+
+@pytest.fixture
+def make(load_one, tmp_path):
+    """Loads a function of the file above; its processes end with the test."""
+    file = tmp_path / "my.py"
+    file.write_text(FILE)
+    made = []
+
+    def function(name, processes=2, **fields):
+        block = {"callable": f"{file}:{name}", "processes": processes} | fields
+        made.append(load_one(block, files={"rewards.0": file}))
+        return made[-1]
+
+    yield function
+    for source in made:
+        if source.workers is not None:
+            source.workers.stop()
+
+
+def test_a_process_gets_one_row_with_its_columns(make, scored, answered):
+    given = replace(answered, columns={"level": [100, 200, 300]})
+    assert make("reads")(scored, given).tolist() == [115.0, 216.0, 317.0]
+
+
+def test_the_processes_work_at_the_same_time_and_stay(make, scored, answered):
+    source = make("together", processes=3, timeout_s=60)
+    first = source(scored, answered).tolist()
+    assert len({*first}) == 3
+    for process in first:  # a scheduler's, which the rank obeys at the end of its step
+        os.kill(int(process), signal.SIGTERM)
+    assert {*source(scored, answered).tolist()} <= {*first}
+
+
+def test_a_process_imports_the_function_and_no_library_of_the_rank(make, scored, answered):
+    assert make("modules", processes=1)(scored, answered).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_an_async_function_is_awaited(make, processes, scored, answered):
+    assert make("later", processes)(scored, answered).tolist() == [1.0, 4.0, 1.0]
+
+
+def test_an_async_function_has_the_same_limit(make, scored, answered):
+    with pytest.raises(StageError, match=r"my\.py:never took longer than 0\.5 s \(timeout_s\) at"):
+        make("never", timeout_s=0.5)(scored, answered)
+
+
+def test_a_failure_names_the_response_and_the_line(make, scored, answered):
+    source = make("fails")
+    with pytest.raises(StageError) as failure:
+        source(scored, answered)
+    line = 1 + FILE.splitlines().index("    return int(text)")
+    assert "my.py:fails failed with ValueError: invalid literal" in failure.value.message
+    assert f"my.py, line {line}) at the response 'five' to the prompt" in failure.value.message
+
+
+def test_the_limit_is_that_of_one_response(make, scored):
+    many = Answered([[]] * 5, [None] * 5, ["a"] * 5)
+    began = time.monotonic()
+    assert make("slow", processes=1, timeout_s=1)(scored, many).tolist() == [1.0] * 5
+    assert time.monotonic() - began > 1.5
+
+
+def test_a_fork_that_returns_from_the_function_gives_no_further_result(make, scored):
+    many = Answered([[]] * 5, [None] * 5, ["a"] * 5)
+    assert make("forks", processes=1)(scored, many).tolist() == [0.0] * 5
+
+
+PROGRAM = """
+import sys
+from rlhf_pipeline.scoring.function_workers import Call, Workers
+workers = Workers("my.py", sys.argv[1], sys.argv[2], 2, None)
+print(workers([Call([[]], ["a"], {})]))
+"""
+
+
+def test_the_processes_end_with_the_program(make, tmp_path):
+    """Also of one without the guard `if __name__ == "__main__"`."""
+    make("later", 0)  # writes the file
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, program, tmp_path / "my.py", "modules"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "[0.0]\n"), ended.stderr
+
+
+def test_a_call_that_hangs_ends_with_a_rank_that_is_killed(make, tmp_path):
+    make("later", 0)  # writes the file
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    rank = subprocess.Popen([sys.executable, program, tmp_path / "my.py", "hangs"])
+    written = tmp_path / "pid"
+    while not (written.is_file() and written.read_text().endswith("\n")):
+        assert rank.poll() is None
+        time.sleep(0.05)
+    worker = psutil.Process(int(written.read_text()))
+    rank.kill()
+    rank.wait()
+    gone, _ = psutil.wait_procs([worker], timeout=10)
+    assert gone == [worker]

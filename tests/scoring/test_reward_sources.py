@@ -1,0 +1,222 @@
+"""The weighted sum of the sources of `ppo.rewards`."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.models.loading import freeze, load_tokenizer
+from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
+from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.manifest import folder_digest
+from rlhf_pipeline.scoring.reward_sources import RewardSum
+
+
+def write(folder, source):
+    (folder / "my.py").write_text(source)
+    return {"rewards.0": folder / "my.py", "rewards.1": folder / "my.py"}
+
+
+def test_the_trained_model_alone_is_centred_exactly_and_reads_no_text(load, scored):
+    """The rows have no messages, and there is no tokenizer to decode responses with."""
+    rewards = load("trained", trained_mean=0.1)
+    total = RewardSum(rewards.sources, tokenizer=None)(scored, {"prompt_ids": [[5], [6, 6], [7]]})
+    assert torch.equal(total.scores, scored.scores - 0.1)
+    assert total.parts == {}
+    assert total.sequences is scored.sequences
+
+
+def test_a_source_of_weight_0_changes_no_bit_of_the_score(load, scored, rows, tmp_path):
+    files = write(tmp_path, "def zero(prompts, responses): return [7.0] * len(responses)")
+    zero = {"callable": f"{tmp_path}/my.py:zero", "weight": 0.0}
+    total = load("trained", zero, files=files, trained_mean=0.1)(scored, rows)
+    assert torch.equal(total.scores, scored.scores - 0.1)
+    assert total.parts.keys() == {"trained", "zero"}
+
+
+def test_the_heartbeat_names_the_source_that_scores(load, scored, rows, tmp_path, monkeypatch):
+    """A function that waits for a server is named in the progress line, and if it hangs."""
+    source = """
+from rlhf_pipeline.runtime import heartbeat
+
+def f(prompts, responses): return [len(heartbeat._here.scorer)] * 3
+
+def fails(prompts, responses): raise OSError("no answer")
+"""
+    monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None, "scoring", 7))
+    files = write(tmp_path, source)
+    named = {"callable": f"{tmp_path}/my.py:f", "name": "length"}
+    total = load("trained", named, files=files, trained_mean=0.1)(scored, rows)
+    assert total.parts["length"].tolist() == [6.0, 6.0, 6.0]
+    assert heartbeat._here.scorer == ""
+    with pytest.raises(StageError, match="no answer"):
+        load(f"{tmp_path}/my.py:fails", files=files)(scored, rows)
+    assert str(heartbeat._here).startswith("scoring by fails of step 7 since ")
+
+
+def test_the_score_is_the_weighted_sum_of_centred_scores(load, scored, rows, tmp_path):
+    """2 * (1.1 - 0.1, 0.1 - 0.1, -0.9 - 0.1) + 0.5 * (4, 2, 0) = 4, 1, -2."""
+    files = write(tmp_path, "def f(prompts, responses): return [4, 2.0, False]")
+    weighted = {"model": "trained", "weight": 2}
+    half = {"callable": f"{tmp_path}/my.py:f", "weight": 0.5}
+    total = load(weighted, half, files=files, trained_mean=0.1)(scored, rows)
+    torch.testing.assert_close(total.scores, torch.tensor([4.0, 1.0, -2.0]), rtol=1e-5, atol=1e-6)
+    trained = torch.tensor([1.0, 0.0, -1.0])
+    torch.testing.assert_close(total.parts["trained"], trained, rtol=1e-5, atol=1e-6)
+    assert total.parts["f"].tolist() == [4.0, 2.0, 0.0]
+
+
+def test_the_centred_scores_of_models_are_clipped_before_their_weight(load, scored, rows, tmp_path):
+    """2 * (1, 0, -1) clipped to 0.4, plus 0.5 * (40, 20, 0)."""
+    files = write(tmp_path, "def f(prompts, responses): return [40, 20, 0]")
+    weighted = {"model": "trained", "weight": 2}
+    half = {"callable": f"{tmp_path}/my.py:f", "weight": 0.5}
+    clip = {"score_clip": 0.4}
+    total = load(weighted, half, files=files, trained_mean=0.1, **clip)(scored, rows)
+    torch.testing.assert_close(total.clipped_scores, torch.tensor([20.8, 10.0, -0.8]))
+    torch.testing.assert_close(total.scores, torch.tensor([22.0, 10.0, -2.0]))
+    total = load(weighted, half, files=files, trained_mean=0.1, score_clip=None)(scored, rows)
+    assert torch.equal(total.clipped_scores, total.scores)
+
+
+def test_a_source_of_text_fails_on_rows_without_references(load, scored, rows, tmp_path):
+    files = write(tmp_path, "def zero(prompts, responses): return [0] * len(responses)")
+    rewards = load(f"{tmp_path}/my.py:zero", files=files)
+    del rows["reference"]
+    with pytest.raises(
+        ArtifactError, match=r"the prompts have no column reference\. Fix: run stage split again"
+    ):
+        rewards(scored, rows)
+
+
+def test_responses_become_text_without_special_tokens_and_white_space(
+    load, policy, contract, scored, rows, tmp_path
+):
+    source = """
+def f(prompts, responses, references):
+    assert responses == ['snow', ''], responses
+    return [0, 0]
+"""
+    rewards = load(f"{tmp_path}/my.py:f", files=write(tmp_path, source))
+    ids = [load_tokenizer(policy)(" snow<|end|>")["input_ids"], [contract.eos_id]]
+    sequences = collate([[5], [5]], ids, contract.pad_id)
+    total = rewards(
+        replace(scored, sequences=sequences), {name: value[:2] for name, value in rows.items()}
+    )
+    assert total.scores.tolist() == [0.0, 0.0]
+
+
+def test_a_model_of_the_policys_tokens_scores_as_it_does_row_by_row(
+    load_one, make_reward_model, contract, scored, answered
+):
+    """Its centred scalar at the last token; `mean` overrides the mean that is stored with it."""
+    folder = make_reward_model()
+    model = freeze(load_scores(folder, "fp32"))
+    rows = [[5, 8, 9, contract.eos_id], [6, 6, 9], [7, 10]]
+    expected = torch.stack(
+        [model(input_ids=torch.tensor([ids]), scores_to_keep=1)[0, 0] for ids in rows]
+    )
+    for mean, fields in ((0.0, {}), (0.5, {"mean": 0.5})):
+        scores = load_one({"path": str(folder)} | fields)(scored, answered)
+        torch.testing.assert_close(scores, expected - mean, rtol=1e-5, atol=1e-5)
+    store_score_mean(folder, 0.25)
+    source = load_one({"path": str(folder)})
+    torch.testing.assert_close(source(scored, answered), expected - 0.25, rtol=1e-5, atol=1e-5)
+    assert not any(parameter.requires_grad for parameter in source.model.parameters())
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def foreign(request, make_model, tmp_path_factory):
+    """A sequence classifier with one label, another chat template, and EOS as padding."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("foreign")
+    base = make_model(request.param, seed=3)
+    torch.manual_seed(4)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    tokenizer = load_tokenizer(base)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ eos_token }}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_other_tokens_reads_texts_in_its_own_template(
+    load_one, foreign, scored, answered
+):
+    """The expected scores are those of transformers, row by row, without padding."""
+    from transformers import AutoModelForSequenceClassification
+
+    source = load_one({"path": str(foreign), "retokenize": True})
+    model = AutoModelForSequenceClassification.from_pretrained(foreign).eval()
+    tokenizer = load_tokenizer(foreign)
+    model.config.pad_token_id = 0  # a token that does not occur
+    texts = [
+        f"[user] Question {n}?\n[assistant] {response}\n<|end|>"
+        for n, response in enumerate(answered.responses)
+    ]
+    with torch.no_grad():
+        expected = torch.stack(
+            [model(**tokenizer(text, return_tensors="pt")).logits[0, 0] for text in texts]
+        )
+    torch.testing.assert_close(source(scored, answered), expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.01  # the texts have different scores
+
+
+def test_a_dialogue_longer_than_the_models_positions_fails(load_one, foreign, scored, answered):
+    source = load_one({"path": str(foreign), "retokenize": True})
+    long = replace(answered, responses=["short", "long " * 100, ""])
+    with pytest.raises(
+        StageError,
+        match=r"found \d+ tokens to score, expected at most its 128 positions: .*tion 1",
+    ):
+        source(scored, long)
+
+
+def test_a_model_of_other_tokens_fails_without_retokenize(
+    load_one, make_reward_model, scored, answered
+):
+    folder = make_reward_model("other")
+    contract = json.loads((folder / "token_contract.json").read_text())
+    (folder / "token_contract.json").write_text(
+        json.dumps(contract | {"vocabulary_digest": "0" * 64})
+    )
+    with pytest.raises(
+        ArtifactError,
+        match=r"ppo\.rewards\.0: .*other uses a different tokenizer from the policy\. Fix: set",
+    ):
+        load_one({"path": str(folder)})
+    scores = load_one({"path": str(folder), "retokenize": True})(scored, answered)
+    assert scores.isfinite().all()
+
+
+def test_its_template_renders_a_fixed_date(load_one, foreign, tmp_path):
+    folder = shutil.copytree(foreign, tmp_path / "dated")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
+    tokenizer.save_pretrained(folder)
+    reward = {"path": str(folder), "retokenize": True}
+    for given, expected in (({}, "26 Jul 2024"), ({"template_date": "2023-02-01"}, "01 Feb 2023")):
+        tokenizer = load_one(reward | given).tokenizer
+        assert (
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+            == expected
+        )
+
+
+def test_a_folder_that_has_changed_since_the_plan_is_refused(load_one, make_reward_model):
+    folder = make_reward_model()
+    planned = {"rewards.0": folder_digest(folder)}
+    load_one({"path": str(folder)}, digests=planned)
+    store_score_mean(folder, 0.5)
+    with pytest.raises(ArtifactError, match="found other bytes than when the stage was planned"):
+        load_one({"path": str(folder)}, digests=planned)
