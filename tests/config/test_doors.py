@@ -20,7 +20,7 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.run.checks import check
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.dry_run import door_faults, function_faults
+from rlhf_pipeline.run.dry_run import code_faults, function_faults
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.training.ppo_update import number_of_terms
@@ -115,7 +115,7 @@ def test_code_that_does_not_fit_is_refused_before_a_run(
     block, _, field = place.partition(".")
     kind = type(check(parameters(**{place: value}), gpus=0)[block])
     given = {block: kind.model_construct(**{field: value})}
-    (fault,) = door_faults(given, installed / "work")
+    (fault,) = code_faults(given, installed / "work")
     assert fault.startswith(place) and message in fault
     assert "Traceback" not in fault
 
@@ -126,8 +126,8 @@ def test_code_without_a_fault_is_imported_again_only_after_a_change(installed, m
     file, note = installed / "losses.py", f"open({str(installed / 'note')!r}, 'a').write('x')\n"
     file.write_text(note + file.read_text())
     assert [
-        *door_faults(blocks, installed / "work"),
-        *door_faults(blocks, installed / "work"),
+        *code_faults(blocks, installed / "work"),
+        *code_faults(blocks, installed / "work"),
     ] == []
     assert (installed / "note").read_text() == "x"
     assert {name for name in sys.modules if name.startswith("my_rlhf.")}.isdisjoint(

@@ -9,8 +9,9 @@ from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.training import FrozenModel
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.run.checks import batch_faults, check
+from rlhf_pipeline.run.checks import check
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.run.faults import batch_faults
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 LORA = {"optimizer": {"learning_rate": 1e-4}, "lora": {}}

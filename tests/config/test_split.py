@@ -171,8 +171,8 @@ def test_the_folder_of_files_is_not_part_of_the_recipe() -> None:
 def test_records_do_not_depend_on_the_blend() -> None:
     fields = {"name": "files", "path": "a.csv", "columns": {"prompt": "p"}, "samples": 7}
     source = BlendedSourceConfig(**fields, fraction=0.5, phases=("ppo",))
-    assert source.records() == SourceConfig(**fields)
-    assert type(source.records()) is SourceConfig
+    assert source.reading() == SourceConfig(**fields)
+    assert type(source.reading()) is SourceConfig
 
 
 def test_a_test_source_serves_no_phase() -> None:
@@ -183,6 +183,6 @@ def test_a_test_source_serves_no_phase() -> None:
 
 def test_sources_differ_by_file_or_split() -> None:
     files = [{"name": "files", "path": name} for name in ("a.jsonl", "b.jsonl")]
-    assert split(sources=files).records() == [SourceConfig(**source) for source in files]
+    assert split(sources=files).readings() == [SourceConfig(**source) for source in files]
     parts = [{"name": "trl-lib/tldr", "split": name} for name in ("train", "test")]
     assert len(split(sources=parts).sources) == 2

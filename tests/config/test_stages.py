@@ -1,13 +1,11 @@
 """Which stages train, and on which rows, if some blocks are null."""
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
-from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
+from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import (
@@ -19,7 +17,6 @@ from rlhf_pipeline.config.stages import (
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.run.checks import check, check_values
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.preflight import check_blocks, check_phases
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -160,28 +157,6 @@ def test_the_shares_of_the_phases_are_those_of_rows_that_can_serve_each(paramete
     assert text == (
         "Training conversations that can serve each phase: sft 20%, reward_model 40%, ppo 40%"
     )
-
-
-def test_a_node_whose_block_is_null_needs_no_rows_and_a_policy_needs_its_block(parameters):
-    blocks = check_values(parameters | {"sft": None})
-    check_phases(blocks, {"split", "sft", "ppo"})
-    check_blocks(blocks, {"split", "ppo"})
-    for name, block in (
-        ("grpo", {"rewards": [{"reference": "last_number"}]}), ("rejection", {}),
-        ("distill", {"teacher": "FOLDER"}),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"^{name}: found null, .* into conf/local/par") as e:
-            check_blocks(blocks, {"split", name})
-        written = re.search(r"write `(.+?)` into", str(e.value))
-        assert yaml.safe_load(written[1]) == {name: block}
-        check_blocks(check_values(parameters | {name: block}), {"split", name})
-    blocks["split"] = blocks["split"].model_copy(update={"weights": (0, 0, 1)})
-    with pytest.raises(ConfigError, match="with 0 for reward_model"):
-        check_phases(blocks, {"split", "dpo"})
-    blocks["split"] = blocks["split"].model_copy(update={"weights": (0, 1, 1)})
-    blocks["distill"] = DistillConfig(teacher="FOLDER", given_batch_size=4)
-    with pytest.raises(ConfigError, match="with 0 for sft"):
-        check_phases(blocks, {"split", "distill"})
 
 
 def test_grpo_needs_no_parameter_and_names_its_models_after_its_block():

@@ -151,12 +151,6 @@ IN_SECONDS = {
         ],
         yaml=sources("name: files, path: '{tmp}/pairs.csv'"),
     ),
-    "a tokenizer without EOS": Mistake(
-        ["base_model.path: tokenizer {tmp}/endless: found no EOS token, so a response could"],
-        yaml=of_file("comparisons.jsonl"),
-        params="base_model.path={tmp}/endless",
-        pipeline="dpo",
-    ),
     "empty file": Mistake(
         ["split.sources.0: {tmp}/empty.jsonl: the file contains no rows. Fix: download or create"],
         yaml=of_file("empty.jsonl"),
@@ -255,13 +249,8 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, make_model):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
-    endless = shutil.copytree(make_model("llama"), folder / "endless")
-    changes = {"config": {"max_position_embeddings": 4096}, "tokenizer_config": {"eos_token": None}}
-    for name, change in changes.items():
-        values = json.loads((endless / f"{name}.json").read_text())
-        (endless / f"{name}.json").write_text(json.dumps(values | change))
     shutil.copytree(PROJECT / "conf", folder / "conf")
     (folder / "pairs.csv").write_text(CSV)
     (folder / "rewards.py").write_text(

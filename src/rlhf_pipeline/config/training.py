@@ -15,7 +15,7 @@ LIVE = 1_000_000_000
 """Weights that a rank keeps whole at ZeRO-3, because the next pass uses them again."""
 
 if TYPE_CHECKING:
-    MicroBatchTokens = int  # programs get a number, see `preflight.sized`
+    MicroBatchTokens = int  # programs get a number, see `checks.sized`
     MinibatchSize = int
 else:
     MicroBatchTokens = PositiveInt | Literal["auto"]
