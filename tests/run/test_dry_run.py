@@ -21,7 +21,6 @@ from rlhf_pipeline.run.dry_run import (
     function_faults,
     model_faults,
     reference_faults,
-    stage_faults,
     task_faults,
 )
 
@@ -79,16 +78,6 @@ def test_a_memory_that_cannot_be_written_costs_only_the_memory(faults, tmp_path)
     (tmp_path / "work").touch()
     assert faults("return [1.0] * 3") == ([], 1)
     assert faults("return [1.0] * 3") == ([], 2)
-
-
-def test_rows_that_are_all_skipped_are_no_prompts_alone():
-    blocks = {"sft": True}
-    (fault,) = stage_faults(blocks, {"sft"}, [first()])
-    assert fault.startswith(
-        "split.sources: found no example, for they are skipped, in the first rows of files "
-        "(a.jsonl), but sft needs an answer. Fix: "
-    )
-    assert [*stage_faults(blocks, {"sft"}, [first(row(), is_uniform=False)])] == []
 
 
 def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, caplog, tmp_path):

@@ -78,10 +78,6 @@ class Door:
                 "uninstall its package"
             ) from error
 
-    def asked(self, name: str) -> set[str]:
-        """What a function of the door asks for by its source, or all that the door offers."""
-        return parameters(self.place(name)) or {*self.offers.split()}
-
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 

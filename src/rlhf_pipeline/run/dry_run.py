@@ -17,16 +17,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow as pa
-
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig, SourceConfig, SplitConfig
-from rlhf_pipeline.config.stages import prompt_policies, readers
-from rlhf_pipeline.data.record_files import labelled, phase_bits, serves
+from rlhf_pipeline.config.split import BlendedSourceConfig, SourceConfig, SplitConfig
+from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
@@ -78,7 +75,6 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
         for index, judge in enumerate(evaluate.judges if is_judged else ())
     }
     faults = [
-        *stage_faults(blocks, nodes, rows),
         *reference_faults(rewards, for_ppo),
         *reference_faults(judges, rows),
     ]
@@ -111,33 +107,6 @@ def _first_rows(place: str, source: SourceConfig, split: SplitConfig) -> FirstRo
 
 def _known(rows: Rows) -> list[Example]:
     return [row for _, each in rows for row in each.values()]
-
-
-def stage_faults(blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows) -> Iterator[str]:
-    """Stages that can learn from none of the first rows of their sources."""
-    for phase, need in NEEDS.items():
-        own = [(source, each) for source, each in rows if source.may_serve(phase)]
-        kinds = dict.fromkeys(("chosen", "rejected", "reference"), pa.string())
-        schema = pa.schema(kinds | {"label": pa.bool_()})
-        found = [{name: getattr(row, name) for name in schema.names} for row in _known(own)]
-        table = pa.Table.from_pylist(found, schema)
-        able = serves(table) & phase_bits([phase]) > 0
-        forms = {"label": "labels", "rejected": "two answers", "chosen": "one answer"}
-        found_forms = [form for name, form in forms.items() if table[name].null_count < len(table)]
-        stages = [one for one in readers(blocks)[phase] if one in nodes]
-        for stage in [one for one in stages if blocks[one] is not None]:
-            compares = stage in ("reward_model", "dpo")
-            is_able = (able & ~labelled(table) if compares else able).any()
-            needed = need if stage == "kto" else need.partition(" (")[0]
-            if own and not is_able and all(each.is_uniform for _, each in own):
-                form = f"{[*found_forms, 'prompts alone'][0]} in each of"
-                form = form if found else "no example, for they are skipped, in"
-                null = f", set {stage} to null" if stage in ("sft", "reward_model") else ""
-                yield (
-                    f"split.sources: found {form} the first rows of {_labels(own)}, but {stage} "
-                    f"needs {needed}. Fix: name these columns in `columns` of the source, add "
-                    f"another source{null}, or choose another pipeline"
-                )
 
 
 def _labels(rows: Rows) -> str:
