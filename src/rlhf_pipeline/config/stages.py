@@ -49,7 +49,7 @@ OPTIONAL: Mapping[str, Any] = {
 """The blocks that may be null, with the value of one that is missing."""
 
 
-def readers(blocks: Mapping[str, Any]) -> dict[Phase, tuple[str, ...]]:
+def trainers_of_phase(blocks: Mapping[str, Any]) -> dict[Phase, tuple[str, ...]]:
     """The nodes that train on the rows of each phase."""
     given = [name for name in PROMPT_POLICIES if getattr(blocks.get(name), "given_batch_size", 0)]
     comparing = ("reward_model", "dpo", "kto")
@@ -70,7 +70,7 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
     split: SplitConfig = blocks["split"]
     prompts = bool(prompt_policies(blocks))
     comparisons = blocks["reward_model"] is not None or not prompts
-    sft = any(blocks[name] for name in readers(blocks)["sft"])
+    sft = any(blocks[name] for name in trainers_of_phase(blocks)["sft"])
     in_use = {"sft": sft, "reward_model": comparisons, "ppo": prompts}
     phases = [phase for phase in PHASES if in_use[phase]]
     pairs = zip(PHASES, split.weights, strict=True)
@@ -100,7 +100,11 @@ def unused_rows(
 ) -> str | None:
     """How much of a split, by its report, the nodes of a run leave to others, and how to use it."""
     weights = dict(zip(PHASES, report["settings"]["weights"], strict=True))
-    used = [phase for phase in PHASES if weights[phase] and {*readers(blocks)[phase]} & {*nodes}]
+    used = [
+        phase
+        for phase in PHASES
+        if weights[phase] and {*trainers_of_phase(blocks)[phase]} & {*nodes}
+    ]
     sizes = {phase: report["conversations"][phase] for phase in PHASES}
     left = [phase for phase, size in sizes.items() if size and phase not in used]
     if not used or not left:

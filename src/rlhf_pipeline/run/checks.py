@@ -26,8 +26,8 @@ from rlhf_pipeline.config.stages import (
     adapter_rates,
     faults_without_reward_model,
     prompt_policies,
-    readers,
     split_in_use,
+    trainers_of_phase,
 )
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
@@ -266,7 +266,7 @@ def _row_faults(
     report: Mapping[str, Any], nodes: Collection[str], blocks: Mapping[str, Any]
 ) -> Iterator[str]:
     rows = {path: file["rows"] for path, file in report.get("files", {}).items()}
-    for phase, stages in readers(blocks).items():
+    for phase, stages in trainers_of_phase(blocks).items():
         for stage in [one for one in stages if one in nodes and blocks.get(one)]:
             folders = (phase, "kto") if stage == "kto" else (phase,)
             if not any(rows.get(f"{folder}/train.arrow", 1) for folder in folders):

