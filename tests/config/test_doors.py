@@ -12,7 +12,7 @@ from extending_page import DOORS, write_metadata, write_project
 
 from rlhf_pipeline.cli import COMMAND, rlhf
 from rlhf_pipeline.config import doors
-from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, by_name
+from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, call_with
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.reward_blocks import CallableReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
@@ -186,7 +186,7 @@ def test_a_loss_counts_its_own_terms(installed):
     assert count == [3, 2]
     zeros = torch.zeros(2, 2)
     tensors = dict.fromkeys(("logprobs", "old_logprobs"), zeros)
-    found = by_name(
+    found = call_with(
         POLICY_LOSS.load("gspo"), PPOConfig.model_construct(), advantages=zeros + 2, mask=mask,
         **tensors,
     )  # fmt: skip
@@ -195,4 +195,4 @@ def test_a_loss_counts_its_own_terms(installed):
 
 def test_our_own_names_exist():
     for door in (ADVANTAGE, POLICY_LOSS, GENERATOR, doors.REWARD_LOSS, doors.DPO_LOSS):
-        assert all(callable(door.load(name)) for name in door.own)
+        assert all(callable(door.load(name)) for name in door.builtin)

@@ -338,7 +338,7 @@ def test_a_registered_stage_reruns_nothing(world, monkeypatch, tmp_path):
         "SPEC, READS = replace(DPO, name='another', blocks={}), 'split sft_model'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    own = table.POLICY.own | {"another": "another_policy"}
-    monkeypatch.setattr(table, "POLICY", replace(table.POLICY, own=own))
+    own = table.POLICY.builtin | {"another": "another_policy"}
+    monkeypatch.setattr(table, "POLICY", replace(table.POLICY, builtin=own))
     assert {"another", "evaluate_another"} <= table.stage_specs().keys()
     agree(world, world.catalog(), None, set())

@@ -70,7 +70,7 @@ class DPOConfig(ReferencedConfig):
     @property
     def asked(self) -> set[str]:
         """What the loss reads by its source, or all that there is if the source does not tell."""
-        return parameters(DPO_LOSS.place(self.loss)) or {*DPO_LOSS.offers.split()}
+        return parameters(DPO_LOSS.place(self.loss)) or {*DPO_LOSS.arguments.split()}
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()

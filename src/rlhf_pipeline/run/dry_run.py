@@ -147,10 +147,10 @@ def code_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
     One program imports all of it, for most of it imports torch.
     """
     doors = {
-        f"{name}.{field}": (place, door.offers.split(), door.method, [*type(block).model_fields])
+        f"{name}.{field}": (place, door.arguments.split(), door.method, [*type(block).model_fields])
         for name, block in blocks.items()
         for field, door, place in at_doors(block)
-        if place not in door.own.values()
+        if place not in door.builtin.values()
     }
     places = [place for place, *_ in doors.values()]
     try:
