@@ -12,10 +12,10 @@ from rlhf_pipeline.config.base_model import BaseModelConfig, find_family, positi
 from rlhf_pipeline.errors import ConfigError
 
 
-@pytest.mark.parametrize("option", ["trust_remote_code", "unpickle_weights"])
-def test_trust_without_a_path_is_refused(option):
-    with pytest.raises(ValidationError, match="without path, expected path"):
-        BaseModelConfig(architecture={"model_type": "llama"}, vocab_size=512, **{option: True})
+def test_trust_without_a_path_is_refused():
+    for option in ("trust_remote_code", "unpickle_weights"):
+        with pytest.raises(ValidationError, match="without path, expected path"):
+            BaseModelConfig(architecture={"model_type": "llama"}, vocab_size=512, **{option: True})
 
 
 def test_a_url_with_a_token_is_refused_and_not_repeated():

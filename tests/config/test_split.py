@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.block import Block, operational, validated
+from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.split import (
     PHASES,
     BlendedSourceConfig,
@@ -110,6 +110,7 @@ TEXT = {"name": "files", "path": "a.txt"}
     ("block", "fields", "message"),
     [
         (Inner, {"port": 80}, "port"),
+        (ColumnMap, {"prompt": []}, r"prompt: found \[\], expected at least one column"),
         (ColumnMap, {"prompt": "p", "extra": ["scored"]}, "extra: found scored, expected other"),
         (ColumnMap, {"prompt": "p", "answers": ("a",), "scores": ("s", "t")}, "answers"),
         (SourceConfig, {"name": "lab/data", "path": "a", "revision": "x"}, BOTH.format("revision")),
@@ -134,19 +135,6 @@ TEXT = {"name": "files", "path": "a.txt"}
 def test_what_is_refused(block: type[Block], fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         block(**fields)
-
-
-@pytest.mark.parametrize(
-    ("columns", "fault"),
-    [
-        ({"prompt": []}, "columns.prompt: found [], expected at least one column"),
-        ({"prompt": "p", "response": "a", "completion": "b"},
-         "columns.completion: unknown parameter; in columns, it is another name of response. Fix: "
-         "set one of them"),
-    ],
-)  # fmt: skip
-def test_a_fault_of_columns_is_said_once(columns: dict[str, object], fault: str) -> None:
-    assert validated("columns", ColumnMap, columns)[1] == [fault]
 
 
 def test_records_do_not_depend_on_the_blend() -> None:

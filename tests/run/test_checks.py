@@ -38,18 +38,8 @@ def test_all_faults_of_values_are_reported_at_once(changed):
     with pytest.raises(ConfigError) as refusal:
         check_values(changed({"sft.epochs": 0, "ppo.gamma": 2}))
     assert "sft.epochs" in str(refusal.value) and "ppo.gamma" in str(refusal.value)
-
-
-def test_the_share_that_is_held_back_has_one_place(changed):
     with pytest.raises(ConfigError, match=r"held_back: .* Fix: set evaluate.judge_model.held_back"):
         check_values(changed({"split.held_back": 0.5}))
-
-
-def test_a_root_in_which_no_folder_can_be_made_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"^root: found '/proc/data', but /proc is a folder .*Fix"
-    ):
-        check_root("/proc/data")
 
 
 def test_a_full_disk_does_not_refuse_the_commands_that_free_it(disk):
@@ -105,13 +95,13 @@ def test_a_phase_that_a_node_trains_on_needs_a_weight(changed):
         assert [*phase_faults(blocks, {node})] == [], "its split is made already"
 
 
-@pytest.mark.parametrize("character", "*?[]{}:")
-def test_a_root_that_is_a_pattern_or_a_list_is_refused(character):
-    with pytest.raises(
-        ConfigError, match=rf"^root: found '\{character}' in '/data/a\{character}b'"
-    ):
-        check_root(f"/data/a{character}b")
+def test_a_root_that_is_a_pattern_a_list_or_no_folder_is_refused():
+    for character in "*?[]{}:":
+        with pytest.raises(ConfigError, match=rf"^root: found '\{character}' in '/data/a"):
+            check_root(f"/data/a{character}b")
     check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
+    with pytest.raises(ConfigError, match=r"^root: found '/proc/data', but /proc is a folder"):
+        check_root("/proc/data")
 
 
 @pytest.mark.parametrize(
@@ -263,13 +253,6 @@ def test_the_memory_of_a_distillation_contains_its_teacher(changed):
     assert faults == [] and warning.startswith("distill: its memory is not checked: distill.teac")
 
 
-def test_a_distillation_does_not_ask_how_good_the_reward_model_is(parameters):
-    """It does not read the reward model, which is a judge only."""
-    blocks = check_values(parameters | {"distill": {"teacher": "someone/model"}})
-    assert blocks["reward_model"].gate is not None
-    before_node("distill", {}, {"distill"}, blocks)
-
-
 def test_lengths_are_checked_against_the_model_that_the_split_receives(parameters, tmp_path):
     """A model on the hub is known once it is fetched. Both limits need 512 + 256 positions."""
     parameters["split"] |= {"max_prompt_tokens": 512, "max_response_tokens": 256}
@@ -347,15 +330,11 @@ def automatic(parameters, monkeypatch):
 def test_the_blocks_of_a_run_have_numbers(automatic):
     blocks = check_values(automatic)
     found = sized(blocks)
-    assert found["sft"].micro_batch_tokens == 32768
     assert found["sft"].recipe()["micro_batch_tokens"] == 32768
     assert found | {"sft": blocks["sft"]} == blocks
-
-
-def test_ranks_of_an_earlier_run_may_have_had_another_number(automatic):
-    blocks = check_values(automatic | {"launch": {"continue_from": 8}})
+    earlier = {"launch": {"continue_from": 8}}  # its ranks may have had another number
     with pytest.raises(ConfigError, match=r"^sft\.micro_batch_tokens: found auto with launch"):
-        sized(blocks)
-    given = automatic["sft"] | {"micro_batch_tokens": 32768}
-    numbers = check_values(automatic | {"launch": {"continue_from": 8}, "sft": given})
+        sized(check_values(automatic | earlier))
+    given = {"sft": automatic["sft"] | {"micro_batch_tokens": 32768}}
+    numbers = check_values(automatic | earlier | given)
     assert sized(numbers) == numbers

@@ -74,12 +74,6 @@ def test_a_function_is_not_called_on_made_up_data(faults):
         assert faults("raise KeyError", rows) == ([], 0)
 
 
-def test_a_memory_that_cannot_be_written_costs_only_the_memory(faults, tmp_path):
-    (tmp_path / "work").touch()
-    assert faults("return [1.0] * 3") == ([], 1)
-    assert faults("return [1.0] * 3") == ([], 2)
-
-
 def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, caplog, tmp_path):
     for calls in (2, 4):  # with all responses, and again with the first one alone
         assert faults("assert not responses") == ([], calls)
@@ -102,7 +96,7 @@ def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, capl
 def test_a_function_gets_several_answers_to_a_prompt_as_in_training(faults, caplog, body):
     rows = [first(*(Example((Message("user", text),)) for text in "abc"))]
     assert faults(body, rows, together=8)[0] == []
-    assert caplog.text == ""
+    assert "The run starts nevertheless" not in caplog.text
 
 
 def test_processes_get_a_few_answers_whatever_the_batch_has(faults):
@@ -125,7 +119,6 @@ def test_a_function_that_ends_its_process_is_named(faults):
 
 def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkeypatch, caplog):
     monkeypatch.setattr(dry_run, "LOAD_S", 6.0)
-    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
     monkeypatch.setenv("DRY_RUN_TEST", mark := str(time.time()))
     caplog.set_level(logging.INFO)
     assert faults("os.fork(); time.sleep(99)", processes=1, timeout_s=0.1)[0] == []
@@ -237,6 +230,5 @@ def test_the_harness_is_asked_once_about_names_that_it_knows(harness, tmp_path):
 
 def test_a_harness_that_does_not_answer_stops_no_run(harness, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(dry_run, "LOAD_S", 2.0)
-    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
     assert [*task_faults(TasksConfig(names=("slow",)), tmp_path)] == []
     assert "evaluate.tasks.names: no result after 2 s; not checked before the run" in caplog.text

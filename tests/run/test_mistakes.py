@@ -101,19 +101,14 @@ MISTAKES = {
     ),
 }
 
-WITH_JUDGE = "evaluate: {judges: [{regex: x}]}\n"
-ALONE = WITH_JUDGE + "sft: null\nreward_model: null\nppo: null\n"
+ALONE = "evaluate: {judges: [{regex: x}]}\nsft: null\nreward_model: null\nppo: null\n"
+"""A policy without SFT, reward model and PPO, and a judge."""
 
 
-def of_file(name: str, more: str = "", columns: str = "") -> str:
-    """A split of one file, the judge `regex`, and a policy without SFT, reward model and PPO."""
-    fields = f"name: files, path: '{{tmp}}/{name}'"
-    return sources(fields + columns) + ALONE + more
-
-
-def by_reward(reward: str, file: str = "prompts.jsonl") -> str:
-    short = "sampling: {max_response_tokens: 64}"
-    return of_file(file, f"grpo: {{rewards: [{reward}], {short}}}\n")
+def by_reward(reward: str) -> str:
+    """GRPO on prompts alone."""
+    rewards = f"grpo: {{rewards: [{reward}], sampling: {{max_response_tokens: 64}}}}\n"
+    return sources("name: files, path: '{tmp}/prompts.jsonl'") + ALONE + rewards
 
 
 IN_SECONDS = {
@@ -128,7 +123,7 @@ IN_SECONDS = {
     ),
     "empty file": Mistake(
         ["split.sources.0: {tmp}/empty.jsonl: the file contains no rows. Fix: download or create"],
-        yaml=of_file("empty.jsonl"),
+        yaml=sources("name: files, path: '{tmp}/empty.jsonl'") + ALONE,
         pipeline="dpo",
     ),
     "no true answers for a reward": Mistake(
@@ -137,21 +132,10 @@ IN_SECONDS = {
         yaml=by_reward("{reference: last_number}"),
         pipeline="grpo",
     ),
-    "no true answers for a judge": Mistake(
-        ["evaluate.judges.0: found no true answer in the first rows of files (comparisons.jsonl)"],
-        yaml=sources("name: files, path: '{tmp}/comparisons.jsonl'")
-        + "evaluate: {judges: [{reference: exact}]}\n",
-    ),
     "a reward that cannot be called": Mistake(
         ["grpo.rewards.0: {tmp}/rewards.py:kw cannot be called with (prompts, responses): too many "
          "positional"],
         yaml=by_reward("'{tmp}/rewards.py:kw'"),
-        pipeline="grpo",
-    ),
-    "a reward that returns nothing": Mistake(
-        ["grpo.rewards.0: {tmp}/rewards.py:nothing: found None, expected a list of 24 numbers, one "
-         "for each response. Fix: return one finite number for each response"],
-        yaml=by_reward("'{tmp}/rewards.py:nothing'"),
         pipeline="grpo",
     ),
     "a judge that cannot be imported": Mistake(
@@ -195,9 +179,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     shutil.copytree(PROJECT / "conf", folder / "conf")
     (folder / "pairs.csv").write_text(CSV)
-    (folder / "rewards.py").write_text(
-        "def kw(*, prompts, responses): ...\ndef nothing(prompts, responses): ...\n"
-    )
+    (folder / "rewards.py").write_text("def kw(*, prompts, responses): ...\n")
     (folder / "missing.py").write_text("import no_such_package\ndef f(prompts, responses): ...\n")
     answers = {
         "prompts": {},

@@ -34,8 +34,8 @@ from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
 logger = logging.getLogger(__name__)
 
 PROGRAM = "rlhf_pipeline.scoring.dry_run"
-LOAD_S, CALL_S, QUIET_S = 120.0, 60.0, 5.0
-"""Longest time for imports, and for a function without `timeout_s`; time until a line says so."""
+LOAD_S, CALL_S = 120.0, 60.0
+"""Longest time for imports, and for a function without `timeout_s`."""
 RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
 CAREFUL, FEWEST = "evaluate.judge_model", 20
@@ -252,6 +252,7 @@ def _answer(
     with suppress(OSError):
         if known.is_file():
             return []
+    logger.info("%s: tried out, for at most %g s", what, limit_s)
     with TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "question.json").write_text(json.dumps(asked))
@@ -262,11 +263,7 @@ def _answer(
                 command, stdout=log, stderr=log, start_new_session=True, **options
             )
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(QUIET_S)
-            if process.poll() is None:
-                logger.info("%s: tried out, for at most %g s", what, limit_s)
-            process.wait(limit_s - QUIET_S)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             logger.warning("%s: no result after %g s; not checked before the run", what, limit_s)
             return []
