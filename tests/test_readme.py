@@ -23,8 +23,8 @@ from test_tutorials import PROJECT, copy_of_the_project, run
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.config.stages import OPTIONAL
 from rlhf_pipeline.pipelines.table import parameter_blocks
+from rlhf_pipeline.run.checks import before_node
 from rlhf_pipeline.run.hooks import provide
-from rlhf_pipeline.run.preflight import check_inputs
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
 from rlhf_pipeline.runtime.program import write_manifest
 from rlhf_pipeline.stages.cache.fingerprint import identify
@@ -87,7 +87,7 @@ def test_a_row_of_the_table_is_planned_and_its_file_is_split(
     nodes = {node.name for node in pipeline.nodes}
     for node in pipeline.nodes:
         if "split" in node.inputs:
-            check_inputs(node.name, {"split": results["split"]}, nodes, blocks)
+            before_node(node.name, {"split": results["split"]}, nodes, blocks)
     report = json.loads((results["split"] / "report.json").read_text())
     held_out = sum(report["conversations"][part] for part in ("test", "validation"))
     assert sum(report["conversations"].values()) == ROWS and held_out == 12

@@ -67,7 +67,7 @@ def run(pipeline: str | None, pipelines: list[str], **options: Any) -> Any:
 
 @cli.group(
     cls=CommandGroup,
-    lazy_subcommands={n: place.replace(":", ".") for n, place in COMMAND.own.items()},
+    lazy_subcommands={n: place.replace(":", ".") for n, place in COMMAND.builtin.items()},
 )
 def rlhf() -> None:
     """Commands for planning runs, and for showing and using their results."""

@@ -12,10 +12,10 @@ from rlhf_pipeline.config.base_model import BaseModelConfig, find_family, positi
 from rlhf_pipeline.errors import ConfigError
 
 
-@pytest.mark.parametrize("option", ["trust_remote_code", "unpickle_weights"])
-def test_trust_without_a_path_is_refused(option):
-    with pytest.raises(ValidationError, match="without path, expected path"):
-        BaseModelConfig(architecture={"model_type": "llama"}, vocab_size=512, **{option: True})
+def test_trust_without_a_path_is_refused():
+    for option in ("trust_remote_code", "unpickle_weights"):
+        with pytest.raises(ValidationError, match="without path, expected path"):
+            BaseModelConfig(architecture={"model_type": "llama"}, vocab_size=512, **{option: True})
 
 
 def test_a_url_with_a_token_is_refused_and_not_repeated():
@@ -25,12 +25,6 @@ def test_a_url_with_a_token_is_refused_and_not_repeated():
     ) as refusal:
         BaseModelConfig(path="https://me:canary@huggingface.co/facebook/opt-350m")
     assert "canary" not in str(refusal.value)
-
-
-def test_the_template_s_date_is_part_of_the_recipe():
-    assert BaseModelConfig(path="lab/chat").recipe()["template_date"] == "2024-07-26"
-    changed = BaseModelConfig(path="lab/chat", template_date="2023-02-01")
-    assert changed.recipe()["template_date"] == "2023-02-01"
 
 
 def architecture(**fields):
@@ -84,17 +78,11 @@ def test_null_unsets_a_field_of_another_environment():
          r"found model_type None, expected a name\. Fix: set it to a model type of Hugging Face"),
         ({"model_type": "lama"},
          r"found model_type lama \(did you mean llama\?\), expected a model type"),
-        ({"model_type": "opt", "hiden_size": 32},
-         r"found hiden_size \(did you mean hidden_size\?\), expected fields of opt: "),
         ({"model_type": "opt", "intermediate_size": 64, "layer_drop": 0.1},
          r"found intermediate_size, layer_drop \(did you mean layerdrop\?\), expected fields of "
          r"opt: hidden_size, "),
-        ({"model_type": "gpt2", "n_position": 32},
-         r"found n_position \(did you mean n_positions\?\), expected fields of gpt2: "),
         ({"model_type": "bloom", "max_position_embeddings": 64},
          "found max_position_embeddings.*, expected fields of bloom: "),
-        ({"model_type": "llama", "output_attentions": True},
-         "found output_attentions.*, expected fields of llama: "),
         ({"model_type": "llama", "vocab_size": 64},
          "found vocab_size, expected no field that the tokenizer determines. Fix: remove it"),
         ({"model_type": "gpt2", "n_positions": 64, "max_position_embeddings": 64},
@@ -103,8 +91,6 @@ def test_null_unsets_a_field_of_another_environment():
         ({"model_type": "qwen2", "num_attention_heads": 4},
          "num_key_value_heads: found 32, expected a divisor of num_attention_heads 4. Fix: set "
          "it to 4, or to a smaller divisor"),
-        ({"model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 3},
-         "num_key_value_heads: found 3, expected a divisor of num_attention_heads 4"),
     ],
 )  # fmt: skip
 def test_fields_that_would_build_another_model_are_refused(fields, message):

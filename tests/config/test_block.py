@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_pipeline.config import block
-from rlhf_pipeline.config.block import Block, meant, nearest, validated
+from rlhf_pipeline.config.block import Block, meant, validated
 from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import IterativeDPOConfig, RejectionConfig
@@ -24,19 +24,12 @@ TEACHER = {"teacher": "facebook/opt-1.3b"}
     ("kind", "given", "kept"),
     [
         (GRPOConfig, {"actor": {"lora": {}}}, ["actor.optimizer"]),
-        (GRPOConfig, {"actor": {"gradient_checkpointing": True}}, ["actor.optimizer"]),
-        (GRPOConfig, {"actor": {"deepspeed": {"precision": "bf16"}}}, ["actor.optimizer"]),
         (GRPOConfig, {"actor": {"optimizer": {"warmup_fraction": 0.1}}},
          ["actor.optimizer.learning_rate"]),
         (GRPOConfig, {"kl": {"maximum": 9.0}}, ["kl.coef", "kl.place"]),
-        (GRPOConfig, {"sampling": {"temperature": 0.7}}, ["sampling.max_response_tokens"]),
         (DistillConfig, TEACHER | {"actor": {"lora": {}}}, ["actor.optimizer"]),
-        (DistillConfig, TEACHER | {"actor": {"deepspeed": {"precision": "bf16"}}},
-         ["actor.optimizer"]),
-        (RejectionConfig, {"optimizer": {"warmup_fraction": 0.1}}, ["optimizer.learning_rate"]),
         (RejectionConfig, {"sample": {"sampling": {"temperature": 0.7}}},
          ["sample.sampling.max_response_tokens"]),
-        (IterativeDPOConfig, {"optimizer": {"weight_decay": 0.1}}, ["optimizer.learning_rate"]),
         (IterativeDPOConfig, {"lora": {}}, ["optimizer"]),
     ],
 )  # fmt: skip
@@ -56,16 +49,6 @@ def test_a_field_that_is_set_leaves_the_published_defaults_beside_it(
     }
     assert found != published
     assert kind.model_validate(found.model_dump(mode="json")) == found  # as in job.json
-
-
-def test_values_win_over_the_defaults_of_their_class() -> None:
-    given = {"actor": {"optimizer": {"learning_rate": 3e-5}}, "kl": {"coef": 0.1}}
-    found = GRPOConfig.model_validate(given)
-    assert (found.actor.optimizer.learning_rate, found.kl.coef, found.kl.place) == (
-        3e-5,
-        0.1,
-        "loss",
-    )
 
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
@@ -91,24 +74,13 @@ PPO = {
          "to null for no limit"),
     ],
 )  # fmt: skip
-def test_a_fault_of_two_values_names_the_field_whose_file_is_looked_up(
+def test_a_fault_of_two_values_names_the_field_and_its_fix_is_accepted(
     kind: type[Block], given: dict[str, Any], fault: str
 ) -> None:
     assert validated("grpo", kind, given)[1] == [fault]
-
-
-def test_every_fix_of_a_batch_is_accepted() -> None:
-    for given in (
-        {"responses_per_prompt": 4}, {"responses_per_prompt": 8},
-        {"rollout_batch_size": 16}, {"rollout_batch_size": 24},
-    ):  # fmt: skip
-        GRPOConfig.model_validate(given)
-    PPOConfig.model_validate(PPO | {"minibatch_size": None})
-
-
-def test_the_nearest_numbers() -> None:
-    assert nearest(7, range(2, 11, 2)) == "6 or 8"
-    assert nearest(1, [2]) == "2"
+    place, fix = fault.removeprefix("grpo.").partition(":")[0], fault.partition(" Fix: ")[2]
+    for number in re.findall(r"\d+", fix):
+        assert validated("grpo", kind, given | {place: int(number)})[1] == []
 
 
 def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
@@ -123,15 +95,10 @@ def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
     ("place", "said"),
     [
         ("dpo.lr", "(did you mean optimizer.learning_rate?)"),
-        ("grpo.learning_rate", "(did you mean actor.optimizer.learning_rate?)"),
         ("grpo.beta", "(did you mean kl.coef?)"),
-        ("grpo.kl.beta", "(did you mean coef?)"),
         ("ppo.kl.kl_coef", "(did you mean coef?)"),
-        ("kto.kl_coef", "(did you mean beta?)"),
         ("rejection.num_generations", "(did you mean sample.n?)"),
         ("sft.bf16", "(did you mean deepspeed.precision?)"),
-        ("kto.betta", "(did you mean beta?)"),
-        ("model_name_or_path", "(did you mean base_model.path?)"),
         ("wandb", "; only MLflow tracks runs, and needs no parameter"),
         ("nonsense", ""),
         (

@@ -18,15 +18,6 @@ GAE = {
 RLOO = GAE | {"advantage": "rloo", "responses_per_prompt": 2, "critic": None}
 
 
-def test_sizes_of_a_step():
-    config = PPOConfig.model_validate(RLOO | {"rollout_batches": 3, "minibatch_size": 12})
-    assert (config.responses_per_step, config.prompts_per_step, config.updates_per_epoch) == (
-        24,
-        12,
-        2,
-    )
-
-
 @pytest.mark.parametrize(
     "advantage", ["rloo", "grpo", "gdpo", "reinforce", "reinforce++", "reinforce++-baseline"]
 )
@@ -50,34 +41,18 @@ def test_no_critic_is_needed(advantage):
          "critic: found a block, expected none for advantage rloo. Fix: set critic to null"),
         (RLOO | {"responses_per_prompt": 1},
          "responses_per_prompt: found 1, expected 2 or more for advantage rloo"),
-        (RLOO | {"advantage": "grpo", "responses_per_prompt": 1},
-         "responses_per_prompt: found 1, expected 2 or more for advantage grpo"),
-        (GAE | {"responses_per_prompt": 3},
-         "responses_per_prompt: found 3, expected a divisor of rollout_batch_size 8"),
         (GAE | {"rollout_batches": 3, "minibatch_size": 16},
          "minibatch_size: found 16, expected a divisor of 3 * rollout_batch_size 8"),
         (RLOO | {"lam": 0.9},
          "lam: found 0.9, expected the default 0.95: only advantage gae reads it. Fix: remove lam"),
-        (RLOO | {"whiten_rewards": True},
-         "whiten_rewards: found True, expected the default False: only advantage gae reads it"),
-        (RLOO | {"critic_warmup_steps": 1},
-         "critic_warmup_steps: found 1, expected the default 0: only advantage gae reads it"),
         (GAE | {"scale_rewards": "batch"},
          "scale_rewards: found batch, expected the default group: only advantage grpo reads it"),
-        (RLOO | {"reinforce_baseline": "none"},
-         "reinforce_baseline: found none, expected the default batch_mean: only advantage "
-         "reinforce reads it"),
-        (GAE | {"equal_groups": "drop"},
-         "equal_groups: found drop, expected the default keep: only advantage rloo or grpo or gdpo "
-         "or reinforce++-baseline reads it"),
         (RLOO | {"gamma": 0.9},
          "gamma: found 0.9, expected the default 1.0: only advantage gae or reinforce++ reads it"),
         (GAE | {"importance": "sequence"},
          "importance: found sequence, expected token for advantage gae, whose advantages differ"),
         (RLOO | {"overlong_penalty": 1.0, "sampling": {"max_response_tokens": 100}},
          "overlong_buffer: found 128, expected at most sampling.max_response_tokens 100"),
-        (GAE | {"curriculum": {}},
-         "responses_per_prompt: found 1, expected 2 or more for curriculum, which compares"),
         (RLOO | {"advantage": "my_rlhf:own", "responses_per_prompt": 1, "equal_groups": "drop"},
          "responses_per_prompt: found 1, expected 2 or more for equal_groups, which compares"),
         (RLOO | {"curriculum": {"minimum": 0.5, "maximum": 0.5}},
@@ -89,8 +64,6 @@ def test_no_critic_is_needed(advantage):
          "weighs whole responses. Fix: set it to sequence"),
         (GAE | {"critic_warmup_steps": 4},
          "critic_warmup_steps: found 4, expected less than steps 4"),
-        (GAE | {"kl": {"maximum": 5.0, "explosion": 5.0}},
-         "explosion: found 5, expected more than maximum 5. Fix: raise it, or set it to null"),
         (GAE | {"kl": {"maximum": 150.0}}, "explosion: found 100, expected more than maximum 150"),
         (GAE | {"rollout_batches": 5, "kl": {"target": 6.0, "horizon": 8}},
          "kl.horizon: found 8, expected more than a fifth of the 40 responses of a step"),
@@ -128,6 +101,7 @@ def test_a_minibatch_is_the_whole_step_unless_it_is_set():
     without = {name: value for name, value in RLOO.items() if name != "minibatch_size"}
     config = PPOConfig.model_validate(without | {"rollout_batches": 3})
     assert (config.minibatch_size, config.updates_per_epoch) == (24, 1)
+    assert (config.responses_per_step, config.prompts_per_step) == (24, 12)
     # A recipe contains the number, so that null and the same number are one result.
     same = PPOConfig.model_validate(without | {"rollout_batches": 3, "minibatch_size": 24})
     assert config.recipe() == same.recipe()

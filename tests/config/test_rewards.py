@@ -17,7 +17,7 @@ from rlhf_pipeline.config.rewards import (
     reads_references,
     uses_trained,
 )
-from rlhf_pipeline.run.checks import judge_faults
+from rlhf_pipeline.run.faults import judge_faults
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 PPO = {

@@ -20,7 +20,7 @@ from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
-from rlhf_pipeline.run import preflight
+from rlhf_pipeline.run import checks
 from rlhf_pipeline.run.hooks import provide, run_context
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.sizing.hardware import Hardware
@@ -203,7 +203,7 @@ def test_auto_is_the_recipe_with_its_number(world, monkeypatch):
     world.run(world.catalog(sft={"micro_batch_tokens": 8192}))
     agree(world, world.catalog(**automatic), None, set())
     scarce = Hardware(2, main_memory=2 * 360 * 2**20)
-    monkeypatch.setattr(preflight, "hardware_at_hand", lambda launch: scarce)
+    monkeypatch.setattr(checks, "hardware_at_hand", lambda launch: scarce)
     catalog = world.catalog(**automatic, launch={"memory_check": "off"})
     assert catalog.load("params:sft").micro_batch_tokens == 2048
     agree(world, catalog, "sft", {"sft"})
@@ -268,7 +268,7 @@ RERUNS_NOTHING = {
     "comment and blank line": ("rl/losses.py", r"\n    return ", "\n\n    # Text.\n    return "),
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
     "hooks": ("run/hooks.py", r"\Z", "CHANGED = True\n"),
-    "preflight": ("run/preflight.py", r"\Z", "CHANGED = True\n"),
+    "checks": ("run/checks.py", r"\Z", "CHANGED = True\n"),
     "registry": ("pipelines/table.py", r"OWN = \{", "OWN = {'another': None,"),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),
@@ -338,7 +338,7 @@ def test_a_registered_stage_reruns_nothing(world, monkeypatch, tmp_path):
         "SPEC, READS = replace(DPO, name='another', blocks={}), 'split sft_model'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    own = table.POLICY.own | {"another": "another_policy"}
-    monkeypatch.setattr(table, "POLICY", replace(table.POLICY, own=own))
+    own = table.POLICY.builtin | {"another": "another_policy"}
+    monkeypatch.setattr(table, "POLICY", replace(table.POLICY, builtin=own))
     assert {"another", "evaluate_another"} <= table.stage_specs().keys()
     agree(world, world.catalog(), None, set())

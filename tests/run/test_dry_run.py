@@ -1,10 +1,8 @@
 """The driver asks programs of its own, which end in time and leave nothing behind."""
 
-import json
 import logging
 import os
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,19 +13,17 @@ from rlhf_pipeline.config.rewards import CallableReward, CodeReward, ReferenceRe
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.sources.registry import FirstRows
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.run import dry_run
 from rlhf_pipeline.run.checks import check_values
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.run.dry_run import (
+    careful_faults,
     function_faults,
     model_faults,
     reference_faults,
-    stage_faults,
     task_faults,
 )
-from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
-CONF = Path(__file__).parents[2] / "conf"
 SOURCE = BlendedSourceConfig(name="files", path="a.jsonl")
 
 
@@ -64,38 +60,18 @@ def faults(tmp_path):
     return faults
 
 
-def test_a_function_without_a_fault_is_called_again_only_after_a_change(faults):
+def test_a_function_without_a_fault_is_called_again_only_after_a_change(faults, tmp_path):
     assert faults("return [1.0] * 3") == ([], 1)
     assert faults("return [1.0] * 3") == ([], 1)
     assert faults("return [2.0] * 3") == ([], 2)
     assert faults("return [2.0] * 3", [first(row(reference="5"))]) == ([], 3)
+    for known in (tmp_path / "work" / ".dry_runs").iterdir():
+        assert known.read_bytes() == b"", "it contains no prompt"
 
 
 def test_a_function_is_not_called_on_made_up_data(faults):
     for rows in ([], [first(is_uniform=False)]):
         assert faults("raise KeyError", rows) == ([], 0)
-
-
-def test_a_memory_that_cannot_be_written_costs_only_the_memory(faults, tmp_path):
-    (tmp_path / "work").touch()
-    assert faults("return [1.0] * 3") == ([], 1)
-    assert faults("return [1.0] * 3") == ([], 2)
-
-
-def test_the_memory_contains_no_prompt(faults, tmp_path):
-    faults("return [1.0] * 3")
-    (known,) = (tmp_path / "work" / ".dry_runs").iterdir()
-    assert known.read_bytes() == b""
-
-
-def test_rows_that_are_all_skipped_are_no_prompts_alone():
-    blocks = {"sft": True}
-    (fault,) = stage_faults(blocks, {"sft"}, [first()])
-    assert fault.startswith(
-        "split.sources: found no example, for they are skipped, in the first rows of files "
-        "(a.jsonl), but sft needs an answer. Fix: "
-    )
-    assert [*stage_faults(blocks, {"sft"}, [first(row(), is_uniform=False)])] == []
 
 
 def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, caplog, tmp_path):
@@ -120,7 +96,7 @@ def test_a_function_that_fails_is_called_each_time_and_stops_no_run(faults, capl
 def test_a_function_gets_several_answers_to_a_prompt_as_in_training(faults, caplog, body):
     rows = [first(*(Example((Message("user", text),)) for text in "abc"))]
     assert faults(body, rows, together=8)[0] == []
-    assert caplog.text == ""
+    assert "The run starts nevertheless" not in caplog.text
 
 
 def test_processes_get_a_few_answers_whatever_the_batch_has(faults):
@@ -143,7 +119,6 @@ def test_a_function_that_ends_its_process_is_named(faults):
 
 def test_a_function_without_end_is_ended_with_all_that_it_started(faults, monkeypatch, caplog):
     monkeypatch.setattr(dry_run, "LOAD_S", 6.0)
-    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
     monkeypatch.setenv("DRY_RUN_TEST", mark := str(time.time()))
     caplog.set_level(logging.INFO)
     assert faults("os.fork(); time.sleep(99)", processes=1, timeout_s=0.1)[0] == []
@@ -183,46 +158,55 @@ def test_true_answers_that_no_row_has_are_missed():
         assert [*reference_faults(reader, rows)] == [], "the split decides"
 
 
-@pytest.mark.parametrize(
-    ("doubt", "is_asked"),
-    [
-        ({}, False),
-        ({"tokenizer_config": {}}, True),
-        ({"config": {"vocab_size": 2}}, True),
-        ({"config": {"text_config": {"vocab_size": 3}}}, True),
-        ({"role": "system"}, False),
-        ({"role": "system", "chat_template": "{{ raise_exception('no system') }}"}, True),
-        ({"chat_template": "{{ raise_exception('no system') }}"}, False),
-        ({"tools": '[{"type": "function"}]'}, True),
-        ({"lora": {"target_modules": ["q_proj"]}}, True),
-        ({"lora": {}}, False),
-    ],
-)
-def test_a_program_looks_at_models_only_where_their_files_leave_a_doubt(
-    doubt, is_asked, tmp_path, monkeypatch, caplog
+def test_a_program_looks_at_models_only_for_adapters_and_teachers(
+    changed, tmp_path, monkeypatch, caplog
 ):
     """It takes seconds. One that fails is a warning: it is no fault of the model."""
-    usual = {
-        "tokenizer_config": {"eos_token": "<end>"},
-        "tokenizer": {"model": {"vocab": {"a": 0, "b": 1, "<end>": 2}}},
-        "config": {"vocab_size": 3},
-    }
-    (tmp_path / "chat_template.jinja").write_text(doubt.get("chat_template", ""))
-    for name, values in usual.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(doubt.get(name, values)))
-    (tmp_path / ".#config.json").symlink_to("someone@host.1")  # Emacs edits the file
     monkeypatch.setattr(dry_run, "PROGRAM", "no_such_program")
-    parameters = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    sft = parameters["sft"] | {"lora": doubt.get("lora")}
-    model = {"path": str(tmp_path)}
-    blocks = check_values(parameters | {"base_model": model, "sft": sft})
-    turns = (Message(doubt.get("role", "user"), "Hello!"), Message("user", "2 + 3?"))
-    rows = [first(Example(turns, tools=doubt.get("tools")))]
-    assert model_faults(blocks, {"base_model", "sft"}, rows, tmp_path / "work") == []
-    said = "base_model: not checked before the run: the check of models ended its process with code"
-    assert (said in caplog.text) == is_asked
-    assert model_faults(blocks, {"evaluate"}, rows, tmp_path / "work") == []
-    assert caplog.text.count(said) == is_asked, "another run needs no base model"
+    teacher = {"distill": {"teacher": str(tmp_path)}}
+    layers = {"sft.lora": {"target_modules": ["q_proj"]}}
+    said = "not checked before the run: the check of models ended its process with code"
+    for given, nodes, is_asked in (
+        ({"base_model": {"path": str(tmp_path)}, "sft.lora": {}}, {"base_model", "sft"}, False),
+        (layers, {"base_model", "sft"}, True),
+        (layers, {"base_model", "dpo"}, False),
+        (teacher, {"distill"}, True),
+        (teacher, {"sft"}, False),
+        ({"distill": {"teacher": "someone/model"}}, {"distill"}, False),
+    ):
+        caplog.clear()
+        assert model_faults(check_values(changed(given)), nodes, tmp_path / "work") == []
+        assert (said in caplog.text) == is_asked, (given, nodes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (20 * [{"chosen": "a", "rejected": "b"}], None),
+        (19 * [{"chosen": "a", "rejected": "b"}], "found comparisons of 19 prompts, expected at "
+         "least 20, for five models in turn are measured on a fifth by all 1 ranks. Fix: add"),
+        (20 * [{"chosen": "a"}], "found one answer in a row, expected chosen and rejected in"),
+    ],
+)  # fmt: skip
+def test_careful_comparisons_are_looked_at_before_a_run(rows, message):
+    prompts = [(Message("user", f"{number}?"),) for number in range(len(rows))]
+    examples = [Example(prompt, **row) for prompt, row in zip(prompts, rows, strict=True)]
+    found = FirstRows({f"a:{number}": row for number, row in enumerate(examples)})
+    assert [*careful_faults(found, 1)] == [] or "one answer" in message, "other rows may follow"
+    found.is_whole = True
+    faults = [*careful_faults(found, 1)]
+    assert [fault.startswith(f"evaluate.judge_model.path: {message}") for fault in faults] == (
+        [True] if message else []
+    )
+    assert message or "at least 40, for five models" in next(careful_faults(found, 8))
+
+
+def test_only_a_run_that_evaluates_asks_the_harness_about_its_tasks(changed, harness, tmp_path):
+    blocks = check_values(changed({"evaluate.tasks": {"names": ["bad"]}}))
+    dry_run.dry_run(blocks, {"sft"}, tmp_path, 1)
+    assert harness() == []
+    with pytest.raises(ConfigError, match=r"^evaluate\.tasks\.names: Tasks not found: bad\. Fix: "):
+        dry_run.dry_run(blocks, {"evaluate_dpo"}, tmp_path, 1)
 
 
 def test_a_misspelt_task_is_refused(tmp_path):
@@ -246,6 +230,5 @@ def test_the_harness_is_asked_once_about_names_that_it_knows(harness, tmp_path):
 
 def test_a_harness_that_does_not_answer_stops_no_run(harness, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(dry_run, "LOAD_S", 2.0)
-    monkeypatch.setattr(dry_run, "QUIET_S", 1.0)
     assert [*task_faults(TasksConfig(names=("slow",)), tmp_path)] == []
     assert "evaluate.tasks.names: no result after 2 s; not checked before the run" in caplog.text

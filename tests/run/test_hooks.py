@@ -13,10 +13,9 @@ from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
-from rlhf_pipeline.run.checks import check_values
+from rlhf_pipeline.run.checks import CONF, check_stores, check_values
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.run.hooks import PreflightHook, StagesHook
-from rlhf_pipeline.run.preflight import CONF, check_stores
 from rlhf_pipeline.run.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS

@@ -54,16 +54,9 @@ MISTAKES = {
         ["sft.epoch (", "conf/mistake/parameters.yml): unknown parameter (did you mean epochs?)"],
         yaml="sft: {epoch: 2}\n",
     ),
-    "unknown top-level parameter": Mistake(
-        ["seeed (--params): unknown parameter (did you mean seed?)"], params="seeed=5"
-    ),
     "negative learning rate": Mistake(
         ["sft.optimizer.learning_rate (--params): found -1, expected more than 0"],
         params="sft.optimizer.learning_rate=-1",
-    ),
-    "list of zeros": Mistake(
-        ["split.weights", "found [0.0, 0.0, 0.0]; expected finite, non-negative numbers"],
-        yaml="split: {weights: [0, 0, 0]}\n",
     ),
     "a number in place of a block": Mistake(
         ["ppo (", "found 3, expected parameters by name"], yaml="ppo: 3\n"
@@ -106,24 +99,16 @@ MISTAKES = {
         ["base_model.path (--params): found '{tmp}', a folder without config.json"],
         params="base_model.path={tmp}",
     ),
-    "unknown source": Mistake(
-        ["split.sources.0.name", "'filez'", "files"], yaml=sources("name: filez, path: x.csv")
-    ),
 }
 
-WITH_JUDGE = "evaluate: {judges: [{regex: x}]}\n"
-ALONE = WITH_JUDGE + "sft: null\nreward_model: null\nppo: null\n"
+ALONE = "evaluate: {judges: [{regex: x}]}\nsft: null\nreward_model: null\nppo: null\n"
+"""A policy without SFT, reward model and PPO, and a judge."""
 
 
-def of_file(name: str, more: str = "", columns: str = "") -> str:
-    """A split of one file, the judge `regex`, and a policy without SFT, reward model and PPO."""
-    fields = f"name: files, path: '{{tmp}}/{name}'"
-    return sources(fields + columns) + ALONE + more
-
-
-def by_reward(reward: str, file: str = "prompts.jsonl") -> str:
-    short = "sampling: {max_response_tokens: 64}"
-    return of_file(file, f"grpo: {{rewards: [{reward}], {short}}}\n")
+def by_reward(reward: str) -> str:
+    """GRPO on prompts alone."""
+    rewards = f"grpo: {{rewards: [{reward}], sampling: {{max_response_tokens: 64}}}}\n"
+    return sources("name: files, path: '{tmp}/prompts.jsonl'") + ALONE + rewards
 
 
 IN_SECONDS = {
@@ -136,64 +121,10 @@ IN_SECONDS = {
             "name: files, path: '{tmp}/pairs.csv', columns: {chosen: better, rejected: worse}"
         ),
     ),
-    "misspelt column": Mistake(
-        ["column 'beter' is missing; the columns are 'prompt', 'better', 'worse'"],
-        yaml=sources(
-            "name: files, path: '{tmp}/pairs.csv', "
-            "columns: {prompt: prompt, chosen: beter, rejected: worse}"
-        ),
-    ),
-    "no column map": Mistake(
-        [
-            "split.sources.0: source files (pairs.csv): the columns do not say which of them to "
-            "read; they are 'prompt', 'better', 'worse'. Fix: add to the source a line such as "
-            "columns: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
-        ],
-        yaml=sources("name: files, path: '{tmp}/pairs.csv'"),
-    ),
-    "a tokenizer without EOS": Mistake(
-        ["base_model.path: tokenizer {tmp}/endless: found no EOS token, so a response could"],
-        yaml=of_file("comparisons.jsonl"),
-        params="base_model.path={tmp}/endless",
-        pipeline="dpo",
-    ),
     "empty file": Mistake(
         ["split.sources.0: {tmp}/empty.jsonl: the file contains no rows. Fix: download or create"],
-        yaml=of_file("empty.jsonl"),
+        yaml=sources("name: files, path: '{tmp}/empty.jsonl'") + ALONE,
         pipeline="dpo",
-    ),
-    "one broken line": Mistake(
-        ["split.sources.0: source files (broken.jsonl): 1 of 40 rows are bad", "broken.jsonl:8: n",
-         "or set split.max_bad_fraction to at least 0.025"],
-        yaml=of_file("broken.jsonl"),
-        pipeline="dpo",
-    ),
-    "single answers for DPO": Mistake(
-        ["split.sources: found one answer in each of the first rows of files (answers.jsonl), but "
-         "dpo needs chosen and rejected", "Fix: name these columns in `columns` of the source"],
-        yaml=of_file("answers.jsonl"),
-        pipeline="dpo",
-    ),
-    "labels for DPO": Mistake(
-        ["split.sources: found labels in each of the first rows of files (thumbs.jsonl), but dpo"],
-        yaml=of_file("thumbs.jsonl"),
-        pipeline="dpo",
-    ),
-    "single answers for a reward model": Mistake(
-        ["found one answer in each of the first rows of files (answers.jsonl), but reward_model "
-         "needs chosen and rejected", "set reward_model to null"],
-        yaml=sources("name: files, path: '{tmp}/answers.jsonl'"),
-        pipeline="reward_model",
-    ),
-    "prompts alone for SFT": Mistake(
-        ["found prompts alone in each of the first rows of files (prompts.jsonl), but sft needs"],
-        yaml=sources("name: files, path: '{tmp}/prompts.jsonl'"),
-        pipeline="sft",
-    ),
-    "answers that GRPO would never read": Mistake(
-        ["found one answer in each of the first rows of files (answers.jsonl), but grpo needs"],
-        yaml=by_reward("{regex: x}", "answers.jsonl"),
-        pipeline="grpo",
     ),
     "no true answers for a reward": Mistake(
         ["grpo.rewards.0: found no true answer in the first rows of files (prompts.jsonl), "
@@ -201,21 +132,10 @@ IN_SECONDS = {
         yaml=by_reward("{reference: last_number}"),
         pipeline="grpo",
     ),
-    "no true answers for a judge": Mistake(
-        ["evaluate.judges.0: found no true answer in the first rows of files (comparisons.jsonl)"],
-        yaml=sources("name: files, path: '{tmp}/comparisons.jsonl'")
-        + "evaluate: {judges: [{reference: exact}]}\n",
-    ),
     "a reward that cannot be called": Mistake(
         ["grpo.rewards.0: {tmp}/rewards.py:kw cannot be called with (prompts, responses): too many "
          "positional"],
         yaml=by_reward("'{tmp}/rewards.py:kw'"),
-        pipeline="grpo",
-    ),
-    "a reward that returns nothing": Mistake(
-        ["grpo.rewards.0: {tmp}/rewards.py:nothing: found None, expected a list of 24 numbers, one "
-         "for each response. Fix: return one finite number for each response"],
-        yaml=by_reward("'{tmp}/rewards.py:nothing'"),
         pipeline="grpo",
     ),
     "a judge that cannot be imported": Mistake(
@@ -255,29 +175,19 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, make_model):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
-    endless = shutil.copytree(make_model("llama"), folder / "endless")
-    changes = {"config": {"max_position_embeddings": 4096}, "tokenizer_config": {"eos_token": None}}
-    for name, change in changes.items():
-        values = json.loads((endless / f"{name}.json").read_text())
-        (endless / f"{name}.json").write_text(json.dumps(values | change))
     shutil.copytree(PROJECT / "conf", folder / "conf")
     (folder / "pairs.csv").write_text(CSV)
-    (folder / "rewards.py").write_text(
-        "def kw(*, prompts, responses): ...\ndef nothing(prompts, responses): ...\n"
-    )
+    (folder / "rewards.py").write_text("def kw(*, prompts, responses): ...\n")
     (folder / "missing.py").write_text("import no_such_package\ndef f(prompts, responses): ...\n")
     answers = {
         "prompts": {},
-        "answers": {"completion": "yes"},
-        "thumbs": {"completion": "yes", "label": True},
         "comparisons": {"chosen": "yes", "rejected": "no"},
     }
     for name, more in answers.items():
         rows = [json.dumps({"prompt": f"Is it number {n}?"} | more) for n in range(40)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
-    (folder / "broken.jsonl").write_text("\n".join([*rows[:7], "{", *rows[7:39]]))
     (folder / "empty.jsonl").touch()
     for name in ("mistake", "absent"):
         (folder / "conf" / name).mkdir()

@@ -55,7 +55,7 @@ def blocks(tmp_path, monkeypatch):
 def published(blocks, tmp_path):
     """A policy by rejection sampling with its lineage, and an SFT model alone."""
     made = blocks()
-    (source,) = made["split"].records()
+    (source,) = made["split"].readings()
     policy, own = made["rejection"], {*SFTConfig.model_fields}
     recorded = as_json({"source": source} | made)
     rows, file = source_origin(source).files, made["base_model"]

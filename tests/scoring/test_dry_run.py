@@ -202,33 +202,17 @@ def folder(make_model, tmp_path):
     return folder
 
 
-PLAIN = [{"role": "user", "content": "Hello?"}]
-
-
 def test_a_sound_model_has_no_fault(folder):
     lora = {"ppo.actor.lora.target_modules": ["q_proj"]}
     models = {"base_model": folder(), "distill.teacher": folder()}
-    assert [*model_faults(models, lora, {"a:1": PLAIN})] == []
+    assert [*model_faults(models, lora)] == []
 
 
-@pytest.mark.parametrize(
-    ("file", "entries", "message"),
-    [
-        ("tokenizer_config.json", {"eos_token": None}, "found no EOS token, so a response could"),
-        ("config.json", {"vocab_size": 200}, "found a vocabulary of 288 tokens, expected at most "
-         "the model's 200 embeddings. It seems to belong to another model. Fix: save the model's"),
-    ],
-)  # fmt: skip
-def test_a_tokenizer_that_does_not_fit_is_refused(folder, file, entries, message):
-    (fault,) = model_faults({"base_model": folder(file, **entries)}, {}, {})
-    assert fault.startswith("base_model.path: tokenizer /")
-    assert message in fault
-
-
-def test_a_template_without_tools_is_refused_with_the_row(folder):
-    calls = [PLAIN[0] | {"tools": [{"type": "function", "function": {"name": "f"}}]}]
-    (fault,) = model_faults({"base_model": folder()}, {}, {"a.jsonl:7": calls})
-    assert fault.startswith("base_model.path: a.jsonl:7: the tokenizer's chat template shows neith")
+def test_a_teacher_without_an_end_is_refused(folder):
+    teacher = folder("tokenizer_config.json", eos_token=None)
+    (fault,) = model_faults({"distill.teacher": teacher}, {})
+    assert fault.startswith("distill.teacher.path: tokenizer /")
+    assert "found no EOS token, so a response could" in fault
 
 
 def test_a_misspelt_layer_is_refused(folder, architecture):
@@ -238,7 +222,7 @@ def test_a_misspelt_layer_is_refused(folder, architecture):
         "all-linear or linear layers of llama: "
     )
     for model in (folder(), {"architecture": architecture("llama"), "vocab_size": 300}):
-        (fault,) = model_faults({"base_model": model}, lora, {})
+        (fault,) = model_faults({"base_model": model}, lora)
         assert fault.startswith(message)
 
 
@@ -247,7 +231,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(folder, make_model, tmp_pat
     shutil.copytree(make_model("llama"), other)
     (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
     models = {"base_model": folder(), "distill.teacher": {"path": str(other)}}
-    (fault,) = model_faults(models, {}, {})
+    (fault,) = model_faults(models, {})
     assert fault.startswith(
         "distill.teacher.path: base_model.path and distill.teacher.path use different tokenizers: "
         "chat_template_digest is "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlhf_pipeline.config.doors import DPO_LOSS, by_name
+from rlhf_pipeline.config.doors import DPO_LOSS, call_with
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 from rlhf_pipeline.generation.records import Scored, TrainingPass
@@ -338,7 +338,7 @@ def test_dpo(trainer_of, name):
             }
             halves = zip(names, reference.chunk(2), strict=True)
             sides |= {f"ref_{side}_logprobs": half for side, half in halves}
-            return by_name(DPO_LOSS.load(config.loss), config, **sides)
+            return call_with(DPO_LOSS.load(config.loss), config, **sides)
 
         check_answers(trainer, batch, rows_of(batch), ours)
 

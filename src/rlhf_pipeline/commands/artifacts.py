@@ -16,7 +16,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.preparation import base_model
-from rlhf_pipeline.run.checks import path_faults, refuse
+from rlhf_pipeline.run.faults import path_faults, refuse
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rlhf_pipeline.commands.command import Command, json_option, pipeline_option, plain_table
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError, as_typed, without_secrets
-from rlhf_pipeline.run.preflight import check_pipeline
+from rlhf_pipeline.run.checks import before_run
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.stages.launch.failure import log_tail, logged_cause
@@ -162,5 +162,5 @@ def nodes(launch: LaunchConfig, root: Path) -> Finding:
 
 def run(pipeline: Pipeline, catalog: CatalogProtocol) -> Finding:
     """The pipeline can start: stores answer, data and functions are sound, each stage fits."""
-    check_pipeline(pipeline, catalog)
+    before_run(pipeline, catalog)
     return Finding("ok", "it passes the checks before its first stage")

@@ -25,8 +25,8 @@ from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.preparation import read_sources, split
-from rlhf_pipeline.run.checks import judge_faults, length_faults, refuse
-from rlhf_pipeline.run.dry_run import Rows, door_faults, function_faults, reference_faults
+from rlhf_pipeline.run.dry_run import Rows, code_faults, function_faults, reference_faults
+from rlhf_pipeline.run.faults import judge_faults, length_faults, refuse
 from rlhf_pipeline.run.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -81,7 +81,7 @@ def evaluate(
     judged = {f"evaluate.judges.{index}": judge for index, judge in enumerate(config.judges)}
     rows = try_out(judged, tests[0], given.max_bad_fraction) if prompts else ()
     refuse(function_faults(judged, rows, dict(enumerate(tests)), {}, ledger.workspace))
-    refuse(door_faults({"evaluate": config}, ledger.workspace))
+    refuse(code_faults({"evaluate": config}, ledger.workspace))
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = replace(ledger, listeners=(tracker,))
     with _tracked(tracker, f"evaluate {' '.join(models)}"):
@@ -89,7 +89,7 @@ def evaluate(
             changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
             given = given.model_copy(update=changes)
             with ledger.stages() as stages:
-                read_sources("source", given.records(), given, seed, stages)
+                read_sources("source", given.readings(), given, seed, stages)
         folders = dict(zip(labels(models), map(ledger.language_model, models), strict=True))
         baseline, candidate, *_ = folders.values()
         champion, gate = None, catalog.load("params:register")
@@ -129,7 +129,7 @@ def try_out(judges: Mapping[str, Judge], source: BlendedSourceConfig, bad: float
     Raises DataError for its file, and ConfigError if judges read true answers that it lacks.
     """
     try:
-        rows = [(source, first_rows(source.records(), bad))]
+        rows = [(source, first_rows(source.reading(), bad))]
     except DataError as error:
         found, _, fix = error.message.partition("Fix: ")
         if "column" in found:

@@ -21,11 +21,12 @@ from rlhf_pipeline.commands.command import (
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS, samplers
+from rlhf_pipeline.config.stages import BLOCKS, prompt_policies
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.run.checks import batch_faults, check_values, length_faults, refuse
 from rlhf_pipeline.run.checks import check as check_parameters
+from rlhf_pipeline.run.checks import check_values
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader, check_environment
+from rlhf_pipeline.run.faults import batch_faults, length_faults, refuse
 from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
@@ -110,7 +111,7 @@ def check_on(hardware: Hardware | None, loader: LayeredConfigLoader, nodes: Coll
     )
     if (model := published(str(blocks["base_model"].path))) is not None:
         limit = positions(model.config)
-        refuse(length_faults(limit, blocks["split"], samplers(blocks), blocks["evaluate"]))
+        refuse(length_faults(limit, blocks["split"], prompt_policies(blocks), blocks["evaluate"]))
     launch = blocks["launch"]
     ranks = rank_count(launch, gpus)
     if hardware is not None and ranks != hardware.world:

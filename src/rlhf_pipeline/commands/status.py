@@ -14,8 +14,8 @@ from rlhf_pipeline.commands.command import Command, pipeline_option, plain_table
 from rlhf_pipeline.config.stages import shares_text
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.pipelines.table import PASSES_ON, stage_specs
+from rlhf_pipeline.run.checks import before_run
 from rlhf_pipeline.run.hooks import provide, run_context
-from rlhf_pipeline.run.preflight import check_pipeline
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import RECIPE
@@ -62,7 +62,7 @@ def planned_rows(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
 
     Raises the errors that `kedro run` raises before the first launch.
     """
-    check_pipeline(pipeline, catalog)
+    before_run(pipeline, catalog)
     planner = Planner(run_context(catalog))
     provide(catalog, STAGES, planner)
     rows: list[Row] = []

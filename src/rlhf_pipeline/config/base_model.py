@@ -94,24 +94,16 @@ def find_family(model_type: str) -> Family:
             "expected a model type of transformers"
         )
     for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            constants, fields = _assignments(node)
-            if constants.get("model_type") == model_type:
-                return Family(model_type, fields, constants.get("attribute_map", {}))
+        constants, fields = dict[str, Any](), dict[str, Any]()
+        for statement in getattr(node, "body", ()):
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)]):
+                    constants[name] = _literal(statement.value)
+                case ast.AnnAssign(target=ast.Name(id=name)) if not name.startswith("_"):
+                    fields[name] = _literal(statement.value)
+        if constants.get("model_type") == model_type:
+            return Family(model_type, fields, constants.get("attribute_map", {}))
     raise ValueError(f"found no configuration class of model_type {model_type} in {source}")
-
-
-def _assignments(node: ast.ClassDef) -> tuple[dict[str, Any], dict[str, Any]]:
-    constants: dict[str, Any] = {}
-    fields: dict[str, Any] = {}
-    for statement in node.body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                constants[name] = _literal(value)
-            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value):
-                is_field = not name.startswith("_") and "ClassVar" not in ast.unparse(annotation)
-                (fields if is_field else constants)[name] = _literal(value)
-    return constants, fields
 
 
 def _literal(node: ast.expr | None) -> Any:
@@ -133,8 +125,7 @@ def reader(config: Mapping[str, Any]) -> Callable[..., Any]:
 
 def positions(config: Mapping[str, Any] | None) -> int | None:
     """The maximum number of tokens of a model configuration; None if unlimited or not known."""
-    found: int | None = reader(config or {})("max_position_embeddings")
-    return found
+    return reader(config or {})("max_position_embeddings")
 
 
 def saved_config(folder: Path) -> dict[str, Any] | None:

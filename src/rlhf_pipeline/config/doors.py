@@ -35,16 +35,16 @@ class Door:
 
     name: str
     """Entry points have the group `rlhf_pipeline.<name>`."""
-    own: Mapping[str, str]
+    builtin: Mapping[str, str]
     """The place of each of our own, by name."""
-    offers: str = ""
+    arguments: str = ""
     """What a function or a class of the door may ask for, besides the fields of its block."""
     method: str | None = None
     """The method that a class of the door must have."""
 
     def names(self) -> dict[str, str]:
         """The place of all that is installed, by name; raises ConfigError if two use one name."""
-        found = dict(self.own)
+        found = dict(self.builtin)
         for point in _entry_points(f"rlhf_pipeline.{self.name}"):
             if found.setdefault(point.name, point.value) != point.value:
                 raise ConfigError(
@@ -56,8 +56,8 @@ class Door:
 
     def place(self, name: str) -> str:
         """The place of a name; raises ConfigError if there is none."""
-        if name in self.own or PLACE.fullmatch(name):
-            return self.own.get(name, name)
+        if name in self.builtin or PLACE.fullmatch(name):
+            return self.builtin.get(name, name)
         known = self.names()
         if name not in known:
             raise ConfigError(
@@ -77,10 +77,6 @@ class Door:
                 f"{place} cannot be imported: {type(error).__name__}: {error}. Fix: correct it, or "
                 "uninstall its package"
             ) from error
-
-    def asked(self, name: str) -> set[str]:
-        """What a function of the door asks for by its source, or all that the door offers."""
-        return parameters(self.place(name)) or {*self.offers.split()}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
@@ -140,18 +136,19 @@ GENERATOR = Door(
     "generate",
 )
 _OF_PPO = {
-    "auto": GENERATOR.own["transformers"],
+    "auto": GENERATOR.builtin["transformers"],
     "hybrid": "rlhf_pipeline.generation.hybrid_generator:HybridGenerator",
 }
-PPO_GENERATOR = replace(GENERATOR, own=_OF_PPO | dict(GENERATOR.own))
+PPO_GENERATOR = replace(GENERATOR, builtin=_OF_PPO | dict(GENERATOR.builtin))
 """`auto` is transformers, where a run has not put vllm in its place."""
 
 
-def by_name(call: Callable[..., Any], block: Block | None = None, **offered: Any) -> Any:
-    """Call a function or a class with what its parameters name."""
+def call_with(call: Callable[..., Any], block: Block | None = None, **offered: Any) -> Any:
+    """Call with those of the offered arguments, and of the block's fields, that the signature of a
+    function or a class names."""
     given = (vars(block) if block else {}) | offered
-    asked = inspect.signature(call).parameters
-    return call(**{name: value for name, value in given.items() if name in asked})
+    named = inspect.signature(call).parameters
+    return call(**{name: value for name, value in given.items() if name in named})
 
 
 def at_doors(block: Block | None) -> Iterator[tuple[str, Door, str]]:

@@ -196,7 +196,7 @@ class EvaluateConfig(AnsweringConfig):
 
     @field_validator("judges")
     @classmethod
-    def _check_judges(cls, judges: tuple[Judge, ...]) -> tuple[Judge, ...]:
+    def check_judges(cls, judges: tuple[Judge, ...]) -> tuple[Judge, ...]:
         found: tuple[Judge, ...] = distinct(judges)
         for judge in found:
             if isinstance(judge, RewardSource) and judge.weight != 1.0:

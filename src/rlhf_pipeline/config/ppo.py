@@ -252,7 +252,7 @@ class PPOConfig(SavingConfig):
         if self.advantage in _OF_GROUPS and self.responses_per_prompt < 2:
             compares = f"advantage {self.advantage}, which compares the responses to one prompt"
             yield self._fault("responses_per_prompt", f"2 or more for {compares}")
-        for name, advantages in ADVANTAGE_OF.items() if self.advantage in ADVANTAGE.own else ():
+        for name, advantages in ADVANTAGE_OF.items() if self.advantage in ADVANTAGE.builtin else ():
             default = type(self).model_fields[name].default
             if self.advantage not in advantages and getattr(self, name) != default:
                 why = f"only advantage {' or '.join(advantages)} reads it"

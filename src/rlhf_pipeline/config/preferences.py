@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from rlhf_pipeline.config.doors import DPO_LOSS, OF_REFERENCE
+from rlhf_pipeline.config.doors import DPO_LOSS, OF_REFERENCE, parameters
 from rlhf_pipeline.config.training import (
     FrozenModel,
     FrozenModelConfig,
@@ -69,7 +69,8 @@ class DPOConfig(ReferencedConfig):
 
     @property
     def asked(self) -> set[str]:
-        return DPO_LOSS.asked(self.loss)
+        """What the loss reads by its source, or all that there is if the source does not tell."""
+        return parameters(DPO_LOSS.place(self.loss)) or {*DPO_LOSS.arguments.split()}
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()

@@ -181,7 +181,8 @@ class BlendedSourceConfig(SourceConfig):
                 "test alone. Fix: list the source's other files as another source"
             )
 
-    def records(self) -> SourceConfig:
+    def reading(self) -> SourceConfig:
+        """The fields that decide the records."""
         return SourceConfig(**{name: getattr(self, name) for name in SourceConfig.model_fields})
 
 
@@ -193,7 +194,7 @@ class PretrainingConfig(Block):
     block_tokens: int = Field(ge=2)
     """Tokens of a block, cut from documents that are joined by EOS. The last rest is left out."""
 
-    def records(self) -> list[SourceConfig]:
+    def readings(self) -> list[SourceConfig]:
         return [
             source.model_copy(update={"columns": ColumnMap(text="text")})
             if source.name == "files" and source.columns is None
@@ -263,7 +264,7 @@ class SplitConfig(Block):
                 f"{self.test_fraction} leave no prompt to train on. Fix: make their sum less than 1"
             )
         for index, source in enumerate(self.sources):
-            if source.records() in self.records()[:index]:
+            if source.reading() in self.readings()[:index]:
                 yield f"source {source.label()!r} is listed twice. Fix: list it once"
 
     def unserved(self, kinds: Collection[Collection[Phase]]) -> list[Phase]:
@@ -272,6 +273,6 @@ class SplitConfig(Block):
         weighed = [phase for phase, weight in weights if weight and kinds]
         return [phase for phase in weighed if not any(phase in kind for kind in kinds)]
 
-    def records(self) -> list[SourceConfig]:
+    def readings(self) -> list[SourceConfig]:
         """For each source, the fields that decide its records."""
-        return [source.records() for source in self.sources]
+        return [source.reading() for source in self.sources]

@@ -22,7 +22,7 @@ POLICIES: Mapping[str, type[PPOConfig]] = {
     "distill": DistillConfig,
 }
 """The blocks of the stages that run the program of PPO."""
-SAMPLED: Mapping[str, type[Any]] = {
+SELF_TRAINING: Mapping[str, type[Any]] = {
     "rejection": RejectionConfig,
     "iterative_dpo": IterativeDPOConfig,
 }
@@ -33,32 +33,32 @@ BLOCKS: Mapping[str, type[StageConfig]] = {
     **POLICIES,
     "dpo": DPOConfig,
     "kto": KTOConfig,
-    **SAMPLED,
+    **SELF_TRAINING,
     "evaluate": EvaluateConfig,
 }
 """The parameter blocks of the stages that load models onto ranks."""
-ON_PROMPTS = (*POLICIES, *SAMPLED)
+PROMPT_POLICIES = (*POLICIES, *SELF_TRAINING)
 """The policies that answer prompts and train on their answers."""
 
 OPTIONAL: Mapping[str, Any] = {
     "sft": {},
     "reward_model": {},
     "ppo": {},
-    **dict.fromkeys(("grpo", "distill", *SAMPLED)),
+    **dict.fromkeys(("grpo", "distill", *SELF_TRAINING)),
 }
 """The blocks that may be null, with the value of one that is missing."""
 
 
-def readers(blocks: Mapping[str, Any]) -> dict[Phase, tuple[str, ...]]:
+def trainers_of_phase(blocks: Mapping[str, Any]) -> dict[Phase, tuple[str, ...]]:
     """The nodes that train on the rows of each phase."""
-    given = [name for name in ON_PROMPTS if getattr(blocks.get(name), "given_batch_size", 0)]
+    given = [name for name in PROMPT_POLICIES if getattr(blocks.get(name), "given_batch_size", 0)]
     comparing = ("reward_model", "dpo", "kto")
-    return {"sft": ("sft", *given), "reward_model": comparing, "ppo": ON_PROMPTS}
+    return {"sft": ("sft", *given), "reward_model": comparing, "ppo": PROMPT_POLICIES}
 
 
-def samplers(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
-    """The blocks of `ON_PROMPTS` that are set."""
-    return [blocks[name] for name in ON_PROMPTS if blocks[name] is not None]
+def prompt_policies(blocks: Mapping[str, Any]) -> list[PPOConfig | SampledConfig]:
+    """The blocks of `PROMPT_POLICIES` that are set."""
+    return [blocks[name] for name in PROMPT_POLICIES if blocks[name] is not None]
 
 
 def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
@@ -68,9 +68,9 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
     Without a reward model, comparisons serve DPO and KTO only if no policy trains on prompts.
     """
     split: SplitConfig = blocks["split"]
-    prompts = bool(samplers(blocks))
+    prompts = bool(prompt_policies(blocks))
     comparisons = blocks["reward_model"] is not None or not prompts
-    sft = any(blocks[name] for name in readers(blocks)["sft"])
+    sft = any(blocks[name] for name in trainers_of_phase(blocks)["sft"])
     in_use = {"sft": sft, "reward_model": comparisons, "ppo": prompts}
     phases = [phase for phase in PHASES if in_use[phase]]
     pairs = zip(PHASES, split.weights, strict=True)
@@ -100,7 +100,11 @@ def unused_rows(
 ) -> str | None:
     """How much of a split, by its report, the nodes of a run leave to others, and how to use it."""
     weights = dict(zip(PHASES, report["settings"]["weights"], strict=True))
-    used = [phase for phase in PHASES if weights[phase] and {*readers(blocks)[phase]} & {*nodes}]
+    used = [
+        phase
+        for phase in PHASES
+        if weights[phase] and {*trainers_of_phase(blocks)[phase]} & {*nodes}
+    ]
     sizes = {phase: report["conversations"][phase] for phase in PHASES}
     left = [phase for phase, size in sizes.items() if size and phase not in used]
     if not used or not left:
@@ -146,7 +150,7 @@ def faults_without_reward_model(
             "evaluate.judge_model: found a block, but reward_model is null, whose parameters it "
             "trains with. Fix: set reward_model, or judge_model to null"
         )
-    for policy in samplers(blocks):
+    for policy in prompt_policies(blocks):
         if policy.stage in nodes and uses_trained(policy.rewards):
             yield (
                 f"{policy.sampler}.rewards: found trained, but reward_model is null. Fix: set "
@@ -154,7 +158,7 @@ def faults_without_reward_model(
             )
     evaluations = [name for name in nodes if name.startswith("evaluate")]
     evaluated = [name.removeprefix("evaluate").removeprefix("_") or "ppo" for name in evaluations]
-    by_rewards = {policy.stage: as_judges(policy.rewards) for policy in samplers(blocks)}
+    by_rewards = {policy.stage: as_judges(policy.rewards) for policy in prompt_policies(blocks)}
     judged = blocks["evaluate"].judges or has_gold
     if not judged and not all(by_rewards.get(policy) for policy in evaluated):
         yield (

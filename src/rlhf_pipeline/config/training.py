@@ -15,7 +15,7 @@ LIVE = 1_000_000_000
 """Weights that a rank keeps whole at ZeRO-3, because the next pass uses them again."""
 
 if TYPE_CHECKING:
-    MicroBatchTokens = int  # programs get a number, see `preflight.sized`
+    MicroBatchTokens = int  # programs get a number, see `checks.sized`
     MinibatchSize = int
 else:
     MicroBatchTokens = PositiveInt | Literal["auto"]
@@ -23,7 +23,8 @@ else:
 
 
 class SamplingConfig(Block):
-    """How responses are sampled: without top-k and top-p, which log-probabilities do not know."""
+    """How responses are sampled. There is no top-k and no top-p: the log-probabilities of training
+    could not follow them."""
 
     temperature: PositiveFloat = 1.0
     """Softmax temperature in sampling and in every log-probability."""
@@ -276,7 +277,8 @@ class SupervisedConfig(SavingConfig, TrainedModelConfig):
     """Number of evenly spaced evaluations on the held-out rows, the last one after the last step.
     The model with the lowest held-out loss is exported."""
     evaluate_at_start: bool = operational(False)
-    """Also evaluate the model before its first step, for comparison; it is never exported."""
+    """Also evaluate the model before its first step, for comparison. This model is never
+    exported."""
 
 
 class SFTConfig(SupervisedConfig):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.doors import PPO_GENERATOR, by_name
+from rlhf_pipeline.config.doors import PPO_GENERATOR, call_with
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.generation.records import Rollout
 
@@ -56,7 +56,7 @@ def load_generator(
     if "longest" in inspect.signature(make).parameters:
         offered["longest"] = longest_prompt() + sampling.max_response_tokens
     rows = sampling.batch_size_per_gpu
-    generator: Generator = by_name(make, sampling=sampling, rows=rows, **offered)
+    generator: Generator = call_with(make, sampling=sampling, rows=rows, **offered)
     return generator
 
 

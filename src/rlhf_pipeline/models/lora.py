@@ -120,8 +120,10 @@ class WithoutAdapters(nn.Module):
                 layer.enable_adapters(True)
 
 
-def targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """The names of the layers to adapt."""
+def targets(
+    model: PreTrainedModel, config: LoRAConfig, place: str = "lora.target_modules"
+) -> list[str]:
+    """The names of the layers to adapt; ConfigError, which names `place`, for an unknown one."""
     # A language model's head may be tied to the embeddings, and a scalar head trains itself.
     output = (model.get_output_embeddings(), getattr(model, HEAD, None))
     linear = [
@@ -135,7 +137,7 @@ def targets(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
     for target in config.target_modules:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             raise ConfigError(
-                f"lora.target_modules: found {target!r}{suggestion(target, known)}, expected "
+                f"{place}: found {target!r}{suggestion(target, known)}, expected "
                 f"all-linear or linear layers of {model.config.model_type}: {', '.join(known)}"
             )
     return sorted(config.target_modules)

@@ -38,7 +38,7 @@ BASE_MODEL = StageSpec(
 
 def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: Stages) -> Path:
     """Fetch the base model, or build a small one with a tokenizer trained on the sources."""
-    records = {} if config.path else read_sources("source", split.records(), split, seed, stages)
+    records = {} if config.path else read_sources("source", split.readings(), split, seed, stages)
     job = Job(BASE_MODEL, {"base_model": config}, records, seed, base_model_identity(config))
     return stages.run(job)
 
@@ -67,9 +67,9 @@ def split(
 ) -> Path:
     """Divide the sources into disjoint, tokenized rows for each phase, validation and test."""
     inputs = {"base_model": base_model}
-    inputs |= read_sources("source", config.records(), config, seed, stages)
+    inputs |= read_sources("source", config.readings(), config, seed, stages)
     if config.pretraining is not None:
-        inputs |= read_sources("pretraining", config.pretraining.records(), config, seed, stages)
+        inputs |= read_sources("pretraining", config.pretraining.readings(), config, seed, stages)
     return stages.run(Job(spec, {"split": config}, inputs, seed))
 
 

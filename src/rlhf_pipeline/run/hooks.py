@@ -17,10 +17,9 @@ from rich.console import Console
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
 from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages, stage_specs
-from rlhf_pipeline.run.checks import check
+from rlhf_pipeline.run.checks import CONF, before_node, before_run, check, check_root, sized
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.run.explain import explain
-from rlhf_pipeline.run.preflight import CONF, check_inputs, check_pipeline, check_root, sized
 from rlhf_pipeline.run.published_inputs import changes_since, published_inputs, refuse_mixture
 from rlhf_pipeline.run.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -140,7 +139,7 @@ class PreflightHook:
     @hook_impl(tryfirst=True)
     def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
         """Check what the chosen nodes need, and say what the user should know."""
-        check_pipeline(pipeline, catalog)
+        before_run(pipeline, catalog)
         nodes = self._nodes = {node.name for node in pipeline.nodes}
         if any(name.startswith("evaluate") for name in nodes):
             prompts = catalog.load("params:evaluate").prompts
@@ -152,7 +151,7 @@ class PreflightHook:
     def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
         """Check what the node reads."""
         blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
-        check_inputs(node.name, inputs, self._nodes, blocks)
+        before_node(node.name, inputs, self._nodes, blocks)
 
 
 class StagesHook:

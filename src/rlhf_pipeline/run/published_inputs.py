@@ -20,7 +20,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.config.stages import samplers
+from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.pipelines.evaluate import TASKS, judge_inputs
@@ -63,9 +63,11 @@ def changes_since(
     Code, libraries and the number of ranks are not parameters. Inputs without changes are missing.
     """
     split = blocks["split"]
-    texts = split.pretraining.records() if split.pretraining else []
-    sources = {_SOURCE(vars(one)): one for one in (*texts, *split.records())}
-    inner = {one.sampler: one.sample for one in samplers(blocks) if isinstance(one, SampledConfig)}
+    texts = split.pretraining.readings() if split.pretraining else []
+    sources = {_SOURCE(vars(one)): one for one in (*texts, *split.readings())}
+    inner = {
+        one.sampler: one.sample for one in prompt_policies(blocks) if isinstance(one, SampledConfig)
+    }
     found, known = {}, dict[str, dict[str, str] | None]()
     for name, artifact in inputs.items():
         made = Manifest.read(artifact)
@@ -79,7 +81,7 @@ def changes_since(
             for each in record["config"] if record["stage"] not in DERIVED else ():
                 if block := present.get(each):
                     changes += _changes(record, each, block, known)
-        new = [key for key in map(_SOURCE, map(vars, split.records())) if read and key not in read]
+        new = [key for key in map(_SOURCE, map(vars, split.readings())) if read and key not in read]
         changes += [f"source {' '.join(filter(None, key))} is new" for key in new]
         if changes:
             found[name] = list(dict.fromkeys(changes))

@@ -78,7 +78,7 @@ def _is_certain(error: BaseException | None) -> bool:
     return isinstance(error, ResultError)
 
 
-def door_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+def code_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """What is wrong with code of others, by the parameter that names it: its place, what its door
     offers, the method that a class needs, and the other parameters of the block."""
     for parameter, (place, offers, method, others) in doors.items():
@@ -99,14 +99,11 @@ def door_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
             )
 
 
-def model_faults(
-    models: Mapping[str, Any], lora: Mapping[str, list[str]], prompts: Mapping[str, Any]
-) -> Iterator[str]:
+def model_faults(models: Mapping[str, Any], lora: Mapping[str, list[str]]) -> Iterator[str]:
     """What is wrong with the tokenizers of models, by block, and with names of layers, by place.
 
-    The first model has the layers; the others need its tokens. All render the prompts, by place.
+    The first model has the layers; the others need its tokens.
     """
-    from rlhf_pipeline.data.template import render_prompts
     from rlhf_pipeline.data.token_contract import same_contract
     from rlhf_pipeline.models.base_model import found_tokenizer, without_weights
     from rlhf_pipeline.models.lora import targets
@@ -117,16 +114,18 @@ def model_faults(
     place = ""
     try:
         for place in paths:
-            tokenizer, contracts[place] = found_tokenizer(configs[place])
-            for where, prompt in prompts.items():
-                render_prompts(tokenizer, [where], [prompt])
+            _, contracts[place] = found_tokenizer(configs[place])
         if len(contracts) > 1:
             same_contract(contracts, paths, "choose a teacher with the student's tokenizer")
         model = without_weights(next(iter(configs.values()))) if lora else None
-        for place in lora:
-            targets(model, LoRAConfig(target_modules=lora[place]))
     except PipelineError as error:
-        yield f"{place}: {error.message.removeprefix('lora.target_modules: ')}"
+        yield f"{place}: {error.message}"
+        return
+    for place, names in lora.items():
+        try:
+            targets(model, LoRAConfig(target_modules=names), place)
+        except PipelineError as error:
+            yield error.message
 
 
 def task_faults(names: Sequence[str]) -> Iterator[str]:
@@ -142,7 +141,7 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     question = json.loads((folder / "question.json").read_text())
     programs: dict[str, Callable[..., Iterator[Any]]] = {
-        "function": function_faults, "doors": door_faults, "models": model_faults,
+        "function": function_faults, "doors": code_faults, "models": model_faults,
         "names": task_faults,
     }  # fmt: skip
     faults = [*programs[next(iter(question))](**question)]

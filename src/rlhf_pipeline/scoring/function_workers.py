@@ -82,7 +82,7 @@ def _module(location: str) -> ModuleType:
     if path.suffix != ".py":
         return importlib.import_module(location)
     spec = importlib.util.spec_from_file_location(f"ppo_rewards_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "preflight rejects files that are not .py"
+    assert spec is not None and spec.loader is not None, "a check rejects files that are not .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)

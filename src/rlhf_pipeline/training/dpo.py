@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.doors import DPO_LOSS, by_name
+from rlhf_pipeline.config.doors import DPO_LOSS, call_with
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.optimizer_step import Sums
@@ -53,7 +53,7 @@ class DPOTask(PairTask):
         ref_chosen, ref_rejected = chosen_and_rejected(ref_logprobs)
         chosen_ratios, rejected_ratios = chosen_and_rejected(ratios)
         chosen_lengths, rejected_lengths = chosen_and_rejected(lengths)
-        total, _ = by_name(
+        total, _ = call_with(
             DPO_LOSS.load(config.loss), config,
             chosen_logprobs=chosen, rejected_logprobs=rejected,
             ref_chosen_logprobs=ref_chosen, ref_rejected_logprobs=ref_rejected,

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.doors import ADVANTAGE, by_name
+from rlhf_pipeline.config.doors import ADVANTAGE, call_with
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import clip_of
 from rlhf_pipeline.distributed.batches import by_micro_batches
@@ -121,7 +121,7 @@ def make_experience(
     scores, weights = training_scores(scored, config), sampler_weights_of(scored, config)
     penalties = coef_in_reward(kl_coef, config) * scored.kl
     by_prompt = groups(scores, config)
-    found = by_name(
+    found = call_with(
         ADVANTAGE.load(config.advantage),
         config,
         scores=by_prompt,
@@ -239,7 +239,7 @@ def coef_in_reward(kl_coef: float, config: PPOConfig) -> float:
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
     """The scores that PPO maximizes, (B,): clipped, and lower for responses without EOS."""
     assert scored.clipped_scores is not None, "`RewardSum` has clipped them"
-    shaped: Tensor = by_name(
+    shaped: Tensor = call_with(
         shaped_scores,
         config,
         scores=scored.clipped_scores,

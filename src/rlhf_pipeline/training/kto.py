@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.doors import by_name
+from rlhf_pipeline.config.doors import call_with
 from rlhf_pipeline.config.preferences import KTOConfig
 from rlhf_pipeline.data.record_files import mapped
 from rlhf_pipeline.data.token_contract import TokenContract, common_contract
@@ -106,7 +106,7 @@ class KTOTask(Task):
     ) -> tuple[Tensor, Sums]:
         config, is_good = self.config, batch.is_good
         ratios, kl = self.log_ratios(model, batch.sequences), self.kl.clamp(min=0)
-        total, count = by_name(kto_loss, config, log_ratios=ratios, is_good=is_good, kl=kl)
+        total, count = call_with(kto_loss, config, log_ratios=ratios, is_good=is_good, kl=kl)
         rewards = config.beta * ratios.detach().double()
         side = (rewards - config.beta * kl).sign()
         return total / answers, {

@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.config.doors import POLICY_LOSS, by_name
+from rlhf_pipeline.config.doors import POLICY_LOSS, call_with
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import micro_batches, minibatch_rows
@@ -255,7 +255,7 @@ def actor_loss(
     loss, count = total / policy_terms, mask.sum()
     if piece.given:
         return loss, {"given/loss": loss * tokens, "given/count": count}
-    diagnostics = by_name(
+    diagnostics = call_with(
         policy_diagnostics, config, logprobs=logprobs.detach(), old_logprobs=old, mask=mask
     )
     if config.has_teacher:  # nothing is clipped
@@ -279,7 +279,7 @@ def actor_loss(
 def policy_loss(config: PPOConfig, **tensors: Tensor) -> LossSum:
     """The loss that `ppo.policy_loss` names."""
     function = POLICY_LOSS.load(config.policy_loss)
-    loss: LossSum = by_name(function, config, **tensors, reduce=reduction(config))
+    loss: LossSum = call_with(function, config, **tensors, reduce=reduction(config))
     return loss
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.doors import REWARD_LOSS, by_name
+from rlhf_pipeline.config.doors import REWARD_LOSS, call_with
 from rlhf_pipeline.config.evaluate import FoldConfig
 from rlhf_pipeline.config.training import FrozenModelConfig, RewardModelConfig
 from rlhf_pipeline.data.record_files import mapped
@@ -53,7 +53,7 @@ class RewardModelTask(PairTask):
     def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
         chosen, rejected = chosen_and_rejected(sequence_scores(model, batch.answers))
         loss = REWARD_LOSS.load(self.config.loss)
-        total, _ = by_name(loss, self.config, chosen_scores=chosen, rejected_scores=rejected)
+        total, _ = call_with(loss, self.config, chosen_scores=chosen, rejected_scores=rejected)
         sums = {
             **ranking_sums(chosen, rejected),
             "nll": total,
