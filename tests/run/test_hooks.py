@@ -1,6 +1,7 @@
 """Hooks: checks before a run, tags, printed results and errors."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kedro.framework.hooks.manager import _NullPluginManager
@@ -15,12 +16,12 @@ from rich.console import Console
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
 from rlhf_pipeline.run.checks import check_values
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.hooks import PreflightHook, StagesHook
+from rlhf_pipeline.run.hooks import CheckHook, RecordHook, RunHook
 from rlhf_pipeline.run.preflight import CONF, check_stores
 from rlhf_pipeline.run.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
-from rlhf_pipeline.stages.job import StageRun
+from rlhf_pipeline.stages.job import RunContext, StageRun
 
 
 def export(folder: Path, content: str) -> Path:
@@ -58,30 +59,35 @@ def test_a_run_says_at_its_start_that_a_version_is_later_than_now(tmp_path):
 
 def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(tmp_path, capsys):
     def catalog(save: str) -> DataCatalog:
-        version = Version(None, save)
+        kinds = {"ppo_model": ArtifactDataset, "registration": JSONDataset}
+        kinds["evaluation_page"] = PageDataset
         return DataCatalog(
             {
-                "ppo_model": ArtifactDataset(filepath=str(tmp_path / "ppo_model"), version=version),
-                "registration": JSONDataset(
-                    filepath=str(tmp_path / "registration.json"), version=version
-                ),
+                name: kind(filepath=str(tmp_path / name), version=Version(None, save))
+                for name, kind in kinds.items()
             }
         )
 
+    def made(name: str) -> dict[str, Any]:
+        weights, page = export(tmp_path / f"made {name}", name), f"<p>{name}"
+        given = registration(name)
+        return {"ppo_model": weights, "registration": given, "evaluation_page": page}
+
     mine, theirs = catalog("2026-01-01T00.00.00.000Z"), catalog("2026-01-02T00.00.00.000Z")
-    theirs.save("ppo_model", export(tmp_path / "theirs", "theirs"))
-    theirs.save("registration", registration("8"))
-    made = {"ppo_model": export(tmp_path / "mine", "mine"), "registration": registration("7")}
-    nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in made]
-    hook = StagesHook(Console())
-    for name, result in made.items():
+    for name, result in made("8").items():
+        theirs.save(name, result)
+    hook = RunHook(CheckHook(), RecordHook(CheckHook()), Console())
+    hook._stages, hook._outputs = RunContext(tmp_path), {}
+    for name, result in (results := made("7")).items():
         mine.save(name, result)
-        hook.after_node_run(inputs={}, outputs={name: result})
+        hook.after_node_run(outputs={name: result})
+    nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in results]
     hook.after_pipeline_run(run_params={"env": "tiny"}, pipeline=Pipeline(nodes), catalog=mine)
     shown = capsys.readouterr().out
     assert "compare  kedro rlhf compare sft-baseline candidate --env=tiny\n" in shown
     assert "candidate = version 7" in shown
-    assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
+    for name in ("ppo_model", "evaluation_page"):
+        assert f"2026-01-01T00.00.00.000Z/{name}" in shown
     assert "version 8" not in shown and "2026-01-02" not in shown
 
 
@@ -93,31 +99,19 @@ def test_a_baseline_that_no_stage_trained_is_not_called_sft(stage, said, capsys)
     assert f"candidate = version 2, sft-baseline = version 1{said}\n" in capsys.readouterr().out
 
 
-def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
-    save = Version(None, "2026-01-01T00.00.00.000Z")
-    catalog = DataCatalog(
-        {"evaluation_page": PageDataset(filepath=str(tmp_path / "page.html"), version=save)}
-    )
-    catalog.save("evaluation_page", "<p>")
-    hook = StagesHook(Console())
-    hook.after_node_run(inputs={}, outputs={"evaluation_page": "<p>"})
-    node = Node(registration, inputs="number", outputs="evaluation_page", name="report")
-    hook.after_pipeline_run(run_params={}, pipeline=Pipeline([node]), catalog=catalog)
-    assert "page.html/2026-01-01T00.00.00.000Z/page.html" in capsys.readouterr().out
-
-
 def said_before(nodes, caplog, **changes):
     """What a run of these nodes says before it starts."""
     conf = str(Path(__file__).parents[2] / "conf")
     loader = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)
     blocks = check_values(loader["parameters"] | changes)
-    entries = {f"params:{name}": block for name, block in blocks.items()} | {"workspace": "nowhere"}
+    entries = {f"params:{name}": block for name, block in blocks.items()}
+    entries |= {"workspace": "nowhere", "params:seed": 1, "parameters": {}}
     catalog = DataCatalog({name: MemoryDataset(value) for name, value in entries.items()})
     catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
     catalog["store"] = StoreDataset(url=None)
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
-        PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
+        CheckHook().before_pipeline_run(run_params={}, pipeline=pipeline, catalog=catalog)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -131,7 +125,6 @@ def test_without_hooks_every_parameter_of_a_node_is_in_the_catalog(tmp_path):
         names = {name for each in pipelines.values() for name in each.inputs()}
         found = {name: catalog.get(name) for name in names if name.startswith("params:")}
         assert [name for name, data in found.items() if data is None] == []
-        assert found["params:stages"].load() is found["params:project"].load() is None
 
 
 @pytest.mark.parametrize(("nodes", "lines"), [(["evaluate_dpo"], 1), (["dpo", "register"], 0)])

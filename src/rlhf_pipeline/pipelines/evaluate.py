@@ -150,11 +150,11 @@ def register(
     policy_config: Any,
     data: SplitConfig,
     evaluation: Path,
+    workspace: str,
     config: RegisterConfig,
     judging: EvaluateConfig,
     seed: int,
     stages: Stages,
-    workspace: str,
     project: Path,
 ) -> dict[str, Any]:
     """Register both policies in MLflow; promote the candidate if it passes the gate.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import source_file
@@ -47,12 +48,12 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         sft_model: Path,
         reward_model: Path,
         trained: RewardModelConfig | None,
-        config: PPOConfig | None,
+        config: Any,
         seed: int,
         stages: Stages,
     ) -> Path:
         """Train the SFT model on the scores of its rewards for the prompts of the phase `ppo`."""
-        assert config is not None, "checked before the run"
+        assert isinstance(config, PPOConfig), "checked before the run"
         rewards, reward_identities = reward_inputs(config.rewards)
         inputs = _shared_inputs(split, sft_model, config)
         if trained is not None:
@@ -62,7 +63,6 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         spec = policy.answering_by(block.generator)
         return stages.run(Job(spec, {spec.name: block}, inputs, seed, reward_identities))
 
-    node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
     return node
 
 

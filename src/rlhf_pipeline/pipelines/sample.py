@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.rewards import uses_trained
@@ -42,12 +43,12 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
         sft_model: Path,
         reward_model: Path,
         trained: RewardModelConfig | None,
-        config: SampledConfig | None,
+        config: Any,
         seed: int,
         stages: Stages,
     ) -> Path:
         """Train the SFT model on the best of its own answers to the prompts of the phase `ppo`."""
-        assert config is not None, "checked before the run"
+        assert isinstance(config, SampledConfig), "checked before the run"
         model, own = sft_model, config.model_dump(include={*block.model_fields})
         rewards, known = reward_inputs(config.rewards)
         judges, identities = judge_inputs(config.sample.judging(config.sampler).judges)
@@ -66,7 +67,6 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
             model = stages.run(Job(policy, blocks, inputs, seed, known))
         return model
 
-    node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
     return node
 
 

@@ -29,7 +29,7 @@ from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import OPTIONAL, samplers, split_in_use
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError, install
-from rlhf_pipeline.pipelines.table import parameter_blocks, stage_specs
+from rlhf_pipeline.pipelines.table import blocks_of, parameter_blocks, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.stages.job import forced_stages
 from rlhf_pipeline.stages.launch.resources import node_layout
@@ -160,7 +160,7 @@ def _absent(need: str, package: str, extra: str) -> Iterator[str]:
 def batch_faults(blocks: Mapping[str, Any], nodes: Collection[str], ranks: int) -> Iterator[str]:
     """Global batches of these nodes that the ranks cannot share evenly."""
     values = dict(leaves(as_json(blocks)))
-    if any(node.startswith("evaluate") for node in nodes) and blocks["evaluate"].judge_model:
+    if "evaluate" in blocks_of(nodes) and blocks["evaluate"].judge_model:
         nodes = {*nodes, "reward_model"}  # the evaluation trains a second one
     specs = [spec for name, spec in stage_specs().items() if name in nodes]
     for place in [place for spec in specs for place in spec.batch_sizes]:

@@ -29,7 +29,12 @@ from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
-from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages
+from rlhf_pipeline.pipelines.table import (
+    blocks_of,
+    parameter_blocks,
+    pipeline_of,
+    policy_stages,
+)
 from rlhf_pipeline.run.checks import batch_faults, length_faults, refuse
 from rlhf_pipeline.run.dry_run import (
     door_faults,
@@ -132,7 +137,7 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
 
     Raises DataError for files, and ConfigError with one line for each other fault.
     """
-    split, is_judged = blocks["split"], any(node.startswith("evaluate") for node in nodes)
+    split, is_judged = blocks["split"], "evaluate" in blocks_of(nodes)
     sources = split.records() if "split" in nodes else []
     texts = split.pretraining.records() if sources and split.pretraining else []
     given = {f"split.sources.{index}": each for index, each in enumerate(sources)}
@@ -219,7 +224,7 @@ def check_inputs(
                 f"does. Fix: run the whole pipeline, or set {CAREFUL}.path instead"
             )
         check_rows(inputs["split"], [one for one in nodes if blocks.get(one)], blocks)
-        if any(one.startswith("evaluate") for one in nodes):
+        if "evaluate" in blocks_of(nodes):
             check_judging_rows(inputs["split"])
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}
@@ -304,7 +309,8 @@ def check_memory(
         return []
     kind = "GPU" if hardware.on_gpu else "share of main memory"
     faults, warnings = [], []
-    for stage in [name for name in BLOCKS if any(node.startswith(name) for node in nodes)]:
+    named = blocks_of(nodes)
+    for stage in [name for name in BLOCKS if name in named]:
         if parameters[stage] is None:
             continue
         try:

@@ -35,10 +35,13 @@ _SOURCE = itemgetter("name", "path", "subset", "split")
 """What two jobs that read the same source have in common."""
 
 
-def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, Path]:
-    """The published artifacts that the pipeline loads but does not make, by data set.
+def check_published(
+    pipeline: Pipeline, catalog: CatalogProtocol, blocks: Mapping[str, Any], command: str
+) -> dict[str, list[str]]:
+    """The published artifacts that a pipeline loads, but other parameters made, with the changes.
 
-    Raises ConfigError if a data set has no published version.
+    Raises ConfigError for these unless the parameter `inputs` accepts them, and if nothing is
+    published. `command` is the `kedro run` that makes what is missing and reuses the rest.
     """
     entries = {name: catalog.get(name) for name in sorted(pipeline.inputs())}
     ours = {name: one for name, one in entries.items() if isinstance(one, ArtifactDataset)}
@@ -48,7 +51,22 @@ def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, 
             f"no version of {', '.join(missing)} is published in {folders}. Fix: run the whole "
             "pipeline, `kedro run --pipeline=full`; it reuses all stages that are finished"
         )
-    return {name: entry.load() for name, entry in ours.items()}
+    inputs = {name: entry.load() for name, entry in ours.items()}
+    changes = changes_since(inputs, blocks, catalog.load("params:seed"))
+    if not changes or catalog.load("parameters").get("inputs") == "newest":
+        return changes
+    names_by_text: dict[str, list[str]] = {}
+    for name, found in changes.items():
+        names_by_text.setdefault("; ".join(found), []).append(name)
+    lines = [
+        f"  {', '.join(names)}: {shorten(text, width=200, placeholder=' ...')}\n"
+        for text, names in names_by_text.items()
+    ]
+    raise ConfigError(
+        f"the published inputs were made with other parameters (theirs -> yours):\n{''.join(lines)}"
+        f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to use these "
+        "inputs as they are"
+    )
 
 
 def changes_since(
@@ -61,7 +79,9 @@ def changes_since(
     split, specs = blocks["split"], stage_specs()
     texts = split.pretraining.records() if split.pretraining else []
     sources = {_SOURCE(vars(source)): source for source in (*texts, *split.records())}
-    samples = {one.sampler: one.sample for one in samplers(blocks) if isinstance(one, SampledConfig)}
+    samples = {
+        one.sampler: one.sample for one in samplers(blocks) if isinstance(one, SampledConfig)
+    }
     found, compared = {}, dict[str, list[str]]()
     for name, artifact in inputs.items():
         made, read = Manifest.read(artifact), set()
@@ -120,23 +140,3 @@ def _digests(block: Block) -> dict[str, str]:
             job = source_job(block, 0)
             paths, identities = job.inputs, job.identities
     return {name: content_digest(path) for name, path in paths.items()} | dict(identities)
-
-
-def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
-    """Raise ConfigError if published inputs come from other parameters, see `changes_since`.
-
-    `command` is the `kedro run` that makes what is missing and reuses the rest.
-    """
-    names_by_changes: dict[str, list[str]] = {}
-    for name, found in changes.items():
-        names_by_changes.setdefault("; ".join(found), []).append(name)
-    lines = [
-        f"  {', '.join(names)}: {shorten(text, width=200, placeholder=' ...')}\n"
-        for text, names in names_by_changes.items()
-    ]
-    if lines:
-        raise ConfigError(
-            "the published inputs were made with other parameters (theirs -> yours):\n"
-            f"{''.join(lines)}Fix: `{command}`, which reuses all that fits; or add "
-            "--params=inputs=newest to use these inputs as they are"
-        )
