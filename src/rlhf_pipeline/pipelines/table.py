@@ -14,7 +14,7 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.pipelines import evaluate, judge_model, ppo, preparation, sample, supervised
+from rlhf_pipeline.pipelines import evaluate, ppo, preparation, sample, supervised
 from rlhf_pipeline.stages.job import StageSpec, data_set_of, node_of
 
 
@@ -82,7 +82,8 @@ def stage_specs() -> dict[str, StageSpec]:
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = evaluate.TASKS, *map(evaluate.SPEC.for_candidate, candidates)
-    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, *judge_model.SPECS
+    judges = evaluate.JUDGE_SPLIT, evaluate.JUDGE
+    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, *judges
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 

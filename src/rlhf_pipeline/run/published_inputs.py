@@ -16,14 +16,13 @@ from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, validated
-from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.config.stages import samplers
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.pipelines.evaluate import judge_inputs
 from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
 from rlhf_pipeline.pipelines.preparation import base_model_identity, source_job
 from rlhf_pipeline.pipelines.table import stage_specs
@@ -133,7 +132,7 @@ def _digests(block: Block) -> dict[str, str]:
         case BaseModelConfig():
             identities = base_model_identity(block)
         case EvaluateConfig():
-            paths, identities = judge_inputs(block.judges)
+            paths, identities = reward_inputs(block.judges, JUDGE_PREFIX)
         case PPOConfig() | SampledConfig():
             paths, identities = reward_inputs(block.rewards)
         case SourceConfig():
