@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -58,29 +57,11 @@ def kedro(tmp_path_factory):
     return kedro
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder for PYTHONPATH with the entry points of pyproject.toml, as an installation has."""
-    folder = tmp_path_factory.mktemp("installed")
-    info = folder / "rlhf_pipeline-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: rlhf-pipeline\nVersion: 1\n")
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    lines = [
-        line
-        for group, entries in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {place}" for name, place in entries.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    return folder
-
-
 @pytest.mark.parametrize("command", ["run --env=tiny", "rlhf status --params 'ppo.lr=1 2'"])
-def test_a_command_outside_of_a_project_says_what_to_write(installed, tmp_path, command):
+def test_a_command_outside_of_a_project_says_what_to_write(tmp_path, command):
     done = subprocess.run(
         [sys.executable, "-m", "kedro", *shlex.split(command)],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{installed}:{PROJECT / 'src'}"},
         capture_output=True,
         text=True,
     )
@@ -124,12 +105,6 @@ def test_in_an_empty_workspace_every_stage_would_run_and_nothing_is_created(kedr
     assert imported & {"torch", "transformers", "deepspeed", "mlflow"} == set()
 
 
-def test_a_pipeline_without_published_inputs_would_fail(kedro):
-    printed = kedro("rlhf", "status", "--pipeline=ppo")
-    assert "fail" in printed
-    assert "no version of split, sft_model, reward_model is published" in printed
-
-
 def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "conf", project / "conf")
@@ -150,10 +125,6 @@ def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
     assert ended.returncode == 0, printed
     assert "source synthetic  run " in printed
     assert f"in {project}, where relative paths start\n" in printed
-    slow = printed.count("rewards.py:f: tried out")
-    assert (
-        printed.count("INFO") <= 1 + slow
-    )  # Kedro says where its logging is configured, and no more
     assert list((project / "docs").iterdir()) == []
 
 
@@ -185,14 +156,6 @@ def test_status_force_and_clean_on_stages_that_have_run(kedro):
     assert not old.exists()
     assert "Nothing to remove." in kedro("rlhf", "clean", "--yes")
     assert [row[1] for row in rows(kedro("rlhf", "status"))[:2]] == ["finished", "finished"]
-
-
-@pytest.mark.slow
-def test_a_pipe_gets_rows_in_one_line():
-    """Of 80 characters, `runs` would cut the interval of a win rate."""
-    script = "from rlhf_pipeline.commands.command import console; console().print('win rate ' * 20)"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    assert ended.stdout.count(b"\n") == 1
 
 
 def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path, empty_database):

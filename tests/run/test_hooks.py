@@ -1,9 +1,11 @@
-"""Hooks: checks before a run, tags, printed results and errors."""
+"""Hooks: checks before a run, its name, and printed results."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from kedro.framework.hooks.manager import _NullPluginManager
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
@@ -13,10 +15,20 @@ from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
+from rlhf_pipeline.cli import cli
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
+from rlhf_pipeline.errors import Interrupted, PipelineError, StageError
 from rlhf_pipeline.run.checks import check_values
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.hooks import CheckHook, RecordHook, RunHook
+from rlhf_pipeline.run.explain import explained_errors
+from rlhf_pipeline.run.hooks import (
+    NAME_LENGTH,
+    CheckHook,
+    RecordHook,
+    RunHook,
+    run_name,
+    whole_run,
+)
 from rlhf_pipeline.run.preflight import CONF, check_stores
 from rlhf_pipeline.run.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
@@ -149,10 +161,9 @@ def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
 @pytest.mark.parametrize(
     ("metrics", "lines"),
     [
-        ({"has_chat_template": 0.0},
-         ["base_model: found no chat template; turns are written as Human: and Assistant:"]),
-        ({"new_tokens": 3.0},
-         ["base_model: found 3 added tokens without an embedding; theirs are untrained"]),
+        ({"has_chat_template": 0.0, "new_tokens": 3.0},
+         ["base_model: found no chat template; turns are written as Human: and Assistant:",
+          "base_model: found 3 added tokens without an embedding; theirs are untrained"]),
         ({"has_chat_template": 1.0, "new_tokens": 0.0}, []),
         ({}, []),
     ],
@@ -162,3 +173,75 @@ def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
     found = {f"base_model/{name}": value for name, value in metrics.items()}
     StageSummary(Console(), ["base_model"], {}).stage_ended(run, "FINISHED", found)
     assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "raised"),
+    [
+        (StageError("the disk is full"), "FAILED", "the disk is full"),
+        (Interrupted("ended"), "KILLED", "ended"),
+        (OSError(30, "...", "/data"), "FAILED", "/data: Read-only file system. Fix: "),
+        (KeyError("x"), "FAILED", "unexpected KeyError: 'x'\nThe stack is in tracebacks/"),
+    ],
+)
+def test_the_error_of_a_run_is_explained_once_for_mlflow_and_the_terminal(
+    error, status, raised, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    hook, ends = RecordHook(CheckHook()), []
+    hook.tracker = SimpleNamespace(end=lambda *end: ends.append(end))
+    with pytest.raises(PipelineError) as caught, explained_errors(show_traceback=False):
+        try:
+            raise error
+        except Exception:
+            hook.on_pipeline_error(error=error)
+            raise  # as Kedro does
+    assert caught.value.message.startswith(raised)
+    assert ends == [(status, f"**{status.capitalize()}**\n\n```\n{caught.value.message}\n```")]
+    assert len([*tmp_path.rglob("*.txt")]) == ("unexpected" in raised)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "full"),
+        ({"pipeline_names": ["dpo"], "env": "local"}, "dpo"),
+        ({"pipeline_names": ["full"], "env": "hh-rlhf",
+          "runtime_params": {"seed": 5, "ppo": {"kl": {"coef": 0.2}}, "root": "/data"}},
+         "full hh-rlhf seed=5 ppo.kl.coef=0.2"),
+        ({"from_nodes": ["ppo"], "env": "tiny"}, "full from ppo tiny"),
+        ({"node_names": ["sft", "reward_model"]}, "sft+reward_model"),
+        ({"runtime_params": {"base_model": {"path": "a" * 200}}},
+         f"full base_model.path={'a' * 99}"),
+    ],
+)  # fmt: skip
+def test_the_name_says_what_the_run_is(options, name):
+    assert run_name(options) == name
+    assert len(name) <= NAME_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "command"),
+    [
+        (["ppo", "evaluate"], {}, "kedro run --pipeline=full"),
+        (["dpo", "evaluate_dpo"], {"env": "tiny"}, "kedro run --pipeline=dpo --env=tiny"),
+        (["evaluate"], {"runtime_params": {"seed": 5}},
+         "kedro run --pipeline=full --params=seed=5"),
+        (["sft"], {"runtime_params": {"ppo": {"ptx": None}, "base_model": {"path": "my model"}}},
+         "kedro run --pipeline=full --params='ppo.ptx=null,base_model.path=my model'"),
+    ],
+)  # fmt: skip
+def test_the_command_for_all_stages_keeps_environment_and_parameters(nodes, options, command):
+    pipeline = Pipeline([Node(lambda: 1, None, name, name=name) for name in nodes])
+    assert whole_run(options, pipeline) == command
+
+
+def test_name_and_command_contain_no_secret():
+    options = {"runtime_params": {"path": "https://me:canary@host/a?sig=canary"}}
+    assert "canary" not in run_name(options) + whole_run(options, Pipeline([]))
+
+
+def test_the_help_of_run_names_the_sign_that_params_need():
+    """Kedro's own help allows a colon, too, which Kedro refuses."""
+    shown = " ".join(CliRunner().invoke(cli, ["run", "--help"]).output.split())
+    assert "colon" not in shown and "Example: seed=5,ppo.steps=100" in shown
