@@ -1,11 +1,8 @@
 """The tests stay on the CPU on a machine with GPUs, unless one asks for them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-
-from conftest import Project
 
 TESTS = Path(__file__).parent
 EIGHT_GPUS = """
@@ -23,15 +20,3 @@ def test_tests_compute_on_the_cpu_of_a_machine_with_gpus(monkeypatch):
     command = [sys.executable, "-c", EIGHT_GPUS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split()[-2:] == ["False", "cpu"], done.stderr
-
-
-def test_commands_of_the_tests_train_on_the_cpu_of_a_machine_with_gpus(
-    nvidia_smi, monkeypatch, tmp_path
-):
-    nvidia_smi(8)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    output = Project(tmp_path).kedro("--json", command="rlhf doctor", check=True)
-    checks = json.loads(output[output.index("[\n") : output.rindex("]") + 1])
-    assert [each["found"] for each in checks if each["check"] == "gpu"] == [
-        "none; 2 ranks train on the CPU"
-    ]

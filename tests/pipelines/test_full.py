@@ -15,7 +15,6 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.pipelines.ppo import PPO
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verify
 from rlhf_pipeline.stages.job import Job, RunContext
@@ -98,11 +97,6 @@ def test_the_weights_of_a_finished_stage_are_on_the_disk_once(project):
     assert published == {*inodes.values()}
     for stage in ("sft", "reward_model", "ppo"):
         assert not (project.recipes(stage)[0] / "checkpoints").exists()
-
-
-def test_no_prompt_is_in_two_phases(project):
-    report = json.loads((project.newest("03_split/split") / "report.json").read_text())
-    assert report["overlap"] and not any(report["overlap"].values())
 
 
 def test_the_first_ppo_step_has_ratio_one_and_no_kl(project):
@@ -191,28 +185,6 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
     )
     for name in names:
         assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-6), name
-
-
-@pytest.mark.long
-def test_without_a_critic_one_rank_and_two_ranks_start_alike(project, tmp_path):
-    """RLOO with two responses to a prompt, two pooled batches and two epochs trains no critic."""
-    done = json.loads((project.recipes("ppo")[0] / "job.json").read_text())
-    inputs = {name: Path(path) for name, path in done["inputs"].items()}
-    several = dict.fromkeys(("responses_per_prompt", "rollout_batches", "ppo_epochs"), 2)
-    changes = {"advantage": "rloo", "critic": None} | several
-    config = PPOConfig.model_validate(done["config"]["ppo"] | changes)
-    job = Job(PPO, {"ppo": config}, inputs, done["seed"])
-    lines = {}
-    for ranks in (1, 2):
-        export = runner(tmp_path / str(ranks), ranks).run(job)
-        lines[ranks] = metrics_of(export.parent)
-    assert content_digest(export) != content_digest(inputs["sft_model"])
-    assert lines[2][0]["policy/approx_kl"] > 0.0  # the policy has moved before the second minibatch
-    assert lines[2][-1]["objective/kl_k3"] > 1e-6
-    assert not any("value" in name or "critic" in name for line in lines[2] for name in line)
-    losses = ("objective/score", "objective/kl", "policy/loss", "policy/entropy")
-    for name in (*losses, "rollout/response_tokens"):
-        assert lines[1][0][name] == pytest.approx(lines[2][0][name], rel=1e-5, abs=1e-6), name
 
 
 def test_from_ppo_on_only_ppo_trains_again(project):

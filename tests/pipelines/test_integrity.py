@@ -14,11 +14,11 @@ from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
 from rlhf_pipeline.pipeline_registry import register_pipelines
+from rlhf_pipeline.pipelines.table import RUN
 from rlhf_pipeline.run.hooks import run_context
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache.planning import Planner
-from rlhf_pipeline.stages.job import PROJECT as PROJECT_FOLDER
-from rlhf_pipeline.stages.job import STAGES, Stages
+from rlhf_pipeline.stages.job import Stages
 from rlhf_pipeline.stages.run import StageRunner
 
 pytestmark = pytest.mark.slow
@@ -115,7 +115,6 @@ def stages(project, tmp_path_factory):
     bootstrap_project(PROJECT)
     with KedroSession.create(PROJECT, env="tiny", runtime_params={"root": str(root)}) as session:
         catalog = session.load_context().catalog
-        catalog[PROJECT_FOLDER] = PROJECT
         nodes = {node.name: node for node in register_pipelines()["full"].nodes}
 
         def call(name: str, *, cached: bool, stages: Stages | None = None) -> None:
@@ -123,11 +122,8 @@ def stages(project, tmp_path_factory):
             context = run_context(catalog)
             if not cached:
                 context = replace(context, workspace=sources_only)
-            inputs = {
-                name: (stages or StageRunner(context)) if name == STAGES else catalog.load(name)
-                for name in nodes[name].inputs
-            }
-            nodes[name].func(*inputs.values())
+            RUN.update(stages=stages or StageRunner(context), project=PROJECT)
+            nodes[name].func(*map(catalog.load, nodes[name].inputs))
 
         call.catalog, call.root = catalog, root
         yield call

@@ -4,14 +4,10 @@ import json
 import math
 import shutil
 
-import pyarrow as pa
 import pytest
-from rank_fixtures import as_artifact, write_table
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.sample import IterativeDPOConfig
-from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.pipelines.sample import iterative_dpo
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -41,19 +37,8 @@ class Launches(StageListener):
 
 
 @pytest.fixture
-def run(make_model, tmp_path):
+def run(prompts_and_policy, tmp_path):
     """Runs two rounds on 32 prompts with a random policy, which learns to be short."""
-    policy, split = make_model("llama", seed=1), tmp_path / "split"
-    tokenizer = load_tokenizer(policy)
-    messages = [[{"role": "user", "content": f"what is {n}?"}] for n in range(32)]
-    ids = [
-        tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
-        for m in messages
-    ]
-    columns = {"id": [str(n) for n in range(32)], "prompt_ids": ids, "messages": messages}
-    table = pa.table(columns | {"source": ["files"] * 32, "reference": ["x"] * 32})
-    split.mkdir()
-    write_table(table, split / "ppo", TokenContract.read(policy))
     source = tmp_path / "my.py"
     source.write_text("def short(prompts, responses): return [-len(one) for one in responses]\n")
     config = {
@@ -69,13 +54,12 @@ def run(make_model, tmp_path):
         "evaluations": 1,
         "optimizer": {"learning_rate": 1e-2},
     }
-    as_artifact(policy)
 
     def run(workspace, kill=None, **changes):
         listener = Launches(kill)
         context = RunContext(tmp_path / workspace, LaunchConfig(processes=1), listener=listener)
         block = IterativeDPOConfig.model_validate(config | changes)
-        arguments = split, policy, None, None, block, 1
+        arguments = *prompts_and_policy, None, None, block, 1
         return iterative_dpo(*arguments, StageRunner(context)), listener.titles
 
     return run

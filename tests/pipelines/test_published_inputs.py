@@ -15,13 +15,6 @@ pytestmark = pytest.mark.slow
         ("--from-nodes=ppo", "seed=5", ["seed 1234 -> 5"]),
         ("--nodes=ppo", "sft.optimizer.learning_rate=0.01",
          ["  reward_model, sft_model: sft.optimizer.learning_rate 0.003 -> 0.01"]),
-        pytest.param("--pipeline=ppo", "split.test_fraction=0.2,seed=5",
-                     ["split.test_fraction 0.1 -> 0.2", "seed 1234 -> 5"],
-                     marks=pytest.mark.long),
-        pytest.param("--from-inputs=reward_model", "reward_model.epochs=2",
-                     ["  reward_model: reward_model.epochs 1.0 -> 2.0"], marks=pytest.mark.long),
-        pytest.param("--from-nodes=evaluate", "ppo.kl.coef=0.3",
-                     ["  ppo_model: ppo.kl.coef 0.", " -> 0.3"], marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_inputs_of_other_parameters_are_refused(project, options, params, changes):

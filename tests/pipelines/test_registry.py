@@ -68,17 +68,6 @@ def test_each_environment_has_every_data_set_and_valid_parameters(env, monkeypat
         check(catalog.load("parameters"), gpus=0)
 
 
-def test_an_environment_overrides_single_keys_of_a_block():
-    bootstrap_project(PROJECT)
-    with KedroSession.create(
-        PROJECT, env="tiny", runtime_params={"ppo": {"kl": {"coef": 0.5}}}
-    ) as session:
-        ppo = session.load_context().params["ppo"]
-    assert ppo.steps == 3  # tiny
-    assert (ppo.kl.coef, ppo.kl.maximum) == (0.5, 3.0)  # command line over base
-    assert ppo.actor.optimizer.learning_rate == 3e-4  # embedded
-
-
 @pytest.mark.parametrize("name", ["full", "dpo", "grpo"])
 def test_the_layers_of_the_drawing_follow_each_other(name):
     """kedro-viz shows no layers if a later one leads back to an earlier one."""

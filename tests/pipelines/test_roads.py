@@ -97,24 +97,6 @@ def test_grpo_needs_a_model_and_prompts_whose_answers_can_be_checked(road):
     assert "can serve each phase: ppo 100%" in status
 
 
-def test_dpo_trains_the_base_model_on_all_pairs_that_are_not_held_out(road):
-    rows = [
-        {"prompt": f"Say {n}.", "chosen": f"It is {n}, my friend.", "rejected": "no"}
-        for n in range(80)
-    ]
-    own = road(
-        "dpo",
-        rows,
-        dpo=SMALL,
-        reward_model=SMALL | {"gate": None},
-    )
-    report = json.loads((own.newest("03_split/split") / "report.json").read_text())
-    assert report["files"]["reward_model/train.arrow"]["rows"] == 56  # 80 less 8 and 16 held out
-    evaluation = evaluation_of(own, "dpo")
-    assert list(evaluation["policies"]) == ["base_model", "dpo"]
-    assert evaluation["judge"] == "score"
-
-
 def test_rejection_trains_the_base_model_on_the_best_of_its_answers(road, tmp_path):
     (tmp_path / "spaces.py").write_text(
         "def spaces(prompts, responses):\n    return [one.count(' ') for one in responses]\n"

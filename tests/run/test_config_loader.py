@@ -7,30 +7,30 @@ from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.run.config_loader import PACKAGED, LayeredConfigLoader, check_environment
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
+LAYERS = {
+    "base": "seed: 1\nbase_model: {path: null}\nsft: {epochs: 2, batch_size: 32}\n"
+    "register: {model: 'policy${suffix:}'}\n",
+    "embedded/model": "base_model: {vocab_size: 512, architecture: {model_type: llama}}\n"
+    "sft: {epochs: 9}\n",
+    "embedded/data": "split: {sources: [{name: synthetic}], test_fraction: 0.5}\n",
+    "tiny": "sft: {batch_size: 16}\nbase_model: {architecture: {hidden_size: 8}}\n",
+}
+
 
 @pytest.fixture
 def conf(tmp_path):
-    """Writes files of parameters by layer; returns the loader of an environment."""
-    layers = {
-        "base": "seed: 1\nbase_model: {path: null}\nsft: {epochs: 2, batch_size: 32}\n"
-        "register: {model: 'policy${suffix:}'}\n",
-        "embedded/model": "base_model: {vocab_size: 512, architecture: {model_type: llama}}\n"
-        "sft: {epochs: 9}\n",
-        "embedded/data": "split: {sources: [{name: synthetic}], test_fraction: 0.5}\n",
-        "tiny": "sft: {batch_size: 16}\nbase_model: {architecture: {hidden_size: 8}}\n",
-    }
-    for layer, text in layers.items():
-        (tmp_path / layer).mkdir(parents=True)
-        (tmp_path / layer / "parameters.yml").write_text(text)
-    (tmp_path / "base" / "globals.yml").write_text("root: data\n")
-    (tmp_path / "tiny" / "globals.yml").write_text("root: data/tiny\n")
+    """Writes files by layer; returns the loader of an environment."""
 
-    def load(env=None, local=None, local_root=None, **runtime):
-        (tmp_path / "local").mkdir(exist_ok=True)
-        if local is not None:
-            (tmp_path / "local" / "parameters.yml").write_text(local)
-        if local_root is not None:
-            (tmp_path / "local" / "globals.yml").write_text(f"root: {local_root}\n")
+    def write(layer, text, name="parameters"):
+        (tmp_path / layer).mkdir(parents=True, exist_ok=True)
+        (tmp_path / layer / f"{name}.yml").write_text(text)
+
+    def load(env=None, local="", local_root=None, **runtime):
+        for layer, text in (LAYERS | {"local": local}).items():
+            write(layer, text)
+        for layer, root in {"base": "data", "tiny": "data/tiny", "local": local_root}.items():
+            if root is not None:
+                write(layer, f"root: {root}\n", "globals")
         return LayeredConfigLoader(
             str(tmp_path), env=env, runtime_params=runtime, **CONFIG_LOADER_ARGS
         )
@@ -70,14 +70,8 @@ def test_a_file_that_is_not_read_is_refused(conf, tmp_path, file, hint):
 
 def test_files_for_other_programs_are_no_configuration(conf, tmp_path):
     loader = conf(env="tiny")
-    for file in (
-        "local/README.md",
-        "local/.old.yml",
-        "tiny/rewards.py",
-        "tiny/credentials.yml",
-        "tiny/tasks.d/sums.yaml",
-    ):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / "tiny" / "tasks.d").mkdir()
+    for file in ("local/.old.yml", "tiny/credentials.yml", "tiny/tasks.d/sums.yaml"):
         (tmp_path / file).write_text("")
     assert loader["parameters"]["seed"] == 1
 
@@ -111,14 +105,11 @@ def test_an_environment_in_the_current_folder_wins_over_that_of_the_package(tmp_
     check_environment(PACKAGED, "mine")
 
 
-@pytest.mark.parametrize("origin", ["local", "params"])
-def test_a_path_alone_replaces_the_embedded_model_and_its_learning_rates(conf, origin):
-    loader = (
-        conf(local="base_model: {path: gpt2}\n")
-        if origin == "local"
-        else conf(base_model={"path": "gpt2"})
-    )
-    parameters = loader["parameters"]
+@pytest.mark.parametrize(
+    "given", [{"local": "base_model: {path: gpt2}\n"}, {"base_model": {"path": "gpt2"}}]
+)
+def test_a_path_alone_replaces_the_embedded_model_and_its_learning_rates(conf, given):
+    parameters = conf(**given)["parameters"]
     assert parameters["base_model"] == {"path": "gpt2"}
     assert parameters["sft"] == {"epochs": 2, "batch_size": 32}
     assert parameters["split"]["sources"] == [{"name": "synthetic"}]
@@ -138,13 +129,18 @@ def test_conf_local_is_read_with_an_environment_too_and_wins(conf):
     assert parameters["base_model"] == {"path": "gpt2"}  # the architecture of tiny gives way
 
 
-def test_an_environment_has_a_registered_model_of_its_own(conf):
-    assert conf("tiny")["parameters"]["register"]["model"] == "policy-tiny"
-    assert conf("tiny", base_model={"path": "x"})["parameters"]["register"]["model"] == (
-        "policy-tiny"
-    )
-    chosen = conf("tiny", register={"model": "mine"})["parameters"]
-    assert chosen["register"]["model"] == "mine"
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [({}, "policy-tiny"), ({"base_model": {"path": "x"}}, "policy-tiny"),
+     ({"register": {"model": "mine"}}, "mine")],
+)  # fmt: skip
+def test_an_environment_has_a_registered_model_of_its_own(conf, given, name):
+    assert conf("tiny", **given)["parameters"]["register"]["model"] == name
+
+
+def test_an_architecture_above_a_path_is_left_for_the_checks_to_refuse(conf):
+    above = conf(local="base_model: {path: gpt2}\n", base_model={"vocab_size": 9})
+    assert above["parameters"]["base_model"] == {"path": "gpt2", "vocab_size": 9}
 
 
 def test_the_root_of_an_environment_wins_over_that_of_conf_local(conf, tmp_path):

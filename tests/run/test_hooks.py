@@ -1,8 +1,11 @@
-"""Hooks: checks before a run, tags, printed results and errors."""
+"""Hooks: checks before a run, its name, and printed results."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from kedro.framework.hooks.manager import _NullPluginManager
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
@@ -12,14 +15,24 @@ from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
 from rich.console import Console
 
+from rlhf_pipeline.cli import cli
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
+from rlhf_pipeline.errors import Interrupted, PipelineError, StageError
 from rlhf_pipeline.run.checks import CONF, check_stores, check_values
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.hooks import PreflightHook, StagesHook
+from rlhf_pipeline.run.explain import explained_errors
+from rlhf_pipeline.run.hooks import (
+    NAME_LENGTH,
+    CheckHook,
+    RecordHook,
+    RunHook,
+    run_name,
+    whole_run,
+)
 from rlhf_pipeline.run.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
-from rlhf_pipeline.stages.job import StageRun
+from rlhf_pipeline.stages.job import RunContext, StageRun
 
 
 def export(folder: Path, content: str) -> Path:
@@ -57,30 +70,35 @@ def test_a_run_says_at_its_start_that_a_version_is_later_than_now(tmp_path):
 
 def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(tmp_path, capsys):
     def catalog(save: str) -> DataCatalog:
-        version = Version(None, save)
+        kinds = {"ppo_model": ArtifactDataset, "registration": JSONDataset}
+        kinds["evaluation_page"] = PageDataset
         return DataCatalog(
             {
-                "ppo_model": ArtifactDataset(filepath=str(tmp_path / "ppo_model"), version=version),
-                "registration": JSONDataset(
-                    filepath=str(tmp_path / "registration.json"), version=version
-                ),
+                name: kind(filepath=str(tmp_path / name), version=Version(None, save))
+                for name, kind in kinds.items()
             }
         )
 
+    def made(name: str) -> dict[str, Any]:
+        weights, page = export(tmp_path / f"made {name}", name), f"<p>{name}"
+        given = registration(name)
+        return {"ppo_model": weights, "registration": given, "evaluation_page": page}
+
     mine, theirs = catalog("2026-01-01T00.00.00.000Z"), catalog("2026-01-02T00.00.00.000Z")
-    theirs.save("ppo_model", export(tmp_path / "theirs", "theirs"))
-    theirs.save("registration", registration("8"))
-    made = {"ppo_model": export(tmp_path / "mine", "mine"), "registration": registration("7")}
-    nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in made]
-    hook = StagesHook(Console())
-    for name, result in made.items():
+    for name, result in made("8").items():
+        theirs.save(name, result)
+    hook = RunHook(CheckHook(), RecordHook(CheckHook()), Console())
+    hook._stages, hook._outputs = RunContext(tmp_path), {}
+    for name, result in (results := made("7")).items():
         mine.save(name, result)
-        hook.after_node_run(inputs={}, outputs={name: result})
+        hook.after_node_run(outputs={name: result})
+    nodes = [Node(registration, inputs="number", outputs=name, name=name) for name in results]
     hook.after_pipeline_run(run_params={"env": "tiny"}, pipeline=Pipeline(nodes), catalog=mine)
     shown = capsys.readouterr().out
     assert "compare  kedro rlhf compare sft-baseline candidate --env=tiny\n" in shown
     assert "candidate = version 7" in shown
-    assert "2026-01-01T00.00.00.000Z/ppo_model" in shown
+    for name in ("ppo_model", "evaluation_page"):
+        assert f"2026-01-01T00.00.00.000Z/{name}" in shown
     assert "version 8" not in shown and "2026-01-02" not in shown
 
 
@@ -92,31 +110,19 @@ def test_a_baseline_that_no_stage_trained_is_not_called_sft(stage, said, capsys)
     assert f"candidate = version 2, sft-baseline = version 1{said}\n" in capsys.readouterr().out
 
 
-def test_a_run_prints_the_page_of_its_evaluation(tmp_path, capsys):
-    save = Version(None, "2026-01-01T00.00.00.000Z")
-    catalog = DataCatalog(
-        {"evaluation_page": PageDataset(filepath=str(tmp_path / "page.html"), version=save)}
-    )
-    catalog.save("evaluation_page", "<p>")
-    hook = StagesHook(Console())
-    hook.after_node_run(inputs={}, outputs={"evaluation_page": "<p>"})
-    node = Node(registration, inputs="number", outputs="evaluation_page", name="report")
-    hook.after_pipeline_run(run_params={}, pipeline=Pipeline([node]), catalog=catalog)
-    assert "page.html/2026-01-01T00.00.00.000Z/page.html" in capsys.readouterr().out
-
-
 def said_before(nodes, caplog, **changes):
     """What a run of these nodes says before it starts."""
     conf = str(Path(__file__).parents[2] / "conf")
     loader = LayeredConfigLoader(conf, env="base", **CONFIG_LOADER_ARGS)
     blocks = check_values(loader["parameters"] | changes)
-    entries = {f"params:{name}": block for name, block in blocks.items()} | {"workspace": "nowhere"}
+    entries = {f"params:{name}": block for name, block in blocks.items()}
+    entries |= {"workspace": "nowhere", "params:seed": 1, "parameters": {}}
     catalog = DataCatalog({name: MemoryDataset(value) for name, value in entries.items()})
     catalog[CONF] = MemoryDataset(loader, copy_mode="assign")
     catalog["store"] = StoreDataset(url=None)
     pipeline = Pipeline([Node(registration, "number", name, name=name) for name in nodes])
     with caplog.at_level("INFO"):
-        PreflightHook().before_pipeline_run(pipeline=pipeline, catalog=catalog)
+        CheckHook().before_pipeline_run(run_params={}, pipeline=pipeline, catalog=catalog)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -130,7 +136,6 @@ def test_without_hooks_every_parameter_of_a_node_is_in_the_catalog(tmp_path):
         names = {name for each in pipelines.values() for name in each.inputs()}
         found = {name: catalog.get(name) for name in names if name.startswith("params:")}
         assert [name for name, data in found.items() if data is None] == []
-        assert found["params:stages"].load() is found["params:project"].load() is None
 
 
 @pytest.mark.parametrize(("nodes", "lines"), [(["evaluate_dpo"], 1), (["dpo", "register"], 0)])
@@ -155,10 +160,9 @@ def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
 @pytest.mark.parametrize(
     ("metrics", "lines"),
     [
-        ({"has_chat_template": 0.0},
-         ["base_model: found no chat template; turns are written as Human: and Assistant:"]),
-        ({"new_tokens": 3.0},
-         ["base_model: found 3 added tokens without an embedding; theirs are untrained"]),
+        ({"has_chat_template": 0.0, "new_tokens": 3.0},
+         ["base_model: found no chat template; turns are written as Human: and Assistant:",
+          "base_model: found 3 added tokens without an embedding; theirs are untrained"]),
         ({"has_chat_template": 1.0, "new_tokens": 0.0}, []),
         ({}, []),
     ],
@@ -168,3 +172,75 @@ def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
     found = {f"base_model/{name}": value for name, value in metrics.items()}
     StageSummary(Console(), ["base_model"], {}).stage_ended(run, "FINISHED", found)
     assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "raised"),
+    [
+        (StageError("the disk is full"), "FAILED", "the disk is full"),
+        (Interrupted("ended"), "KILLED", "ended"),
+        (OSError(30, "...", "/data"), "FAILED", "/data: Read-only file system. Fix: "),
+        (KeyError("x"), "FAILED", "unexpected KeyError: 'x'\nThe stack is in tracebacks/"),
+    ],
+)
+def test_the_error_of_a_run_is_explained_once_for_mlflow_and_the_terminal(
+    error, status, raised, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    hook, ends = RecordHook(CheckHook()), []
+    hook.tracker = SimpleNamespace(end=lambda *end: ends.append(end))
+    with pytest.raises(PipelineError) as caught, explained_errors(show_traceback=False):
+        try:
+            raise error
+        except Exception:
+            hook.on_pipeline_error(error=error)
+            raise  # as Kedro does
+    assert caught.value.message.startswith(raised)
+    assert ends == [(status, f"**{status.capitalize()}**\n\n```\n{caught.value.message}\n```")]
+    assert len([*tmp_path.rglob("*.txt")]) == ("unexpected" in raised)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "full"),
+        ({"pipeline_names": ["dpo"], "env": "local"}, "dpo"),
+        ({"pipeline_names": ["full"], "env": "hh-rlhf",
+          "runtime_params": {"seed": 5, "ppo": {"kl": {"coef": 0.2}}, "root": "/data"}},
+         "full hh-rlhf seed=5 ppo.kl.coef=0.2"),
+        ({"from_nodes": ["ppo"], "env": "tiny"}, "full from ppo tiny"),
+        ({"node_names": ["sft", "reward_model"]}, "sft+reward_model"),
+        ({"runtime_params": {"base_model": {"path": "a" * 200}}},
+         f"full base_model.path={'a' * 99}"),
+    ],
+)  # fmt: skip
+def test_the_name_says_what_the_run_is(options, name):
+    assert run_name(options) == name
+    assert len(name) <= NAME_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "command"),
+    [
+        (["ppo", "evaluate"], {}, "kedro run --pipeline=full"),
+        (["dpo", "evaluate_dpo"], {"env": "tiny"}, "kedro run --pipeline=dpo --env=tiny"),
+        (["evaluate"], {"runtime_params": {"seed": 5}},
+         "kedro run --pipeline=full --params=seed=5"),
+        (["sft"], {"runtime_params": {"ppo": {"ptx": None}, "base_model": {"path": "my model"}}},
+         "kedro run --pipeline=full --params='ppo.ptx=null,base_model.path=my model'"),
+    ],
+)  # fmt: skip
+def test_the_command_for_all_stages_keeps_environment_and_parameters(nodes, options, command):
+    pipeline = Pipeline([Node(lambda: 1, None, name, name=name) for name in nodes])
+    assert whole_run(options, pipeline) == command
+
+
+def test_name_and_command_contain_no_secret():
+    options = {"runtime_params": {"path": "https://me:canary@host/a?sig=canary"}}
+    assert "canary" not in run_name(options) + whole_run(options, Pipeline([]))
+
+
+def test_the_help_of_run_names_the_sign_that_params_need():
+    """Kedro's own help allows a colon, too, which Kedro refuses."""
+    shown = " ".join(CliRunner().invoke(cli, ["run", "--help"]).output.split())
+    assert "colon" not in shown and "Example: seed=5,ppo.steps=100" in shown

@@ -22,7 +22,7 @@ from kedro.framework.startup import bootstrap_project
 from rlhf_pipeline.commands.doctor import examine, run
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.run.explain import explain
-from rlhf_pipeline.run.hooks import PreflightHook
+from rlhf_pipeline.run.hooks import CheckHook
 
 PROJECT = Path(__file__).parents[2]
 CSV = "prompt,better,worse\n" + "".join(f"hello {i},a good {i},a bad {i}\n" for i in range(40))
@@ -259,7 +259,7 @@ def refused(check, *given) -> str:
 def test_run_status_and_doctor_refuse_it_before_the_first_stage(mistake, folder, catalog):
     loaded = catalog(mistake)
     given = pipelines[mistake.pipeline], loaded
-    message = refused(PreflightHook().before_pipeline_run, *given)
+    message = refused(CheckHook().before_pipeline_run, {}, *given)
     is_short(message, mistake, folder)
     assert refused(planned_rows, *given) == message
     found = examine(partial(run, *given))

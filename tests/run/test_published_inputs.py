@@ -1,6 +1,5 @@
 """The lineage of published artifacts is compared with the parameters; no node is executed."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.fit import changed
 
 CONF = Path(__file__).parents[2] / "conf"
 REWARDS = "def f(prompts, responses): ..."
@@ -38,17 +38,7 @@ def blocks(tmp_path, monkeypatch):
     found["base_model"] = {"path": "model"}
     found["rejection"] = {"sample": {"rewards": ["rewards.py:f"]}}
 
-    def blocks(**places):
-        given = copy.deepcopy(found)
-        for place, value in places.items():
-            *path, last = place.split("__")
-            target = given
-            for name in path:
-                target = target[name]
-            target[last] = value
-        return check(given, gpus=0)
-
-    return blocks
+    return lambda **places: check(changed(found, places), gpus=0)
 
 
 @pytest.fixture
@@ -56,21 +46,21 @@ def published(blocks, tmp_path):
     """A policy by rejection sampling with its lineage, and an SFT model alone."""
     made = blocks()
     (source,) = made["split"].readings()
-    policy, own = made["rejection"], {*SFTConfig.model_fields}
-    recorded = as_json({"source": source} | made)
-    rows, file = source_origin(source).files, made["base_model"]
-    rows = {name: file_digest(path) for name, path in rows.items()}
+    policy, recorded = made["rejection"], as_json(made)
+    rows = {name: file_digest(path) for name, path in source_origin(source).files.items()}
+    part = policy.model_dump(mode="json", include={*SFTConfig.model_fields})
     records = {
-        "source": ({"source": recorded["source"]}, rows),
-        "base_model": ({"base_model": recorded["base_model"]}, base_model_identity(file)),
+        "source": (as_json({"source": source}), rows),
+        "base_model": (
+            {"base_model": recorded["base_model"]}, base_model_identity(made["base_model"])
+        ),
         "split": ({"split": recorded["split"]}, {}),
         "sft": ({"sft": recorded["sft"]}, {}),
         "judge_model": ({"reward_model": {"epochs": 99}}, {}),
         "tasks": ({"evaluate": {"prompts": 99}}, {}),
-        "sample": ({policy.sampler: as_json({"": policy.sample})[""], "table": {}}, {}),
+        "sample": (as_json({policy.sampler: policy.sample}) | {"table": {}}, {}),
         "rejection": (
-            {"rejection": policy.model_dump(mode="json", include=own), "table": {}},
-            {"rewards.0": file_digest(Path("rewards.py"))},
+            {"rejection": part, "table": {}}, {"rewards.0": file_digest(Path("rewards.py"))}
         ),
     }  # fmt: skip
     origins = {
@@ -78,20 +68,18 @@ def published(blocks, tmp_path):
         for stage, (config, inputs) in records.items()
     }
 
-    def write(stage, *ancestors):
+    def write(stage, *before):
         folder = tmp_path / "published" / stage
         folder.mkdir(parents=True)
-        own = origins[stage]
-        parts = {"versions": {}, "metrics": {}, "files": {}}
-        before = {name: origins[name] for name in ancestors}
-        Manifest(**own, fingerprint="", seed=5, **parts, ancestors=before).write(folder)
+        rest = {"versions": {}, "metrics": {}, "files": {}}
+        ancestors = {name: origins[name] for name in before}
+        Manifest(**origins[stage], fingerprint="", seed=5, **rest, ancestors=ancestors).write(
+            folder
+        )
         return folder
 
-    before = ("source", "base_model", "split")
-    return {
-        "sft_model": write("sft", *before),
-        "rejection_model": write("rejection", *before, "sft", "judge_model", "tasks", "sample"),
-    }
+    *before, last = origins
+    return {"sft_model": write("sft", *before[:3]), "rejection_model": write(last, *before)}
 
 
 def test_inputs_of_the_present_parameters_have_no_change(blocks, published):
@@ -101,11 +89,11 @@ def test_inputs_of_the_present_parameters_have_no_change(blocks, published):
 @pytest.mark.parametrize(
     ("places", "of_sft", "of_policy"),
     [
-        ({"sft__epochs": 3.0}, ["sft.epochs 2.0 -> 3.0"], ["sft.epochs 2.0 -> 3.0"]),
-        ({"rejection__epochs": 3.0}, None, ["rejection.epochs 1.0 -> 3.0"]),
-        ({"rejection__sample__prompts": 77}, None, ["rejection.sample.prompts null -> 77"]),
+        ({"sft.epochs": 3.0}, ["sft.epochs 2.0 -> 3.0"], ["sft.epochs 2.0 -> 3.0"]),
+        ({"rejection.epochs": 3.0}, None, ["rejection.epochs 1.0 -> 3.0"]),
+        ({"rejection.sample.prompts": 77}, None, ["rejection.sample.prompts null -> 77"]),
         ({"sft": None}, ["split.weights.0 2.0 -> 0.0"], ["split.weights.0 2.0 -> 0.0"]),
-        ({"reward_model__epochs": 3.0}, None, None),
+        ({"reward_model.epochs": 3.0}, None, None),
     ],
 )
 def test_a_change_is_found_in_the_lineage_of_each_input(
@@ -130,7 +118,7 @@ def test_the_seed_and_the_bytes_of_files_count(blocks, published):
     Path("rows", "a.jsonl").rename("other.jsonl")
     (moved,) = blocks()["split"].sources
     sources = [moved.model_copy(update={"path": "other.jsonl"}).model_dump(mode="json")]
-    found = changes_since(published, blocks(split__sources=sources), 5)
+    found = changes_since(published, blocks(**{"split.sources": sources}), 5)
     assert found.keys() == published.keys()
     assert found["sft_model"][-1] == "source files other.jsonl is new"
 

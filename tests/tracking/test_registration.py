@@ -409,8 +409,8 @@ def test_the_present_champion_answers_the_same_prompts(
     split, reward_model = tmp_path / "split", tmp_path / "reward_model"
     registration = register_node(
         split, sft.folder, ppo.folder, reward_model, SimpleNamespace(), None,
-        SimpleNamespace(sources=[]), evaluation, RegisterConfig(), EvaluateConfig(), 7, stages,
-        str(tmp_path), tmp_path,
+        SimpleNamespace(sources=[]), evaluation, str(tmp_path), RegisterConfig(),
+        EvaluateConfig(), 7, stages, tmp_path,
     )  # fmt: skip
     assert stages.job.spec.name == "evaluate_champion" and stages.job.seed == 7
     assert stages.job.inputs == {

@@ -16,6 +16,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.preparation import base_model
+from rlhf_pipeline.pipelines.table import kinds_of_results
 from rlhf_pipeline.run.faults import path_faults, refuse
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
@@ -102,7 +103,8 @@ class Ledger:
     @cached_property
     def evaluations(self) -> list[Path]:
         """The published evaluations, oldest first."""
-        found = [data for name, data in self.datasets.items() if name.endswith("evaluation")]
+        kinds = kinds_of_results()
+        found = [data for name, data in self.datasets.items() if kinds.get(name) == "evaluation"]
         versions = [path for data in found for path in data.versions()]
         return sorted(versions, key=lambda folder: folder.parent.name)
 

@@ -23,6 +23,7 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, prompt_policies
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.pipelines.table import blocks_of
 from rlhf_pipeline.run.checks import check as check_parameters
 from rlhf_pipeline.run.checks import check_values
 from rlhf_pipeline.run.config_loader import LayeredConfigLoader, check_environment
@@ -157,8 +158,8 @@ def make_plan(
     parameters = changed(parameters, numbers)
     split = SplitConfig.model_validate(parameters["split"])
     lengths = None if splits is None else measured(splits, split)
-    named = [stage for stage in BLOCKS if any(node.startswith(stage) for node in nodes)]
-    stages = [stage for stage in named if parameters[stage] is not None]
+    named = blocks_of(nodes)
+    stages = [stage for stage in BLOCKS if stage in named and parameters[stage] is not None]
     return Plan(
         model=name,
         shape=shape,

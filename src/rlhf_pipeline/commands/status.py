@@ -13,13 +13,12 @@ from rich.console import Console
 from rlhf_pipeline.commands.command import Command, pipeline_option, plain_table
 from rlhf_pipeline.config.stages import shares_text
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.pipelines.table import PASSES_ON, stage_specs
+from rlhf_pipeline.pipelines.table import PASSES_ON, RUN, kinds_of_results, stage_specs
 from rlhf_pipeline.run.checks import before_run
-from rlhf_pipeline.run.hooks import provide, run_context
+from rlhf_pipeline.run.hooks import run_context
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import RECIPE
-from rlhf_pipeline.stages.job import STAGES
 
 STYLES = {
     "finished": "green",
@@ -63,8 +62,7 @@ def planned_rows(pipeline: Pipeline, catalog: CatalogProtocol) -> list[Row]:
     Raises the errors that `kedro run` raises before the first launch.
     """
     before_run(pipeline, catalog)
-    planner = Planner(run_context(catalog))
-    provide(catalog, STAGES, planner)
+    planner = RUN["stages"] = Planner(run_context(catalog))
     rows: list[Row] = []
     results: dict[str, Path] = {}
     for node in pipeline.nodes:
@@ -81,7 +79,8 @@ def _visit(
     """Plan the stages of a node; return a row if its own stage cannot be planned."""
     (output,) = node.outputs
     if node.name not in stage_specs():
-        launches = "; may evaluate the champion first" if "params:stages" in node.inputs else ""
+        registers = kinds_of_results().get(output) == "registration"
+        launches = "; may evaluate the champion first" if registers else ""
         return Row(node.name, "run", details=f"every time{launches}")
     missing = [
         name for name in node.inputs if name not in results and _versions(catalog, name) == []

@@ -1,26 +1,33 @@
-"""Nodes after the training of a policy: evaluation, registration and page."""
+"""Nodes after the training of a policy: evaluation, registration and page.
 
-from collections.abc import Callable, Mapping, Sequence
+The second reward model, which judges, is a stage within the node of the evaluation.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import CHAMPION as NAME_OF_CHAMPION
 from rlhf_pipeline.config.evaluate import (
+    JUDGE_MODEL,
     JUDGE_PREFIX,
     SFT_ROWS,
     TASK_PREFIX,
     CandidateConfig,
     EvaluateConfig,
+    FoldConfig,
+    JudgeModelConfig,
     RegisterConfig,
     task_inputs,
 )
-from rlhf_pipeline.config.rewards import Judge, ModelReward, as_judges
+from rlhf_pipeline.config.rewards import as_judges
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.errors import ArtifactError, PipelineError
-from rlhf_pipeline.pipelines.judge_model import judge_models
 from rlhf_pipeline.pipelines.ppo import reward_inputs
-from rlhf_pipeline.runtime.hub import commit_of
+from rlhf_pipeline.pipelines.preparation import SPLIT, split
+from rlhf_pipeline.pipelines.supervised import REWARD_MODEL
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import TRAINING_LIBRARIES, Job, Stages, StageSpec
@@ -47,6 +54,13 @@ CHAMPION = StageSpec(name=NAME_OF_CHAMPION, program=SPEC.program)
 
 MODELS = StageSpec(name="evaluate_models", program=SPEC.program)
 """Models that `kedro rlhf evaluate` compares."""
+
+JUDGE = replace(REWARD_MODEL, name=JUDGE_MODEL, blocks={}, batch_sizes=())
+JUDGE_SPLIT = replace(SPLIT, name="judge_split", blocks={})
+FOLDS, EPOCHS = 5, 10.0
+"""Some hundred comparisons of a file are too few to hold some out: five models train on four fifths
+each and judge together, and their accuracy counts every comparison once. One pass would be few
+steps."""
 
 
 def evaluate(policy: StageSpec) -> Callable[..., Path]:
@@ -94,6 +108,41 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
     return node
 
 
+def judge_models(
+    rows: Path,
+    sft_model: Path,
+    config: JudgeModelConfig,
+    trained: RewardModelConfig,
+    data: SplitConfig,
+    seed: int,
+    stages: Stages,
+) -> dict[str, Path]:
+    """Train the SFT model with a scalar head on comparisons held back, or on those of a file.
+
+    Returns the models by the name of the input.
+    """
+    comparisons, epochs = rows / JUDGE_MODEL, config.epochs or trained.epochs
+    folds: list[dict[str, Block]] = [{}]
+    if config.path is not None:
+        own = {
+            "sources": (config.source,),
+            "weights": (0.0, 1.0, 0.0),
+            "held_back": 0.0,
+            "validation_fraction": 0.0,
+            "test_fraction": 0.0,
+            "pretraining": None,
+        }
+        careful = split(sft_model, data.model_copy(update=own), seed, stages, JUDGE_SPLIT)
+        comparisons, epochs = careful / "reward_model", config.epochs or EPOCHS
+        folds = [{"fold": FoldConfig(number=number, of=FOLDS)} for number in range(FOLDS)]
+    block: dict[str, Block] = {"reward_model": trained.model_copy(update={"epochs": epochs})}
+    inputs = {"comparisons": comparisons, "sft_model": sft_model}
+    return {
+        f"{JUDGE_MODEL}.{number}": stages.run(Job(JUDGE, block | fold, inputs, seed))
+        for number, fold in enumerate(folds)
+    }
+
+
 def evaluate_models(
     models: Mapping[str, Path],
     prompts: Mapping[str, Path],
@@ -119,26 +168,9 @@ def _run(
     seed: int,
     stages: Stages,
 ) -> Path:
-    judges, identities = judge_inputs(config.judges)
+    judges, identities = reward_inputs(config.judges, JUDGE_PREFIX)
     spec, blocks = spec.answering_by(config.generator), {"evaluate": config, "candidate": candidate}
     return stages.run(Job(spec, blocks, {**inputs, **judges}, seed, identities))
-
-
-def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Inputs of the judges, like `reward_inputs`; for a reward model on the hub, its commit.
-
-    Raises ArtifactError if the hub cannot be reached, or has no such model.
-    """
-    on_hub = {i: j for i, j in enumerate(judges) if isinstance(j, ModelReward) and j.on_hub}
-    local = [None if index in on_hub else judge for index, judge in enumerate(judges)]
-    paths, identities = reward_inputs(local, JUDGE_PREFIX)
-    for index, judge in on_hub.items():
-        place = f"{JUDGE_PREFIX}{index}"
-        try:
-            identities[place] = commit_of("model", judge.path, judge.revision)
-        except LookupError as error:
-            raise ArtifactError(f"evaluate.{place}: {error}") from error
-    return paths, identities
 
 
 def register(
@@ -150,11 +182,11 @@ def register(
     policy_config: Any,
     data: SplitConfig,
     evaluation: Path,
+    workspace: str,
     config: RegisterConfig,
     judging: EvaluateConfig,
     seed: int,
     stages: Stages,
-    workspace: str,
     project: Path,
 ) -> dict[str, Any]:
     """Register both policies in MLflow; promote the candidate if it passes the gate.
@@ -184,11 +216,4 @@ def report(
     reward_model: Path,
 ) -> str:
     """Make the page, after the registration: verdict, results, curves, every answer."""
-    try:
-        return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
-    except Exception as error:
-        raise PipelineError(
-            f"page of {evaluation}: found {type(error).__name__} ({error}), expected a page. "
-            "Models, evaluation and registration are complete. Fix: `kedro rlhf report` makes the "
-            "page again"
-        ) from error
+    return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import source_file
@@ -12,7 +13,9 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, CallableReward, ModelReward, ReferenceReward
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import NAME, common_contract
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.pipelines.preparation import BASE_MODEL, base_model_identity
+from rlhf_pipeline.runtime.hub import commit_of
 from rlhf_pipeline.runtime.manifest import artifact_of, folder_digest
 from rlhf_pipeline.stages.cache.fingerprint import library_version
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
@@ -47,12 +50,12 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         sft_model: Path,
         reward_model: Path,
         trained: RewardModelConfig | None,
-        config: PPOConfig | None,
+        config: Any,
         seed: int,
         stages: Stages,
     ) -> Path:
         """Train the SFT model on the scores of its rewards for the prompts of the phase `ppo`."""
-        assert config is not None, "checked before the run"
+        assert isinstance(config, PPOConfig), "checked before the run"
         rewards, reward_identities = reward_inputs(config.rewards)
         inputs = _shared_inputs(split, sft_model, config)
         if trained is not None:
@@ -62,7 +65,6 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         spec = policy.answering_by(block.generator)
         return stages.run(Job(spec, {spec.name: block}, inputs, seed, reward_identities))
 
-    node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
     return node
 
 
@@ -107,20 +109,27 @@ def _shared_inputs(split: Path, sft_model: Path, config: PPOConfig) -> dict[str,
 def reward_inputs(
     rewards: Sequence[Block | None], prefix: str = INPUT_PREFIX
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Inputs of reward functions and reward models, by input name: paths, and identities.
+    """Inputs of rewards or judges, by input name: paths, and identities.
 
     The paths are source files of functions and reward models that this pipeline made. The
-    identities are digests of reward models made elsewhere, and the version of math-verify.
+    identities are digests of reward models made elsewhere, the commit of a judge on the hub, and
+    the version of math-verify. Raises ArtifactError if the hub lacks a model, or is out of reach.
     """
     paths, identities = {}, {}
     for index, reward in enumerate(rewards):
         name = f"{prefix}{index}"
-        if isinstance(reward, CallableReward):
-            paths[name] = source_file(reward.callable)
-        elif isinstance(reward, ModelReward) and artifact_of(reward.folder) is not None:
-            paths[name] = reward.folder
-        elif isinstance(reward, ModelReward):
-            identities[name] = folder_digest(reward.folder)
-        elif isinstance(reward, ReferenceReward) and reward.reference == "math":
-            identities[name] = library_version("math-verify")
+        match reward:
+            case CallableReward():
+                paths[name] = source_file(reward.callable)
+            case ModelReward(on_hub=True):
+                try:
+                    identities[name] = commit_of("model", reward.path, reward.revision)
+                except LookupError as error:
+                    raise ArtifactError(f"evaluate.{name}: {error}") from error
+            case ModelReward() if artifact_of(reward.folder) is not None:
+                paths[name] = reward.folder
+            case ModelReward():
+                identities[name] = folder_digest(reward.folder)
+            case ReferenceReward(reference="math"):
+                identities[name] = library_version("math-verify")
     return paths, identities

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.rewards import uses_trained
 from rlhf_pipeline.config.sample import (
@@ -12,7 +14,6 @@ from rlhf_pipeline.config.sample import (
     TableConfig,
 )
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, SupervisedConfig
-from rlhf_pipeline.pipelines.evaluate import judge_inputs
 from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.pipelines.supervised import supervised
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
@@ -42,15 +43,16 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
         sft_model: Path,
         reward_model: Path,
         trained: RewardModelConfig | None,
-        config: SampledConfig | None,
+        config: Any,
         seed: int,
         stages: Stages,
     ) -> Path:
         """Train the SFT model on the best of its own answers to the prompts of the phase `ppo`."""
-        assert config is not None, "checked before the run"
+        assert isinstance(config, SampledConfig), "checked before the run"
         model, own = sft_model, config.model_dump(include={*block.model_fields})
         rewards, known = reward_inputs(config.rewards)
-        judges, identities = judge_inputs(config.sample.judging(config.sampler).judges)
+        judging = config.sample.judging(config.sampler)
+        judges, identities = reward_inputs(judging.judges, JUDGE_PREFIX)
         if uses_trained(config.rewards):
             judges["reward_model"] = reward_model
         spec = SAMPLE.answering_by(config.sample.generator)
@@ -66,7 +68,6 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
             model = stages.run(Job(policy, blocks, inputs, seed, known))
         return model
 
-    node.__annotations__["config"] = policy.blocks[policy.name] | None  # for Kedro
     return node
 
 

@@ -3,7 +3,8 @@
 A new algorithm is a module and a name at the door `POLICY`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import wraps
 from typing import Any, NamedTuple
 
 from kedro.pipeline import Node, Pipeline
@@ -13,8 +14,8 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.pipelines import evaluate, judge_model, ppo, preparation, sample, supervised
-from rlhf_pipeline.stages.job import PROJECT, STAGES, StageSpec, data_set_of, node_of
+from rlhf_pipeline.pipelines import evaluate, ppo, preparation, sample, supervised
+from rlhf_pipeline.stages.job import StageSpec, data_set_of, node_of
 
 
 class Algorithm(NamedTuple):
@@ -47,8 +48,12 @@ SHARED = ("base_model", "split", "sft", "reward_model")
 PASSES_ON = {"sft": "base_model", "reward_model": "sft_model"}
 """The data set that a node of `SHARED` whose block is null passes on, by the name of the node."""
 
-LAST = ("evaluate", "register", "report")
-"""Nodes after the training of a policy."""
+LAST = {"evaluate": "evaluation", "register": "registration", "report": "evaluation_page"}
+"""What each node after the training of a policy publishes."""
+
+RUN: dict[str, Any] = {}
+"""What the nodes of the present run get beside data sets, by parameter: `stages`, and `project`,
+the folder with the tracking database."""
 
 
 def policy_stages() -> dict[str, Algorithm]:
@@ -77,7 +82,8 @@ def stage_specs() -> dict[str, StageSpec]:
     candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = evaluate.TASKS, *map(evaluate.SPEC.for_candidate, candidates)
-    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, *judge_model.SPECS
+    judges = evaluate.JUDGE_SPLIT, evaluate.JUDGE
+    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, *judges
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 
@@ -87,6 +93,16 @@ def parameter_blocks() -> dict[str, type[Block]]:
     for spec in stage_specs().values():
         blocks |= spec.blocks
     return blocks | {"register": RegisterConfig}
+
+
+def blocks_of(nodes: Collection[str]) -> set[str]:
+    """The parameter blocks of the stages that nodes run: `evaluate`, if one evaluates a policy."""
+    return {block for spec in stage_specs().values() if spec.name in nodes for block in spec.blocks}
+
+
+def kinds_of_results() -> dict[str, str]:
+    """What the data sets that `LAST` publishes contain: evaluation, registration, or page."""
+    return {data_set_of(kind, name): kind for name in policy_stages() for kind in LAST.values()}
 
 
 def pipeline_of(policy: str) -> str:
@@ -118,29 +134,38 @@ def register_pipelines() -> dict[str, Pipeline]:
 
 
 def _nodes() -> dict[str, Node]:
-    stage = f"params:seed {STAGES}"
+    stage = "params:seed stages"
     rows: list[tuple[Callable[..., Any], str, str]] = [  # function, what it reads and writes
         (preparation.base_model, f"params:base_model params:split {stage}", "base_model"),
         (preparation.split, f"base_model params:split {stage}", "split"),
         (supervised.sft, f"split base_model params:sft {stage}", "sft_model"),
         (supervised.reward_model, f"{ON_ROWS} params:reward_model {stage}", "reward_model"),
     ]
-    named = [(*row, name) for row, name in zip(rows, SHARED, strict=True)]
+    nodes = {name: _node(name, *row) for name, row in zip(SHARED, rows, strict=True)}
     for name, policy in policy_stages().items():
         models = f"sft_model {name}_model reward_model"
-        evaluation, registration, page = (
-            data_set_of(each, name) for each in ("evaluation", "registration", "evaluation_page")
-        )
-        blocks = f"params:register params:evaluate {stage} workspace {PROJECT}"
+        evaluation, registration, page = (data_set_of(kind, name) for kind in LAST.values())
+        blocks = f"params:register params:evaluate {stage} project"
         trained = f"split {models} params:reward_model params:{name} params:split"
         after: list[tuple[Callable[..., Any], str, str]] = [
             (evaluate.evaluate(policy.spec), f"{trained} params:evaluate {stage}", evaluation),
-            (evaluate.register, f"{trained} {evaluation} {blocks}", registration),
+            (evaluate.register, f"{trained} {evaluation} workspace {blocks}", registration),
             (evaluate.report, f"{evaluation} {registration} {models}", page),
         ]
-        named += [(policy.train, f"{policy.reads} params:{name} {stage}", f"{name}_model", name)]
-        named += [(*row, node_of(last, name)) for row, last in zip(after, LAST, strict=True)]
-    return {
-        name: Node(function, reads.split(), writes, name=name)
-        for function, reads, writes, name in named
-    }
+        reads = f"{policy.reads} params:{name} {stage}"
+        nodes[name] = _node(name, policy.train, reads, f"{name}_model")
+        for last, row in zip(LAST, after, strict=True):
+            nodes[node_of(last, name)] = _node(node_of(last, name), *row)
+    return nodes
+
+
+def _node(name: str, function: Callable[..., Any], reads: str, writes: str) -> Node:
+    """A node that reads data sets, and at the end what the present run has in `RUN`."""
+    names = reads.split()
+    own = [each for each in names if each in ("stages", "project")]
+
+    @wraps(function)
+    def in_run(*inputs: Any) -> Any:
+        return function(*inputs, *(RUN[each] for each in own))
+
+    return Node(in_run, [each for each in names if each not in own], writes, name=name)

@@ -33,7 +33,7 @@ from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
-from rlhf_pipeline.pipelines.table import parameter_blocks, policy_stages, stage_specs
+from rlhf_pipeline.pipelines.table import blocks_of, parameter_blocks, policy_stages, stage_specs
 from rlhf_pipeline.run.dry_run import CAREFUL, FEWEST, dry_run
 from rlhf_pipeline.run.faults import (
     Origin,
@@ -281,7 +281,7 @@ def _row_faults(
         f"{JUDGE_MODEL}/train.arrow": (FEWEST, f"raise {CAREFUL}.held_back"),
     }
     for path, (least, fix) in fewest.items():
-        if any(one.startswith("evaluate") for one in nodes) and rows.get(path, least) < least:
+        if "evaluate" in blocks_of(nodes) and rows.get(path, least) < least:
             yield (
                 f"found {rows[path]} rows in {path}, expected at least {least}. Fix: {fix}, or "
                 "add data"

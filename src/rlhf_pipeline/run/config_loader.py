@@ -69,13 +69,8 @@ class LayeredConfigLoader(OmegaConfigLoader):
         return str(super()._get_conf_env_path(env) if own is None else own)
 
     def _is_hidden(self, path_str: str) -> bool:
-        """Whether Kedro skips a file. Hidden folders above the user's own layers do not count."""
-        path = Path(path_str)
-        for layer in (LOCAL, self._environment):
-            own = own_layer(self.conf_source, layer)
-            if own is not None and path.is_relative_to(own):
-                return any(part.startswith(".") for part in path.relative_to(own).parts)
-        return bool(super()._is_hidden(path_str))
+        """Whether Kedro skips a file. The folders above the configuration may be hidden."""
+        return any(part.startswith(".") for part in Path(path_str).parts[-2:])
 
     def _read_dir_configs(self, conf_path: str, *args: Any) -> dict[Path, DictConfig]:
         """The files of a folder; only base and the environment must exist."""
@@ -118,27 +113,25 @@ class LayeredConfigLoader(OmegaConfigLoader):
 
     def _parameters(self) -> dict[str, Any]:
         self._refuse_unread()
-        layers = {
-            name: self._files(name, "parameters") for name in ("base", self._environment, LOCAL)
-        }
-        layers[RUNTIME] = {RUNTIME: OmegaConf.create(dict(self.runtime_params))}
-        set_by_user = [config for files in layers.values() for config in files.values()]
-        embedded = {
-            layer: self._files(layer, "parameters")
+        names = dict.fromkeys(("base", self._environment, LOCAL))
+        base, *others = (self._files(name, "parameters") for name in names)
+        others.append({RUNTIME: OmegaConf.create(dict(self.runtime_params))})
+        set_by_user = [config for files in (base, *others) for config in files.values()]
+        embedded = [
+            self._files(layer, "parameters")
             for place, layer in EMBEDDED.items()
             if all(OmegaConf.select(config, place) is None for config in set_by_user)
-        }
-        ordered = {"base": layers.pop("base"), **embedded, **layers}
-        files = {name: config for layer in ordered.values() for name, config in layer.items()}
-        for index, config in enumerate(configs := list(files.values())):
-            has_path = OmegaConf.select(config, "base_model.path") is not None
-            for earlier in configs[:index] if has_path else ():
-                for name in ("architecture", "vocab_size") if "base_model" in earlier else ():
-                    earlier.base_model.pop(name, None)  # a model that is built gives way
+        ]
+        files = {name: each for layer in (base, *embedded, *others) for name, each in layer.items()}
+        has_path = False
+        for config in reversed(files.values()):
+            if has_path and "base_model" in config:  # a model that is built gives way
+                for name in ("architecture", "vocab_size"):
+                    config.base_model.pop(name, None)
+            has_path |= OmegaConf.select(config, "base_model.path") is not None
+        suffix = "" if has_path else "-embedded"
         if self._environment not in (self.base_env, LOCAL):
             suffix = f"-{self._environment}"
-        else:
-            suffix = "-embedded" if EMBEDDED["base_model.path"] in embedded else ""
         OmegaConf.register_new_resolver("suffix", lambda: suffix, replace=True)
         for name, config in files.items():
             places = leaves(cast(dict[str, Any], OmegaConf.to_container(config)))

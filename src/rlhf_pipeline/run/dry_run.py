@@ -27,6 +27,7 @@ from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
+from rlhf_pipeline.pipelines.table import blocks_of
 from rlhf_pipeline.run.faults import refuse
 from rlhf_pipeline.runtime import sandbox
 from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
@@ -54,7 +55,7 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
     Raises DataError for files, and ConfigError with one line for each other fault.
     """
     split, evaluate, policies = blocks["split"], blocks["evaluate"], prompt_policies(blocks)
-    is_judged = any(node.startswith("evaluate") for node in nodes)
+    is_judged = "evaluate" in blocks_of(nodes)
     sources = split.sources if "split" in nodes else ()
     texts = split.pretraining.readings() if sources and split.pretraining else []
     rows = [

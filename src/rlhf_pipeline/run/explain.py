@@ -23,10 +23,6 @@ from rlhf_pipeline.errors import (
 )
 
 
-class UnexpectedError(PipelineError):
-    """An error that the user did not cause."""
-
-
 @contextmanager
 def explained_errors(*, show_traceback: bool) -> Iterator[None]:
     """Turn any error inside the block into one message for the user, which click prints.
@@ -46,17 +42,14 @@ def explained_errors(*, show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback:
             raise
-        explained = explain(error)
-        if isinstance(explained, UnexpectedError):
-            place = _save_stack(error)
-            explained = UnexpectedError(
-                f"{explained.message}\nThe stack is {place}. Fix: please report it with that stack"
-            )
-        raise explained from error
+        raise explain(error) from error
 
 
 def explain(error: Exception) -> click.ClickException:
-    """The error in words: an explained error in its chain of causes, or the cause that is known."""
+    """The error in words: an explained error in its chain of causes, or the cause that is known.
+
+    The stack of another error is saved in a file.
+    """
     for cause in causes(error):
         if isinstance(cause, click.ClickException):
             return cause
@@ -65,7 +58,10 @@ def explain(error: Exception) -> click.ClickException:
         if message is not None:
             return PipelineError(message)
     first_line = str(error).strip().partition("\n")[0]
-    return UnexpectedError(f"unexpected {type(error).__name__}: {first_line}")
+    return PipelineError(
+        f"unexpected {type(error).__name__}: {first_line}\nThe stack is {_save_stack(error)}. Fix: "
+        "please report it with that stack"
+    )
 
 
 def _message(error: BaseException) -> str | None:

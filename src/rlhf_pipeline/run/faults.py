@@ -29,7 +29,7 @@ from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, PROMPT_POLICIES, trainers_of_phase
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError, install
-from rlhf_pipeline.pipelines.table import pipeline_of, policy_stages, stage_specs
+from rlhf_pipeline.pipelines.table import blocks_of, pipeline_of, policy_stages, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.sizing.fit import find_fit, size_text
 from rlhf_pipeline.sizing.hardware import Hardware
@@ -261,7 +261,7 @@ def _raised(place: str, check: Callable[[Any], Any], value: Any) -> Iterator[str
 def batch_faults(blocks: Mapping[str, Any], nodes: Collection[str], ranks: int) -> Iterator[str]:
     """Global batches of these nodes that the ranks cannot share evenly."""
     values = dict(leaves(as_json(blocks)))
-    if any(node.startswith("evaluate") for node in nodes) and blocks["evaluate"].judge_model:
+    if "evaluate" in blocks_of(nodes) and blocks["evaluate"].judge_model:
         nodes = {*nodes, "reward_model"}  # the evaluation trains a second one
     specs = [spec for name, spec in stage_specs().items() if name in nodes]
     for place in [place for spec in specs for place in spec.batch_sizes]:
@@ -330,7 +330,8 @@ def memory_faults(
     if shape is None or limit is None:
         return faults, warnings
     kind = "GPU" if hardware.on_gpu else "share of main memory"
-    for stage in [name for name in BLOCKS if any(node.startswith(name) for node in nodes)]:
+    named = blocks_of(nodes)
+    for stage in [name for name in BLOCKS if name in named]:
         if parameters[stage] is None:
             continue
         try:

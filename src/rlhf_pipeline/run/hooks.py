@@ -1,11 +1,14 @@
-"""Kedro hooks, in their order: check the run, run and track its stages, print its results."""
+"""Kedro hooks in three classes: check a run, run its stages, record it in MLflow.
+
+Every `kedro` command imports this module, so what only a run needs is imported when it begins.
+"""
 
 import logging
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
@@ -16,31 +19,20 @@ from rich.console import Console
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
-from rlhf_pipeline.pipelines.table import parameter_blocks, pipeline_of, policy_stages, stage_specs
-from rlhf_pipeline.run.checks import CONF, before_node, before_run, check, check_root, sized
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader, check_environment
-from rlhf_pipeline.run.explain import explain
-from rlhf_pipeline.run.published_inputs import changes_since, published_inputs, refuse_mixture
-from rlhf_pipeline.run.results import StageSummary, print_results
-from rlhf_pipeline.runtime.manifest import Manifest
-from rlhf_pipeline.stages.job import (
-    PROJECT,
-    STAGES,
-    RunContext,
-    StageListener,
-    Status,
-    forced_stages,
+from rlhf_pipeline.pipelines.table import (
+    RUN,
+    blocks_of,
+    kinds_of_results,
+    parameter_blocks,
+    pipeline_of,
+    policy_stages,
+    stage_specs,
 )
-from rlhf_pipeline.stages.launch.resources import gpu_count
-from rlhf_pipeline.stages.progress import ProgressDisplay
-from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.stored import StoredStages
-from rlhf_pipeline.tracking.child_run import mixture_tag
-from rlhf_pipeline.tracking.mirror import MlflowTracker
-from rlhf_pipeline.tracking.store import tracking_uri
-from rlhf_pipeline.verdict.comparison import read_evaluation
-from rlhf_pipeline.verdict.statistics import smallest_visible_win_rate
-from rlhf_pipeline.verdict.words import summary
+from rlhf_pipeline.run.config_loader import check_environment
+from rlhf_pipeline.stages.job import RunContext, StageListener, Status, forced_stages
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.tracking.mirror import MlflowTracker
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +42,8 @@ NAME_LENGTH = 120
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
+    from rlhf_pipeline.stages.stored import StoredStages
+
     workspace, store = Path(catalog.load("workspace")), catalog.load("store")
     stored = None if store is None else StoredStages(store, workspace)
     return RunContext(
@@ -61,15 +55,6 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
         listener=StageListener(*listeners, *([] if stored is None else [stored])),
         stored=stored,
     )
-
-
-def provide(catalog: CatalogProtocol, name: str, value: Any) -> None:
-    """Put a value into an entry, such as `STAGES`, which Kedro would replace with a warning."""
-    entry = catalog.get(name)
-    if entry is None:
-        catalog[name] = MemoryDataset(value, copy_mode="assign")
-    else:
-        entry.save(value)
 
 
 def whole_run(run_params: Mapping[str, Any], pipeline: Pipeline) -> str:
@@ -113,18 +98,23 @@ def _params(run_params: Mapping[str, Any]) -> list[str]:
     ]
 
 
-class PreflightHook:
+class CheckHook:
     """Ends a run as early as possible: before the catalog exists if parameters are wrong, before
     the first node if the chosen nodes lack something, before a node if its inputs are wrong."""
 
-    def __init__(self) -> None:
-        self._nodes: set[str] = set()
-        self._conf: LayeredConfigLoader | None = None
+    context: KedroContext
+    nodes: set[str]
+    blocks: dict[str, Any]
+    mixture: dict[str, list[str]]
+    """The published inputs of the run that other parameters made, with the changes."""
 
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Check environment and parameters; nodes and commands get the blocks validated here."""
-        loader = self._conf = context.config_loader
+        from rlhf_pipeline.run.checks import check, check_root, sized
+        from rlhf_pipeline.stages.launch.resources import gpu_count
+
+        self.context, loader = context, context.config_loader
         check_environment(Path(loader.conf_source), context.env)
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
         parameters = loader["parameters"]
@@ -134,124 +124,148 @@ class PreflightHook:
     @hook_impl
     def after_catalog_created(self, catalog: CatalogProtocol) -> None:
         """Let checks name the file that set a parameter."""
-        provide(catalog, CONF, self._conf)
+        from rlhf_pipeline.run.checks import CONF
+
+        catalog[CONF] = MemoryDataset(self.context.config_loader, copy_mode="assign")
 
     @hook_impl(tryfirst=True)
-    def before_pipeline_run(self, pipeline: Pipeline, catalog: CatalogProtocol) -> None:
-        """Check what the chosen nodes need, and say what the user should know."""
-        before_run(pipeline, catalog)
-        nodes = self._nodes = {node.name for node in pipeline.nodes}
-        if any(name.startswith("evaluate") for name in nodes):
-            prompts = catalog.load("params:evaluate").prompts
-            percent = 100 * smallest_visible_win_rate(prompts)
-            text = "at most %d prompts (evaluate.prompts), which show win rates from %.1f%% up"
-            logger.info(f"evaluate: {text}", prompts, percent)
-
-    @hook_impl(tryfirst=True)
-    def before_node_run(self, node: Node, catalog: CatalogProtocol, inputs: dict[str, Any]) -> None:
-        """Check what the node reads."""
-        blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
-        before_node(node.name, inputs, self._nodes, blocks)
-
-
-class StagesHook:
-    """Gives the nodes a `StageRunner`; shows stages and results, and tracks them in MLflow.
-
-    A `kedro run` is one MLflow run, and each stage that is launched is a child of it.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._project = Path()
-        self._tracker: MlflowTracker | None = None
-        self._stored: StoredStages | None = None
-        self._chosen: dict[str, Any] = {}
-        self._summary = ""
-        self._outputs: dict[str, Any] = {}
-
-    @hook_impl
-    def after_context_created(self, context: KedroContext) -> None:
-        """Remember the project, which contains the tracking database, and the user's parameters."""
-        self._project = Path(context.project_path)
-        self._chosen = context.config_loader.chosen()
-
-    @hook_impl
     def before_pipeline_run(
         self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
-        """Check the published inputs, start the parent run, and make the stage runner."""
-        tracker = MlflowTracker(tracking_uri(self._project), self._project)
-        nodes = {node.name for node in pipeline.nodes}
-        blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
-        summary = StageSummary(self._console, nodes, blocks)
-        listeners = ProgressDisplay(self._console), summary, tracker
-        context = run_context(catalog, *listeners)
-        chosen = {name: str(value) for name, value in self._chosen.items()}
-        inputs, seed = published_inputs(pipeline, catalog), catalog.load("params:seed")
-        changes = changes_since(inputs, blocks, seed)
-        if catalog.load("parameters").get("inputs") != "newest":
-            refuse_mixture(changes, whole_run(run_params, pipeline))
-        self._stored = context.stored
-        context = replace(context, mixture=changes)
-        provide(catalog, STAGES, StageRunner(context))
-        provide(catalog, PROJECT, self._project)
-        self._tracker = tracker
-        tags = {"kedro.version": str(run_params["run_id"]), **mixture_tag(changes)}
-        tracker.describe(run_name(run_params), tags, chosen)
+        """Check what the chosen nodes need and read, and say what the user should know."""
+        from rlhf_pipeline.run.checks import before_run
+        from rlhf_pipeline.run.published_inputs import check_published
+        from rlhf_pipeline.verdict.statistics import smallest_visible_win_rate
+
+        before_run(pipeline, catalog)
+        self.nodes = {node.name for node in pipeline.nodes}
+        self.blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
+        if "evaluate" in blocks_of(self.nodes):
+            prompts = self.blocks["evaluate"].prompts
+            percent = 100 * smallest_visible_win_rate(prompts)
+            text = "at most %d prompts (evaluate.prompts), which show win rates from %.1f%% up"
+            logger.info(f"evaluate: {text}", prompts, percent)
+        command = whole_run(run_params, pipeline)
+        self.mixture = check_published(pipeline, catalog, self.blocks, command)
+
+    @hook_impl(tryfirst=True)
+    def before_node_run(self, node: Node, inputs: dict[str, Any]) -> None:
+        """Check what the node reads."""
+        from rlhf_pipeline.run.checks import before_node
+
+        before_node(node.name, inputs, self.nodes, self.blocks)
+
+
+class RecordHook:
+    """Records a `kedro run` as one MLflow run; each stage that is launched is a child of it."""
+
+    tracker: "MlflowTracker"
+    _verdict: str
+
+    def __init__(self, check: CheckHook) -> None:
+        self._check = check
+
+    @hook_impl
+    def before_pipeline_run(self, run_params: dict[str, Any]) -> None:
+        """Describe the MLflow run, which the first stage opens."""
+        from rlhf_pipeline.tracking.child_run import mixture_tag
+        from rlhf_pipeline.tracking.mirror import MlflowTracker
+        from rlhf_pipeline.tracking.store import tracking_uri
+
+        context, self._verdict = self._check.context, ""
+        self.tracker = MlflowTracker(tracking_uri(context.project_path), context.project_path)
+        tags = {"kedro.version": str(run_params["run_id"]), **mixture_tag(self._check.mixture)}
+        chosen = {name: str(value) for name, value in context.config_loader.chosen().items()}
+        self.tracker.describe(run_name(run_params), tags, chosen)
 
     @hook_impl
     def before_node_run(self) -> None:
         """Send to MLflow what an outage held back: the registration needs it."""
-        if self._tracker is not None:
-            self._tracker.catch_up()
+        self.tracker.catch_up()
 
     @hook_impl
     def after_node_run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        """Remember outputs and verdict, and log the page; a run that registers only opens its run
-        here. Another run may publish newer versions before this one ends."""
-        self._outputs |= outputs
-        if self._tracker is None:
-            return
-        self._tracker.reconcile()
+        """Log the verdict and the page; a run that only registers opens its MLflow run here."""
+        from rlhf_pipeline.runtime.manifest import Manifest
+        from rlhf_pipeline.verdict.comparison import read_evaluation
+        from rlhf_pipeline.verdict.words import summary
+
+        self.tracker.reconcile()
+        kinds = kinds_of_results()
         for name, output in outputs.items():
-            if name.endswith("evaluation"):
+            if kinds.get(name) == "evaluation":
                 evaluation = read_evaluation(output)
-                self._summary = summary(evaluation)
-                self._tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
-            if name.endswith("evaluation_page"):
-                fingerprint = Manifest.read(inputs[name.removesuffix("_page")]).fingerprint
-                self._tracker.log_page(fingerprint, output)
+                self._verdict = summary(evaluation)
+                self.tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
+            if kinds.get(name) == "evaluation_page":
+                (folder,) = [inputs[one] for one in inputs if kinds.get(one) == "evaluation"]
+                self.tracker.log_page(Manifest.read(folder).fingerprint, output)
+
+    @hook_impl
+    def after_pipeline_run(self) -> None:
+        """Close the MLflow run with the verdict."""
+        self.tracker.end("FINISHED", self._verdict)
+
+    @hook_impl(trylast=True)
+    def on_pipeline_error(self, error: Exception) -> None:
+        """Explain the error, and close the MLflow run with its real status and the reason."""
+        from rlhf_pipeline.run.explain import explain
+
+        explained = explain(error)
+        status: Status = "KILLED" if isinstance(explained, Interrupted) else "FAILED"
+        reason = without_secrets(explained.format_message())
+        self.tracker.end(status, f"**{status.capitalize()}**\n\n```\n{reason}\n```")
+        if explained is not error:
+            raise explained from error
+
+
+class RunHook:
+    """Gives the nodes their stages, shows these, and prints the results."""
+
+    _stages: RunContext
+    _outputs: dict[str, Any]
+
+    def __init__(self, check: CheckHook, record: RecordHook, console: Console) -> None:
+        self._check, self._record, self._console = check, record, console
+
+    @hook_impl
+    def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
+        """Make the stage runner, which the display, the summary and MLflow follow."""
+        from rlhf_pipeline.run.results import StageSummary
+        from rlhf_pipeline.stages.progress import ProgressDisplay
+        from rlhf_pipeline.stages.run import StageRunner
+
+        check, display = self._check, ProgressDisplay(self._console)
+        summary = StageSummary(self._console, check.nodes, check.blocks)
+        context = run_context(catalog, display, summary, self._record.tracker)
+        self._stages, self._outputs = replace(context, mixture=check.mixture), {}
+        RUN.update(stages=StageRunner(self._stages), project=check.context.project_path)
+
+    @hook_impl
+    def after_node_run(self, outputs: dict[str, Any]) -> None:
+        """Remember the outputs: another run may publish newer versions before this one ends."""
+        self._outputs |= outputs
 
     @hook_impl
     def after_pipeline_run(
         self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
-        """Print the results of this run and their paths, and close the parent run."""
-        results = {
-            name: catalog.load(name)
-            if isinstance(self._outputs[name], Path | str)
-            else self._outputs[name]
-            for name in sorted(pipeline.all_outputs())
-        }
+        """Print the results of this run and their paths, and wait for uploads."""
+        from rlhf_pipeline.run.results import print_results
+
+        results = {name: self._outputs[name] for name in sorted(pipeline.all_outputs())}
+        for name, result in results.items():
+            if isinstance(result, Path | str):
+                results[name] = catalog.load(name)  # the published copy
         print_results(results, self._console, run_params.get("env"))
-        self._end("FINISHED", self._summary)
-        if self._stored is not None:
-            self._stored.close()
+        if self._stages.stored is not None:
+            self._stages.stored.close()
 
     @hook_impl
-    def on_pipeline_error(self, error: Exception) -> None:
-        """Close the parent run with its real status and the reason."""
-        explained = explain(error)
-        status: Status = "KILLED" if isinstance(explained, Interrupted) else "FAILED"
-        reason = without_secrets(explained.format_message())
-        self._end(status, f"**{status.capitalize()}**\n\n```\n{reason}\n```")
-        if self._stored is not None:
+    def on_pipeline_error(self) -> None:
+        """Wait for uploads."""
+        if self._stages.stored is not None:
             try:
-                self._stored.close()
+                self._stages.stored.close()
             except StageError as fault:  # the error that ended the run is reported
                 logger.warning("%s", fault.message)
-
-    def _end(self, status: Status, summary: str) -> None:
-        if self._tracker is not None:
-            self._tracker.end(status, summary)
-            self._tracker = None

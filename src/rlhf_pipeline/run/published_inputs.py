@@ -16,43 +16,56 @@ from kedro.pipeline import Pipeline
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, validated
-from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
-from rlhf_pipeline.pipelines.evaluate import TASKS, judge_inputs
-from rlhf_pipeline.pipelines.judge_model import SPECS
 from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
 from rlhf_pipeline.pipelines.preparation import base_model_identity, source_job
+from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, json_digest
 from rlhf_pipeline.stages.cache.planning import input_changes, value_changes
 
 _SOURCE = itemgetter("name", "path", "subset", "split")
 """What two jobs that read the same source have in common."""
-DERIVED = ("teacher", TASKS.name, *(spec.name for spec in SPECS))
-"""Stages whose blocks follow from those of others."""
 
 
-def published_inputs(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, Path]:
-    """The published artifacts that the pipeline loads but does not make, by data set.
+def check_published(
+    pipeline: Pipeline, catalog: CatalogProtocol, blocks: Mapping[str, Any], command: str
+) -> dict[str, list[str]]:
+    """The published artifacts that a pipeline loads, but other parameters made, with the changes.
 
-    Raises ConfigError if a data set has no published version.
+    Raises ConfigError for these unless the parameter `inputs` accepts them, and if nothing is
+    published. `command` is the `kedro run` that makes what is missing and reuses the rest.
     """
-    names = sorted(
-        name for name in pipeline.inputs() if isinstance(catalog.get(name), ArtifactDataset)
-    )
-    missing = [name for name in names if not catalog.exists(name)]
-    if missing:
-        folders = ", ".join(str(catalog.get(name)._filepath) for name in missing)
+    entries = {name: catalog.get(name) for name in sorted(pipeline.inputs())}
+    ours = {name: one for name, one in entries.items() if isinstance(one, ArtifactDataset)}
+    if missing := [name for name, entry in ours.items() if not entry.exists()]:
+        folders = ", ".join(str(ours[name]._filepath) for name in missing)
         raise ConfigError(
             f"no version of {', '.join(missing)} is published in {folders}. Fix: run the whole "
             "pipeline, `kedro run --pipeline=full`; it reuses all stages that are finished"
         )
-    return {name: catalog.load(name) for name in names}
+    inputs = {name: entry.load() for name, entry in ours.items()}
+    changes = changes_since(inputs, blocks, catalog.load("params:seed"))
+    if not changes or catalog.load("parameters").get("inputs") == "newest":
+        return changes
+    names_by_text: dict[str, list[str]] = {}
+    for name, found in changes.items():
+        names_by_text.setdefault("; ".join(found), []).append(name)
+    lines = [
+        f"  {', '.join(names)}: {shorten(text, width=200, placeholder=' ...')}\n"
+        for text, names in names_by_text.items()
+    ]
+    raise ConfigError(
+        f"the published inputs were made with other parameters (theirs -> yours):\n{''.join(lines)}"
+        f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to use these "
+        "inputs as they are"
+    )
 
 
 def changes_since(
@@ -62,25 +75,27 @@ def changes_since(
 
     Code, libraries and the number of ranks are not parameters. Inputs without changes are missing.
     """
-    split = blocks["split"]
+    split, specs = blocks["split"], stage_specs()
     texts = split.pretraining.readings() if split.pretraining else []
-    sources = {_SOURCE(vars(one)): one for one in (*texts, *split.readings())}
-    inner = {
+    sources = {_SOURCE(vars(source)): source for source in (*texts, *split.readings())}
+    samples = {
         one.sampler: one.sample for one in prompt_policies(blocks) if isinstance(one, SampledConfig)
     }
-    found, known = {}, dict[str, dict[str, str] | None]()
+    found, compared = {}, dict[str, list[str]]()
     for name, artifact in inputs.items():
-        made = Manifest.read(artifact)
+        made, read = Manifest.read(artifact), set()
         changes = [*value_changes({"seed": made.seed}, {"seed": seed})]
-        read = set()
         for record in made.lineage:
-            present = {**blocks, **inner}
+            # The blocks of a stage without blocks of its own follow from those of others.
+            own = specs[record["stage"]].blocks if record["stage"] in specs else ()
+            present = {block: blocks[block] for block in own} | samples
             if record["stage"] == "source":
                 read.add(key := _SOURCE(record["config"]["source"]))
-                present = {"source": sources.get(key)}
-            for each in record["config"] if record["stage"] not in DERIVED else ():
-                if block := present.get(each):
-                    changes += _changes(record, each, block, known)
+                present["source"] = sources.get(key)
+            digest = json_digest(record)
+            if digest not in compared:  # several inputs share a part of their lineage
+                compared[digest] = [*_changes(record, present)]
+            changes += compared[digest]
         new = [key for key in map(_SOURCE, map(vars, split.readings())) if read and key not in read]
         changes += [f"source {' '.join(filter(None, key))} is new" for key in new]
         if changes:
@@ -88,29 +103,25 @@ def changes_since(
     return found
 
 
-def _changes(
-    record: Mapping[str, Any], name: str, block: Block, known: dict[str, dict[str, str] | None]
-) -> Iterator[str]:
-    """Of one block of a stage, and of the files and models of others that it has read; those of all
-    blocks so far are `known`, by the block's text."""
-    block = with_generator(block) if isinstance(block, PPOConfig) else block
-    yours, theirs = as_json({name: block})[name], record["config"][name]
-    if isinstance(block, EvaluateConfig) and not block.judges:
-        theirs = theirs | {"judges": []}  # a policy's rewards may judge in their place
-    # A stage records the part of its policy's block that its program reads.
-    earlier, faults = validated(name, type(block), yours | theirs)
-    yield from faults
-    if earlier is not None:
-        yield from value_changes(earlier.recipe(), block.recipe(), f"{name}.")
-    if (text := repr(block)) not in known:
-        known[text] = None
+def _changes(record: Mapping[str, Any], present: Mapping[str, Block | None]) -> Iterator[str]:
+    """Of the blocks of a stage, and of the files and models that these name."""
+    for name in record["config"]:
+        if (block := present.get(name)) is None:
+            continue
+        block = with_generator(block) if isinstance(block, PPOConfig) else block
+        yours, theirs = as_json({name: block})[name], record["config"][name]
+        if isinstance(block, EvaluateConfig) and not block.judges:
+            theirs = theirs | {"judges": []}  # a policy's rewards may judge in their place
+        # A stage records the part of its policy's block that its program reads.
+        earlier, faults = validated(name, type(block), yours | theirs)
+        yield from faults
+        if earlier is not None:
+            yield from value_changes(earlier.recipe(), block.recipe(), f"{name}.")
         with suppress(PipelineError, OSError):  # a hub is unreachable, or a file is gone
-            known[text] = _digests(block)
-    if (new := known[text]) is not None:
-        old = record["inputs"]
-        # Other stages have further inputs, and read a part of what their block names.
-        others = () if isinstance(block, SourceConfig) else old.keys() ^ new.keys()
-        yield from input_changes(old, new, others)
+            old, new = record["inputs"], _digests(block)
+            # Other stages have further inputs, and read a part of what their block names.
+            others = () if isinstance(block, SourceConfig) else old.keys() ^ new.keys()
+            yield from input_changes(old, new, others)
 
 
 def _digests(block: Block) -> dict[str, str]:
@@ -121,32 +132,10 @@ def _digests(block: Block) -> dict[str, str]:
         case BaseModelConfig():
             identities = base_model_identity(block)
         case EvaluateConfig():
-            paths, identities = judge_inputs(block.judges)
+            paths, identities = reward_inputs(block.judges, JUDGE_PREFIX)
         case PPOConfig() | SampledConfig():
             paths, identities = reward_inputs(block.rewards)
         case SourceConfig():
             job = source_job(block, 0)
             paths, identities = job.inputs, job.identities
     return {name: content_digest(path) for name, path in paths.items()} | dict(identities)
-
-
-def refuse_mixture(changes: Mapping[str, list[str]], command: str) -> None:
-    """Raise ConfigError if published inputs come from other parameters, see `changes_since`.
-
-    The message shows the first changes and both ways to proceed; `command` is the `kedro run` that
-    makes what is missing and reuses the rest.
-    """
-    if not changes:
-        return
-    names_by_changes: dict[str, list[str]] = {}
-    for name, found in changes.items():
-        names_by_changes.setdefault("; ".join(found), []).append(name)
-    lines = [
-        f"  {', '.join(names)}: {shorten(text, width=200, placeholder=' ...')}\n"
-        for text, names in names_by_changes.items()
-    ]
-    raise ConfigError(
-        f"the published inputs were made with other parameters (theirs -> yours):\n{''.join(lines)}"
-        f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to use these "
-        "inputs as they are"
-    )

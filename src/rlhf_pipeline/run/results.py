@@ -13,6 +13,7 @@ from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import as_typed, short_path
+from rlhf_pipeline.pipelines.table import kinds_of_results
 from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 from rlhf_pipeline.verdict.comparison import BASE_MODEL, judge_title, read_evaluation
 from rlhf_pipeline.verdict.gate import outcome
@@ -52,7 +53,9 @@ def print_results(results: dict[str, Any], console: Console, env: str | None = N
     show = partial(console.print, highlight=False, soft_wrap=True)
     show("")
     shown = {name: path for name, path in results.items() if isinstance(path, Path)}
-    if compared := {name: path for name, path in shown.items() if name.endswith("evaluation")}:
+    kinds = kinds_of_results()
+    compared = {name: path for name, path in shown.items() if kinds.get(name) == "evaluation"}
+    if compared:
         shown = {}
     for name, path in compared.items():
         evaluation = read_evaluation(path)
@@ -66,7 +69,7 @@ def print_results(results: dict[str, Any], console: Console, env: str | None = N
     for name, path in shown.items():
         show(f"{name:>12}  [link={path.as_uri()}]{escape(short_path(path))}[/link]")
     for name, result in results.items():
-        if name.endswith("registration"):
+        if kinds.get(name) == "registration":
             show("\n".join(_registration(result, env)))
 
 

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from rlhf_pipeline.stages.stored import StoredStages
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-STAGES = "params:stages"
-"""The catalog entry from which every node gets its `Stages`. `params:` keeps it out of `kedro viz`,
-like the parameters."""
-PROJECT = "params:project"
-"""The catalog entry with the project folder, which contains the tracking database."""
 TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
 
 
