@@ -1,6 +1,5 @@
 """The tests stay on the CPU on a machine with GPUs, unless one asks for them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +29,5 @@ def test_commands_of_the_tests_train_on_the_cpu_of_a_machine_with_gpus(
 ):
     nvidia_smi(8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    output = Project(tmp_path).kedro("--json", command="rlhf doctor", check=True)
-    checks = json.loads(output[output.index("[\n") : output.rindex("]") + 1])
-    assert [each["found"] for each in checks if each["check"] == "gpu"] == [
-        "none; 2 ranks train on the CPU"
-    ]
+    output = Project(tmp_path).kedro(command="rlhf plan", check=True)
+    assert "on 2 x CPU rank" in output

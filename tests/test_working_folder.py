@@ -2,18 +2,17 @@
 
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from kedro.io import DataCatalog
 from rich.console import Console
 
-from rlhf_pipeline.commands import doctor, serve
-from rlhf_pipeline.commands.artifacts import Ledger
+from rlhf_pipeline.commands import serve
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -71,12 +70,9 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
 
 
 @pytest.mark.long
-def test_programs_of_commands(executed, tmp_path, monkeypatch):
+def test_programs_of_commands(executed, tmp_path):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
-    monkeypatch.setattr(doctor, "gpu_count", lambda: 1)
-    found = doctor.examine(partial(doctor.gpu, LaunchConfig())).found
-    assert "torch 2." in found  # otherwise: torch fails
     assert not executed.exists()
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kedro.framework.session import KedroSession
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf_pipeline.commands.artifacts import Ledger, Policy
+    from rlhf_pipeline.run.artifacts import Ledger, Policy
 
 Folder = str | Path
 Params = Mapping[str, Any] | None
@@ -147,7 +147,7 @@ def _opened(
         from kedro.framework.session import KedroSession
         from kedro.framework.startup import bootstrap_project
 
-        from rlhf_pipeline.commands.artifacts import Ledger
+        from rlhf_pipeline.run.artifacts import Ledger
 
         bootstrap_project(found)
         with KedroSession.create(found, env=env, runtime_params=changed) as session:

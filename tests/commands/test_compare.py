@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from random_answers import policy as random_policy
 
-from rlhf_pipeline.commands.artifacts import Policy
 from rlhf_pipeline.commands.compare import (
     difference_table,
     metric_table,
     recipes,
     verdicts,
 )
+from rlhf_pipeline.run.artifacts import Policy
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.verdict.comparison import summary, write_answers
 

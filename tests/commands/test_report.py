@@ -9,11 +9,11 @@ from kedro.io import DataCatalog, MemoryDataset
 from made_by_hand import REGISTRATION, answer, artifact, sealed
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.report import report, runs
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries, json_digest
 from rlhf_pipeline.verdict.comparison import Standing, compare, write_answers
 
@@ -45,7 +45,7 @@ class Outputs:
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """Publishes evaluations by version; `report` prints and opens one of them."""
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(NAMES)})
+    monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": Outputs(NAMES)})
 
     links = []
 
@@ -214,7 +214,7 @@ def shown(tmp_path):
 
 
 def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
     header, *lines = shown(
         ("evaluation", "2026-01-01", "aaaa1111", 0.6),
         ("dpo_evaluation", "2026-01-02", "bbbb2222", GREEDY),
@@ -228,7 +228,7 @@ def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch
 
 
 def test_an_evaluation_of_an_earlier_version_is_listed(shown, monkeypatch, tmp_path):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
     shown(("evaluation", "2026-01-01", "aaaa1111", 0.6), ("dpo_evaluation", "2026-01-02", "b", 0.5))
     of_an_earlier_version(tmp_path / "evaluation" / "2026-01-01" / "evaluation")
     _, *lines = shown()
@@ -236,7 +236,7 @@ def test_an_evaluation_of_an_earlier_version_is_listed(shown, monkeypatch, tmp_p
 
 
 def test_a_changed_evaluation_is_named_and_the_others_are_listed(shown, monkeypatch, tmp_path):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
     shown(("evaluation", "2026-01-01", "aaaa1111", 0.6), ("dpo_evaluation", "2026-01-02", "b", 0.5))
     changed = tmp_path / "evaluation" / "2026-01-01" / "evaluation" / "evaluation.json"
     changed.write_text(changed.read_text().replace("0.6", "0.9"))
@@ -248,7 +248,7 @@ def test_a_changed_evaluation_is_named_and_the_others_are_listed(shown, monkeypa
 
 
 def test_without_an_evaluation_the_list_says_how_to_get_one(shown, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+    monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
     assert " ".join(shown()[0]) == (
         "No evaluation is published here. Fix: `kedro run --pipeline=full`"
     )

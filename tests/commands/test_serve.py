@@ -25,8 +25,8 @@ from waiting import wait_until
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import serve as module
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.run.artifacts import Ledger
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = {"PYTHONPATH": str(PROJECT / "src")}

@@ -87,7 +87,7 @@ class Command(click.Command):
             if self._reads:
                 from kedro.framework.session import KedroSession
 
-                from rlhf_pipeline.commands.artifacts import Ledger
+                from rlhf_pipeline.run.artifacts import Ledger
 
                 env, source, params = (ctx.params.pop(str(each.name)) for each in CONFIGURATION)
                 ctx.meta[ENV] = env

@@ -12,7 +12,6 @@ import click
 import yaml
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import ENV, Command
 from rlhf_pipeline.config.base_model import positions, saved_config
 from rlhf_pipeline.config.block import validated
@@ -25,6 +24,7 @@ from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.preparation import read_sources, split
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.run.checks import judge_faults, length_faults, refuse
 from rlhf_pipeline.run.dry_run import Rows, door_faults, function_faults, reference_faults
 from rlhf_pipeline.run.results import print_results

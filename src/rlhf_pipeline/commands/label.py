@@ -7,12 +7,12 @@ from typing import Any
 import click
 import uvicorn
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.errors import ConfigError, printable
 from rlhf_pipeline.labelling.server import application
 from rlhf_pipeline.labelling.votes import distinct_pairs, evaluation_rows, locked
+from rlhf_pipeline.run.artifacts import Ledger
 
 
 @click.command(cls=Command)
