@@ -20,7 +20,8 @@ from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_MODEL
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.run.explain import explained_errors
 from rlhf_pipeline.runtime.metrics_file import read_curves
-from rlhf_pipeline.verdict.comparison import ANSWERS, Answer, read_answers, read_evaluation
+from rlhf_pipeline.verdict.answers import ANSWERS, Answer, read_answers
+from rlhf_pipeline.verdict.comparison import read_evaluation
 from rlhf_pipeline.verdict.words import Evaluation
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from rlhf_pipeline.commands.compare import (
 )
 from rlhf_pipeline.run.artifacts import Policy
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.verdict.comparison import summary, write_answers
+from rlhf_pipeline.verdict.answers import write_answers
+from rlhf_pipeline.verdict.comparison import summary
 
 
 def manifest(stage, config, fingerprint):

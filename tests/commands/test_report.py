@@ -15,7 +15,8 @@ from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries, json_digest
-from rlhf_pipeline.verdict.comparison import Standing, compare, write_answers
+from rlhf_pipeline.verdict.answers import write_answers
+from rlhf_pipeline.verdict.comparison import Standing, compare
 
 NAMES = ("evaluation", "ppo_model")
 

@@ -23,7 +23,7 @@ from rlhf_pipeline.labelling.votes import (
     read_votes,
     remove_vote,
 )
-from rlhf_pipeline.verdict.comparison import write_answers
+from rlhf_pipeline.verdict.answers import write_answers
 
 
 def vote(number, annotator="Ann", scores=(1, 0)):

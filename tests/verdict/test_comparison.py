@@ -11,15 +11,13 @@ from made_by_hand import sealed
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.evaluation.evaluate import headline
+from rlhf_pipeline.verdict.answers import Answer, read_answers, write_answers
 from rlhf_pipeline.verdict.comparison import (
-    Answer,
     Standing,
     best_of_n,
     compare,
     deciding_judge,
-    read_answers,
     read_evaluation,
-    write_answers,
 )
 
 CONFIG = EvaluateConfig(sampling={"temperature": 0.7, "max_response_tokens": 8})

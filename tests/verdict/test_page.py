@@ -7,7 +7,7 @@ import pytest
 from made_by_hand import HOSTILE, REGISTRATION, artifact, sealed
 
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.verdict.comparison import ANSWERS
+from rlhf_pipeline.verdict.answers import ANSWERS
 from rlhf_pipeline.verdict.page import evaluation_page
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pipeline.verdict.text_statistics import (
+from rlhf_pipeline.verdict.answers import (
     distinct_n,
     final_answer,
     refuses,

@@ -45,15 +45,16 @@ from rlhf_pipeline.verdict.page import evaluation_page
 @click.option(
     "--prompts",
     help="File of prompts (JSONL, JSON, CSV or Parquet), or a source as YAML: {path: FILE, "
-    "columns: {prompt: question, reference: answer}}.  [default: the test of the newest split]",
+    "columns: {prompt: question, reference: answer}}.  [default: the test prompts of the newest "
+    "split]",
 )
 @click.option(
     "--judge",
     "judges",
     multiple=True,
-    help="Judge of the answers: FILE.py:FUNCTION; exact, final_answer, contains, "
-    "last_number or math, for true answers; the folder of a reward model; or an item of "
-    "evaluate.judges as YAML. May be repeated; the first one decides.  [default: evaluate.judges]",
+    help="What judges the answers. FILE.py:FUNCTION, the folder of a reward model, or for true "
+    "answers one of exact, final_answer, contains, last_number, math. Also YAML, as in "
+    "evaluate.judges. Repeatable; the first decides.  [default: evaluate.judges]",
 )
 @click.option(
     "--register",

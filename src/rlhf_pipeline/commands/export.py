@@ -222,14 +222,8 @@ def _evaluation(policy: Policy) -> dict[str, Any] | None:
     """The newest evaluation of the policy as a candidate, or else as SFT; none of version 1.1."""
     read = ((read_evaluation(f, earlier=True), name) for f, name in policy.evaluations)
     found = [(compared, name) for compared, name in read if "judges" in compared]
+    own = [compared for compared, name in found if compared["candidate"] == name]
     if not found:
         return None
-    own = (compared for compared, name in found if compared["candidate"] == name)
-    compared = next(own, found[0][0])
-    decoding = ", ".join(f"{name} {value}" for name, value in compared["decoding"].items())
-    return compared | {
-        "decoding": decoding,
-        "policies": [*compared["policies"]],
-        "summary": summary(compared),
-        "rows": metric_rows(compared),
-    }
+    compared = own[0] if own else found[0][0]
+    return compared | {"summary": summary(compared), "rows": metric_rows(compared)}

@@ -35,7 +35,7 @@ def label(
     ledger: Ledger, evaluation: str | None, pairs: str | None, output: str | None, host: str,
     port: int,
 ) -> None:  # fmt: skip
-    """Let people compare answers on a page until Ctrl-C.
+    """Serve a page on which people compare answers. Ctrl-C ends it.
 
     The votes become a file of comparisons, which a source in `split.sources` can read. EVALUATION
     is a version that `kedro rlhf runs` lists, its folder, or a policy, as for `kedro rlhf report`.

@@ -102,7 +102,7 @@ class Walk:
             self.faults.append(f"{path}: found {found[:16]}, expected content {digest[:16]}")
             branch.add(f"[red]{escape(name)}: {escape(self.faults[-1])}")
             return
-        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        files = [file for file in (path, *path.rglob("*")) if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         self.files += len(files)
         self.size += size

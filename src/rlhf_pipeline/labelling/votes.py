@@ -5,7 +5,6 @@ change replaces it under a lock, forced to disk before the page hears of it. So 
 full disk loses or cuts a vote.
 """
 
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from rlhf_pipeline.data.sources.own_files import parser
 from rlhf_pipeline.data.sources.registry import record_fault
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.verdict.comparison import gain_by, read_answers
+from rlhf_pipeline.verdict.answers import read_answers
 
 
 def as_read(prompt: tuple[Message, ...]) -> list[dict[str, str]]:
@@ -77,7 +76,10 @@ def evaluation_rows(folder: Path) -> Iterator[dict[str, Any]]:
             "first": first.response,
             "second": second.response,
             "policies": (baseline, candidate),
-            "judges": {judge: gain_by((first, second), judge) for judge in first.scores},
+            "judges": {
+                judge: (second.scores[judge] or 0.0) - (score or 0.0)
+                for judge, score in first.scores.items()
+            },
         }
 
 
@@ -157,7 +159,6 @@ def _write(file: Path, votes: list[Vote]) -> None:
     partial.unlink(missing_ok=True)  # of a killed server of another user
     partial.touch()
     shutil.copystat(file, partial)  # servers of other users may write the file, too
-    for owner, group in ((-1, file.stat().st_gid), (file.stat().st_uid, -1)):
-        with suppress(PermissionError):  # only root gives a file to another user
-            os.chown(partial, owner, group)
+    with suppress(PermissionError):  # only root gives a file to another user
+        shutil.chown(partial, file.stat().st_uid, file.stat().st_gid)
     write_atomically(file, "".join(f"{vote.model_dump_json()}\n" for vote in votes))

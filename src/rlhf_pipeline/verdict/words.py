@@ -27,15 +27,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
+from rlhf_pipeline.verdict.answers import judge_title, score_name
 from rlhf_pipeline.verdict.comparison import (
     BASE_MODEL,
     BASELINE,
     MAJORITY,
     OF_SEVERAL,
     baseline_of,
-    judge_title,
     reward_title,
-    score_name,
 )
 
 METRICS = {  # label and number format; z: a rounded zero has no sign
@@ -55,6 +54,11 @@ METRICS = {  # label and number format; z: a rounded zero has no sign
     "distinct_2": ("distinct word pairs", "z.3f"),
     "repetition": ("repeated word triples of an answer", "z.3f"),
 }
+
+SHARES = {
+    "_accuracy": " accuracy", OF_SEVERAL: " pass@", MAJORITY: "majority@", "tasks/": "task ",
+}  # fmt: skip
+"""What stands in the names of further metrics, which are shares, and in their labels."""
 
 ABSENT = "-"
 SMALL_KL = 0.02
@@ -247,10 +251,8 @@ def metric_rows(
         score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
         for judge in evaluation["win_rates"]
     } | {n: (label.replace("SFT", names[baseline]), form) for n, (label, form) in METRICS.items()}
-    known |= {n: (n.replace("_", " "), "z.3f") for n in present if n.endswith("_accuracy")}
-    known |= {n: (n.replace(OF_SEVERAL, " pass@"), "z.3f") for n in present if OF_SEVERAL in n}
-    known |= {n: (n.replace(MAJORITY, "majority@"), "z.3f") for n in present if MAJORITY in n}
-    known |= {n: (n.replace("tasks/", "task ", 1), "z.3f") for n in present if n[:6] == "tasks/"}
+    for mark, word in SHARES.items():
+        known |= {n: (n.replace(mark, word, 1), "z.3f") for n in present if mark in n}
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
         label, form = known.get(name, (name.replace("_", " "), ".4g"))
