@@ -17,8 +17,7 @@ from rlhf_pipeline.runtime.manifest import artifact_of, verify
 class ServedPolicy:
     """A policy in the precision that it was saved in, on the GPU if there is one.
 
-    Raises ArtifactError if the folder has no safetensors, or needs its own Python code and the
-    environment variable RLHF_TRUST_REMOTE_CODE is not "true".
+    Raises ArtifactError if it needs its own Python code, unless RLHF_TRUST_REMOTE_CODE is "true".
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -39,15 +38,15 @@ class ServedPolicy:
         """
         given = {"max_new_tokens": loading.MAX_NEW_TOKENS, "temperature": 0, "seed": 0}
         given |= params or {}
+        how: dict[str, Any] = {"max_new_tokens": int(given["max_new_tokens"]), "do_sample": False}
+        if (heat := float(given["temperature"])) > 0:
+            how |= {"do_sample": True, "temperature": heat, "top_k": 0}
         prompts = [str(prompt) for prompt in model_input["prompt"]]
         for token in control_tokens(self.tokenizer, self.contract):
             if any(token in prompt for prompt in prompts):
                 raise DataError(f"found the control token {token}, expected text. Fix: remove it")
         # Ids beyond the tokenizer's vocabulary stand for no token.
         ids = range(self.contract.vocab_size, self.model.get_input_embeddings().num_embeddings)
-        how: Any = {"max_new_tokens": int(given["max_new_tokens"]), "do_sample": False}
-        if (heat := float(given["temperature"])) > 0:
-            how |= {"do_sample": True, "temperature": heat, "top_k": 0}
         answer = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer)
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
         with torch.random.fork_rng():

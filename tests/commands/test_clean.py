@@ -83,21 +83,16 @@ def test_what_was_set_aside_as_damaged_is_listed_and_removed(shelf, monkeypatch)
     attempt = shelf.root / "workspace" / "ppo" / ("a" * 16)
     shutil.copytree(shelf.models[2], attempt / "export", copy_function=os.link)
     damaged = attempt / "checkpoints.damaged-2026-01-01T00.00.00.000000"
+    memory = shelf.root / "workspace" / ".dry_runs"  # of checks before runs
+    memory.mkdir()
     damaged.mkdir()
     (damaged / "weights").write_text("12345")
     shown = shelf.clean(monkeypatch, yes=False)
     assert "checkpoints.damaged-2026-01-01T00.00.00.000000  damaged" in shown
     assert "frees 5 bytes" in shown and damaged.is_dir()
     shelf.clean(monkeypatch)
-    assert not damaged.exists() and (attempt / "export" / "weights").is_file()
-
-
-def test_the_memory_of_checks_before_runs_is_removed(shelf, monkeypatch):
-    memory = shelf.root / "workspace" / ".dry_runs"
-    memory.mkdir(parents=True)
-    (memory / "0123").touch()
-    shelf.clean(monkeypatch)
-    assert not memory.exists()
+    assert not damaged.exists() and not memory.exists()
+    assert (attempt / "export" / "weights").is_file()
 
 
 def test_a_recipe_that_another_process_locks_is_kept_and_the_others_are_removed(shelf, monkeypatch):

@@ -85,12 +85,11 @@ def evaluate(
     refuse(door_faults({"evaluate": config}, ledger.workspace))
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = replace(ledger, listeners=(tracker,))
-    with _tracked(tracker, f"evaluate {' '.join(models)}"):
+    with _tracked(tracker, f"evaluate {' '.join(models)}"), ledger.stages() as stages:
         if prompts:  # its faults come before the import of a large model
             changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
             given = given.model_copy(update=changes)
-            with ledger.stages() as stages:
-                read_sources("source", given.records(), given, seed, stages)
+            read_sources("source", given.records(), given, seed, stages)
         folders = dict(zip(labels(models), map(ledger.language_model, models), strict=True))
         baseline, candidate, *_ = folders.values()
         champion, gate = None, catalog.load("params:register")
@@ -101,13 +100,10 @@ def evaluate(
             folders[CHAMPION] = champion.folder
         for folder in folders.values():
             refuse(length_faults(positions(saved_config(folder)), given, [], config))
-        with ledger.stages() as stages:
-            asked = (
-                tokenized(folders, given, seed, stages) if prompts else published(folders, ledger)
-            )
-            for folder in asked.values():
-                require_true_answers(folder.parent, [], config.judges)
-            evaluation = evaluate_models(folders, asked, config, seed, stages).resolve()
+        asked = tokenized(folders, given, seed, stages) if prompts else published(folders, ledger)
+        for folder in asked.values():
+            require_true_answers(folder.parent, [], config.judges)
+        evaluation = evaluate_models(folders, asked, config, seed, stages).resolve()
         results: dict[str, Any] = {"evaluation": evaluation}
         if registers:
             answered = evaluation if CHAMPION in folders else None

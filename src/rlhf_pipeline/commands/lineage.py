@@ -87,19 +87,16 @@ class Walk:
 
     def _leaf(self, branch: Tree, name: str, digest: str, path: Path | None) -> None:
         """Add an input that no stage made: a file, or an identity such as a commit on the hub."""
-        if path is None and re.fullmatch("[0-9a-f]{64}", digest):  # of a stage, and gone
-            self.faults.append(f"{name}: found no content {digest[:16]} on this machine")
-            branch.add(f"[red]{escape(self.faults[-1])}")
-            return
-        if path is None:
+        if path is None and not re.fullmatch("[0-9a-f]{64}", digest):
             branch.add(f"{escape(name)}: {escape(digest)}")
             return
         found = "nothing"
-        if path.exists():
+        if path is not None and path.exists():
             is_foreign = path.is_dir() and artifact_of(path) is None
             found = folder_digest(path) if is_foreign else content_digest(path)
-        if found != digest:
-            self.faults.append(f"{path}: found {found[:16]}, expected content {digest[:16]}")
+        if path is None or found != digest:
+            place = name if path is None else path
+            self.faults.append(f"{place}: found {found[:16]}, expected content {digest[:16]}")
             branch.add(f"[red]{escape(name)}: {escape(self.faults[-1])}")
             return
         files = [file for file in (path, *path.rglob("*")) if file.is_file()]
