@@ -66,13 +66,12 @@ ROWS = [
     ("refusals", "-", "12", "-"),
 ]
 
-WINS, TIES, LOSSES = "\N{FULL BLOCK}" * 18, "\N{MEDIUM SHADE}" * 2, "\N{LIGHT SHADE}" * 20
-TERMINAL = f"""\
+TERMINAL = """\
 PPO against the SFT model.
 By the gold judge, no difference is shown: it prefers PPO's answer to SFT's on
 47.5% (95%: 42.7% to 52.4%) of 400 prompts, and on 50.0% (95%: 45.0% to 55.0%)
 with equal draws. The reward model prefers it on 77.5% (95%: 73.1% to 81.3%).
-PPO {WINS}{TIES}{LOSSES} SFT  wins 180, ties 20, losses 200
+Prompts: 180 wins, 20 ties, 200 losses
 """
 
 
@@ -192,7 +191,6 @@ def test_without_sft_the_baseline_is_the_base_model(titles, name):
     found = " ".join(printed(evaluation).split())
     assert found.startswith(f"PPO against the {name}. By the gold judge")
     assert f"prefers PPO's answer to the {name}'s on" in found
-    assert f" {name} " in found
     assert "SFT" not in found
     labels = [label for label, *_ in metric_rows(evaluation)]
     assert f"KL from the {name} (nats)" in labels
