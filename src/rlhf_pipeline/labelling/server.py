@@ -1,7 +1,4 @@
-"""The server of the page on which people compare answers, and what their votes say.
-
-All state is in the file of votes.
-"""
+"""The server of the page on which people compare answers; all state is in the file of votes."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -130,14 +127,10 @@ def results(pairs: Sequence[Pair], votes: Sequence[Vote]) -> list[tuple[str, str
             if n := sum(sign != 0 for sign in signs):
                 text = f"{_share(sum(sign > 0 for sign in signs), n)} without ties"
                 found.append((f"People agree with {judge_title(judge)}", text))
-    agreed = [
-        (one.first_score, one.second_score) == (other.first_score, other.second_score)
-        for group in given.values()
-        for one, other in combinations(group, 2)
-    ]
-    if agreed:
-        text = f"on {sum(agreed) / len(agreed):.1%} of the pairs that both compared"
-        found.append(("Two people agree", text))
+    choices = [[(v.first_score, v.second_score) for v in group] for group in given.values()]
+    if agreed := [one == other for group in choices for one, other in combinations(group, 2)]:
+        share = sum(agreed) / len(agreed)
+        found.append(("Two people agree", f"on {share:.1%} of the pairs that both compared"))
     counted = Counter(vote.annotator for group in given.values() for vote in group)
     return found + [(name, f"{count} of {len(pairs)} pairs") for name, count in counted.items()]
 

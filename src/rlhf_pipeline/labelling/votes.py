@@ -5,6 +5,7 @@ change replaces it under a lock, forced to disk before the page hears of it. So 
 full disk loses or cuts a vote.
 """
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -63,24 +64,18 @@ class Vote(Pair):
 
 
 def evaluation_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """The first answers of the baseline and the candidate: one pair for each prompt.
-
-    Intervals on what people prefer need independent pairs.
-    """
+    """The first answers of both policies to each prompt, as intervals need independent pairs."""
     (baseline, firsts), (candidate, seconds), *_ = read_answers(folder).items()
     for first, second in zip(firsts, seconds, strict=True):
-        if first.draw:
-            continue
-        yield {
-            "prompt": first.messages,
-            "first": first.response,
-            "second": second.response,
-            "policies": (baseline, candidate),
-            "judges": {
-                judge: (second.scores[judge] or 0.0) - (score or 0.0)
-                for judge, score in first.scores.items()
-            },
-        }
+        if first.draw == 0:
+            scores = {judge: score or 0.0 for judge, score in second.scores.items()}
+            yield {
+                "prompt": first.messages,
+                "first": first.response,
+                "second": second.response,
+                "policies": (baseline, candidate),
+                "judges": {j: scores[j] - (score or 0.0) for j, score in first.scores.items()},
+            }
 
 
 def distinct_pairs(rows: Iterable[Any]) -> tuple[list[Pair], Counter[str]]:
@@ -159,6 +154,7 @@ def _write(file: Path, votes: list[Vote]) -> None:
     partial.unlink(missing_ok=True)  # of a killed server of another user
     partial.touch()
     shutil.copystat(file, partial)  # servers of other users may write the file, too
-    with suppress(PermissionError):  # only root gives a file to another user
-        shutil.chown(partial, file.stat().st_uid, file.stat().st_gid)
+    for owner, group in ((-1, file.stat().st_gid), (file.stat().st_uid, -1)):
+        with suppress(PermissionError):  # only root gives a file to another user
+            os.chown(partial, owner, group)
     write_atomically(file, "".join(f"{vote.model_dump_json()}\n" for vote in votes))
