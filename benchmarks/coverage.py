@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
-from rlhf_pipeline.verdict.comparison import Answer
+from rlhf_pipeline.verdict.answers import Answer
 from rlhf_pipeline.verdict.gate import Evidence, decide
 from rlhf_pipeline.verdict.statistics import (
     cross_pairs,

@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, RegisterConfig
-from rlhf_pipeline.verdict.comparison import Standing, read_answers, read_evaluation
+from rlhf_pipeline.verdict.answers import read_answers
+from rlhf_pipeline.verdict.comparison import Standing, read_evaluation
 from rlhf_pipeline.verdict.gate import Evidence, decide
 
 SHARES = (0.1, 0.3, 1.0)

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
-from rlhf_pipeline.verdict.comparison import Answer
+from rlhf_pipeline.verdict.answers import Answer
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 """An answer that would run in a page that does not escape it."""

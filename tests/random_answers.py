@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlhf_pipeline.verdict.comparison import Answer
+from rlhf_pipeline.verdict.answers import Answer
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in "aeiou"]
 PROMPTS = 200

@@ -13,7 +13,8 @@ from rlhf_pipeline import evaluate, run, runs
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.verdict.comparison import EVALUATION, read_answers, read_evaluation
+from rlhf_pipeline.verdict.answers import read_answers
+from rlhf_pipeline.verdict.comparison import EVALUATION, read_evaluation
 
 PROJECT = Path(__file__).parents[1]
 PAGE = (PROJECT / "docs" / "python.md").read_text()

@@ -94,26 +94,18 @@ def lines() -> dict[str, bytes]:
     return {
         "nul.jsonl": b"\0" * MIB,
         "utf16.jsonl": (ROW.decode() * 3).encode("utf-16"),
-        "latin1.jsonl": b'{"prompt": "\xe9"}\n',
         "deep.jsonl": b'{"x": ' + b"[" * DEEP + b"]" * DEEP + b"}\n",
         "deep-objects.jsonl": b'{"x":' * DEEP + b"1" + b"}" * DEEP + b"\n",
-        "digits.jsonl": b'{"x": ' + b"9" * 1_000_000 + b"}\n",
         "long.jsonl": b'{"x": "' + b"a" * (40 * MIB) + b'"}\n',
         "long-wide.jsonl": '{"x": "\U0001f600'.encode() + b"a" * (40 * MIB) + b'"}\n',
         "objects.jsonl": b'{"x": [' + b"{}," * (12 * MIB) + b"{}]}\n",
         "near-limit.jsonl": b'{"x": [' + b"{}," * (5 * MIB) + b"{}]\n",
         "zip.jsonl": archive(),
         "cut.jsonl": b'{"prompt": "a", "cho',
-        "lists.jsonl": b"[1, 2]\n" * 1000,
-        "carriage.jsonl": ROW.replace(b"\n", b"\r") * 1000,
-        "empty.jsonl": b"",
-        "bom.jsonl": b"\xef\xbb\xbf",
         "cut.jsonl.gz": packed[: len(packed) // 2],
         "checksum.jsonl.gz": packed[:-8] + b"\0" * 8,
         "not.jsonl.gz": ROW * 10,
-        "twice.jsonl.gz": gzip.compress(packed),
         "bomb.jsonl.gz": bomb(b"a", 4096, b'{"x": "'),
-        "bomb-nul.jsonl.gz": bomb(b"\0", 4096),
         "trailer.jsonl.gz": packed + random.Random(0).randbytes(1000),
     }
 
@@ -122,48 +114,32 @@ def arrays() -> dict[str, bytes]:
     """JSON arrays."""
     return {
         "open.json": b'[{"x": 1}',
-        "bracket.json": b"[",
-        "empty.json": b"[]",
         "deep.json": b"[" * DEEP + b"]" * DEEP,
         "deep-open.json": b"[" * (20 * MIB),
-        "digits.json": b"[" + b"9" * 1_000_000 + b"]",
         "endless-digits.json": b"[" + b"9" * (20 * MIB),
-        "comma.json": b'[{"x": 1} {"x": 2}]',
         "trailing.json": b'[{"x": 1}]' * 2,
-        "scalars.json": b"[" + b"1," * 100_000 + b"1]",
         "latin1.json": b'[{"x": "\xe9"}]',
-        "utf16.json": '[{"x": 1}]'.encode("utf-16-le"),
         "long.json": b'[{"x": "' + b"a" * (40 * MIB) + b'"}]',
         "objects.json": b'[{"x": [' + b"{}," * (12 * MIB) + b"{}]}]",
         "bomb.json.gz": bomb(b"a", 4096, b'[{"x": "'),
         "bomb-rows.json.gz": bomb(b"[],", 3, b"["),
-        "bomb-blanks.json.gz": bomb(b" ", 400, b"["),
     }
 
 
 def tables() -> dict[str, bytes]:
     """CSV and text."""
     return {
-        "quote.csv": b'prompt,chosen\n1,"2\n' + b"3,4\n" * 100_000,
         "quote-long.csv": b'prompt,chosen\n1,"' + b"2" * (40 * MIB),
         "fields.csv": b"prompt,chosen\n" + b"ab," * (12 * MIB),
         "near-limit.csv": b"prompt,chosen\n" + b"ab," * (5 * MIB) + b"\n",
         "header.csv": b",".join(b"%d" % n for n in range(2_000_000)) + b"\n1,2\n",
-        "header-long.csv": b"a" * (40 * MIB),
         "twice.csv": b"prompt,prompt\n1,2\n",
-        "nul.csv": b"\0" * MIB,
-        "utf16.csv": "prompt,chosen\n1,2\n".encode("utf-16"),
         "latin1.csv": b"prompt,chosen\n\xe9,2\n",
-        "fewer.csv": b"prompt,chosen\n1\n",
-        "semicolon.csv": b"prompt;chosen\n1;2\n",
         "after-quote.csv": b'prompt,chosen\n"1"2,3\n',
         "empty.csv": b"",
-        "zip.csv": archive(),
         "bomb.csv.gz": bomb(b"a", 4096, b"prompt,chosen\n"),
         "bomb-lines.csv.gz": bomb(b'a\n","', 4096, b'prompt,chosen\n"'),
-        "latin1.txt": b"\xe9" * 1000,
         "cut.txt.gz": gzip.compress(b"text\n" * 10_000)[:40],
-        "empty.txt": b"",
         "rows.zip": archive(),
         "rows.jsonl.bz2": b"BZh9" + b"\0" * 100,
         "rows.jsonl.xz": b"\xfd7zXZ\0" + b"\0" * 100,
@@ -190,28 +166,22 @@ def parquets() -> dict[str, bytes]:
     footer = len(whole) - 8 - length
     return {
         "magic.parquet": b"PAR1PAR1",
-        "empty.parquet": b"",
         "cut.parquet": whole[: len(whole) // 2],
-        "tail.parquet": whole[len(whole) // 2 :],
         "encrypted.parquet": whole[:-4] + b"PARE",
-        "no-footer.parquet": overwritten(whole, len(whole) - 8, struct.pack("<i", 0)),
         "long-footer.parquet": overwritten(whole, len(whole) - 8, struct.pack("<i", 2**31 - 1)),
         "negative-footer.parquet": overwritten(whole, len(whole) - 8, struct.pack("<i", -1)),
         "ones-in-footer.parquet": overwritten(whole, footer, b"\xff" * length),
-        "zeros-in-footer.parquet": overwritten(whole, footer, b"\0" * length),
         "list-in-footer.parquet": overwritten(whole, footer, b"\x19\xfc\xff\xff\xff\xff\x0f"),
         "ones-in-pages.parquet": overwritten(whole, 4, b"\xff" * 400),
-        "zeros-in-pages.parquet": overwritten(whole, 4, b"\0" * 400),
         # A page of PLAIN texts: a length of four bytes, then the text.
         "text-length.parquet": plain.replace(b"\x06\0\0\0text 7", b"\xff\xff\xff\x7ftext 7", 1),
-        "text-negative.parquet": plain.replace(b"\x06\0\0\0text 7", b"\xff\xff\xff\xfftext 7", 1),
         "text-bytes.parquet": plain.replace(b"text 77", b"text \xff7"),
         "cut.parquet.gz": gzip.compress(whole)[:100],
     }
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"), [(lines, 23), (arrays, 17), (tables, 24), (parquets, 17)]
+    ("make", "expected"), [(lines, 15), (arrays, 10), (tables, 15), (parquets, 11)]
 )
 def test_files_of_rows(
     check: Check, make: Callable[[], dict[str, bytes]], expected: int, tmp_path: Path

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -37,31 +36,21 @@ def policy(tmp_path_factory):
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         padding_side="right",
-    )
+    )  # fmt: skip
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ' ' + m.content + ' <eos> ' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-            initializer_range=1.0,
-        )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = LlamaConfig(
+        vocab_size=16, num_attention_heads=2, initializer_range=1.0, **sizes, **ids
     )
+    model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight[13:] *= 20  # padding rows become the most likely
     model.generation_config.top_k = 2  # must not affect an answer
@@ -133,13 +122,6 @@ def test_a_policy_that_was_changed_is_not_served(policy, tmp_path):
         mlflow.pyfunc.load_model(str(changed))
 
 
-def test_a_request_without_prompts_is_refused(served):
-    from mlflow.exceptions import MlflowException
-
-    with pytest.raises(MlflowException, match="prompt"):
-        served.predict(pandas.DataFrame({"question": ["a"]}))
-
-
 @pytest.mark.long
 def test_mlflow_serves_the_registered_version(policy, start_server, tmp_path):
     from mlflow import MlflowClient
@@ -149,29 +131,12 @@ def test_mlflow_serves_the_registered_version(policy, start_server, tmp_path):
     client.create_registered_model("mine")
     client.create_model_version("mine", source=str(policy))
     client.set_registered_model_alias("mine", "champion", "1")
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "models",
-        "serve",
-        "-m",
-        "models:/mine@champion",
-        "--env-manager",
-        "local",
-    ]
+    served = ["models", "serve", "-m", "models:/mine@champion", "--env-manager", "local"]
     # mlflow starts the server by a script in the environment's bin folder.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    address = start_server(
-        command,
-        "/ping",
-        {
-            "PYTHONPATH": str(SOURCE),
-            "DO_NOT_TRACK": "true",
-            "PATH": path,
-            "MLFLOW_TRACKING_URI": store,
-        },
-    )
+    variables = {"PYTHONPATH": str(SOURCE), "DO_NOT_TRACK": "true", "PATH": path}
+    command = [sys.executable, "-m", "mlflow", *served]
+    address = start_server(command, "/ping", variables | {"MLFLOW_TRACKING_URI": store})
     body = {"dataframe_records": [{"prompt": "a b"}], "params": {"max_new_tokens": 2}}
     request = urllib.request.Request(
         f"{address}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -184,11 +149,3 @@ def test_mlflow_serves_the_registered_version(policy, start_server, tmp_path):
     port = int(address.rpartition(":")[2])
     listening = [socket for socket in psutil.net_connections("inet") if socket.status == "LISTEN"]
     assert {socket.laddr.ip for socket in listening if socket.laddr.port == port} == {"127.0.0.1"}
-
-
-def test_make_ui_listens_on_this_machine_alone():
-    steps = subprocess.run(
-        ["make", "-n", "ui"], cwd=SOURCE.parent, capture_output=True, text=True, check=True
-    ).stdout
-    (command,) = [line for line in steps.splitlines() if "rlhf ui" in line]
-    assert command

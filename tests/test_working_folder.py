@@ -3,12 +3,10 @@
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rlhf_pipeline.commands import doctor
 from rlhf_pipeline.commands.export import _convert
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import StageError
@@ -69,12 +67,9 @@ def test_ranks(executed, tmp_path, monkeypatch, python_path):
 
 
 @pytest.mark.long
-def test_programs_of_commands(executed, tmp_path, monkeypatch):
+def test_programs_of_commands(executed, tmp_path):
     with pytest.raises(StageError, match="exported"):
         _convert(tmp_path / "nothing", str(tmp_path / "target"), {})
-    monkeypatch.setattr(doctor, "gpu_count", lambda: 1)
-    found = doctor.examine(partial(doctor.gpu, LaunchConfig())).found
-    assert "torch 2." in found  # otherwise: torch fails
     assert not executed.exists()
 
 

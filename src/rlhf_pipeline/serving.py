@@ -5,22 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import pipeline
 
-from rlhf_pipeline.data.template import render_dialogues, render_prompts
 from rlhf_pipeline.data.token_contract import TokenContract, control_tokens
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.models import loading
 from rlhf_pipeline.models.lean_transformers import AutoModelForCausalLM
 from rlhf_pipeline.runtime.manifest import artifact_of, verify
 
-ANSWER = {"role": "assistant", "content": "\N{REPLACEMENT CHARACTER}"}
-
 
 class ServedPolicy:
     """A policy in the precision that it was saved in, on the GPU if there is one.
 
-    Raises ArtifactError if the folder has no safetensors, or needs its own Python code and the
-    environment variable RLHF_TRUST_REMOTE_CODE is not "true".
+    Raises ArtifactError if it needs its own Python code, unless RLHF_TRUST_REMOTE_CODE is "true".
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -41,29 +38,21 @@ class ServedPolicy:
         """
         given = {"max_new_tokens": loading.MAX_NEW_TOKENS, "temperature": 0, "seed": 0}
         given |= params or {}
+        how: dict[str, Any] = {"max_new_tokens": int(given["max_new_tokens"]), "do_sample": False}
+        if (heat := float(given["temperature"])) > 0:
+            how |= {"do_sample": True, "temperature": heat, "top_k": 0}
         prompts = [str(prompt) for prompt in model_input["prompt"]]
         for token in control_tokens(self.tokenizer, self.contract):
             if any(token in prompt for prompt in prompts):
                 raise DataError(f"found the control token {token}, expected text. Fix: remove it")
-        turns = [[{"role": "user", "content": prompt}] for prompt in (*prompts, "?")]
-        names = [f"prompt {n}" for n in range(len(turns))]
-        *texts, asked = render_prompts(self.tokenizer, names, turns)
-        inputs = self.tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         # Ids beyond the tokenizer's vocabulary stand for no token.
         ids = range(self.contract.vocab_size, self.model.get_input_embeddings().num_embeddings)
-        how: Any = {"max_new_tokens": int(given["max_new_tokens"]), "do_sample": False}
-        if (heat := float(given["temperature"])) > 0:
-            how |= {"do_sample": True, "temperature": heat, "top_k": 0}
-        with torch.random.fork_rng(), torch.inference_mode():
+        answer = pipeline("text-generation", model=self.model, tokenizer=self.tokenizer)
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        with torch.random.fork_rng():
             torch.manual_seed(int(given["seed"]))
-            inputs = inputs.to(self.model.device)
-            found = self.model.generate(**inputs, suppress_tokens=[*ids] or None, **how)
-        new = found[:, inputs["input_ids"].shape[1] :]
-        # Some templates write a text before each answer, and so does the model.
-        (dialogue,) = render_dialogues(self.tokenizer, ["answer"], [[*turns[-1], ANSWER]])
-        opening = dialogue.removeprefix(asked).partition(ANSWER["content"])[0]
-        answers = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [answer.removeprefix(opening) for answer in answers]
+            found = answer(turns, return_full_text=False, suppress_tokens=[*ids] or None, **how)
+        return [answers[0]["generated_text"] for answers in found]
 
 
 def _load_pyfunc(folder: str) -> ServedPolicy:

@@ -10,9 +10,9 @@ import pytest
 from kedro.io import DataCatalog, MemoryDataset, Version
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.clean import clean
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import recipe_lock
 
@@ -37,7 +37,7 @@ class Shelf:
     def clean(self, monkeypatch, **options):
         """Clean; return what is printed."""
         names = SimpleNamespace(all_outputs=lambda: {"ppo_model"})
-        monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": names})
+        monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": names})
         version = Version(None, "2026-02-01T00.00.00.000Z")
         catalog = DataCatalog(
             {
@@ -83,21 +83,16 @@ def test_what_was_set_aside_as_damaged_is_listed_and_removed(shelf, monkeypatch)
     attempt = shelf.root / "workspace" / "ppo" / ("a" * 16)
     shutil.copytree(shelf.models[2], attempt / "export", copy_function=os.link)
     damaged = attempt / "checkpoints.damaged-2026-01-01T00.00.00.000000"
+    memory = shelf.root / "workspace" / ".dry_runs"  # of checks before runs
+    memory.mkdir()
     damaged.mkdir()
     (damaged / "weights").write_text("12345")
     shown = shelf.clean(monkeypatch, yes=False)
     assert "checkpoints.damaged-2026-01-01T00.00.00.000000  damaged" in shown
     assert "frees 5 bytes" in shown and damaged.is_dir()
     shelf.clean(monkeypatch)
-    assert not damaged.exists() and (attempt / "export" / "weights").is_file()
-
-
-def test_the_memory_of_checks_before_runs_is_removed(shelf, monkeypatch):
-    memory = shelf.root / "workspace" / ".dry_runs"
-    memory.mkdir(parents=True)
-    (memory / "0123").touch()
-    shelf.clean(monkeypatch)
-    assert not memory.exists()
+    assert not damaged.exists() and not memory.exists()
+    assert (attempt / "export" / "weights").is_file()
 
 
 def test_a_recipe_that_another_process_locks_is_kept_and_the_others_are_removed(shelf, monkeypatch):

@@ -18,7 +18,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.commands import export as module
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.export import SUMS, publish
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.distributed.model_files import save_model
@@ -26,6 +25,7 @@ from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.models import export as export_program
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import add_adapters, merged, trained_names, write_adapter
+from rlhf_pipeline.run.artifacts import Ledger
 
 PROJECT = Path(__file__).parents[2]
 LOGITS = """

@@ -109,7 +109,7 @@ def test_an_input_that_is_not_on_this_machine_is_a_fault(policy, tmp_path):
     assert "sft0000000000000/export: found nothing, expected content " in fault
     (policy.parent / "job.json").unlink()  # nor where it was
     (fault,) = walked(policy, workspace)[0].faults
-    assert fault.startswith("sft_model: found no content ")
+    assert fault.startswith("sft_model: found nothing, expected content ")
 
 
 def test_a_folder_outside_the_workspace_is_read(tmp_path):

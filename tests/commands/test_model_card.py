@@ -7,8 +7,8 @@ import yaml
 from made_by_hand import sealed
 from stand_in_hub import serving
 
-from rlhf_pipeline.commands.artifacts import Policy
-from rlhf_pipeline.commands.model_card import model_card
+from rlhf_pipeline.commands.export import model_card
+from rlhf_pipeline.run.artifacts import Policy
 from rlhf_pipeline.runtime.manifest import Manifest
 
 DIGEST = "d" * 64
@@ -101,24 +101,14 @@ def test_lineage_and_training(hub):
     assert f"SHA-256 {DIGEST}" in text and "torch 2.13.0" in text
 
 
-def test_without_records_it_says_unknown():
-    text, front = card(PPO)
+def test_without_records_it_says_unknown_and_an_adapter_names_its_base():
+    text, front = card(PPO, adapter_of="me/my-sft")
+    assert "from peft import AutoPeftModelForCausalLM as Model" in text
+    assert (front["library_name"], front["base_model"]) == ("peft", ["me/my-sft"])
     assert front["license"] == "unknown"
     assert "Unknown: no evaluation of this policy by this version is recorded." in text
     assert "The verdict of the promotion gate is unknown." in text
     assert "| base model and data | unknown | unknown | unknown |" in text
-
-
-def test_evaluations_of_an_earlier_version_are_left_out(evaluated, tmp_path):
-    """They lack the standing of their judges."""
-    folder = tmp_path / "earlier"
-    folder.mkdir()
-    earlier = {name: value for name, value in EVALUATION.items() if name != "judges"}
-    (folder / "evaluation.json").write_text(json.dumps(earlier))
-    text, _ = card(PPO, evaluations=[(sealed(folder), "ppo")])
-    assert "Unknown: no evaluation of this policy by this version is recorded." in text
-    text, _ = card(PPO, evaluations=[(folder, "ppo"), (evaluated, "ppo")])
-    assert "prefers PPO's answer to SFT's on 62.5%" in text
 
 
 def test_local_paths_are_not_shown_and_their_licence_is_read(tmp_path):
@@ -132,9 +122,3 @@ def test_local_paths_are_not_shown_and_their_licence_is_read(tmp_path):
     assert f"| base model | Mine\\|&lt;b> | bytes {'e' * 64} | mit |" in text
     assert "| data | files (rows.csv) | file " in text
     assert "base_model" not in front and "datasets" not in front
-
-
-def test_an_adapter_names_its_base():
-    text, front = card(PPO, adapter_of="me/my-sft")
-    assert (front["library_name"], front["base_model"]) == ("peft", ["me/my-sft"])
-    assert "from peft import AutoPeftModelForCausalLM as Model" in text

@@ -59,8 +59,4 @@ def test_the_table(preset):
     assert lines[0].split()[:6] == ["model", "1x16", "1x24", "1x40", "1x80", "1x141"]
     assert lines[1].split()[:6] == ["opt-6.7b", "-", "Q", "LQ", "LQ", "FLQ"]
     assert lines[2].strip() == "F: all weights, L: LoRA, Q: QLoRA"
-
-
-def test_model_and_gpus_are_required(preset):
     assert "use MODEL and --gpus, or --list" in preset("opt-1.3b").output
-    assert "use MODEL and --gpus, or --list" in preset("--gpus", "1x24").output

@@ -3,50 +3,42 @@
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 from made_by_hand import REGISTRATION, answer, artifact, sealed
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.report import report, runs
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries, json_digest
-from rlhf_pipeline.verdict.comparison import Standing, compare, write_answers
+from rlhf_pipeline.verdict.answers import write_answers
+from rlhf_pipeline.verdict.comparison import Standing, compare
 
-NAMES = ("evaluation", "ppo_model")
-
+EVALUATIONS = ("evaluation", "dpo_evaluation")
+NAMES = (*EVALUATIONS, "ppo_model")
 STANDINGS = {
     "gold": Standing("independent"),
     "score": Standing("optimized", {"ppo": "rewards"}),
 }
-
-
-EVALUATIONS = ("evaluation", "dpo_evaluation", "simpo_evaluation")
-
-
 GREEDY = 0.7
 """The win rate of the evaluation at temperature 0, which has no KL."""
 
 
-class Outputs:
-    """A pipeline by its outputs."""
-
-    def __init__(self, names):
-        self.names = {*names, "ppo_model"}
-
-    def all_outputs(self):
-        return self.names
+@pytest.fixture(autouse=True)
+def outputs(monkeypatch):
+    """The artifacts that pipelines publish."""
+    pipeline = SimpleNamespace(all_outputs=lambda: {*NAMES})
+    monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": pipeline})
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """Publishes evaluations by version; `report` prints and opens one of them."""
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(NAMES)})
-
     links = []
 
     class Project:
@@ -176,7 +168,9 @@ def test_a_policy_stands_for_its_newest_published_evaluation(project, tmp_path):
     assert "/evaluation.html/2026-01-01/evaluation.html" in project.report(str(folder))
 
 
-def test_without_an_evaluation_the_message_names_the_fix(project, tmp_path):
+def test_without_an_evaluation_the_message_names_the_fix(project, shown, tmp_path):
+    (line,) = shown()
+    assert " ".join(line) == "No evaluation is published here. Fix: `kedro run --pipeline=full`"
     with pytest.raises(ArtifactError, match=r"found no published evaluation\. Fix: `kedro run"):
         project.report()
     folder = artifact(tmp_path / "model", "ppo", [{"objective/score": 1.0}])
@@ -203,7 +197,7 @@ def shown(tmp_path):
             (folder / "evaluation.json").write_text(json.dumps(compared))
             Manifest("evaluate", fingerprint, 7, {}, {}, {}, {}, file_entries(folder)).write(folder)
         catalog = DataCatalog(
-            {name: ArtifactDataset(filepath=str(tmp_path / name)) for name in EVALUATIONS}
+            {name: ArtifactDataset(filepath=str(tmp_path / name)) for name in NAMES}
         )
         console = Console(file=io.StringIO(), width=140)
         shown.printed = console.file
@@ -213,8 +207,7 @@ def shown(tmp_path):
     return shown
 
 
-def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+def test_each_evaluation_is_listed_once_by_its_newest_version(shown):
     header, *lines = shown(
         ("evaluation", "2026-01-01", "aaaa1111", 0.6),
         ("dpo_evaluation", "2026-01-02", "bbbb2222", GREEDY),
@@ -227,16 +220,7 @@ def test_each_evaluation_is_listed_once_by_its_newest_version(shown, monkeypatch
     ]
 
 
-def test_an_evaluation_of_an_earlier_version_is_listed(shown, monkeypatch, tmp_path):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
-    shown(("evaluation", "2026-01-01", "aaaa1111", 0.6), ("dpo_evaluation", "2026-01-02", "b", 0.5))
-    of_an_earlier_version(tmp_path / "evaluation" / "2026-01-01" / "evaluation")
-    _, *lines = shown()
-    assert [line[:2] for line in lines] == [["2026-01-01", "ppo"], ["2026-01-02", "dpo"]]
-
-
-def test_a_changed_evaluation_is_named_and_the_others_are_listed(shown, monkeypatch, tmp_path):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
+def test_a_changed_evaluation_is_named_and_the_others_are_listed(shown, tmp_path):
     shown(("evaluation", "2026-01-01", "aaaa1111", 0.6), ("dpo_evaluation", "2026-01-02", "b", 0.5))
     changed = tmp_path / "evaluation" / "2026-01-01" / "evaluation" / "evaluation.json"
     changed.write_text(changed.read_text().replace("0.6", "0.9"))
@@ -245,10 +229,6 @@ def test_a_changed_evaluation_is_named_and_the_others_are_listed(shown, monkeypa
     assert str(error.value).count("\n") == 0
     _, *lines = shown.printed.getvalue().splitlines()
     assert [line.split()[:2] for line in lines] == [["2026-01-02", "dpo"]]
-
-
-def test_without_an_evaluation_the_list_says_how_to_get_one(shown, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.commands.artifacts.pipelines", {"all": Outputs(EVALUATIONS)})
-    assert " ".join(shown()[0]) == (
-        "No evaluation is published here. Fix: `kedro run --pipeline=full`"
-    )
+    of_an_earlier_version(changed.parent)  # which is listed
+    _, *lines = shown()
+    assert [line[:2] for line in lines] == [["2026-01-01", "ppo"], ["2026-01-02", "dpo"]]

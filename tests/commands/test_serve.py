@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from contextlib import suppress
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import pexpect
@@ -18,15 +16,14 @@ import pytest
 from click.testing import CliRunner
 from kedro.framework.startup import bootstrap_project
 from kedro.io import DataCatalog
-from packaging.requirements import Requirement
 from ports import reserved_port
 from processes import descendants
 from waiting import wait_until
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import serve as module
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.run.artifacts import Ledger
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = {"PYTHONPATH": str(PROJECT / "src")}
@@ -127,25 +124,6 @@ def test_vllm_serves_where_it_is_installed_and_options_go_to_the_server(tmp_path
         *("vllm.entrypoints.cli.main", "serve", "ppo_model", "--host=0.0.0.0", "--port=1"),
         *("--trust-remote-code", "--max-model-len=9"),
     ]
-
-
-def test_the_packages_of_transformers_serve_and_chat_are_dependencies():
-    """So the README's `kedro rlhf chat champion` runs in the environment of `make run`."""
-
-    def needed(package, extra=""):
-        given = [Requirement(each) for each in metadata.requires(package) or []]
-        marked = [each for each in given if each.marker and "extra" in str(each.marker)]
-        chosen = marked if extra else [each for each in given if each not in marked]
-        return {each.name for each in chosen if f'"{extra}"' in str(each.marker) or not extra}
-
-    found, waiting = {"rlhf-pipeline"}, ["rlhf-pipeline"]
-    while waiting:
-        with suppress(metadata.PackageNotFoundError):  # of another platform
-            new = needed(waiting.pop()) - found
-            found |= new
-            waiting += new
-    serving = needed("transformers", "serving")
-    assert {"openai", "uvicorn"} < serving <= found
 
 
 def test_the_policy_is_looked_for_before_anything_else(tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ from chat_server import chat_server, longer
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.judges import judge_pairs
-from rlhf_pipeline.verdict.comparison import Answer, Standing, compare
+from rlhf_pipeline.verdict.answers import Answer
+from rlhf_pipeline.verdict.comparison import Standing, compare
 
 
 def policies(**texts):

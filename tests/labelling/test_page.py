@@ -52,7 +52,11 @@ def test_ten_pairs_are_compared_by_mouse_and_keyboard(page, open_page, pairs, vo
     page.find_element(By.ID, "annotator").send_keys("Ann B.", Keys.ENTER)
     shows(page, "0 of 10")
     assert "annotator=Ann+B." in page.current_url
-    for done, choice in enumerate(("a", "b", "tie", "bad"), start=1):
+    page.execute_script(  # a double click is one vote
+        "const a = document.querySelector('[data-choice=a]'); a.click(); a.click(); a.click();"
+    )
+    shows(page, "1 of 10")
+    for done, choice in enumerate(("b", "tie", "bad"), start=2):
         click(page, f'[data-choice="{choice}"]')
         shows(page, f"{done} of 10")
     for done, key in enumerate(("1", "2", "3", "4", Keys.ARROW_LEFT, Keys.ARROW_RIGHT), start=5):
@@ -86,18 +90,6 @@ def test_the_keyboard_alone_gives_reasons_and_undoes(page, open_page, pairs, vot
     assert scores(votes) == [(0, 1)]
 
 
-def test_a_double_click_is_one_vote(page, open_page, pairs, votes):
-    open_page(pairs(5))
-    shows(page, "0 of 5")
-    page.execute_script(
-        "const a = document.querySelector('[data-choice=a]'); a.click(); a.click(); a.click();"
-    )
-    shows(page, "1 of 5")
-    press(page, "3")
-    shows(page, "2 of 5")
-    assert scores(votes) == [(1, 0), (1, 1)]
-
-
 def test_texts_are_shown_and_not_executed(page, open_page, pairs, votes):
     prompt = [
         {"role": "system", "content": HOSTILE},
@@ -120,21 +112,3 @@ def test_the_page_says_when_a_vote_was_not_saved(page, open_page, pairs, votes):
     press(page, "1")
     wait_until(lambda: text(page, "status") == "Not saved: no network. Try again.")
     assert text(page, "count") == "Ann: 0 of 2" and read_votes(votes) == []
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_long_texts_fit_any_width(page, open_page, pairs, width):
-    row = {"prompt": "word " * 300, "first": "long" * 200, "second": "line\n" * 60}
-    open_page(pairs([row]))
-    page.set_window_size(width, 800)
-    shows(page, "0 of 1")
-    inner, content = page.execute_script(
-        "return [innerWidth, document.documentElement.scrollWidth]"
-    )
-    assert content <= inner
-    button = page.find_element(By.CSS_SELECTOR, '[data-choice="bad"]')
-    assert 0 < button.rect["y"] - page.execute_script("return scrollY") < 800  # without scrolling
-    by_width = page.execute_script(
-        "return [...document.querySelectorAll('.answers section')].map(s => s.offsetLeft)"
-    )
-    assert (by_width[0] == by_width[1]) == (width == 390)

@@ -23,7 +23,7 @@ from rlhf_pipeline.labelling.votes import (
     read_votes,
     remove_vote,
 )
-from rlhf_pipeline.verdict.comparison import write_answers
+from rlhf_pipeline.verdict.answers import write_answers
 
 
 def vote(number, annotator="Ann", scores=(1, 0)):
@@ -42,43 +42,22 @@ def vote(number, annotator="Ann", scores=(1, 0)):
     )
 
 
-def test_the_source_files_reads_votes_as_comparisons_and_skips_ties(votes):
-    for number, scores in enumerate([(1, 0), (0, 1), (1, 1), (0, 0)]):
+def test_the_source_files_reads_votes_and_a_tie_only_with_its_label(votes):
+    for number, scores in enumerate([(0, 1), (1, 0), (1, 1), (0, 0)]):
         add_vote(votes, vote(number, scores=scores))
-    columns = ColumnMap(
-        prompt="prompt", answers=("first", "second"), scores=("first_score", "second_score")
-    )
-    found = [
-        row for _, row in read(SourceConfig(name="files", path=str(votes), columns=columns), 0)
-    ]
-    tie = Unused("the two answers have the same score", bad=False)
-    assert found == [
-        Example((Message("user", "Question 0?"),), "One 0.", "Two 0. \u2028 é"),
-        Example((Message("user", "Question 1?"),), "Two 1. \u2028 é", "One 1."),
-        tie,
-        tie,
-    ]
+    columns = {"prompt": "prompt", "answers": ("first", "second"),
+               "scores": ("first_score", "second_score")}  # fmt: skip
 
+    def rows(**more):
+        source = SourceConfig(name="files", path=str(votes), columns=ColumnMap(**columns, **more))
+        return [row for _, row in read(source, 0)]
 
-def test_with_its_label_a_tie_is_two_good_or_two_bad_answers(votes):
-    for number, scores in enumerate([(0, 1), (1, 1), (0, 0)]):
-        add_vote(votes, vote(number, scores=scores))
-    columns = ColumnMap(
-        prompt="prompt", answers=("first", "second"), scores=("first_score", "second_score"),
-        label="label",
-    )  # fmt: skip
-    source = SourceConfig(name="files", path=str(votes), columns=columns)
-    found = [row for _, row in read(source, 0)]
-    assert [(example.chosen[:3], example.label) for example in found] == [
-        ("Two", None), ("One", True), ("One", False),
+    first, *_, tie = rows()
+    assert first == Example((Message("user", "Question 0?"),), "Two 0. \u2028 é", "One 0.")
+    assert tie == Unused("the two answers have the same score", bad=False)
+    assert [(each.chosen[:3], each.label) for each in rows(label="label")] == [
+        ("Two", None), ("One", None), ("One", True), ("One", False),
     ]  # fmt: skip
-
-
-def test_a_line_has_what_one_wants_to_know_later(votes):
-    add_vote(votes, vote(0))
-    fields = {"policies", "reason", "annotator", "shown_as_a", "time"}
-    assert fields < json.loads(votes.read_text()).keys()
-    assert read_votes(votes) == [vote(0).model_copy(update={"judges": {}})]
 
 
 def test_a_vote_is_forced_to_disk_as_a_whole(votes, monkeypatch):
@@ -110,38 +89,9 @@ def test_an_undone_vote_leaves_the_others_as_they_were(votes):
     assert {path.name for path in votes.parent.iterdir()} <= {"votes.jsonl", "votes.jsonl.lock"}
 
 
-def test_a_file_with_other_lines_is_refused_and_not_changed(votes):
-    add_vote(votes, vote(0))
-    text = votes.read_text() + '{"prompt": "a pair"}\n'
-    votes.write_text(text)
-    with pytest.raises(DataError, match=r"votes\.jsonl:2: found no vote \(Field required\)\. Fix:"):
-        add_vote(votes, vote(1))
-    assert votes.read_text() == text
-
-
-def test_a_file_of_the_user_beside_the_votes_is_left_alone(votes):
-    """An interrupted download has such a name, too."""
-    other = votes.with_name("votes.jsonl.partial")
-    other.write_text("of the user")
-    add_vote(votes, vote(0))
-    remove_vote(votes, "Ann", "pair 0")
-    assert other.read_text() == "of the user"
-
-
-def test_a_complete_last_vote_without_its_end_is_kept(votes):
-    """As an editor, or lines that were joined, leave it."""
-    for number in range(2):
-        add_vote(votes, vote(number))
-    whole = votes.read_bytes()
-    for content in (whole[:-1], whole.splitlines()[0]):
-        votes.write_bytes(content)
-        add_vote(votes, vote(2))
-        assert votes.read_bytes().startswith(content + b"\n{")
-
-
 @pytest.mark.parametrize(
     "content",
-    ["remember the milk, and tea", '[{"prompt": "a", "first": "b"}]', "{}\n{", "notes\n\nmore"],
+    ["remember the milk, and tea", '[{"prompt": "a", "first": "b"}]', "{}\n{"],
 )
 def test_a_file_of_something_else_is_refused_before_a_byte_changes(votes, content):
     votes.write_text(content)
@@ -166,20 +116,6 @@ def test_an_undone_vote_leaves_mode_and_owner_as_they_were(votes):
     assert (after.st_uid, after.st_gid) == (before.st_uid, before.st_gid)
 
 
-def test_a_vote_that_does_not_fit_leaves_nothing(disk):
-    file = disk.path / "votes.jsonl"
-    with locked(file):
-        pass
-    disk.leave(4096)  # a page, which the first part of the line fills
-    long = vote(0).model_copy(update={"first": "long " * 2000})
-    with pytest.raises(OSError, match="No space left"):
-        add_vote(file, long)
-    assert file.read_bytes() == b""
-    disk.make_room()
-    add_vote(file, long)
-    assert read_votes(file)[0].first == long.first
-
-
 DIALOGUE = [
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "Hi.\n\nUser: this is a quotation"},
@@ -196,7 +132,10 @@ def test_an_evaluation_gives_the_answers_of_the_first_two_policies(tmp_path):
         for name in ("sft", "ppo", "ppo_ema")
     }
     answers["sft"][0].scores.update({"score": 1.0, "gold": None})
-    answers["ppo"][0].scores.update({"score": 1.5, "gold": 2.0})
+    answers["ppo"][0].scores.update({"score": 1.5, "gold": None})
+    for given in answers.values():
+        given += [replace(each, draw=1, response="again") for each in given]
+        given.sort(key=lambda each: each.row)
     write_answers(answers, tmp_path)
     (pair, other), left_out = distinct_pairs(evaluation_rows(sealed(tmp_path)))
     assert (pair.first, pair.second, pair.policies) == ("sft 0", "ppo 0", ("sft", "ppo"))
@@ -204,23 +143,6 @@ def test_an_evaluation_gives_the_answers_of_the_first_two_policies(tmp_path):
     assert len(pair.prompt) == 3
     assert pair.judges == {"score": 0.5, "gold": 0.0}
     assert pair.pair != other.pair and not left_out
-
-
-def test_people_compare_one_pair_of_answers_to_each_prompt(tmp_path):
-    answers = {
-        name: [
-            replace(a, response=f"{name} {a.row} {draw}", messages=DIALOGUE[2:], draw=draw)
-            for a in policy(np.random.default_rng(0), 0.0)[:2]
-            for draw in range(3)
-        ]
-        for name in ("sft", "ppo")
-    }
-    write_answers(answers, tmp_path)
-    found, _ = distinct_pairs(evaluation_rows(sealed(tmp_path)))
-    assert [(pair.first, pair.second) for pair in found] == [
-        ("sft 0 0", "ppo 0 0"),
-        ("sft 1 0", "ppo 1 0"),
-    ]
 
 
 def test_answers_without_messages_are_refused(tmp_path):

@@ -7,7 +7,8 @@ from browser import chromium
 from made_by_hand import HOSTILE, answer, artifact
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.verdict.comparison import Standing, compare, write_answers
+from rlhf_pipeline.verdict.answers import write_answers
+from rlhf_pipeline.verdict.comparison import Standing, compare
 
 SAMPLED = {
     step: [

@@ -7,7 +7,6 @@ import pytest
 
 from rlhf_pipeline.verdict.charts import (
     Chart,
-    calibration,
     frontier,
     histogram,
     line,
@@ -47,16 +46,6 @@ def test_each_reward_has_its_own_curve():
     titles = [chart.title for chart in (score, length, trained)]
     assert titles == ["Score of two", "Reward: length", "Reward: the reward model"]
     assert length.series[0]["y"] == [0.25]
-
-
-def test_the_accuracies_on_held_out_prompts_have_curves():
-    given = records(validation__accuracy=[0.25, 0.5], validation__accuracy_lenient=[0.5, 0.75])
-    exported = {"step": 2, "validation/accuracy": 0.5}
-    strict, lenient = training_charts("grpo", given, exported)
-    assert (strict.title, strict.value, lenient.value) == ("Accuracy, strict", "0.500", "")
-    assert [(s["name"], s["y"], s["dots"]) for s in lenient.series] == [
-        ("held-out", [0.5, 0.75], True)
-    ]
 
 
 def test_a_stage_has_the_charts_of_its_metrics():
@@ -104,17 +93,6 @@ def test_policies_share_the_bars_of_a_histogram():
     assert ppo["x"] == sft["x"] == [float(edge) for edge in range(25)]
     assert (ppo["y"][0], ppo["y"][23], sum(ppo["y"])) == (1, 2, 3)
     assert (sft["y"][0], sft["y"][12], sum(sft["y"])) == (2, 1, 3)
-
-
-def test_the_calibration_leaves_out_empty_bins():
-    bins = [
-        {"n": 4, "confidence": 0.55, "accuracy": 0.5},
-        {"n": 0, "confidence": None, "accuracy": None},
-        {"n": 9, "confidence": 0.95, "accuracy": 0.9},
-    ]
-    (chart,) = calibration(bins)
-    assert (chart.series[0]["x"], chart.series[0]["y"]) == ([0.55, 0.95], [0.5, 0.9])
-    assert [*calibration([])] == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -8,7 +8,7 @@ from random_answers import PROMPTS, TEXTS, WORDS, policy
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.verdict.comparison import Standing
-from rlhf_pipeline.verdict.gate import Evidence, allowed_error, decide, outcome
+from rlhf_pipeline.verdict.gate import Evidence, decide, outcome
 
 CONFIG = RegisterConfig()
 INDEPENDENT, OPTIMIZED = Standing("independent"), Standing("optimized", {"ppo": "rewards"})
@@ -76,17 +76,6 @@ def cheats(rng):
             rng, better, champion_fault="other tokens"
         ),
     }
-
-
-def test_a_champion_whose_files_are_gone_is_not_to_be_replaced_blindly():
-    rng = next(iter(seeds()))
-    given = evidence(rng, policy(rng, 0.9), champion_fault="its folder is gone")
-    (refusal,) = decide(given, CONFIG).refusals
-    assert refusal == (
-        "the champion: found no answers (its folder is gone), expected answers to the same "
-        "prompts. Fix: make its files readable again, or set register.model to another name to "
-        "keep both; register.promote: always replaces it without a comparison"
-    )
 
 
 def test_every_cheat_is_refused_for_its_reason_in_20_of_20_runs():
@@ -161,11 +150,6 @@ def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
         baseline = equal()
         families += any(promoted(tries, baseline) for tries in range(1, 11))
     assert families <= 18  # 5% are 10; binomial, 99th percentile
-
-
-def test_the_errors_of_all_tries_sum_to_less_than_5_percent():
-    assert allowed_error(1) == pytest.approx(0.05)
-    assert sum(allowed_error(tries) / 2 for tries in range(1, 10_000)) < 0.05
 
 
 @pytest.mark.parametrize(

@@ -84,21 +84,6 @@ def test_judges_that_training_has_optimized(tmp_path, monkeypatch, rewards, opti
     assert own_rewards(policy) == names
 
 
-def test_a_function_that_was_edited_since_is_the_same_judge(tmp_path):
-    """Its place counts as well as its content."""
-    source = tmp_path / "my.py"
-    source.write_text("def f(prompts, responses): ...")
-    (tmp_path / "policy").mkdir()
-    rewards = {"ppo": {"rewards": [{"weight": 1.0, "callable": f"{source}:f"}]}}
-    inputs = {"rewards.0": "an earlier content"}
-    Manifest("ppo", "f", 0, rewards, inputs, {}, {}, {}).write(tmp_path / "policy")
-    given = {"ppo_model": tmp_path / "policy", "judges.0": source}
-    job = LaunchedJob("evaluate", "f", 0, {}, given, {}, tmp_path, 60.0)
-    config = EvaluateConfig(judges=[f"{source}:f"])
-    policy = tmp_path / "policy"
-    assert standings(job, {"ppo": policy}, config)["f"].by == {"ppo": "rewards"}
-
-
 BASE = {"base_model": {"path": "/models/x"}}
 PPO = {"ppo": {"rewards": [{"model": "trained", "weight": 1.0}]}}
 
@@ -187,6 +172,17 @@ def test_functions_that_chose_own_answers_count_by_their_content(tmp_path):
     policies = {name: tmp_path / name for name in ("sft", "rejection")}
     found = {name: one.state for name, one in standings(job, policies, config).items()}
     assert found == {"gold": "independent", "exact": "independent", "short": "optimized"}
+
+
+def test_a_function_that_was_edited_since_is_the_same_judge(tmp_path):
+    """Its place counts as well as its content."""
+    source = tmp_path / "my.py"
+    source.write_text("def f(prompts, responses): ...")
+    rewards = {"ppo": {"rewards": [{"weight": 1.0, "callable": f"{source}:f"}]}}
+    policy = Lineages(tmp_path).make("ppo", "ppo", rewards, **{"rewards.0": "an earlier content"})
+    job = LaunchedJob("evaluate", "f", 0, {}, {"judges.0": source}, {}, tmp_path, 60.0)
+    found = standings(job, {"ppo": policy}, EvaluateConfig(judges=[f"{source}:f"]))
+    assert found["f"].by == {"ppo": "rewards"}
 
 
 @pytest.mark.parametrize(("reward", "state"), [("path", "unknown"), ("regex", "independent")])

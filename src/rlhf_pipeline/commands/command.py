@@ -45,7 +45,7 @@ pipeline_option = click.option(
 gpus_option = click.option(
     "--gpus",
     metavar="8x80",
-    help="Number of GPUs x GiB of each (8x80), or nodes x GPUs x GiB (2x8x80).",
+    help="Hardware: GPUs x GiB each (8x80), or nodes x GPUs x GiB (2x8x80).",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
@@ -87,7 +87,7 @@ class Command(click.Command):
             if self._reads:
                 from kedro.framework.session import KedroSession
 
-                from rlhf_pipeline.commands.artifacts import Ledger
+                from rlhf_pipeline.run.artifacts import Ledger
 
                 env, source, params = (ctx.params.pop(str(each.name)) for each in CONFIGURATION)
                 ctx.meta[ENV] = env

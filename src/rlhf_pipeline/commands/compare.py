@@ -7,17 +7,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rlhf_pipeline.commands.artifacts import Ledger, Policy
 from rlhf_pipeline.commands.command import Command, plain_table
+from rlhf_pipeline.run.artifacts import Ledger, Policy
 from rlhf_pipeline.tracking.registration import conditions
-from rlhf_pipeline.verdict.comparison import (
-    BASE_MODEL,
+from rlhf_pipeline.verdict.answers import (
     Answer,
     complete_judges,
     judge_title,
     read_answers,
     scores_by,
 )
+from rlhf_pipeline.verdict.comparison import BASE_MODEL
 from rlhf_pipeline.verdict.statistics import ALPHA, standardized_gain, win_rate
 from rlhf_pipeline.verdict.words import ABSENT, METRICS, counted, metric_value, title
 

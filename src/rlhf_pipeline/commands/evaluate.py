@@ -12,7 +12,6 @@ import click
 import yaml
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import ENV, Command
 from rlhf_pipeline.config.base_model import positions, saved_config
 from rlhf_pipeline.config.block import validated
@@ -25,6 +24,7 @@ from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.preparation import read_sources, split
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.run.dry_run import Rows, code_faults, function_faults, reference_faults
 from rlhf_pipeline.run.faults import judge_faults, length_faults, refuse
 from rlhf_pipeline.run.results import print_results
@@ -45,15 +45,16 @@ from rlhf_pipeline.verdict.page import evaluation_page
 @click.option(
     "--prompts",
     help="File of prompts (JSONL, JSON, CSV or Parquet), or a source as YAML: {path: FILE, "
-    "columns: {prompt: question, reference: answer}}.  [default: the test of the newest split]",
+    "columns: {prompt: question, reference: answer}}.  [default: the test prompts of the newest "
+    "split]",
 )
 @click.option(
     "--judge",
     "judges",
     multiple=True,
-    help="Judge of the answers: FILE.py:FUNCTION; exact, final_answer, contains, "
-    "last_number or math, for true answers; the folder of a reward model; or an item of "
-    "evaluate.judges as YAML. May be repeated; the first one decides.  [default: evaluate.judges]",
+    help="What judges the answers. FILE.py:FUNCTION, the folder of a reward model, or for true "
+    "answers one of exact, final_answer, contains, last_number, math. Also YAML, as in "
+    "evaluate.judges. Repeatable; the first decides.  [default: evaluate.judges]",
 )
 @click.option(
     "--register",
@@ -84,12 +85,11 @@ def evaluate(
     refuse(code_faults({"evaluate": config}, ledger.workspace))
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = replace(ledger, listeners=(tracker,))
-    with _tracked(tracker, f"evaluate {' '.join(models)}"):
+    with _tracked(tracker, f"evaluate {' '.join(models)}"), ledger.stages() as stages:
         if prompts:  # its faults come before the import of a large model
             changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
             given = given.model_copy(update=changes)
-            with ledger.stages() as stages:
-                read_sources("source", given.readings(), given, seed, stages)
+            read_sources("source", given.readings(), given, seed, stages)
         folders = dict(zip(labels(models), map(ledger.language_model, models), strict=True))
         baseline, candidate, *_ = folders.values()
         champion, gate = None, catalog.load("params:register")
@@ -100,13 +100,10 @@ def evaluate(
             folders[CHAMPION] = champion.folder
         for folder in folders.values():
             refuse(length_faults(positions(saved_config(folder)), given, [], config))
-        with ledger.stages() as stages:
-            asked = (
-                tokenized(folders, given, seed, stages) if prompts else published(folders, ledger)
-            )
-            for folder in asked.values():
-                require_true_answers(folder.parent, [], config.judges)
-            evaluation = evaluate_models(folders, asked, config, seed, stages).resolve()
+        asked = tokenized(folders, given, seed, stages) if prompts else published(folders, ledger)
+        for folder in asked.values():
+            require_true_answers(folder.parent, [], config.judges)
+        evaluation = evaluate_models(folders, asked, config, seed, stages).resolve()
         results: dict[str, Any] = {"evaluation": evaluation}
         if registers:
             answered = evaluation if CHAMPION in folders else None

@@ -7,12 +7,12 @@ from typing import Any
 import click
 import uvicorn
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.data.formats import read_rows
 from rlhf_pipeline.errors import ConfigError, printable
 from rlhf_pipeline.labelling.server import application
 from rlhf_pipeline.labelling.votes import distinct_pairs, evaluation_rows, locked
+from rlhf_pipeline.run.artifacts import Ledger
 
 
 @click.command(cls=Command)
@@ -35,7 +35,7 @@ def label(
     ledger: Ledger, evaluation: str | None, pairs: str | None, output: str | None, host: str,
     port: int,
 ) -> None:  # fmt: skip
-    """Let people compare answers on a page until Ctrl-C.
+    """Serve a page on which people compare answers. Ctrl-C ends it.
 
     The votes become a file of comparisons, which a source in `split.sources` can read. EVALUATION
     is a version that `kedro rlhf runs` lists, its folder, or a policy, as for `kedro rlhf report`.

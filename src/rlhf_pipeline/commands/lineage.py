@@ -9,10 +9,10 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.tree import Tree
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.config.base_model import BYTES
 from rlhf_pipeline.errors import ArtifactError, printable, short_path
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import (
     Manifest,
     artifact_of,
@@ -87,22 +87,19 @@ class Walk:
 
     def _leaf(self, branch: Tree, name: str, digest: str, path: Path | None) -> None:
         """Add an input that no stage made: a file, or an identity such as a commit on the hub."""
-        if path is None and re.fullmatch("[0-9a-f]{64}", digest):  # of a stage, and gone
-            self.faults.append(f"{name}: found no content {digest[:16]} on this machine")
-            branch.add(f"[red]{escape(self.faults[-1])}")
-            return
-        if path is None:
+        if path is None and not re.fullmatch("[0-9a-f]{64}", digest):
             branch.add(f"{escape(name)}: {escape(digest)}")
             return
         found = "nothing"
-        if path.exists():
+        if path is not None and path.exists():
             is_foreign = path.is_dir() and artifact_of(path) is None
             found = folder_digest(path) if is_foreign else content_digest(path)
-        if found != digest:
-            self.faults.append(f"{path}: found {found[:16]}, expected content {digest[:16]}")
+        if path is None or found != digest:
+            place = name if path is None else path
+            self.faults.append(f"{place}: found {found[:16]}, expected content {digest[:16]}")
             branch.add(f"[red]{escape(name)}: {escape(self.faults[-1])}")
             return
-        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+        files = [file for file in (path, *path.rglob("*")) if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         self.files += len(files)
         self.size += size

@@ -36,7 +36,7 @@ from rlhf_pipeline.sizing.models import MODELS
     type=click.Choice([*ROADS]),
     default="full",
     show_default=True,
-    help="The pipeline to run. A preset for full serves dpo and kto, too.",
+    help="Pipeline that the preset is for. One for full also works for dpo and kto.",
 )
 @click.option(
     "--instruct",

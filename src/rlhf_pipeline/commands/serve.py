@@ -14,9 +14,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from rlhf_pipeline.commands.artifacts import Ledger
 from rlhf_pipeline.commands.command import Command, show_link
 from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (
@@ -29,10 +29,8 @@ from rlhf_pipeline.tracking.store import (
 )
 
 TRANSFORMERS, VLLM = "transformers.cli.transformers", "vllm.entrypoints.cli.main"
-SILENT = dict.fromkeys(
-    ("DO_NOT_TRACK", "HF_HUB_DISABLE_UPDATE_CHECK", "HF_HUB_OFFLINE", "PYTHONSAFEPATH"), "1"
-)
-"""Environment of the programs, with which they contact no server on their own."""
+SILENT = "DO_NOT_TRACK", "HF_HUB_DISABLE_UPDATE_CHECK", "HF_HUB_OFFLINE", "PYTHONSAFEPATH"
+"""Variables of the programs that are 1: they contact no server on their own."""
 
 
 @click.command(cls=Command)
@@ -41,19 +39,19 @@ SILENT = dict.fromkeys(
 @click.option("--port", default=8000, show_default=True, help="Port to listen on.")
 @click.option("--host", default=LOOPBACK, show_default=True, help="0.0.0.0: for every network.")
 def serve(ledger: Ledger, policy: str, options: tuple[str, ...], port: int, host: str) -> None:
-    """Serve POLICY to clients of OpenAI's API until Ctrl-C.
+    """Serve POLICY by a server with OpenAI's API until Ctrl-C.
 
     POLICY is a version or an alias of the registered model, or the folder of an artifact. The
     default is the champion. The server is `vllm serve` if vLLM is installed, or else `transformers
     serve`. It gets SERVER_OPTIONS as they are: `kedro rlhf serve champion -- --log-level=info`.
     """
     folder = ledger.language_model(policy).resolve()
-    program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     click.echo(f"model {folder.name}, {folder}\nhttp://{host}:{port}/v1; Ctrl-C ends it")
+    program = TRANSFORMERS if find_spec("vllm") is None else VLLM
     os.chdir(folder.parent)  # the name of the folder is the name of the model
     command = serving(program, folder, host, port, *options)
     # No shell; the server gets the signals itself.
-    os.execve(sys.executable, command, os.environ | SILENT)  # noqa: S606
+    os.execve(sys.executable, command, os.environ | dict.fromkeys(SILENT, "1"))  # noqa: S606
 
 
 @click.command(cls=Command)
@@ -76,21 +74,33 @@ def chat(
     how = f"do_sample=true temperature={temperature} top_k=0" if temperature else "do_sample=false"
     flags = [f"max_new_tokens={max_tokens}", *how.split(), "--user=you"]
     talk = [*command[:4], "chat", folder.name, f"http://{LOOPBACK}:{port}", *flags]
-    null, environment = subprocess.DEVNULL, os.environ | SILENT
-    server = subprocess.Popen(command, cwd=folder.parent, env=environment, stdout=null, stderr=null)
-    try:
-        while not answers(port):
+    silent, null = os.environ | dict.fromkeys(SILENT, "1"), subprocess.DEVNULL
+    server = subprocess.Popen(command, cwd=folder.parent, env=silent, stdout=null, stderr=null)
+    with server, suppress(KeyboardInterrupt):
+        try:
+            while server.poll() is None and not answers(port):
+                time.sleep(0.2)
             if server.poll() is not None:
                 shown = f"cd {folder.parent}; {shlex.join(command)}"
                 raise StageError(f"{policy}: the server ended. Fix: see why, by `{shown}`")
-            time.sleep(0.2)
-        # Offline, the hub's client refuses any server, this one as well.
-        subprocess.run(talk, env=environment | {"HF_HUB_OFFLINE": "0"}, check=False)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.terminate()
-        server.wait()
+            # Offline, the hub's client refuses any server, this one as well.
+            subprocess.run(talk, env=silent | {"HF_HUB_OFFLINE": "0"}, check=False)
+        finally:
+            server.terminate()
+
+
+def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:
+    """The command that serves a model; start it in the parent of the folder."""
+    if os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true":  # its own Python code may run
+        options = ("--trust-remote-code", *options)
+    start = [sys.executable, "-P", "-m", program, "serve", folder.name]
+    return [*start, f"--host={host}", f"--port={port}", *options]
+
+
+def answers(port: int) -> bool:
+    """Whether a program answers at a port of this machine."""
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0
 
 
 @click.command(cls=Command)
@@ -133,17 +143,3 @@ def runs_page(server: str, project: Path) -> str:
     client.set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", json.dumps(RUNS_VIEW))
     page = f"{server}/#/experiments/{experiment}/runs?workflowType=machine_learning"
     return f"{page}&viewStateShareKey={VIEW}"
-
-
-def serving(program: str, folder: Path, host: str, port: int, *options: str) -> list[str]:
-    """The command that serves a model; start it in the parent of the folder."""
-    is_trusted = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"  # its own Python code may run
-    trusts = ["--trust-remote-code"] if is_trusted else []
-    start = [sys.executable, "-P", "-m", program, "serve", folder.name]
-    return [*start, f"--host={host}", f"--port={port}", *trusts, *options]
-
-
-def answers(port: int) -> bool:
-    """Whether a program answers at a port of this machine."""
-    with socket.socket() as probe:
-        return probe.connect_ex((LOOPBACK, port)) == 0

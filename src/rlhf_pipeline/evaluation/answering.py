@@ -37,7 +37,7 @@ from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
 from rlhf_pipeline.scoring.chat_model import dialogue
 from rlhf_pipeline.scoring.reward_sources import ModelSource
 from rlhf_pipeline.scoring.true_answers import accuracy
-from rlhf_pipeline.verdict.comparison import Answer
+from rlhf_pipeline.verdict.answers import Answer
 
 Draw = tuple[str, int]  # a policy, and the number of its answer to each prompt
 M = TypeVar("M", bound=nn.Module)

@@ -40,6 +40,7 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.scoring.chat_model import REPLIES, reply_folder
+from rlhf_pipeline.verdict.answers import write_answers
 from rlhf_pipeline.verdict.comparison import (
     BASE_MODEL,
     BASELINE,
@@ -50,7 +51,6 @@ from rlhf_pipeline.verdict.comparison import (
     best_of_n,
     compare,
     with_ends,
-    write_answers,
 )
 from rlhf_pipeline.verdict.independence import own_rewards, standings
 from rlhf_pipeline.verdict.statistics import ALPHA, mean_with_interval, share_with_interval

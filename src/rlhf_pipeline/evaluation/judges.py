@@ -39,7 +39,8 @@ from rlhf_pipeline.scoring.chat_model import REPLIES, ChatModel, RubricSource, f
 from rlhf_pipeline.scoring.code_reward import CodeSource
 from rlhf_pipeline.scoring.function_reward import FunctionSource, matches
 from rlhf_pipeline.scoring.true_answers import AGREES, accuracy
-from rlhf_pipeline.verdict.comparison import Answer, Standing, compare, opponents
+from rlhf_pipeline.verdict.answers import Answer, opponents
+from rlhf_pipeline.verdict.comparison import Standing, compare
 from rlhf_pipeline.verdict.words import Evaluation
 
 

@@ -39,7 +39,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.scoring.chat_model import ChatModel, reply_folder
-from rlhf_pipeline.verdict.comparison import Answer
+from rlhf_pipeline.verdict.answers import Answer
 
 PARTS = ("train", "validation")
 Sample = dict[str, Any]

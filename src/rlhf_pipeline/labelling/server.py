@@ -1,11 +1,9 @@
-"""The server of the page on which people compare answers, and what their votes say.
-
-All state is in the file of votes.
-"""
+"""The server of the page on which people compare answers; all state is in the file of votes."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -19,8 +17,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from rlhf_pipeline.data.records import key
 from rlhf_pipeline.labelling.votes import Pair, Vote, add_vote, as_read, read_votes, remove_vote
-from rlhf_pipeline.verdict.comparison import judge_title
-from rlhf_pipeline.verdict.statistics import agreement, rate_interval, win_rate
+from rlhf_pipeline.verdict.answers import judge_title
+from rlhf_pipeline.verdict.statistics import rate_interval, win_rate
 
 Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=64)]
 
@@ -129,10 +127,10 @@ def results(pairs: Sequence[Pair], votes: Sequence[Vote]) -> list[tuple[str, str
             if n := sum(sign != 0 for sign in signs):
                 text = f"{_share(sum(sign > 0 for sign in signs), n)} without ties"
                 found.append((f"People agree with {judge_title(judge)}", text))
-    raw, alpha = agreement([[(v.first_score, v.second_score) for v in g] for g in given.values()])
-    if raw is not None:
-        chance = "" if alpha is None else f"; Krippendorff's alpha {alpha:.2f}"
-        found.append(("Two people agree", f"on {raw:.1%} of the pairs that both compared{chance}"))
+    choices = [[(v.first_score, v.second_score) for v in group] for group in given.values()]
+    if agreed := [one == other for group in choices for one, other in combinations(group, 2)]:
+        share = sum(agreed) / len(agreed)
+        found.append(("Two people agree", f"on {share:.1%} of the pairs that both compared"))
     counted = Counter(vote.annotator for group in given.values() for vote in group)
     return found + [(name, f"{count} of {len(pairs)} pairs") for name, count in counted.items()]
 

@@ -23,7 +23,7 @@ from rlhf_pipeline.data.sources.own_files import parser
 from rlhf_pipeline.data.sources.registry import record_fault
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.verdict.comparison import gain_by, read_answers
+from rlhf_pipeline.verdict.answers import read_answers
 
 
 def as_read(prompt: tuple[Message, ...]) -> list[dict[str, str]]:
@@ -64,21 +64,18 @@ class Vote(Pair):
 
 
 def evaluation_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """The first answers of the baseline and the candidate: one pair for each prompt.
-
-    Intervals on what people prefer need independent pairs.
-    """
+    """The first answers of both policies to each prompt, as intervals need independent pairs."""
     (baseline, firsts), (candidate, seconds), *_ = read_answers(folder).items()
     for first, second in zip(firsts, seconds, strict=True):
-        if first.draw:
-            continue
-        yield {
-            "prompt": first.messages,
-            "first": first.response,
-            "second": second.response,
-            "policies": (baseline, candidate),
-            "judges": {judge: gain_by((first, second), judge) for judge in first.scores},
-        }
+        if first.draw == 0:
+            scores = {judge: score or 0.0 for judge, score in second.scores.items()}
+            yield {
+                "prompt": first.messages,
+                "first": first.response,
+                "second": second.response,
+                "policies": (baseline, candidate),
+                "judges": {j: scores[j] - (score or 0.0) for j, score in first.scores.items()},
+            }
 
 
 def distinct_pairs(rows: Iterable[Any]) -> tuple[list[Pair], Counter[str]]:

@@ -15,7 +15,8 @@ from rlhf_pipeline.data.split_report import print_summary as print_split
 from rlhf_pipeline.errors import as_typed, short_path
 from rlhf_pipeline.pipelines.table import kinds_of_results
 from rlhf_pipeline.stages.job import StageListener, StageRun, Status
-from rlhf_pipeline.verdict.comparison import BASE_MODEL, judge_title, read_evaluation
+from rlhf_pipeline.verdict.answers import judge_title
+from rlhf_pipeline.verdict.comparison import BASE_MODEL, read_evaluation
 from rlhf_pipeline.verdict.gate import outcome
 from rlhf_pipeline.verdict.words import print_summary
 

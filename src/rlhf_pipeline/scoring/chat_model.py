@@ -24,7 +24,7 @@ from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import JUDGE_REPLIES, LaunchedJob
 from rlhf_pipeline.runtime.manifest import json_digest
 from rlhf_pipeline.scoring.function_reward import require_references
-from rlhf_pipeline.verdict.text_statistics import refuses
+from rlhf_pipeline.verdict.answers import refuses
 
 if TYPE_CHECKING:
     from httpx2 import Response

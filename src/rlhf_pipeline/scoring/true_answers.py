@@ -21,7 +21,7 @@ from threading import Lock
 
 from rlhf_pipeline.errors import StageError, install
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.verdict.text_statistics import FINAL, final_answer
+from rlhf_pipeline.verdict.answers import FINAL, final_answer
 
 LIMIT_S, MEMORY = 10, 4 << 30
 """Longest time for one pair; bytes of the process's address space."""

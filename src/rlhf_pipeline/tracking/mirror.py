@@ -19,7 +19,7 @@ from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
-from rlhf_pipeline.verdict.comparison import score_name
+from rlhf_pipeline.verdict.answers import score_name
 from rlhf_pipeline.verdict.words import titles, verdict
 
 if TYPE_CHECKING:

@@ -27,13 +27,12 @@ from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, json_digest
 from rlhf_pipeline.tracking import store
 from rlhf_pipeline.tracking.registry import Champion
+from rlhf_pipeline.verdict.answers import opponents, read_answers
 from rlhf_pipeline.verdict.comparison import (
     BASELINE,
     FURTHER,
     baseline_of,
     deciding_judge,
-    opponents,
-    read_answers,
     read_evaluation,
     read_standings,
     worst,

@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,14 +158,3 @@ def histogram(title: str, note: str, x: str, values: Mapping[str, Sequence[float
         for name, given in values.items()
     ]
     return Chart(title, note, x, series, kind="histogram")
-
-
-def calibration(bins: Iterable[Mapping[str, float]]) -> Iterator[Chart]:
-    """A chart of how often the reward model prefers the chosen response, by how sure it is."""
-    filled = [each for each in bins if each["n"]]
-    if filled:
-        x, y = ([short(each[name]) for each in filled] for name in ("confidence", "accuracy"))
-        held_out = {"name": "held-out", "x": x, "y": y, "dots": True}
-        diagonal = {"name": "calibrated", "x": [0.5, 1], "y": [0.5, 1]}
-        note = "Healthy: the points are close to the line. Below it, the reward model is too sure."
-        yield Chart("Calibration", note, "probability by the margin", [held_out, diagonal])

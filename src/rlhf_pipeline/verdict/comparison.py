@@ -7,19 +7,27 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from rlhf_pipeline.config.evaluate import GOLD, JUDGE_MODEL, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
-from rlhf_pipeline.data.sources.synthetic import gold_parts
+from rlhf_pipeline.config.rewards import GOLD, REWARD_MODEL, PairwiseJudge, ReferenceReward
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.manifest import verified
+from rlhf_pipeline.verdict.answers import (
+    Answer,
+    by_prompt,
+    complete_judges,
+    distinct_n,
+    final_answer,
+    refuses,
+    repetition,
+    score_name,
+    scores_by,
+)
 from rlhf_pipeline.verdict.statistics import (
     cross_pairs,
     difference,
@@ -31,50 +39,19 @@ from rlhf_pipeline.verdict.statistics import (
     standardized_gain,
     win_rate,
 )
-from rlhf_pipeline.verdict.text_statistics import distinct_n, final_answer, refuses, repetition
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.config.evaluate import EvaluateConfig
 
 BASELINE = "sft"
 BASE_MODEL = "base_model"  # the baseline without SFT
 INSTRUCT = "the instruct model"  # the name of a base model that has a chat template of its own
 EVALUATION = "evaluation.json"  # file of an evaluation with its numbers
-ANSWERS = "answers.jsonl"  # file of an evaluation with every answer of every policy
 FURTHER = "_again"  # after the name of the baseline, its draws beyond `answers_per_prompt`
 OF_SEVERAL = "_pass_at_"  # between judge and k in the name of a pass@k
 MAJORITY = "majority_at_"  # before k in the name of the accuracy of the most frequent answer
 State = Literal["independent", "unknown", "optimized"]
 ENDS = ("rate", "lower", "upper")  # fields of a rate: itself, and the ends of its interval
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer of one policy to one prompt, a line of `answers.jsonl`."""
-
-    row: int
-    prompt: str
-    response: str
-    scores: dict[str, float | None]  # by judge; None if the judge has none for this prompt
-    kl: float | None = None
-    """log pi(response) - log pi_sft(response), nats. None: the baseline has other tokens, the
-    answer was not sampled (temperature 0), or it is a text alone."""
-    sft_logprob: float | None = None  # log pi_sft(response), nats
-    response_tokens: int = 0  # words of a text alone
-    ended: bool | None = None  # None: a text alone
-    source: str | None = None  # name of the prompt's source
-    messages: list[dict[str, str]] | None = None  # the prompt
-    draw: int = 0  # number of this answer among those of the policy to this prompt
-    right: tuple[float, float] | None = None
-    """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""
-
-
-def score_name(judge: str) -> str:
-    """Name of a judge's scores in metrics and records: `score`, `gold_score`, `<judge>_score`."""
-    return judge if judge == REWARD_MODEL else f"{judge}_score"
-
-
-def judge_title(name: str) -> str:
-    """The name of a judge as it stands in a sentence."""
-    models = {REWARD_MODEL: "the reward model", JUDGE_MODEL: "the second reward model"}
-    return models.get(name, f"the {name} judge")
 
 
 def reward_title(names: Sequence[str]) -> str:
@@ -93,9 +70,13 @@ class Standing:
     the policy was made from did so; unknown: the records do not exclude it."""
 
 
+def _rank(standing: Standing) -> int:
+    return get_args(State).index(standing.state)
+
+
 def worst(*standings: Standing) -> Standing:
     """What several standings of one judge say together."""
-    return max(standings, key=lambda standing: get_args(State).index(standing.state))
+    return max(standings, key=_rank)
 
 
 def baseline_of(evaluation: Mapping[str, Any]) -> str:
@@ -115,30 +96,9 @@ def read_evaluation(folder: Path, *, earlier: bool = False) -> dict[str, Any]:
     return evaluation
 
 
-def write_answers(answers: dict[str, list[Answer]], folder: Path) -> None:
-    """Write the answers of all policies, one line for each; each score is a field."""
-    lines = []
-    for policy, given in answers.items():
-        for fields in map(asdict, given):
-            scores = {score_name(judge): x for judge, x in fields.pop("scores").items()}
-            lines.append(json.dumps({"policy": policy} | fields | scores))
-    (folder / ANSWERS).write_text("\n".join(lines) + "\n")
-
-
 def read_standings(evaluation: Mapping[str, Any]) -> dict[str, Standing]:
     """The standing of each judge of an evaluation."""
     return {judge: Standing(**fields) for judge, fields in evaluation["judges"].items()}
-
-
-def read_answers(folder: Path) -> dict[str, list[Answer]]:
-    """The answers of an evaluation, by policy. Raises ArtifactError if they were changed."""
-    answers: dict[str, list[Answer]] = {}
-    for line in verified(folder, ANSWERS).read_text().splitlines():
-        fields = json.loads(line)
-        names = [name for name in fields if name.endswith("score")]
-        scores = {name.removesuffix("_score"): fields.pop(name) for name in names}
-        answers.setdefault(fields.pop("policy"), []).append(Answer(scores=scores, **fields))
-    return answers
 
 
 def deciding_judge(standings: Mapping[str, Standing]) -> str:
@@ -151,25 +111,12 @@ def deciding_judge(standings: Mapping[str, Standing]) -> str:
     if GOLD in standings:
         return GOLD
     asked = [judge for judge in standings if judge != REWARD_MODEL]
-    order = get_args(State).index
-    return min(asked, key=lambda judge: order(standings[judge].state), default=REWARD_MODEL)
-
-
-def complete_judges(answers: list[Answer]) -> list[str]:
-    """The judges, in their order. The gold score takes part only if every answer has one. Raises
-    StageError if another judge has no score for an answer."""
-    missing = Counter(judge for a in answers for judge, score in a.scores.items() if score is None)
-    for judge in missing.keys() - {GOLD}:
-        raise StageError(
-            f"evaluate.judges: found {missing[judge]} of {len(answers)} answers without a score of "
-            f"{judge}, expected none. Fix: make it score every prompt of the test, or remove it"
-        )
-    return [judge for judge in answers[0].scores if judge not in missing]
+    return min(asked, key=lambda judge: _rank(standings[judge]), default=REWARD_MODEL)
 
 
 def compare(
     answers: dict[str, list[Answer]],
-    config: EvaluateConfig,
+    config: "EvaluateConfig",
     standings: Mapping[str, Standing],
     drawn: list[Answer] | None = None,
     rewards: Sequence[str] = (),
@@ -202,8 +149,7 @@ def compare(
     sources = sorted({a.source for a in drawn if a.source is not None})
     for source in sources if len(sources) > 1 else ():
         both = ([a for a in g if a.source == source] for g in (answers[candidate], drawn))
-        rates = independent(*both).items()
-        shown = {judge: {key: rate[key] for key in (*ENDS, "n")} for judge, rate in rates}
+        shown = {j: {k: r[k] for k in (*ENDS, "n")} for j, r in independent(*both).items()}
         slices[source] = {"n": shown[judges[0]]["n"], "win_rates": shown}
     return {
         "candidate": candidate,
@@ -227,7 +173,7 @@ def compare(
 
 
 def _metrics(
-    answers: dict[str, list[Answer]], judges: Collection[str], config: EvaluateConfig
+    answers: dict[str, list[Answer]], judges: Collection[str], config: "EvaluateConfig"
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
     """The metrics of each policy, and the changes of the accuracies if answers can be checked."""
     given = [answer for policy in answers.values() for answer in policy]
@@ -309,6 +255,8 @@ def summary(answers: list[Answer], shares: Collection[str] = ()) -> dict[str, fl
 
 def gold_means(answers: list[Answer]) -> dict[str, float]:
     """The mean of each part of the gold score, over the answers that have it."""
+    from rlhf_pipeline.data.sources.synthetic import gold_parts  # here, for readers need it not
+
     found: dict[str, list[float]] = {}
     for a in answers:
         for part, value in gold_parts(a.source, a.messages or [], a.response).items():
@@ -366,26 +314,3 @@ def best_of_n(draws: Sequence[list[Answer]]) -> list[dict[str, float]]:
             | with_ends(score_name(by), mean_with_interval(scores_by(best, by)))
         )
     return curve
-
-
-def by_prompt(answers: list[Answer], value: Callable[[Answer], Any]) -> list[list[float]]:
-    """A value of each answer, by prompt: answers to one prompt follow each other."""
-    return [[value(a) for a in given] for _, given in groupby(answers, key=lambda a: a.row)]
-
-
-def opponents(answers: list[Answer], drawn: list[Answer]) -> list[Answer]:
-    """The baseline's answer that a judge of pairs sees beside each answer: that of the next draw
-    among `drawn`, all draws of the baseline."""
-    known, draws = {(a.row, a.draw): a for a in drawn}, len({a.draw for a in drawn})
-    return [known[a.row, (a.draw + 1) % draws] for a in answers]
-
-
-def scores_by(answers: list[Answer], judge: str) -> list[list[float]]:
-    """The scores of a judge that scored every answer, by prompt."""
-    return by_prompt(answers, lambda a: float(a.scores[judge]))  # type: ignore[arg-type]
-
-
-def gain_by(pair: tuple[Answer, Answer], judge: str) -> float:
-    """How much higher the judge scores the second answer."""
-    first, second = (answer.scores[judge] for answer in pair)
-    return 0.0 if first is None or second is None else second - first

@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
-from rlhf_pipeline.verdict.comparison import (
-    Answer,
-    Standing,
-    State,
-    accuracies,
-    by_prompt,
-    judge_title,
-    scores_by,
-    summary,
-)
+from rlhf_pipeline.verdict.answers import Answer, by_prompt, judge_title, scores_by
+from rlhf_pipeline.verdict.comparison import Standing, State, accuracies, summary
 from rlhf_pipeline.verdict.statistics import (
     difference,
     length_controlled,

@@ -14,23 +14,15 @@ from typing import Any
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verified
 from rlhf_pipeline.runtime.metrics_file import answers_in, read_curves, read_json_lines
+from rlhf_pipeline.verdict.answers import ANSWERS, judge_title, score_name
 from rlhf_pipeline.verdict.charts import (
     Chart,
-    calibration,
     frontier,
     histogram,
     short,
     training_charts,
 )
-from rlhf_pipeline.verdict.comparison import (
-    ANSWERS,
-    BASELINE,
-    baseline_of,
-    judge_title,
-    read_evaluation,
-    reward_title,
-    score_name,
-)
+from rlhf_pipeline.verdict.comparison import BASELINE, baseline_of, read_evaluation, reward_title
 from rlhf_pipeline.verdict.gate import outcome
 from rlhf_pipeline.verdict.statistics import smallest_visible_win_rate
 from rlhf_pipeline.verdict.words import (
@@ -66,8 +58,8 @@ def evaluation_page(
     answers: dict[str, list[dict[str, Any]]] = {}
     for answer in read_json_lines(verified(evaluation, ANSWERS)):
         answers.setdefault(answer["policy"], []).append(answer)
-    names, policy = titles(compared), compared["candidate"]
-    candidate, judge = names[policy], compared["judge"]
+    names, policy, judge = titles(compared), compared["candidate"], compared["judge"]
+    candidate = names[policy]
     heading = verdict(judge, compared["win_rates"][judge], candidate)
     if registration is not None:
         promoted = outcome(registration["promoted"], registration["verdict"])
@@ -87,7 +79,7 @@ def evaluation_page(
         models={stage: Manifest.read(folder) for stage, folder in models.items()},
         metrics=metric_rows(compared),
         data=_table(compared, answers),
-        sections=[*_sections(compared, models, answers, reward_report)],
+        sections=[*_sections(compared, models, answers)],
         sampled=answers_in(read_curves(models[policy]) if policy in models else []),
     )
     return _sealed(text, evaluation)
@@ -129,7 +121,6 @@ def _sections(
     compared: Mapping[str, Any],
     models: Mapping[str, Path],
     answers: Answers,
-    reward_report: Mapping[str, Any] | None,
 ) -> Iterable[tuple[str, str, list[Chart]]]:
     candidate, baseline = compared["candidate"], baseline_of(compared)
     names = titles(compared)
@@ -162,12 +153,11 @@ def _sections(
     )
     frontiers = [*frontier({names[candidate]: records.get(candidate, [])}, score, compared)]
     path = "Points of a training are on held-out prompts, those of policies on the test prompts."
-    measured = calibration(reward_report["calibration"]["bins"]) if reward_report else ()
     for heading, note, charts in (
         (f"Training of {names[candidate]}", trains, training(candidate)),
         ("Score and KL", path, frontiers),
         ("Distributions", "Both policies on the test prompts.", distributions),
-        ("Reward model", trains, [*training("reward_model"), *measured]),
+        ("Reward model", trains, training("reward_model")),
         ("SFT", trains, training(BASELINE)),
     ):
         if charts:

@@ -5,8 +5,7 @@ are about the mean over its answers (cluster-robust; Miller 2024, https://arxiv.
 """
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, stdev
 
@@ -244,27 +243,6 @@ def smallest_visible_win_rate(n: int) -> float:
     visible; but even endless answers leave the differences between prompts.
     """
     return min(1.0, 0.5 + (_normal_quantile(ALPHA) + NormalDist().inv_cdf(0.8)) / (2 * n**0.5))
-
-
-def agreement(units: Sequence[Sequence[Hashable]]) -> tuple[float | None, float | None]:
-    """How far people agree who gave categories to units: (raw agreement, Krippendorff's alpha).
-
-        raw   = 1 - sum_u d_u / sum_u m_u (m_u - 1),        d_u = m_u^2 - sum_c n_uc^2
-        alpha = 1 - (n - 1) sum_u d_u / (m_u - 1) / (n^2 - sum_c n_c^2)
-
-    n_uc of m_u people gave c to unit u; n_c and n are sums over the units with several people,
-    without which raw is None. alpha is 0 at the agreement of chance, and None for one category.
-
-    Source: Krippendorff, "Computing Krippendorff's Alpha-Reliability", 2011, nominal data.
-    """
-    counts = [Counter(unit) for unit in units if len(unit) > 1]
-    if not counts:
-        return None, None
-    found = [(m := unit.total(), m**2 - sum(n**2 for n in unit.values())) for unit in counts]
-    raw = 1 - sum(d for _, d in found) / sum(m * (m - 1) for m, _ in found)
-    n = sum(m for m, _ in found)
-    chance = n**2 - sum(count**2 for count in sum(counts, Counter[Hashable]()).values())
-    return raw, 1 - (n - 1) * sum(d / (m - 1) for m, d in found) / chance if chance else None
 
 
 def calibration(

@@ -19,7 +19,6 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import accumulate, pairwise
 from typing import Any
 
 from rich.console import Console
@@ -27,15 +26,14 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
+from rlhf_pipeline.verdict.answers import judge_title, score_name
 from rlhf_pipeline.verdict.comparison import (
     BASE_MODEL,
     BASELINE,
     MAJORITY,
     OF_SEVERAL,
     baseline_of,
-    judge_title,
     reward_title,
-    score_name,
 )
 
 METRICS = {  # label and number format; z: a rounded zero has no sign
@@ -56,28 +54,27 @@ METRICS = {  # label and number format; z: a rounded zero has no sign
     "repetition": ("repeated word triples of an answer", "z.3f"),
 }
 
+SHARES = {
+    "_accuracy": " accuracy", OF_SEVERAL: " pass@", MAJORITY: "majority@", "tasks/": "task ",
+}  # fmt: skip
+"""What stands in the names of further metrics, which are shares, and in their labels."""
+
 ABSENT = "-"
 SMALL_KL = 0.02
 """KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
 prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
 FEW_DIFFER = 0.05  # share of answers
-TITLES = {"rejection": "rejection sampling", "iterative_dpo": "iterative DPO"}
-TITLES |= {"distill": "distillation"}
-BAR = 40  # columns of the bar of wins, ties and losses
-KINDS = {  # character and colour in the bar
-    "wins": ("\N{FULL BLOCK}", "green"),
-    "ties": ("\N{MEDIUM SHADE}", "yellow"),
-    "losses": ("\N{LIGHT SHADE}", "red"),
-}
+TITLES = {
+    "rejection": "rejection sampling", "iterative_dpo": "iterative DPO", "distill": "distillation",
+}  # fmt: skip
 
 
 def print_summary(evaluation: dict[str, Any], console: Console) -> None:
-    """Print the road, the verdict by each judge, the bar of the deciding one, and accuracies."""
+    """Print the road, the verdict by each judge, the counts of the deciding one, and accuracies."""
     console.print(Text(f"{road(evaluation)}.", "bold"))
     console.print(Text(summary(evaluation)))
     names, rate = titles(evaluation), evaluation["win_rates"][evaluation["judge"]]
-    baseline = names[baseline_of(evaluation)].removeprefix("the ")
-    console.print(_bar(rate, names[evaluation["candidate"]], baseline))
+    console.print("Prompts: {wins} wins, {ties} ties, {losses} losses".format(**rate))
     if changes := evaluation.get("changes"):
         policies = (name.removeprefix("the ") for name in names.values())
         table = Table("", *policies, "difference", box=None, pad_edge=False)
@@ -208,17 +205,6 @@ def _interval(rate: dict[str, float]) -> str:
     return f"{rate['rate']:.1%} (95%: {rate['lower']:.1%} to {rate['upper']:.1%})"
 
 
-def _bar(rate: dict[str, float], candidate: str, baseline: str) -> Text:
-    """Wins, ties and losses as a bar of characters that differ without colours, too."""
-    edges = pairwise(accumulate((rate[kind] / rate["n"] * BAR for kind in KINDS), initial=0.0))
-    blocks = [
-        (character * (round(end) - round(start)), colour)
-        for (character, colour), (start, end) in zip(KINDS.values(), edges, strict=True)
-    ]
-    counts = ", ".join(f"{kind} {rate[kind]}" for kind in KINDS)
-    return Text.assemble((candidate, "bold"), " ", *blocks, (f" {baseline}", "bold"), f"  {counts}")
-
-
 def title(policy: str) -> str:
     """The name of a policy as it stands in a sentence."""
     name = policy.replace("_", " ")
@@ -247,10 +233,8 @@ def metric_rows(
         score_name(judge): (f"{'reward model' if judge == REWARD_MODEL else judge} score", "z.2f")
         for judge in evaluation["win_rates"]
     } | {n: (label.replace("SFT", names[baseline]), form) for n, (label, form) in METRICS.items()}
-    known |= {n: (n.replace("_", " "), "z.3f") for n in present if n.endswith("_accuracy")}
-    known |= {n: (n.replace(OF_SEVERAL, " pass@"), "z.3f") for n in present if OF_SEVERAL in n}
-    known |= {n: (n.replace(MAJORITY, "majority@"), "z.3f") for n in present if MAJORITY in n}
-    known |= {n: (n.replace("tasks/", "task ", 1), "z.3f") for n in present if n[:6] == "tasks/"}
+    for mark, word in SHARES.items():
+        known |= {n: (n.replace(mark, word, 1), "z.3f") for n in present if mark in n}
     rows = []
     for name in [*filter(present.__contains__, known), *(n for n in present if n not in known)]:
         label, form = known.get(name, (name.replace("_", " "), ".4g"))

@@ -1,13 +1,8 @@
-"""Statistics of words, by hand."""
+"""What the texts of answers show, by hand."""
 
 import pytest
 
-from rlhf_pipeline.verdict.text_statistics import (
-    distinct_n,
-    final_answer,
-    refuses,
-    repetition,
-)
+from rlhf_pipeline.verdict.answers import distinct_n, final_answer, refuses, repetition
 
 
 @pytest.mark.parametrize(
