@@ -258,7 +258,7 @@ def test_what_leaves_during_the_rollout_is_in_main_memory():
     left = first.total - found.total
     assert left == (6 + 4 + 10 + 4) * WEIGHTS + 10 * 100 + 4 * 100
     assert memory.main_of_node(2) - plain.main_of_node(2) == 2 * left
-    assert memory.held == plain.held and memory.certain == plain.certain
+    assert memory.held == plain.held and memory.lower_bound == plain.lower_bound
     sampling = replace(memory, phases=(found,))
     shown = sum(sum(sampling.parts_of(model).values()) for model in memory.models)
     assert sampling.libraries + shown == sampling.peak
@@ -331,7 +331,7 @@ def test_a_layer_keeps_what_autograd_saves(model_type, dtype):
     few, more = (saved_bytes(model_type, layers, dtype, lora=False) for layers in (1, 3))
     fields = FIELDS | FAMILIES[model_type] | {"model_type": model_type, "num_hidden_layers": 3}
     numbers = Numbers(dtype.itemsize, on_gpu=False)
-    assert memory.of_layer(Shape.of(fields), numbers) * TOKENS == pytest.approx(
+    assert memory.layer_bytes(Shape.of(fields), numbers) * TOKENS == pytest.approx(
         (more - few) / 2, rel=0.02
     )
 
@@ -341,7 +341,7 @@ def test_frozen_norms_keep_less():
     shape = Shape.of(FIELDS | FAMILIES["llama"] | {"model_type": "llama", "num_hidden_layers": 3})
     numbers = Numbers(4, on_gpu=False, norms_train=False)
     # The adapters keep 8 numbers for each of 7 layers besides.
-    assert (memory.of_layer(shape, numbers) + 7 * 8 * 4) * TOKENS == pytest.approx(
+    assert (memory.layer_bytes(shape, numbers) + 7 * 8 * 4) * TOKENS == pytest.approx(
         (more - few) / 2, rel=0.02
     )
 
@@ -351,5 +351,7 @@ def test_checkpointing_keeps_inputs_and_one_layer():
     numbers = Numbers(4, on_gpu=True)
     # fp32, d = 128, i = 512: norms 2 * 2d, attention 5d, ReLU i; last norm 2d; passing 2i + 2d.
     layer, rest = 4 * (4 * 128 + 5 * 128 + 512), 4 * (2 * 128 + 2 * 512 + 2 * 128)
-    assert memory.kept(shape, numbers, 7, checkpointing=False) == 7 * (10 * layer + rest)
-    assert memory.kept(shape, numbers, 7, checkpointing=True) == 7 * (layer + 10 * 4 * 128 + rest)
+    assert memory.saved_bytes(shape, numbers, 7, checkpointing=False) == 7 * (10 * layer + rest)
+    assert memory.saved_bytes(shape, numbers, 7, checkpointing=True) == 7 * (
+        layer + 10 * 4 * 128 + rest
+    )

@@ -313,9 +313,9 @@ def check_memory(
             warnings.append(f"{stage}: its memory is not checked: {error}")
             continue
         memory = fit.memory
-        if memory.certain > limit:
+        if memory.lower_bound > limit:
             faults.append(
-                f"{stage}: found {size_text(memory.certain)} of weights, gradients and optimizer "
+                f"{stage}: found {size_text(memory.lower_bound)} of weights, gradients and optimizer "
                 f"states on each rank, expected at most the {size_text(limit)} of its {kind}. Fix: "
                 f"{fit.fix}; launch.memory_check=warn starts nevertheless"
             )
