@@ -315,8 +315,9 @@ def check_memory(
         memory = fit.memory
         if memory.lower_bound > limit:
             faults.append(
-                f"{stage}: found {size_text(memory.lower_bound)} of weights, gradients and optimizer "
-                f"states on each rank, expected at most the {size_text(limit)} of its {kind}. Fix: "
+                f"{stage}: found {size_text(memory.lower_bound)} of weights, gradients and "
+                "optimizer states on each rank, expected at most the "
+                f"{size_text(limit)} of its {kind}. Fix: "
                 f"{fit.fix}; launch.memory_check=warn starts nevertheless"
             )
         elif not fit.fits:
