@@ -11,7 +11,7 @@ from torch import nn
 from rlhf_pipeline.config.training import LoRAConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.generation import decoding
-from rlhf_pipeline.generation.decoding import RoomyLayer
+from rlhf_pipeline.generation.decoding import PreallocatedLayer
 from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator, repacked
 from rlhf_pipeline.models.forward import probe_capabilities
@@ -67,7 +67,7 @@ def test_the_keys_and_values_of_a_batch_are_freed_at_its_end(generator):
         generator.generate(
             PROMPTS, SamplingConfig(max_response_tokens=2), [(0, n) for n in range(4)]
         )
-        assert not [each for each in gc.get_objects() if isinstance(each, RoomyLayer)]
+        assert not [each for each in gc.get_objects() if isinstance(each, PreallocatedLayer)]
     finally:
         gc.enable()
 

@@ -15,7 +15,7 @@ from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
-from rlhf_pipeline.generation.decoding import Decoder, takes_prepared_mask
+from rlhf_pipeline.generation.decoding import decode
 from rlhf_pipeline.generation.generator import Seed, uniform_draws
 from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models.forward import LogprobHead, probe_capabilities
@@ -61,19 +61,17 @@ class TransformersGenerator:
         with for_generation(self._policy, gather=self._gather) as model, repacked(model, size):
             for index in reversed(lengths.argsort(stable=True).split(size)):
                 ids, mask = pad([prompts[i] for i in index], pad_id, left=True)
-                room = ids.shape[1] + sampling.max_response_tokens
-                decoder = Decoder(
+                found = decode(
                     model,
                     self._contract,
-                    rows=len(index),
-                    room=room,
-                    tokens=sampling.max_response_tokens,
+                    ids,
+                    mask,
+                    numbers[index] if packed else None,
+                    draws[index],
+                    sampling.temperature,
                     device=self._policy.device,
-                    prepared=packed and takes_prepared_mask(model.config, room),
                     synced=is_sharded(model) and not self._gather,
                 )
-                given = numbers[index] if packed else None
-                found = decoder.run(ids, mask, given, draws[index], sampling.temperature)
                 # One copy, so the host waits for the device once.
                 tokens, logprobs[index] = torch.stack([each.double() for each in found]).cpu()
                 for i, row in zip(index.tolist(), tokens.long().tolist(), strict=True):
