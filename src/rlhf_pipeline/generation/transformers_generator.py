@@ -18,6 +18,7 @@ from rlhf_pipeline.distributed.zero import for_generation, is_sharded
 from rlhf_pipeline.generation.decoding import decode
 from rlhf_pipeline.generation.generator import Seed, uniform_draws
 from rlhf_pipeline.generation.records import Rollout
+from rlhf_pipeline.generation.whole_weights import with_adapters
 from rlhf_pipeline.models.forward import LogprobHead, probe_capabilities
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate, pad
@@ -118,18 +119,6 @@ def _linear_layers(module: nn.Module) -> list[Any]:
     if isinstance(base, nn.Linear):
         return [module] if _is_supported(base) else []
     return [layer for child in module.children() for layer in _linear_layers(child)]
-
-
-def with_adapters(module: nn.Module, name: str) -> Tensor:
-    """A parameter of a module; that of an adapted layer with its adapter added."""
-    adapted: Any = module
-    if not hasattr(module, "get_base_layer"):  # peft's layers have it
-        return module.get_parameter(name)
-    whole: Tensor = adapted.get_base_layer().get_parameter(name)
-    if name != "weight":
-        return whole
-    added = sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
-    return (whole + added).to(whole.dtype)
 
 
 def _is_supported(layer: nn.Linear) -> bool:
