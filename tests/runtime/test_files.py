@@ -18,7 +18,9 @@ def test_a_file_is_replaced_or_kept(tmp_path):
     write_atomically(file, "old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(file, "new \ud800")
-    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == "old"
+    write_atomically(file, "new")
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_write_to_a_full_disk_leaves_nothing(disk):
