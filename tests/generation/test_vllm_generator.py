@@ -25,9 +25,6 @@ from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.vllm_generator import VLLMGenerator
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import freeze, load_policy
-from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.ppo import train
-from rlhf_pipeline.training.ppo_setup import set_up
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm: make vllm")
 
@@ -203,32 +200,6 @@ def test_an_engine_that_samples_from_other_weights_is_refused(make_model, world,
     )
     with pytest.raises(ConfigError, match=r"family llama, which vLLM computes differently"):
         VLLMGenerator(policy, contract, rows=2, longest=20, place="evaluate.generator")
-
-
-def steps(inputs, world, folder, config, resume_from=None):
-    """Train with vLLM installed, to the end; return the setup and the metrics."""
-    folder.mkdir(exist_ok=True)
-    job = LaunchedJob(
-        "ppo", "f", 1, {}, inputs, {}, folder, 60.0, {"vllm": "any"}, resume_from=resume_from
-    )
-    setup = set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
-    train(setup)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return setup, [json.loads(line)["metrics"] for line in lines]
-
-
-def test_training_with_vllm_and_a_resumed_run(make_model, make_ppo_inputs, world, tmp_path):
-    """On the CPU. Two steps in one run equal one step and another."""
-    inputs = make_ppo_inputs(make_model("llama", 1, **HEADS))
-    config = ppo_config(steps=2, checkpoint_every=1, evaluations=1, generator="vllm")
-    setup, whole = steps(inputs, world, tmp_path / "whole", config)
-    assert isinstance(setup.models.generator, VLLMGenerator)
-    assert setup.config.correction is not None
-    assert max(line["rollout/logprob_gap"] for line in whole) < 1e-4
-    _, resumed = steps(inputs, world, tmp_path / "whole", config, resume_from=1)
-    assert len(resumed) == 2
-    for name, value in whole[1].items():
-        assert name.startswith("time/") or resumed[1][name] == value, name
 
 
 if __name__ == "__main__":

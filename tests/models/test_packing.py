@@ -100,14 +100,9 @@ def test_answers_to_one_prompt_share_its_tokens(models):
     for one, prompt, response in zip(rest, prompts, responses, strict=True):
         expected = alone(eager, prompt + response)[-len(one) :]
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
-    predicted = found[rows.before_response].argmax(-1)
-    expected = torch.cat(
-        [
-            alone(eager, prompt + response)[len(prompt) - 1 : -1].argmax(-1)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-    )
-    assert torch.equal(predicted, expected)
+    before = [alone(eager, p + r)[len(p) - 1 : -1] for p, r in zip(prompts, responses, strict=True)]
+    expected = torch.cat(before)
+    torch.testing.assert_close(found[rows.before_response], expected, rtol=1e-4, atol=1e-4)
     last = torch.stack([one[-1] for one in rest])
     torch.testing.assert_close(found[rows.ends], last)
 
@@ -204,19 +199,3 @@ def test_rounding_of_one_logit_is_no_leak_between_rows(models, logits, packs):
     packed.register_forward_pre_hook(note, with_kwargs=True)
     packed.get_output_embeddings().register_forward_hook(enlarge)
     assert probe_capabilities(packed).packed is packs
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_the_attention_of_one_token_is_that_of_torch_with_repeated_keys(groups):
-    draw = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(shape, generator=draw)
-        for shape in ((3, 4, 1, 8), (3, groups, 20, 8), (3, groups, 20, 8))
-    )
-    mask = (torch.arange(20) >= torch.tensor([[0], [5], [19]]))[:, None, None]
-    found, _ = packed_attention(None, query, key, value, mask, scaling=0.3)
-    repeated = (each.repeat_interleave(4 // groups, 1) for each in (key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, *repeated, attn_mask=mask, scale=0.3
-    )
-    torch.testing.assert_close(found, expected.transpose(1, 2))
