@@ -164,7 +164,7 @@ def decode(
             cache.keep_rows(order)
             compacted = (x[order] for x in (visible, positions, places, finished, newest))
             visible, positions, places, finished, newest = compacted
-        visible[:, cache.seen] = True
+        visible[:, cache.seen].fill_(True)
         seen = visible[:, : cache.seen + 1]
         inputs = {
             "input_ids": newest[:, None],
