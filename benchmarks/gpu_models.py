@@ -149,13 +149,19 @@ def peak_gib() -> float:
     return (torch.cuda.max_memory_reserved() + others) / GIB
 
 
+def blocks_of(stage: str, config: Any, lengths: Lengths) -> Tree:
+    """The parameters of a plan for rows of these lengths."""
+    limits = {"max_prompt_tokens": lengths.prompt, "max_response_tokens": lengths.response}
+    split = {"sources": [{"name": "synthetic"}], **limits}
+    return {stage: config.model_dump(mode="json"), "split": split}
+
+
 def planned_gib(stage: str, config: Any, lengths: Lengths, model: Model) -> float:
     """What the plan says of a rank; raises SkipError if that is more than there is."""
     on_gpu = world().device.type == "cuda"
     total = torch.cuda.mem_get_info()[1] if on_gpu else None
     hardware = Hardware(world().size, gpu_memory=total, main_memory=main_memory())
-    blocks = {stage: config.model_dump(mode="json")}
-    planned = plan_stage(stage, blocks, model.shape, hardware, {stage: lengths}).peak / GIB
+    planned = plan_stage(stage, blocks_of(stage, config, lengths), model.shape, hardware).peak / GIB
     if total is not None and planned > USABLE * total / GIB:
         raise SkipError(f"its plan is {planned:.0f} GiB, and the GPU has {total / GIB:.0f} GiB")
     return planned

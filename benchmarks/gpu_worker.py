@@ -102,7 +102,7 @@ def generation(settings: Tree) -> Tree:
 
 
 def ppo_config(settings: Tree, ranks: int) -> tuple[PPOConfig, Lengths]:
-    """The parameters of PPO, and the lengths of its prompts."""
+    """The parameters of PPO, and the lengths of its rows."""
     batch, prompt, response = (settings[name] for name in ("batch", "prompt", "response"))
     batch = max(batch, ranks)
     one = {
@@ -118,7 +118,7 @@ def ppo_config(settings: Tree, ranks: int) -> tuple[PPOConfig, Lengths]:
             "sampling": {"max_response_tokens": response, "batch_size_per_gpu": batch},
         }
     )  # fmt: skip
-    return config, Lengths(prompt, 0, prompt, 0)
+    return config, Lengths(prompt, response)
 
 
 def ppo(settings: Tree) -> Tree:
@@ -131,7 +131,7 @@ def ppo(settings: Tree) -> Tree:
 
     config, lengths = ppo_config(settings, world().size)
     batch, steps = config.rollout_batch_size, settings.get("steps", STEPS)
-    prompt = lengths.longest_prompt
+    prompt = lengths.prompt
     model = make_model(settings, prompt + settings["response"])
     planned = planned_gib("ppo", config, lengths, model)
     inputs = {
@@ -184,7 +184,7 @@ def sft_config(settings: Tree, ranks: int) -> tuple[SFTConfig, Lengths]:
         }
         | settings.get("changes", {})
     )  # fmt: skip
-    return config, Lengths(prompt, response, prompt, response)
+    return config, Lengths(prompt, response)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Training:
         from rlhf_pipeline.training.supervised import Setup
 
         config, lengths = sft_config(settings, world().size)
-        prompt, length, batch = lengths.longest_prompt, lengths.longest, config.batch_size
+        prompt, length, batch = lengths.prompt, lengths.row, config.batch_size
         model = make_model(settings, length)
         planned = planned_gib("sft", config, lengths, model)
         release()

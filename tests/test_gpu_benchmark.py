@@ -80,15 +80,15 @@ def test_shares_of_what_a_gpu_can_do(rows):
 
 def test_what_one_h100_measures_fits_it(benchmark, rows):
     """By the plan; a row that does not fit would be skipped."""
-    worker = benchmark("gpu_worker")
+    worker, models = benchmark("gpu_worker"), benchmark("gpu_models")
     config_of = {"sft": worker.sft_config, "ppo": worker.ppo_config}
     for row in (row for part in rows.PARTS.values() for row in part.rows if row.kind in config_of):
         ranks = row.at_least if row.gpus == 0 else 1
         config, lengths = config_of[row.kind](row.settings, ranks)
         fields = rows.architecture(row.settings["model"], toy=False, positions=1)
-        given = {row.kind: config.model_dump(mode="json")}, Shape.of(fields)
+        given = models.blocks_of(row.kind, config, lengths), Shape.of(fields)
         hardware = Hardware(ranks, gpu_memory=79 * GIB)
-        planned = plan_stage(row.kind, *given, hardware, {row.kind: lengths})
+        planned = plan_stage(row.kind, *given, hardware)
         assert fits(planned, hardware), row.name
 
 

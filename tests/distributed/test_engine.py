@@ -17,6 +17,7 @@ from rlhf_pipeline.distributed.engine import (
     train_engine,
 )
 from rlhf_pipeline.distributed.zero import whole_state_dict
+from rlhf_pipeline.models import kernels
 from rlhf_pipeline.models.loading import load_policy
 
 GPU = torch.device("cuda", 1)
@@ -33,7 +34,7 @@ def load(precision, **arguments):
 
 @pytest.fixture(autouse=True)
 def _no_gpu_to_check(monkeypatch):
-    monkeypatch.setattr(distributed_engine, "require_sound_kernels", lambda *arguments: None)
+    monkeypatch.setattr(kernels, "require_sound_kernels", lambda *arguments: None)
 
 
 @pytest.mark.parametrize(

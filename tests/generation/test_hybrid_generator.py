@@ -96,19 +96,18 @@ def test_auto_takes_the_copy_if_ranks_share_it():
     assert chosen(generator="transformers", hybrid={"inference_tp_size": 2}) == "transformers"
 
 
-def test_a_family_without_a_plan_is_refused(make_model):
-    model = load_policy(make_model("gpt2"), "fp32")
-    with pytest.raises(ConfigError, match=r"gpt2 has no tensor-parallel plan in transformers"):
-        styles(model, 2)
-
-
-def test_more_ranks_than_heads_of_keys_and_values_are_refused(make_model):
-    """Each matrix could be divided by 4, but then half a head would be left on a rank."""
-    model = load_policy(make_model("qwen2"), "fp32")  # 4 heads, 2 of keys and values
-    assert styles(model, 2)
-    with pytest.raises(
-        ConfigError,
-        match=r"inference_tp_size: found 4, expected a divisor of the 2 heads of keys and values "
-        r"of this qwen2\. Fix: set it to 2",
-    ):
-        styles(model, 4)
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("gpt2", 2, "gpt2 has no tensor-parallel plan in transformers. Fix: set it to 1"),
+        # 4 heads, 2 of keys and values: each matrix could be divided, and half a head be left.
+        ("qwen2", 4, "found 4, expected a divisor of the 2 heads of keys and values of this qwen2. "
+         "Fix: set it to 2"),
+    ],
+)  # fmt: skip
+def test_a_family_or_a_number_of_ranks_that_allows_no_copy_is_refused(
+    make_model, family, size, message
+):
+    with pytest.raises(ConfigError) as refused:
+        styles(load_policy(make_model(family), "fp32"), size)
+    assert str(refused.value) == f"hybrid.inference_tp_size: {message}"

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from rlhf_pipeline.config.training import LoRAConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.generation import decoding
-from rlhf_pipeline.generation.decoding import RoomyLayer
+from rlhf_pipeline.generation.decoding import PreallocatedLayer
 from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator, repacked
 from rlhf_pipeline.models.forward import probe_capabilities
@@ -67,7 +68,7 @@ def test_the_keys_and_values_of_a_batch_are_freed_at_its_end(generator):
         generator.generate(
             PROMPTS, SamplingConfig(max_response_tokens=2), [(0, n) for n in range(4)]
         )
-        assert not [each for each in gc.get_objects() if isinstance(each, RoomyLayer)]
+        assert not [each for each in gc.get_objects() if isinstance(each, PreallocatedLayer)]
     finally:
         gc.enable()
 
@@ -93,6 +94,20 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
     assert {len(row) for row in whole} != {24}
 
 
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, True),
+        ({"sliding_window": 64}, True),
+        ({"sliding_window": 63}, False),
+        ({"layer_types": ["full_attention"] * 2}, True),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+    ],
+)
+def test_a_window_that_is_shorter_than_the_responses_needs_a_mask_of_its_own(fields, expected):
+    assert decoding.takes_prepared_mask(PreTrainedConfig(**fields), 64) is expected
+
+
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 
 
@@ -111,25 +126,15 @@ def test_the_model_computes_the_same_and_gets_its_layers_back(make_model, family
 
 
 @torch.no_grad()
-def test_the_next_block_sees_the_weights_of_an_optimizer_step():
-    layer = nn.Linear(8, 4)
-    inputs = torch.randn(2, 8)
+def test_the_next_block_sees_the_weights_of_an_optimizer_step_or_an_error():
+    layer, inputs = nn.Linear(8, 4), torch.randn(2, 8)
     for _ in range(2):
-        with repacked(layer, rows=2):
+        with pytest.raises(ZeroDivisionError), repacked(layer, rows=2):
             torch.testing.assert_close(layer(inputs), inputs @ layer.weight.T + layer.bias)
+            1 / 0  # noqa: B018
         layer.weight += 1.0
-
-
-def test_an_error_in_the_block_restores_the_layers():
-    layer = nn.Linear(8, 4)
-    with pytest.raises(ZeroDivisionError), repacked(layer, rows=2):
-        1 / 0  # noqa: B018
     assert "forward" not in vars(layer)
-
-
-def test_weights_that_are_sharded_stay():
-    layer = nn.Linear(8, 4)
-    layer.weight.data = torch.empty(0)
+    layer.weight.data = torch.empty(0)  # sharded
     with repacked(layer, rows=2):
         assert "forward" not in vars(layer)
 

@@ -25,9 +25,6 @@ from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.vllm_generator import VLLMGenerator
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import freeze, load_policy
-from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.ppo import train
-from rlhf_pipeline.training.ppo_setup import set_up
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm: make vllm")
 
@@ -203,56 +200,6 @@ def test_an_engine_that_samples_from_other_weights_is_refused(make_model, world,
     )
     with pytest.raises(ConfigError, match=r"family llama, which vLLM computes differently"):
         VLLMGenerator(policy, contract, rows=2, longest=20, place="evaluate.generator")
-
-
-@pytest.mark.parametrize("kept", ["all weights", "one layer"])
-def test_weights_of_an_old_step_part_from_the_actor(make_model, world, monkeypatch, kept):
-    """The transfer is broken on purpose; unbroken, the same step leaves a gap of rounding."""
-    folder = make_model("llama", seed=3, **HEADS)
-    config = TrainedModelConfig.model_validate(
-        {"optimizer": {"learning_rate": 1e-2}, "deepspeed": {"zero_stage": 0}}
-    )
-    engine = train_engine(partial(load_policy, folder), config, 2)
-    contract = TokenContract.read(folder)
-    generator = VLLMGenerator(engine, contract, rows=2, longest=62, place="ppo.generator")
-    old = {name: weight.clone() for name, weight in generator._weights()}
-    ids = torch.arange(5, 17).view(2, 6)
-    optimizer_step(engine, world, [lambda: (engine(input_ids=ids, labels=ids).loss, {})])
-    assert gap(generator.generate(PROMPTS, SAMPLING, SEEDS), engine, contract) < 1e-4
-    stale = [name for name in old if kept == "all weights" or ".layers.1." in name]
-    own = generator._weights
-    monkeypatch.setattr(
-        VLLMGenerator,
-        "_weights",
-        lambda self: ((name, old[name] if name in stale else weight) for name, weight in own()),
-    )
-    assert gap(generator.generate(PROMPTS, SAMPLING, SEEDS), engine, contract) > 1e-2
-
-
-def steps(inputs, world, folder, config, resume_from=None):
-    """Train with vLLM installed, to the end; return the setup and the metrics."""
-    folder.mkdir(exist_ok=True)
-    job = LaunchedJob(
-        "ppo", "f", 1, {}, inputs, {}, folder, 60.0, {"vllm": "any"}, resume_from=resume_from
-    )
-    setup = set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
-    train(setup)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return setup, [json.loads(line)["metrics"] for line in lines]
-
-
-def test_training_with_vllm_and_a_resumed_run(make_model, make_ppo_inputs, world, tmp_path):
-    """On the CPU. Two steps in one run equal one step and another."""
-    inputs = make_ppo_inputs(make_model("llama", 1, **HEADS))
-    config = ppo_config(steps=2, checkpoint_every=1, evaluations=1, generator="vllm")
-    setup, whole = steps(inputs, world, tmp_path / "whole", config)
-    assert isinstance(setup.models.generator, VLLMGenerator)
-    assert setup.config.correction is not None
-    assert max(line["rollout/logprob_gap"] for line in whole) < 1e-4
-    _, resumed = steps(inputs, world, tmp_path / "whole", config, resume_from=1)
-    assert len(resumed) == 2
-    for name, value in whole[1].items():
-        assert name.startswith("time/") or resumed[1][name] == value, name
 
 
 if __name__ == "__main__":

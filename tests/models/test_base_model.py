@@ -51,47 +51,39 @@ def test_an_invalid_value_is_reported(tokenizer, architecture, value, reason):
         build_model(config, tokenizer)
 
 
-def run(folder):
-    architecture = {
-        "model_type": "qwen2", "num_key_value_heads": 4, "num_attention_heads": 4,
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-    }  # fmt: skip
-    block = {"architecture": architecture, "vocab_size": 300}
-    job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, {}, folder, 60.0)
-    base_model.main(job)
-    return job.export
+def export(folder, block, digests):
+    """Run stage base_model in this process; return its metrics."""
+    job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, digests, folder, 60.0)
+    return base_model.main(job)
 
 
-def test_a_tokenizer_that_changes_when_saved_is_refused(tmp_path, monkeypatch):
+def test_a_tokenizer_that_changes_when_saved_is_refused(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(base_model, "as_loaded", lambda tokenizer, *_: tokenizer)
     with pytest.raises(
         ArtifactError,
         match=r"base_model\.architecture: the tokenizer changes when it is saved and loaded",
     ):
-        run(tmp_path)
+        export(tmp_path, {"architecture": architecture("qwen2"), "vocab_size": 300}, {})
 
 
 def test_a_folder_that_has_changed_since_the_plan_is_refused(make_model, tmp_path):
     folder = make_model("llama", seed=5)
     block, planned = {"path": str(folder)}, {BYTES: folder_digest(folder)}
-    job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, planned, tmp_path, 60.0)
-    base_model.main(job)
+    export(tmp_path, block, planned)
     (folder / "generation_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="found other bytes than when the stage was planned"):
-        base_model.main(job)
+        export(tmp_path, block, planned)
 
 
 def test_a_model_is_enlarged_for_added_tokens_alone(make_model, tmp_path):
     """A vocabulary that is larger by itself belongs to another model."""
-    folder, export = make_model("llama", seed=6), tmp_path / "export"
+    folder = make_model("llama", seed=6)
     tokenizer = load_tokenizer(folder)
     tokenizer.add_tokens(["<new>", "<newer>"])
     tokenizer.save_pretrained(folder)
-    job = LaunchedJob(
-        "base_model", "f", 1, {"base_model": {"path": str(folder)}}, {}, {}, tmp_path, 60.0
-    )
-    assert base_model.main(job)["base_model/new_tokens"] == 2
-    assert AutoModelForCausalLM.from_pretrained(export).config.vocab_size == 320  # 290, by 64
+    assert export(tmp_path, {"path": str(folder)}, {})["base_model/new_tokens"] == 2
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert made.config.vocab_size == 320  # 290, by 64
     small = make_model("llama", seed=6, vocabulary=200)
     (folder / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes())
     (folder / "config.json").write_text((small / "config.json").read_text())
@@ -99,4 +91,4 @@ def test_a_model_is_enlarged_for_added_tokens_alone(make_model, tmp_path):
         ArtifactError,
         match=r"found a vocabulary of 288 tokens, expected at most the model's 200 embeddings\. It",
     ):
-        base_model.main(job)
+        export(tmp_path, {"path": str(folder)}, {})

@@ -120,13 +120,8 @@ def test_generation_is_sampling_token_by_token(policy, contract, temperature):
     for i, prompt in enumerate(PROMPTS):
         ids = list(prompt)
         for draw in draws[i].tolist():
-            logits = (
-                policy(input_ids=torch.tensor([ids]))
-                .logits[0, -1, : contract.vocab_size]
-                .double()
-                .numpy()
-            )
-            weights = np.exp(logits / temperature)
+            logits = policy(input_ids=torch.tensor([ids])).logits[0, -1, : contract.vocab_size]
+            weights = np.exp(logits.double().numpy() / temperature)
             ids.append(int(np.argmax(weights.cumsum() > draw * weights.sum())))
             if ids[-1] == 1:
                 break

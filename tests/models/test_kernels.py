@@ -141,29 +141,6 @@ def test_a_wrong_kernel_is_refused_and_no_other(
         use_kernels(model, "liger", precision, CPU)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_with_ligers_kernels_takes_the_same_step(liger, make_model, world, stage):
-    """With adapters beside all weights and checkpointed activations."""
-    fields = {
-        "optimizer": {"learning_rate": 1e-3, "warmup_fraction": 0.0},
-        "gradient_checkpointing": True, "lora": {"rank": 4, "train_rest": True},
-    }  # fmt: skip
-    found = []
-    for kind in (None, "liger"):
-        how = {"deepspeed": {"zero_stage": stage, "kernels": kind}}
-        torch.manual_seed(1)
-        load = partial(load_policy, make_model("llama", head_dim=16))
-        engine = train_engine(load, TrainedModelConfig.model_validate(fields | how), 2)
-        assert ("Liger" in repr(engine.module)) is (kind == "liger")
-        for _ in range(2):
-            found.append(response_logprobs(engine, ROWS, vocab_size=288)[ROWS.real_mask])
-            engine.backward(found[-1].square().mean())
-            engine.step()
-    torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[1], found[3], rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(found[0], found[1], atol=1e-2)
-
-
 def test_a_family_that_liger_does_not_know_is_refused(liger):
     unknown = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1))
     with pytest.raises(

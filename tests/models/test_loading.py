@@ -16,11 +16,7 @@ LOADS = {
 }
 
 
-@pytest.fixture(params=LOADS)
-def load(request):
-    return LOADS[request.param]
-
-
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
 def test_weights_are_read_onto_the_device(make_model, load, family):
     """The device stands for a GPU and has no memory: a weight that is elsewhere was copied."""
@@ -48,16 +44,15 @@ def test_mlflow_reads_the_signature_and_the_loader(tmp_path):
 
     (tmp_path / "MLmodel").write_text(MLMODEL)
     read = Model.load(tmp_path)
+    parameters = [
+        ("max_new_tokens", "long", 128),
+        ("temperature", "double", 0.0),
+        ("seed", "long", 0),
+    ]
     assert read.signature == ModelSignature(
         Schema([ColSpec("string", "prompt")]),
         Schema([ColSpec("string")]),
-        ParamSchema(
-            [
-                ParamSpec("max_new_tokens", "long", 128),
-                ParamSpec("temperature", "double", 0.0),
-                ParamSpec("seed", "long", 0),
-            ]
-        ),
+        ParamSchema([ParamSpec(*each) for each in parameters]),
     )
     assert read.flavors == {"python_function": {"loader_module": "rlhf_pipeline.serving"}}
 

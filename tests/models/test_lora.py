@@ -98,14 +98,12 @@ def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):
 
 
 def test_only_adapters_and_the_scalar_head_train(checkpoint):
-    policy = adapted(checkpoint)
-    trained = trained_names(policy)
+    trained = trained_names(adapted(checkpoint))
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
-    head = {"lm_head", "embed_out"}
     linear = [
         name
         for name, module in load_policy(checkpoint, "fp32").named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and name not in head
+        if type(module).__name__ in ("Linear", "Conv1D") and name not in ("lm_head", "embed_out")
     ]
     assert len(trained) == 2 * len(linear)
     scores = load_scores(checkpoint, "fp32", new_head=True)
@@ -142,10 +140,12 @@ def test_only_named_targets_are_adapted(llama):
     }
 
 
-@pytest.mark.parametrize("target", ["q_prj", "lm_head", "embed_tokens", "proj"])
+@pytest.mark.parametrize("target", ["q_prj", "lm_head", "embed_tokens", "proj", "score"])
 def test_an_unknown_target_is_refused_with_the_known_ones(llama, target):
+    """A scalar head is none."""
+    model = load_scores(llama, "fp32", new_head=True)
     with pytest.raises(ConfigError) as refusal:
-        adapted(llama, LoRAConfig(target_modules=["q_proj", target]))
+        add_adapters(model, LoRAConfig(target_modules=["q_proj", target]))
     message = str(refusal.value)
     assert message.startswith(f"lora.target_modules: found {target!r}")
     assert message.endswith(
@@ -154,17 +154,9 @@ def test_an_unknown_target_is_refused_with_the_known_ones(llama, target):
     )
 
 
-def test_a_scalar_head_is_not_a_target(llama):
-    with pytest.raises(ConfigError, match="found 'score', expected all-linear or linear layers"):
-        add_adapters(
-            load_scores(llama, "fp32", new_head=True), LoRAConfig(target_modules=["score"])
-        )
-
-
 def test_adapters_have_the_precision_of_the_model(llama):
-    assert {parameter.dtype for parameter in adapted(llama, precision="bf16").parameters()} == {
-        torch.bfloat16
-    }
+    found = {parameter.dtype for parameter in adapted(llama, precision="bf16").parameters()}
+    assert found == {torch.bfloat16}
 
 
 def test_the_scale_is_alpha_over_rank(llama, tmp_path):
@@ -175,12 +167,10 @@ def test_the_scale_is_alpha_over_rank(llama, tmp_path):
         if "lora" in name:
             torch.nn.init.ones_(parameter)
     plain = merged(load_policy(llama, "fp32"), config, store(model, tmp_path / "adapter"))
-    start = load_policy(llama, "fp32")
-    added = (
-        plain.model.layers[0].self_attn.q_proj.weight
-        - start.model.layers[0].self_attn.q_proj.weight
+    own, start = (
+        each.model.layers[0].self_attn.q_proj.weight for each in (plain, load_policy(llama, "fp32"))
     )
-    torch.testing.assert_close(added, torch.full((32, 32), 6.0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(own - start, torch.full((32, 32), 6.0), rtol=0, atol=1e-5)
 
 
 def test_the_stored_adapter_is_small_and_contains_no_path(llama, tmp_path):

@@ -100,14 +100,9 @@ def test_answers_to_one_prompt_share_its_tokens(models):
     for one, prompt, response in zip(rest, prompts, responses, strict=True):
         expected = alone(eager, prompt + response)[-len(one) :]
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
-    predicted = found[rows.before_response].argmax(-1)
-    expected = torch.cat(
-        [
-            alone(eager, prompt + response)[len(prompt) - 1 : -1].argmax(-1)
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
-    )
-    assert torch.equal(predicted, expected)
+    before = [alone(eager, p + r)[len(p) - 1 : -1] for p, r in zip(prompts, responses, strict=True)]
+    expected = torch.cat(before)
+    torch.testing.assert_close(found[rows.before_response], expected, rtol=1e-4, atol=1e-4)
     last = torch.stack([one[-1] for one in rest])
     torch.testing.assert_close(found[rows.ends], last)
 
@@ -128,22 +123,24 @@ def test_other_rows_are_separate(responses, numbers):
     assert rows.ends.tolist() == [1 + width, 3 + 2 * width, 4 + 3 * width]
 
 
+A100, H100, V100, T4 = (8, 0), (9, 0), (7, 0), (7, 5)
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
 @pytest.mark.parametrize(
-    "dtype, capability, width, expected",
+    "dtype, capability, widths, expected",
     [
-        (torch.bfloat16, (8, 0), 64, True),  # A100
-        (torch.float16, (9, 0), 128, True),  # H100
-        (torch.bfloat16, (12, 0), 256, True),
-        (torch.float16, (7, 0), 64, False),  # V100
-        (torch.float16, (7, 5), 64, False),  # T4
-        (torch.bfloat16, (9, 0), 20, False),
-        (torch.bfloat16, (9, 0), 264, False),
-        (torch.float32, (9, 0), 64, False),
-        (torch.bfloat16, None, 64, False),  # a CPU
+        (BF16, A100, (8, 64, 256), True),
+        (FP16, H100, (8, 64, 256), True),
+        (BF16, H100, (20, 264), False),
+        (FP16, V100, (64,), False),
+        (FP16, T4, (64,), False),
+        (torch.float32, H100, (64,), False),
+        (BF16, None, (64,), False),  # a CPU
     ],
 )
-def test_flash_attention_is_used_where_it_runs(dtype, capability, width, expected):
-    assert one_kernel(dtype, capability, width) is expected
+def test_flash_attention_is_used_where_it_runs(dtype, capability, widths, expected):
+    assert {one_kernel(dtype, capability, width) for width in widths} == {expected}
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
@@ -202,19 +199,3 @@ def test_rounding_of_one_logit_is_no_leak_between_rows(models, logits, packs):
     packed.register_forward_pre_hook(note, with_kwargs=True)
     packed.get_output_embeddings().register_forward_hook(enlarge)
     assert probe_capabilities(packed).packed is packs
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_the_attention_of_one_token_is_that_of_torch_with_repeated_keys(groups):
-    draw = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(shape, generator=draw)
-        for shape in ((3, 4, 1, 8), (3, groups, 20, 8), (3, groups, 20, 8))
-    )
-    mask = (torch.arange(20) >= torch.tensor([[0], [5], [19]]))[:, None, None]
-    found, _ = packed_attention(None, query, key, value, mask, scaling=0.3)
-    repeated = (each.repeat_interleave(4 // groups, 1) for each in (key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, *repeated, attn_mask=mask, scale=0.3
-    )
-    torch.testing.assert_close(found, expected.transpose(1, 2))

@@ -87,15 +87,37 @@ def test_pickles_next_to_the_weights_are_not_read(folder, marker, load):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_pickles_instead_of_weights_are_not_read(folder, marker, load, zipped):
+def without_weights(folder, marker):
     (folder / "model.safetensors").unlink()
     for name in PICKLES:
-        plant(folder / name, marker, zipped=zipped)
-    with pytest.raises(
-        ArtifactError, match=r"no weights as safetensors.*base_model\.unpickle_weights"
-    ):
+        plant(folder / name, marker, zipped=name.endswith("n"))
+
+
+def with_adapter(folder, marker):
+    fields = {"peft_type": "LORA", "base_model_name_or_path": str(folder)}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    plant(folder / "adapter_model.bin", marker)
+
+
+def selecting_a_pickle(folder, marker):
+    config = folder / "config.json"
+    fields = json.loads(config.read_text()) | {"transformers_weights": "adapter_model.bin"}
+    config.write_text(json.dumps(fields))
+    plant(folder / "adapter_model.bin", marker)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_weights, r"no weights as safetensors.*base_model\.unpickle_weights"),
+        (with_adapter, r"found an adapter \(adapter_config\.json\)"),
+        (selecting_a_pickle, r"'adapter_model\.bin' in config\.json, expected a safeten"),
+    ],
+)
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_pickle_does_not_take_the_place_of_the_weights(folder, marker, load, change, message):
+    change(folder, marker)
+    with pytest.raises(ArtifactError, match=message):
         load(folder)
     assert not marker.exists()
 
@@ -114,31 +136,6 @@ def test_unpickle_weights_reads_tensors_and_nothing_else(folder, tmp_path, marke
     assert not list(export.glob("*.bin"))
     exported = load_file(export / "model.safetensors")
     assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_an_adapter_is_refused(folder, marker, load):
-    (folder / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)})
-    )
-    plant(folder / "adapter_model.bin", marker)
-    with pytest.raises(ArtifactError, match=r"found an adapter \(adapter_config\.json\)"):
-        load(folder)
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_configuration_cannot_select_a_pickle_as_the_weights(folder, marker, load):
-    config = folder / "config.json"
-    config.write_text(
-        json.dumps(json.loads(config.read_text()) | {"transformers_weights": "adapter_model.bin"})
-    )
-    plant(folder / "adapter_model.bin", marker)
-    with pytest.raises(
-        ArtifactError, match=r"'adapter_model\.bin' in config\.json, expected a safeten"
-    ):
-        load(folder)
-    assert not marker.exists()
 
 
 @pytest.fixture

@@ -74,13 +74,6 @@ def test_dpo_follows_one_publication_as_a_whole():
     assert [zephyr[name].value for name in names] == [0.01, 1, 128, 5e-7]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_no_preset_fine_tunes_an_instruct_model(model):
-    path = MODELS[model].path
-    assert "Instruct" not in path
-    assert path.endswith("-Base") == ("Qwen3" in path)  # Qwen3 without the ending has been tuned
-
-
 def test_weight_decay_is_for_whole_weights():
     decay = "sft.optimizer.weight_decay"
     assert hyperparameters("llama-2-7b", "full")[decay] == (0.1, "Llama 2")

@@ -9,7 +9,7 @@ from rlhf_pipeline.runtime import digests, heartbeat
 from rlhf_pipeline.runtime.digests import FileEntry, file_digest, read_pieces, write_pieces
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 
-ABCDEFGH = "9c56cc51b374c3ba189210d5b6d4bf57790d351c96c47c02190ecf1e430635ab"
+ENTRY = FileEntry(8, "9c56cc51b374c3ba189210d5b6d4bf57790d351c96c47c02190ecf1e430635ab")
 """printf abcdefgh | sha256sum"""
 
 
@@ -33,49 +33,37 @@ def reads(monkeypatch):
     return found
 
 
-def test_a_written_file_has_the_digest_of_its_bytes_and_is_not_read(tmp_path, reads):
-    entry = write_pieces(tmp_path / "file", [b"abc", memoryview(b"defgh")])
-    assert entry == FileEntry(8, ABCDEFGH)
-    assert reads == []
-    assert (tmp_path / "file").read_bytes() == b"abcdefgh"
-    assert file_digest(tmp_path / "file") == ABCDEFGH
-
-
-def test_every_piece_is_a_heartbeat(tmp_path, pieces_of_four):
-    write_pieces(tmp_path / "file", [b"abc", b"defgh"])
-    assert heartbeat._here.ticks == 2
+def test_a_written_file_has_the_digest_of_its_bytes_and_is_not_read(
+    tmp_path, pieces_of_four, reads
+):
+    """Every piece is a heartbeat."""
+    assert write_pieces(tmp_path / "file", [b"abc", memoryview(b"defgh")]) == ENTRY
+    assert reads == [] and heartbeat._here.ticks == 2
     assert list(read_pieces(tmp_path / "file")) == [b"abcd", b"efgh"]
-    file_digest(tmp_path / "file")
+    assert file_digest(tmp_path / "file") == ENTRY.sha256
     assert heartbeat._here.ticks == 4
 
 
 def test_a_large_file_is_not_read_again_under_any_name(tmp_path, pieces_of_four, reads):
     write_pieces(tmp_path / "written", [b"abcdefgh"])
     (tmp_path / "written").rename(tmp_path / "renamed")
-    assert FileEntry.of(tmp_path / "renamed") == FileEntry(8, ABCDEFGH)
+    assert FileEntry.of(tmp_path / "renamed") == ENTRY
     assert reads == []
     (tmp_path / "other").write_bytes(b"abcdefgh")
     for _ in range(2):
-        assert FileEntry.of(tmp_path / "other") == FileEntry(8, ABCDEFGH)
+        assert FileEntry.of(tmp_path / "other") == ENTRY
     assert reads == ["other"]
-    assert FileEntry(8, ABCDEFGH).matches(tmp_path / "other")  # a check always reads
+    assert ENTRY.matches(tmp_path / "other")  # a check always reads
     assert reads == ["other"] * 2
 
 
-def test_a_changed_file_is_read_again(tmp_path, pieces_of_four, reads):
-    write_pieces(tmp_path / "file", [b"abcdefgh"])
-    modified = (tmp_path / "file").stat().st_mtime_ns
-    while (tmp_path / "file").stat().st_mtime_ns == modified:  # the clock has ticks
-        (tmp_path / "file").write_bytes(b"abcdefgi")
-    assert FileEntry.of(tmp_path / "file").sha256 == hashlib.sha256(b"abcdefgi").hexdigest()
-    assert reads == ["file"]
-
-
-def test_a_small_file_is_always_read(tmp_path, reads):
-    """It may change twice within a tick of the clock."""
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_changed_file_is_read_again(tmp_path, monkeypatch, reads, is_large):
+    """A small one may change twice within a tick of the clock."""
+    monkeypatch.setattr(digests, "PIECE", 4 if is_large else 99)
     write_pieces(tmp_path / "file", [b"abcdefgh"])
     written = (tmp_path / "file").stat().st_mtime_ns
     (tmp_path / "file").write_bytes(b"abcdefgi")
-    os.utime(tmp_path / "file", ns=(written, written))
+    os.utime(tmp_path / "file", ns=(written, written + is_large))
     assert FileEntry.of(tmp_path / "file").sha256 == hashlib.sha256(b"abcdefgi").hexdigest()
     assert reads == ["file"]

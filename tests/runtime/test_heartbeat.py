@@ -1,6 +1,5 @@
 """Heartbeats cost few writes and are never truncated."""
 
-import json
 import os
 import time
 
@@ -33,11 +32,15 @@ def test_a_phase_is_written_when_it_begins(tmp_path, monkeypatch):
         )
 
 
-def test_a_rank_reports_as_soon_as_it_starts_and_ends(tmp_path):
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_rank_reports_as_soon_as_it_starts_and_ends(tmp_path, monkeypatch, by_hand):
+    """A program that was started by hand reports no process id."""
+    if by_hand:
+        monkeypatch.delenv(heartbeat.LAUNCH)
     heartbeat.start(tmp_path, 3)
     found = read_heartbeats(tmp_path)[3]
-    assert (found.rank, found.pid, found.phase) == (3, os.getpid(), "loading")
-    assert (found.step, found.marks) == (None, 0)
+    assert (found.rank, found.phase, found.step, found.marks) == (3, "loading", None, 0)
+    assert found.pid == (None if by_hand else os.getpid())
     heartbeat.at("finished")
     assert read_heartbeats(tmp_path)[3].phase == "finished"
 
@@ -77,9 +80,3 @@ def test_a_file_that_a_library_writes_ticks_while_it_grows(tmp_path, monkeypatch
     (tmp_path / "later").write_bytes(bytes(2**16))
     time.sleep(0.2)
     assert heartbeat._here.ticks == ticks
-
-
-def test_a_program_started_by_hand_reports_no_process_id(tmp_path, monkeypatch):
-    monkeypatch.delenv(heartbeat.LAUNCH)
-    heartbeat.start(tmp_path, 0)
-    assert json.loads((tmp_path / "heartbeats" / "rank0.json").read_text())["pid"] is None

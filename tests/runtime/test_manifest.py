@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
+from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.manifest import (
     CURVES,
     Manifest,
@@ -17,6 +18,9 @@ from rlhf_pipeline.runtime.manifest import (
     file_entries,
     verify,
 )
+
+ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+"""printf abc | sha256sum"""
 
 
 def make_artifact(directory: Path, **files: str) -> Path:
@@ -31,16 +35,9 @@ def make_artifact(directory: Path, **files: str) -> Path:
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path):
-    artifact = make_artifact(tmp_path / "a", weights="abc")
-    manifest = Manifest.read(artifact)
-    assert manifest.stage == "sft"
-    assert manifest.metrics == {"loss": 0.5}
-    # printf abc | sha256sum
-    assert (
-        manifest.files["weights"].sha256
-        == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    )
-    assert manifest.files["weights"].size == 3
+    manifest = Manifest.read(make_artifact(tmp_path / "a", weights="abc"))
+    assert (manifest.stage, manifest.metrics) == ("sft", {"loss": 0.5})
+    assert manifest.files == {"weights": FileEntry(3, ABC)}
 
 
 def test_equal_content_has_equal_digests_in_any_folder(tmp_path):
@@ -71,26 +68,13 @@ def test_a_part_of_an_artifact_has_its_own_digest(tmp_path):
     assert content_digest(one / "ppo") != content_digest(other / "ppo")
 
 
-def test_an_artifact_may_be_reached_by_a_link(tmp_path):
-    make_artifact(tmp_path / "a", weights="abc")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert verify(tmp_path / "link").metrics == {"loss": 0.5}
-
-
-def test_a_plain_file_is_digested_by_its_bytes(tmp_path):
+@pytest.mark.parametrize("beside", [None, '{"files": ["pairs.jsonl"]}', "[1, 2]", "pairs.jsonl 12"])
+def test_a_plain_file_is_digested_by_its_bytes(tmp_path, beside):
+    """Also next to a manifest of another program."""
+    if beside is not None:
+        (tmp_path / "manifest.json").write_text(beside)
     (tmp_path / "file").write_bytes(b"abc")
-    assert (
-        content_digest(tmp_path / "file")
-        == file_digest(tmp_path / "file")
-        == hashlib.sha256(b"abc").hexdigest()
-    )
-
-
-@pytest.mark.parametrize("theirs", ['{"files": ["pairs.jsonl"]}', "[1, 2]", "pairs.jsonl 12"])
-def test_a_file_is_digested_by_its_bytes_next_to_a_foreign_manifest(tmp_path, theirs):
-    (tmp_path / "manifest.json").write_text(theirs)
-    (tmp_path / "pairs.jsonl").write_bytes(b"abc")
-    assert content_digest(tmp_path / "pairs.jsonl") == hashlib.sha256(b"abc").hexdigest()
+    assert content_digest(tmp_path / "file") == file_digest(tmp_path / "file") == ABC
 
 
 def test_a_foreign_manifest_does_not_make_an_artifact(tmp_path):
@@ -106,12 +90,14 @@ def test_a_foreign_manifest_does_not_make_an_artifact(tmp_path):
 
 
 def test_a_path_that_is_not_an_artifact_is_reported(tmp_path):
-    with pytest.raises(ArtifactError, match="neither a file nor part of a finished artifact"):
-        content_digest(tmp_path / "nothing")
-    with pytest.raises(ArtifactError, match=r"not a finished artifact: it has no manifest\.json"):
-        Manifest.read(tmp_path)
-    with pytest.raises(ArtifactError, match=r"is empty: .* with parameters that create it"):
-        content_digest(make_artifact(tmp_path / "a", weights="abc") / "sft")
+    artifact = make_artifact(tmp_path / "a", weights="abc")
+    for read, path, message in (
+        (content_digest, tmp_path / "nothing", "neither a file nor part of a finished artifact"),
+        (Manifest.read, tmp_path, r"not a finished artifact: it has no manifest\.json"),
+        (content_digest, artifact / "sft", r"is empty: .* with parameters that create it"),
+    ):
+        with pytest.raises(ArtifactError, match=message):
+            read(path)
 
 
 @pytest.mark.parametrize("content", ["{", "", "null", '{"stage": "sft", "files": []}'])
@@ -125,11 +111,10 @@ def test_a_damaged_manifest_is_reported(tmp_path, content):
 def test_a_manifest_of_another_version_is_read_and_verified(tmp_path):
     """Written by 1.0.0, with a field that has left since."""
     (tmp_path / "weights").write_text("abc")
-    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     fields = {
         "stage": "sft", "fingerprint": "f" * 64, "seed": 7, "config": {}, "inputs": {},
         "versions": {}, "metrics": {"validation/loss": 0.5}, "adjusted": {"sft.batch_size": 8},
-        "files": {"weights": {"size": 3, "sha256": digest}},
+        "files": {"weights": {"size": 3, "sha256": ABC}},
     }  # fmt: skip
     fields["digest"] = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
     (tmp_path / "manifest.json").write_text(json.dumps(fields))
@@ -138,8 +123,10 @@ def test_a_manifest_of_another_version_is_read_and_verified(tmp_path):
 
 
 def test_a_flipped_bit_or_a_missing_file_is_found(tmp_path):
+    """An artifact may be reached by a link."""
     artifact = make_artifact(tmp_path / "a", weights="abc", sub__more="d")
-    verify(artifact)
+    (tmp_path / "link").symlink_to(artifact)
+    assert verify(tmp_path / "link").metrics == {"loss": 0.5}
     (artifact / "weights").write_text("abb")
     with pytest.raises(ArtifactError, match=r"weights was changed after stage sft finished"):
         verify(artifact)

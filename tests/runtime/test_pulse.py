@@ -64,20 +64,17 @@ def test_the_end_of_the_block_ends_ranks_and_their_children(tmp_path, rank):
     wait_until(lambda: not child.is_running())
 
 
-def test_another_launch_ends_the_ranks_of_the_earlier_one(tmp_path, rank):
-    with Pulse(tmp_path, 60, {}).beating():
-        process, _ = rank("an-earlier-one", 60)
-        assert process.wait(60) == 1
-
-
-def test_silence_ends_a_rank(tmp_path, rank):
-    """The file stays as the lost driver has left it."""
-    pulse = Pulse(tmp_path, 3, {})
-    (tmp_path / "heartbeats").mkdir()
-    pulse._write()
-    start = time.monotonic()
-    process, _ = rank(pulse.launch, 3)
-    assert process.wait(60) == 1
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_another_launch_or_silence_ends_a_rank(tmp_path, rank, is_silent):
+    """After silence, the file stays as the lost driver has left it."""
+    pulse, start = Pulse(tmp_path, 3, {}), time.monotonic()
+    with pulse.beating():
+        left = (tmp_path / "heartbeats" / "driver.json").read_text()
+        if not is_silent:
+            assert rank("an-earlier-one", 60)[0].wait(60) == 1
+            return
+    (tmp_path / "heartbeats" / "driver.json").write_text(left)
+    assert rank(pulse.launch, 3)[0].wait(60) == 1
     assert time.monotonic() - start > 3 - EVERY_S
 
 

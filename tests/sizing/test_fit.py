@@ -31,7 +31,7 @@ def test_smaller_micro_batches_come_first():
     fit = find_fit("sft", sft(), SHAPE, gpus(1, 32))
     assert not fit.fits
     assert list(fit.changes) == ["sft.micro_batch_tokens"]
-    assert fits(fit.memory_after, gpus(1, 32))
+    assert fit.after.is_met
 
 
 def test_zero_needs_several_ranks_and_offload_does_not():
@@ -81,11 +81,7 @@ def test_nothing_makes_175_billion_fit_one_small_gpu():
     fit = find_fit("sft", sft(), find_model("opt-175b").shape, hardware)
     assert fit.changes is None
     assert fit.fix == "use more or larger GPUs, or a smaller model"
-
-
-def test_an_unknown_memory_is_enough():
-    memory = plan_stage("sft", sft(), SHAPE, Hardware(1))
-    assert fits(memory, Hardware(1))
+    assert fit.after.found < fit.before.found / 2  # the least that any change needs
 
 
 @pytest.mark.parametrize("value", [3, None])
@@ -120,7 +116,7 @@ def of_stage(stage, **settings):
 @pytest.mark.parametrize("stage", AUTOMATIC)
 @pytest.mark.parametrize(
     ("model", "hardware"),
-    [("opt-1.3b", "1x80"), ("opt-1.3b", "8x40"), ("qwen2.5-0.5b", "2x16"), ("opt-2.7b", "8x80")],
+    [("opt-1.3b", "1x80"), ("qwen2.5-0.5b", "2x16")],
 )
 def test_auto_is_the_largest_power_of_two_that_fits(stage, model, hardware):
     shape, machine = find_model(model).shape, named(None, hardware)
@@ -132,15 +128,6 @@ def test_auto_is_the_largest_power_of_two_that_fits(stage, model, hardware):
     (number,) = micro_batch_tokens(of_stage(stage), shape, machine).values()
     assert number in [2**power for power in range(9, 18)]
     assert fits_with(number) and not fits_with(2 * number)
-
-
-def test_auto_is_what_the_plan_advises():
-    """Of 16,384 tokens, a quarter fits a GPU with 32 GB."""
-    machine, blocks = gpus(1, 32), dict.fromkeys(BLOCKS)
-    automatic = blocks | sft(micro_batch_tokens="auto")
-    assert micro_batch_tokens(automatic, SHAPE, machine) == {"sft": 4096}
-    advised = find_fit("sft", sft(), SHAPE, machine).changes
-    assert advised == {"sft.micro_batch_tokens": 4096}
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, 4096), (9, 8192), (512, 32768)])
@@ -155,12 +142,11 @@ def test_auto_is_one_row_at_a_time_if_not_even_that_fits():
 
 
 def test_auto_on_a_cpu_fills_the_share_of_main_memory():
-    small = Hardware(2, main_memory=64 * GIB)
-    (number,) = micro_batch_tokens(of_stage("sft"), SHAPE, small).values()
-    (twice,) = micro_batch_tokens(
-        of_stage("sft"), SHAPE, Hardware(1, main_memory=64 * GIB)
-    ).values()
-    assert 512 <= number < twice
+    two, one = (
+        micro_batch_tokens(of_stage("sft"), SHAPE, Hardware(ranks, main_memory=64 * GIB))["sft"]
+        for ranks in (2, 1)
+    )
+    assert 512 <= two < one
 
 
 @pytest.mark.parametrize(

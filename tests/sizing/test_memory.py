@@ -1,6 +1,6 @@
 """Memory of models and stages, worked by hand; activations are compared with autograd's."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,62 +129,62 @@ def test_a_frozen_model_is_whole_or_sharded():
         assert memory.held == {"weights": weights}
 
 
-@dataclass(frozen=True)
-class PPO:
+TRAINED = {"optimizer": {"learning_rate": 1e-3}}
+SHARDED = TRAINED | {"deepspeed": {"zero_stage": 3, "precision": "bf16"}}
+SFT = {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
+SPLIT = {"sources": [{"name": "synthetic"}], "max_prompt_tokens": 16, "max_response_tokens": 8}
+
+
+def plan_ppo(shape=SHAPE, **changes):
+    return plan_stage("ppo", ppo(**changes), shape, GPUS)
+
+
+def ppo(**changes):
     """The parameters of a small PPO."""
-
-    lora: bool = False
-    advantage: str = "gae"
-
-    def parameters(self):
-        trained = {"optimizer": {"learning_rate": 1e-3}}
-        actor = trained | ({"lora": {"rank": 16}} if self.lora else {})
-        block = {
-            "steps": 2, "rollout_batch_size": 8, "minibatch_size": 4, "micro_batch_tokens": 24,
-            "sampling": {"max_response_tokens": 8}, "advantage": self.advantage,
-            "responses_per_prompt": 2,
-            "actor": actor, "critic": trained if self.advantage == "gae" else None,
-        }  # fmt: skip
-        split = {
-            "sources": [{"name": "synthetic"}],
-            "max_prompt_tokens": 16,
-            "max_response_tokens": 8,
-        }
-        return {"ppo": block, "split": split}
+    block = {
+        "steps": 2, "rollout_batch_size": 8, "minibatch_size": 4, "micro_batch_tokens": 24,
+        "sampling": {"max_response_tokens": 8}, "responses_per_prompt": 2,
+        "actor": TRAINED, "critic": TRAINED,
+    }  # fmt: skip
+    return {"ppo": block | changes, "split": SPLIT}
 
 
 CACHE = 4 * 24 * 2 * 4 * 100 * 4
 """Keys and values of 4 rows of a rank."""
 
 
-def test_ppo_has_four_models_three_or_two():
-    def names(ppo):
-        return [model.name for model in plan_stage("ppo", ppo.parameters(), SHAPE, GPUS).models]
+WITHOUT_CRITIC = {"advantage": "rloo", "critic": None}
 
-    four = ["ppo.actor", "ppo.reference", "ppo.critic", "ppo.reward_model"]
-    assert names(PPO()) == four
-    assert names(PPO(advantage="rloo")) == ["ppo.actor", "ppo.reference", "ppo.reward_model"]
-    # An actor with adapters is its own reference.
-    assert names(PPO(lora=True, advantage="rloo")) == ["ppo.actor", "ppo.reward_model"]
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["actor", "reference", "critic", "reward_model"]),
+        (WITHOUT_CRITIC, ["actor", "reference", "reward_model"]),
+        # An actor with adapters is its own reference.
+        (WITHOUT_CRITIC | {"actor": TRAINED | {"lora": {"rank": 16}}}, ["actor", "reward_model"]),
+    ],
+)
+def test_ppo_has_four_models_three_or_two(changes, expected):
+    assert [model.name for model in plan_ppo(**changes).models] == [f"ppo.{x}" for x in expected]
+
+
+def sampling_of(memory):
+    (phase,) = (phase for phase in memory.phases if phase.name == "generation")
+    return phase
 
 
 def test_the_cache_has_room_for_prompts_and_responses():
-    parameters = PPO().parameters()
-    parameters["ppo"]["sampling"] = {"max_response_tokens": 8}
-    memory = plan_stage("ppo", parameters, SHAPE, GPUS)
-    (sampling,) = (phase for phase in memory.phases if phase.name == "generation")
-    # 4 rows of a rank, 16 + 8 tokens, keys and values of 4 layers and 100 numbers in fp32.
-    assert sampling.parts["KV cache"] == CACHE
+    """4 rows of a rank, 16 + 8 tokens, keys and values of 4 layers and 100 numbers in fp32."""
+    assert sampling_of(plan_ppo()).parts["KV cache"] == CACHE
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_sharded_copy_answers_for_all_its_ranks(pinned):
     """Half of 640,000 weights and of the output layer, all embeddings; 4 layers are gathered."""
-    parameters = PPO().parameters()
     hybrid = {"inference_tp_size": 2, "pin_parameters": pinned}
-    parameters["ppo"] |= {"generator": "hybrid", "hybrid": hybrid}
-    memory = plan_stage("ppo", parameters, SHAPE, GPUS)
-    (sampling,) = (phase for phase in memory.phases if phase.name == "generation")
+    memory = plan_ppo(generator="hybrid", hybrid=hybrid)
+    sampling = sampling_of(memory)
     copy, gathered = 4 * (320_000 + 50_000 + 100_000), 4 * 640_000
     assert memory.models[0].held.get("sharded copy", 0) == (copy if pinned else 0)
     assert sampling.parts["gathered weights"] == gathered + (0 if pinned else copy)
@@ -196,49 +196,39 @@ def test_a_sharded_copy_answers_for_all_its_ranks(pinned):
 @pytest.mark.parametrize("stage", ["ppo", "evaluate"])
 def test_weights_are_gathered_whole_or_a_layer_at_a_time(stage):
     """Llama-2-7B in bf16: a layer, the embeddings, and a bucket that is fetched ahead."""
-    parameters = PPO().parameters()
-    sharded = {"optimizer": {"learning_rate": 1e-3}}
-    sharded["deepspeed"] = {"zero_stage": 3, "precision": "bf16"}
-    parameters["ppo"] |= {"actor": sharded, "critic": sharded}
-    sampling = {"max_response_tokens": 8}
-    sft = sharded | {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
-    parameters |= {"sft": sft, "evaluate": {"prompts": 8, "sampling": sampling}}
+    evaluate = {"prompts": 8, "sampling": {"max_response_tokens": 8}}
+    parameters = ppo(actor=SHARDED, critic=SHARDED) | {"sft": SHARDED | SFT, "evaluate": evaluate}
     found = {}
     for whole in (True, False):
         parameters[stage] = parameters[stage] | {"gather_for_generation": whole}
         memory = plan_stage(stage, parameters, find_model("llama-2-7b").shape, GPUS)
-        phase = next(each for each in memory.phases if each.name == "generation")
-        found[whole] = phase.parts["gathered weights"]
+        found[whole] = sampling_of(memory).parts["gathered weights"]
     assert found == {True: 2 * 6_738_415_616, False: 2 * (202_375_168 + 131_072_000 + 50_000_000)}
 
 
 @pytest.mark.parametrize(("generator", "copies"), [("transformers", 0), ("vllm", 1)])
 def test_vllm_keeps_a_copy_of_the_policy_that_it_evaluates(generator, copies):
-    parameters = PPO().parameters()
-    sampling = {"max_response_tokens": 8}
-    chosen = {"prompts": 8, "sampling": sampling, "precision": "fp32", "generator": generator}
-    trained = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"precision": "fp32"}}
-    sft = trained | {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
-    parameters |= {"sft": sft, "evaluate": chosen}
-    memory = plan_stage("evaluate", parameters, SHAPE, GPUS)
+    evaluate = {"prompts": 8, "sampling": {"max_response_tokens": 8}, "precision": "fp32"}
+    evaluate["generator"] = generator
+    memory = plan_stage(
+        "evaluate", ppo() | {"sft": TRAINED | SFT, "evaluate": evaluate}, SHAPE, GPUS
+    )
     assert memory.models[0].held == {"weights": 4 * WEIGHTS}
-    assert memory.phases[0].parts.get("gathered weights", 0) == copies * 4 * WEIGHTS
+    assert sampling_of(memory).parts.get("gathered weights", 0) == copies * 4 * WEIGHTS
 
 
 @pytest.mark.parametrize(("size", "shared"), [(8, True), (4, False)])
 def test_actor_and_critic_share_a_pass_if_short_responses_allow_it(size, shared):
     """A step of one update in passes of 24 tokens: of the longest responses, each row fills one."""
-    parameters = PPO().parameters()
-    parameters["ppo"]["minibatch_size"] = size
-    update, *_ = plan_stage("ppo", parameters, SHAPE, GPUS).phases
-    parameters["ppo"] |= {"critic": None, "advantage": "rloo"}
-    alone, *_ = plan_stage("ppo", parameters, SHAPE, GPUS).phases
-    own, both = alone.parts["activations"], update.parts["activations"]
-    assert both == (2 * own if shared else own)
+    both, alone = (
+        plan_ppo(minibatch_size=size, **changes).phases[0].parts["activations"]
+        for changes in ({}, WITHOUT_CRITIC)
+    )
+    assert both == (2 * alone if shared else alone)
 
 
 def test_the_peak_is_the_largest_phase_above_what_is_held():
-    memory = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS)
+    memory = plan_ppo()
     # Actor and critic: weights 4, half of 12 in states; reference and reward model: weights 4. A
     # critic has a vector of 100 weights besides, since the output layer is tied.
     assert memory.held == 28 * WEIGHTS + 10 * 100 + 4 * 100
@@ -249,28 +239,19 @@ def test_the_peak_is_the_largest_phase_above_what_is_held():
 def test_what_leaves_during_the_rollout_is_in_main_memory():
     """The states of the actor leave, and all of the critic (101 weights more), reference and reward
     model (100 more)."""
-    plain, parameters = plan_stage("ppo", PPO().parameters(), SHAPE, GPUS), PPO().parameters()
-    parameters["ppo"]["offload_during_rollout"] = True
-    memory = plan_stage("ppo", parameters, SHAPE, GPUS)
-    (first,), (found,) = (
-        [phase for phase in each.phases if phase.name == "generation"] for each in (plain, memory)
-    )
-    left = first.total - found.total
+    plain, memory = plan_ppo(), plan_ppo(offload_during_rollout=True)
+    left = sampling_of(plain).total - sampling_of(memory).total
     assert left == (6 + 4 + 10 + 4) * WEIGHTS + 10 * 100 + 4 * 100
     assert memory.main_of_node(2) - plain.main_of_node(2) == 2 * left
-    assert memory.held == plain.held and memory.certain == plain.certain
-    sampling = replace(memory, phases=(found,))
+    assert memory.held == plain.held and memory.lower_bound == plain.lower_bound
+    sampling = replace(memory, phases=(sampling_of(memory),))
     shown = sum(sum(sampling.parts_of(model).values()) for model in memory.models)
     assert sampling.libraries + shown == sampling.peak
 
 
 def test_one_rank_reads_the_whole_model_that_zero_3_shards():
     """In main memory: libraries of two ranks, and all weights in bf16 once."""
-    trained = {"optimizer": {"learning_rate": 1e-3}}
-    trained["deepspeed"] = {"zero_stage": 3, "precision": "bf16"}
-    block = trained | {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
-    parameters = PPO().parameters() | {"sft": block}
-    memory = plan_stage("sft", parameters, SHAPE, GPUS)
+    memory = plan_stage("sft", ppo() | {"sft": SHARDED | SFT}, SHAPE, GPUS)
     assert memory.main_of_node(2) == 2 * 300 * 2**20 + 2 * WEIGHTS
 
 
@@ -331,7 +312,7 @@ def test_a_layer_keeps_what_autograd_saves(model_type, dtype):
     few, more = (saved_bytes(model_type, layers, dtype, lora=False) for layers in (1, 3))
     fields = FIELDS | FAMILIES[model_type] | {"model_type": model_type, "num_hidden_layers": 3}
     numbers = Numbers(dtype.itemsize, on_gpu=False)
-    assert memory.of_layer(Shape.of(fields), numbers) * TOKENS == pytest.approx(
+    assert memory.layer_bytes(Shape.of(fields), numbers) * TOKENS == pytest.approx(
         (more - few) / 2, rel=0.02
     )
 
@@ -341,7 +322,7 @@ def test_frozen_norms_keep_less():
     shape = Shape.of(FIELDS | FAMILIES["llama"] | {"model_type": "llama", "num_hidden_layers": 3})
     numbers = Numbers(4, on_gpu=False, norms_train=False)
     # The adapters keep 8 numbers for each of 7 layers besides.
-    assert (memory.of_layer(shape, numbers) + 7 * 8 * 4) * TOKENS == pytest.approx(
+    assert (memory.layer_bytes(shape, numbers) + 7 * 8 * 4) * TOKENS == pytest.approx(
         (more - few) / 2, rel=0.02
     )
 
@@ -351,5 +332,7 @@ def test_checkpointing_keeps_inputs_and_one_layer():
     numbers = Numbers(4, on_gpu=True)
     # fp32, d = 128, i = 512: norms 2 * 2d, attention 5d, ReLU i; last norm 2d; passing 2i + 2d.
     layer, rest = 4 * (4 * 128 + 5 * 128 + 512), 4 * (2 * 128 + 2 * 512 + 2 * 128)
-    assert memory.kept(shape, numbers, 7, checkpointing=False) == 7 * (10 * layer + rest)
-    assert memory.kept(shape, numbers, 7, checkpointing=True) == 7 * (layer + 10 * 4 * 128 + rest)
+    assert memory.saved_bytes(shape, numbers, 7, checkpointing=False) == 7 * (10 * layer + rest)
+    assert memory.saved_bytes(shape, numbers, 7, checkpointing=True) == 7 * (
+        layer + 10 * 4 * 128 + rest
+    )

@@ -54,17 +54,9 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
         },
         True,
     ),
+    "ppo in fp16": ("ppo", {"actor": trained(2, "fp16"), "critic": trained(3, "fp16")}, False),
     "evaluate": ("evaluate", {"best_of_n": 2}, False),
 }  # fmt: skip
-FURTHER = {
-    **{f"sft at ZeRO-{stage}": ("sft", trained(stage), True) for stage in (0, 1, 2)},
-    "ppo": ("ppo", {"actor": trained(0), "critic": trained(1), "ema": {"decay": 0.9}}, False),
-    "dpo, sharded": ("dpo", trained(3), False),
-    "ppo in fp16": ("ppo", {"actor": trained(2, "fp16"), "critic": trained(3, "fp16")}, False),
-}
-"""Further stages and precisions of the same programs."""
-NAMES = [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in FURTHER)]
-CASES |= FURTHER
 
 
 def case(lab, program, changes, resumes):
@@ -81,7 +73,7 @@ def case(lab, program, changes, resumes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_no_tensor_is_in_the_wrong_memory_and_resumed_training_is_the_same(cells, name):
     """Otherwise the launch fails. The metrics show that the run has come to its end."""
     whole, found = cells[name]

@@ -20,7 +20,6 @@ from rlhf_pipeline.commands.command import (
 )
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, prompt_policies
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines.table import blocks_of
@@ -32,7 +31,6 @@ from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model, published
-from rlhf_pipeline.sizing.stages import measured
 from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
 
 COLUMNS = {
@@ -54,8 +52,6 @@ class Plan:
     model: str
     shape: Shape
     hardware: Hardware
-    is_measured: bool
-    """Whether lengths are those of a published split."""
     fits: Mapping[str, Fit]
     numbers: Mapping[str, int]
     """What `micro_batch_tokens: auto` stands for, by parameter."""
@@ -95,8 +91,7 @@ def plan(
         return
     # The check accepts what only other machines can run.
     parameters = plain(check_values(loader["parameters"], loader.origin))
-    splits = Path(loader["catalog"]["split"]["filepath"])
-    found = make_plan(parameters, nodes, splits, model=model, hardware=hardware)
+    found = make_plan(parameters, nodes, model=model, hardware=hardware)
     print(to_json(found)) if as_json else show(found, console(width=100))
 
 
@@ -129,14 +124,12 @@ def check_on(hardware: Hardware | None, loader: LayeredConfigLoader, nodes: Coll
 def make_plan(
     parameters: Mapping[str, Any],
     nodes: Collection[str],
-    splits: Path | None = None,
     *,
     model: str | None = None,
     hardware: Hardware | None = None,
 ) -> Plan:
     """Plan the stages among the nodes of a pipeline.
 
-    `splits` is the folder of published splits, whose lengths count if the parameters are theirs;
     `model` is the short name of a model that replaces `base_model`. Without `hardware`, the plan is
     for this machine. Raises ConfigError if nothing on this machine says the sizes of the model.
     """
@@ -156,16 +149,13 @@ def make_plan(
     found = micro_batch_tokens(parameters, shape, hardware)
     numbers = {f"{stage}.micro_batch_tokens": number for stage, number in found.items()}
     parameters = changed(parameters, numbers)
-    split = SplitConfig.model_validate(parameters["split"])
-    lengths = None if splits is None else measured(splits, split)
     named = blocks_of(nodes)
     stages = [stage for stage in BLOCKS if stage in named and parameters[stage] is not None]
     return Plan(
         model=name,
         shape=shape,
         hardware=hardware,
-        is_measured=lengths is not None,
-        fits={stage: find_fit(stage, parameters, shape, hardware, lengths) for stage in stages},
+        fits={stage: find_fit(stage, parameters, shape, hardware) for stage in stages},
         numbers=numbers,
     )
 
@@ -177,7 +167,7 @@ def to_json(plan: Plan) -> str:
             "stage": stage,
             "peak": fit.memory.peak,
             "phase": fit.memory.largest.name,
-            "certain": fit.memory.certain,
+            "certain": fit.memory.lower_bound,
             "available": needs(fit.memory, plan.hardware)[0].available,
             "fits": fit.fits,
             "changes": fit.changes,
@@ -191,7 +181,6 @@ def to_json(plan: Plan) -> str:
         "model": plan.model,
         "parameters": plan.shape.parameters,
         "hardware": asdict(plan.hardware),
-        "lengths": "published split" if plan.is_measured else "limits",
         "automatic": plan.numbers,
         "stages": stages,
     }
@@ -210,10 +199,9 @@ def show(plan: Plan, output: Console) -> None:
     )
     output.print("\n[bold]Memory of a rank at its peak, GiB")
     output.print(_memory_table(plan))
-    source = "the published split" if plan.is_measured else "the limits of split, as upper bounds"
     output.print(
-        f"[dim]Lengths: {source}. PPO's `generator: auto` counts as transformers; a run takes vllm "
-        "where a GPU has it.\n"
+        "[dim]Lengths: the limits of split, as upper bounds. PPO's `generator: auto` counts as "
+        "transformers; a run takes vllm where a GPU has it.\n"
     )
     for name, number in plan.numbers.items():
         output.print(f"{name}: auto is {number} here", highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_pipeline.config.block import Precision
+from rlhf_pipeline.config.block import Kernels, Precision
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.deepspeed_config import BUCKET, inference_settings, training_settings
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed, get_accelerator
@@ -22,9 +22,7 @@ from rlhf_pipeline.distributed.lean_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
 from rlhf_pipeline.distributed.zero import gathered, sharded_loading, whole_shape
 from rlhf_pipeline.models.forward import warn_of_padding
-from rlhf_pipeline.models.kernels import require_sound_kernels, use_kernels
 from rlhf_pipeline.models.loading import freeze
-from rlhf_pipeline.models.lora import add_adapters
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, pretrained
 from rlhf_pipeline.runtime import heartbeat
 
@@ -44,6 +42,8 @@ def train_engine(
         load = partial(load, quantize=config.lora.quantize)
     model, settings = loaded(load, config.deepspeed.precision, partial(training_settings, config))
     if config.lora is not None:
+        from rlhf_pipeline.models.lora import add_adapters
+
         add_adapters(model, config.lora)
     if config.gradient_checkpointing:
         network = pretrained(model)
@@ -62,7 +62,7 @@ def train_engine(
     _reduce_lean(engine)
     engine.train()
     warn_of_padding(engine)  # the first look at the model, before training waits for it
-    use_kernels(engine, config.deepspeed.kernels, config.deepspeed.precision, own_device())
+    _fuse(engine, config.deepspeed.kernels, config.deepspeed.precision, own_device())
     release_freed()  # copies that DeepSpeed has made of the weights
     heartbeat.tick()
     return engine
@@ -160,14 +160,14 @@ def frozen_model(
     assert precision is not None and config.zero_stage is not None
     found: M | DeepSpeedEngine
     if config.zero_stage == 0:
-        require_sound_kernels(world.device, precision)
+        _check_gpu(world.device, precision)
         found = freeze(load(precision, **_placement(world.device))).to(world.device)
     else:
         model, settings = loaded(load, precision, partial(inference_settings, config))
         found, *_ = deepspeed.initialize(model=freeze(model), config=settings)
         found.eval()
     warn_of_padding(found)
-    use_kernels(found, config.kernels, precision, world.device)
+    _fuse(found, config.kernels, precision, world.device)
     return found
 
 
@@ -175,7 +175,7 @@ def loaded(
     load: Callable[..., M], precision: Precision, settings: Callable[..., dict[str, Any]]
 ) -> tuple[M, dict[str, Any]]:
     """The model, and the DeepSpeed settings for its width, which is known only after loading."""
-    require_sound_kernels(own_device(), precision)
+    _check_gpu(own_device(), precision)
     before = settings(hidden_size=0, on_gpu=on_gpu())
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):
@@ -184,6 +184,25 @@ def loaded(
     release_freed()  # weights that were whole until they were sharded
     heartbeat.tick()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu())
+
+
+# Models on a CPU with torch's own operators, the default, need no part of `models.kernels`.
+
+
+def _check_gpu(device: torch.device, precision: Precision) -> None:
+    if device.type == "cuda":
+        from rlhf_pipeline.models.kernels import require_sound_kernels
+
+        require_sound_kernels(device, precision)
+
+
+def _fuse(
+    model: nn.Module, kernels: Kernels | None, precision: Precision, device: torch.device
+) -> None:
+    if kernels is not None:
+        from rlhf_pipeline.models.kernels import use_kernels
+
+        use_kernels(model, kernels, precision, device)
 
 
 def _exact_frequencies(model: nn.Module) -> None:

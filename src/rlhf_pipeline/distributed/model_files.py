@@ -24,7 +24,6 @@ from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import MLMODEL
-from rlhf_pipeline.models.lora import trained_names, write_adapter
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import put_in_place, require_space
@@ -60,6 +59,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
     """Write the weights that LoRA trains; see `save_model` and `write_adapter`."""
+    from rlhf_pipeline.models.lora import trained_names, write_adapter
+
     module = unwrapped(model)
     weights = whole_state_dict(pretrained(module), trained_names(module))
     if _is_first():

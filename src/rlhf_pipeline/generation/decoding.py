@@ -1,7 +1,7 @@
-"""Responses token by token.
+"""Responses token by token, with keys and values in memory that is allocated once.
 
-A step reads and writes tensors that stay where they are: the newest tokens, their positions, and
-the keys and values of the tokens so far, in memory that has room for whole responses.
+Shapes: B rows of a batch, n the rows that are left, P prompt tokens, R tokens of a response, V
+tokens of the vocabulary.
 """
 
 from typing import Any
@@ -35,59 +35,53 @@ class PromptLayer(DynamicLayer):
         return key_states, value_states
 
 
-class RoomyLayer(DynamicLayer):
-    """The keys and values of one layer, (rows, heads, room, width) each.
+class PreallocatedLayer(DynamicLayer):
+    """The keys and values of one layer, (rows, heads, capacity, width) each.
 
-    The tokens of the prompts come in one call. Then each token of the responses is written in place
-    at the cache's `column`, so nothing is copied.
+    The tokens of the prompts come in one call. Then each token of the responses is written in
+    place, so nothing is copied.
     """
 
     is_initialized: bool
 
-    def __init__(self, cache: "RoomyCache") -> None:
+    def __init__(self, cache: "PreallocatedCache") -> None:
         super().__init__()
         self._cache = cache
 
     def write(self, keys: Tensor, values: Tensor) -> None:
-        """Write the first columns of the first rows."""
-        rows, heads, length, width = keys.shape
+        """Write the first columns."""
+        rows, heads, length, _ = keys.shape
         if not self.is_initialized:
             self.is_initialized = True
-            shape = self._cache.rows, heads, self._cache.room, width
+            shape = rows, heads, self._cache.capacity
             # Zeros: a masked column counts nothing, unless it happens to be NaN.
-            self.keys, self.values = (x.new_zeros(*shape[:3], x.shape[3]) for x in (keys, values))
-        for whole, states in ((self.keys, keys), (self.values, values)):
-            whole[:rows, :, :length] = states
+            self.keys, self.values = (x.new_zeros(*shape, x.shape[3]) for x in (keys, values))
+        self.keys[:, :, :length], self.values[:, :, :length] = keys, values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the states; return all that the first rows attend to."""
-        if self._cache.seen == 0:
+        rows, seen = len(key_states), self._cache.seen
+        if seen == 0:
             self.write(key_states, value_states)
             return key_states, value_states
-        rows, end = len(key_states), self._cache.seen + 1
         for whole, states in ((self.keys, key_states), (self.values, value_states)):
-            whole[:rows].index_copy_(2, self._cache.column, states.to(whole.dtype))
-        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
+            whole[:rows, :, seen : seen + 1] = states
+        return self.keys[:rows, :, : seen + 1], self.values[:rows, :, : seen + 1]
 
     def get_seq_length(self) -> int:
         return self._cache.seen
 
 
-class RoomyCache(Cache):
-    """A cache with a `RoomyLayer` for each layer of a model.
+class PreallocatedCache(Cache):
+    """A cache with a `PreallocatedLayer` of `capacity` tokens for each layer of a model."""
 
-    Args:
-        rows, room: the most rows and tokens.
-        column: (1,) long, the column of the next token, on the device of the model.
-    """
-
-    def __init__(self, rows: int, room: int, column: Tensor) -> None:
-        super().__init__(layer_class_to_replicate=lambda: RoomyLayer(self))
-        self.rows, self.room, self.column = rows, room, column
+    def __init__(self, capacity: int) -> None:
+        super().__init__(layer_class_to_replicate=lambda: PreallocatedLayer(self))
+        self.capacity = capacity
         self.seen = 0
-        """Tokens before the present forward pass, as far as a model asks."""
+        """Tokens before the present forward pass."""
 
     def unpack(self, packed: Cache, mask: Tensor, rows: Tensor) -> None:
         """Write the states of packed prompts as those of left-padded ones.
@@ -101,181 +95,142 @@ class RoomyCache(Cache):
             rows: (B,) the row of `mask` that each row of the result repeats.
         """
         place = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)[rows]  # or any token
-        while len(self.layers) < len(packed.layers):
-            self.layers.append(RoomyLayer(self))
-        for layer, states in zip(self.layers, packed.layers, strict=True):
+        for states in packed.layers:
             keys, values = (x[0][:, place].transpose(0, 1) for x in (states.keys, states.values))
             on_cpu = keys.device.type == "cpu"
+            layer = PreallocatedLayer(self)
             layer.write(*(x.float() if on_cpu else x for x in (keys, values)))
+            self.layers.append(layer)
             states.keys = states.values = None  # frees each layer in its turn
 
-    def keep_rows(self, rows: Tensor, end: int) -> None:
-        """Move these rows to the front, with their first `end` columns."""
+    def keep_rows(self, rows: Tensor) -> None:
+        """Move these rows to the front, with the columns that were seen."""
         for layer in self.layers:
             for whole in (layer.keys, layer.values):
-                whole[: len(rows), :, :end] = whole[rows, :, :end]
+                whole[: len(rows), :, : self.seen] = whole[rows, :, : self.seen]
 
 
-class Decoder:
-    """Samples responses to a batch of prompts.
+def decode(
+    model: PreTrainedModel,
+    contract: TokenContract,
+    ids: Tensor,
+    mask: Tensor,
+    numbers: Tensor | None,
+    draws: Tensor,
+    temperature: float,
+    *,
+    device: torch.device,
+    synced: bool,
+) -> tuple[Tensor, Tensor]:
+    """Sample responses to prompts: tokens and log-probabilities, (B, R) each.
 
-    Shapes: B the most rows of a batch, n the rows that are left, R tokens of a response, S columns
-    of keys and values, V tokens of the vocabulary.
+    What follows the first EOS of a row has no meaning.
 
     Args:
-        prepared: whether one mask of four dimensions holds for all layers.
+        ids, mask: (B, P) prompts, left-padded, in main memory.
+        numbers: (B,) prompts with the same number are read once, all of them without padding; None:
+            each is read, with padding.
+        draws: (B, R) uniform numbers in [0, 1).
         synced: whether every rank must take part in every forward pass.
     """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        contract: TokenContract,
-        *,
-        rows: int,
-        room: int,
-        tokens: int,
-        device: torch.device,
-        prepared: bool,
-        synced: bool,
-    ) -> None:
-        self._model, self._contract = model, contract
-        self._prepared, self._synced = prepared, synced
-        self._temperature = 1.0
-        long: Any = {"dtype": torch.long, "device": device}
-        self._column, self._step = torch.zeros(1, **long), torch.zeros(1, **long)
-        self._cache = RoomyCache(rows, room, self._column)
-        self._visible = torch.zeros(rows, room, dtype=torch.bool, device=device)  # (B, S)
-        self._eos = torch.tensor(contract.eos_ids).to(device, non_blocking=True)
-        self._ids = torch.zeros(rows, 1, **long)
-        self._positions = torch.zeros(rows, 1, **long)
-        self._places = torch.zeros(rows, **long)  # of the rows that are left, in the batch
-        self._finished = torch.zeros(rows, dtype=torch.bool, device=device)
-        self._draws = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
-        self._tokens = torch.zeros(rows, tokens, **long)
-        self._logprobs = torch.zeros(rows, tokens, device=device)
-
-    def run(
-        self, ids: Tensor, mask: Tensor, numbers: Tensor | None, draws: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of the responses, (b, R) each.
-
-        What follows the first EOS of a row has no meaning.
-
-        Args:
-            ids, mask: (b, P) prompts, left-padded, in main memory.
-            numbers: (b,) prompts with the same number are read once; None: each is read.
-            draws: (b, R) uniform numbers in [0, 1).
-        """
-        (count, width), steps = ids.shape, draws.shape[1]
-        self._temperature, rows = temperature, count
-        self._begin(mask, draws, self._read(ids, mask, numbers))
-        for step in range(1, steps):
-            seen = width + step - 1
-            heartbeat.tick()
-            if (left := self._look(rows, step)) is not None:
-                if left == 0:
-                    break
-                if left < rows:
-                    self._keep(rows, left, seen)
-                    rows = left
-            self._compute(rows, seen)
-        self._cache.layers.clear()  # the next batch needs their memory before a garbage collection
-        return self._tokens[:count, :steps], self._logprobs[:count, :steps]
-
-    def _read(self, ids: Tensor, mask: Tensor, numbers: Tensor | None) -> Tensor:
-        """Read the prompts; return the logits (n, V) after them."""
-        device, cache = self._column.device, self._cache
-        if numbers is not None:
-            numbered = torch.cat([ids.masked_fill(~mask, -1), numbers[:, None]], dim=1)
-            numbered, copies = torch.unique(numbered, dim=0, return_inverse=True)
-            ids, mask = numbered[:, :-1].clamp(min=0), numbered[:, :-1] >= 0
-        nothing = torch.empty(len(ids), 0, dtype=torch.long)
-        prompts = Sequences(ids, mask, nothing, nothing.bool(), nothing.bool()).to(device)
-        cache.seen = 0
-        if numbers is None:
-            return self._forward(prompts.model_inputs(), cache)[:, -1]
-        copies = copies.to(device, non_blocking=True)
-        rows, states = prompts.packed(), Cache(layer_class_to_replicate=PromptLayer)
-        logits = self._forward(rows.model_inputs(), states, keep=rows.ends)[0]
-        cache.unpack(states, prompts.prompt_mask, copies)
-        return logits[copies]
-
-    def _begin(self, mask: Tensor, draws: Tensor, logits: Tensor) -> None:
-        """Fill the tensors of a batch, and sample its first token."""
-        rows, width = mask.shape
-        device = self._column.device
-        self._visible.zero_()
-        self._visible[:rows, :width].copy_(mask, non_blocking=True)
-        self._positions[:rows, 0].copy_(mask.sum(1) - 1, non_blocking=True)
-        self._draws[:rows, : draws.shape[1]].copy_(draws, non_blocking=True)
-        self._places[:rows] = torch.arange(rows, device=device)
-        self._finished.zero_()
-        self._step.zero_()
-        self._column.fill_(width - 1)
-        self._sample(rows, logits)
-
-    def _sample(self, rows: int, logits: Tensor) -> None:
-        """Sample the token of a step for the first rows, and go on to the next step."""
-        draws = self._draws.index_select(1, self._step).squeeze(1)[self._places[:rows]]
-        tokens, logprobs = sampled(logits, draws, self._temperature, self._contract.vocab_size)
-        place = self._places[:rows], self._step.expand(rows)
-        self._tokens.index_put_(place, tokens)
-        self._logprobs.index_put_(place, logprobs)
-        self._ids[:rows, 0] = tokens
-        self._finished[:rows] |= (tokens[:, None] == self._eos).any(1)
-        self._step += 1
-        self._column += 1
-        self._positions[:rows] += 1
-
-    def _look(self, rows: int, step: int) -> int | None:
-        """The number of rows without an EOS; None if the host does not look, or keeps all rows.
-
-        Looking at each token would make the host wait for its GPU, so it looks at fixed tokens.
-        Rounding depends on the number of rows, so if the time decided, a rollout could not be
-        repeated, and ranks that sample the same tokens would part.
-        """
-        if step % LOOK_EVERY and (self._synced or self._finished.device.type != "cpu"):
-            return None
-        if self._synced:
-            unfinished = (~self._finished[:rows]).any().float()
-            torch.distributed.all_reduce(unfinished)
-            return rows if bool(unfinished) else 0
-        left = rows - int(self._finished[:rows].sum())
-        return left if rows - left >= FINISHED * rows else None
-
-    def _keep(self, rows: int, size: int, end: int) -> None:
-        """Move the `size` unfinished rows to the front."""
-        order = self._finished[:rows].byte().argsort(stable=True)[:size]
-        self._cache.keep_rows(order, end)
-        for tensor in (self._visible, self._ids, self._positions, self._places, self._finished):
-            tensor[:size] = tensor[order]
-
-    def _compute(self, rows: int, seen: int) -> None:
-        """Process the newest token of the first rows, after `seen` others; sample the next one."""
-        self._cache.seen = seen
-        self._visible[:rows].index_fill_(1, self._column, True)
-        visible = self._visible[:rows, : seen + 1]
+    (rows, width), steps = ids.shape, draws.shape[1]
+    cache = PreallocatedCache(width + steps)
+    logits = _prefill(model, cache, ids, mask, numbers, device)
+    visible = torch.zeros(rows, cache.capacity, dtype=torch.bool, device=device)
+    visible[:, :width].copy_(mask, non_blocking=True)
+    one_mask = numbers is not None and takes_prepared_mask(model.config, cache.capacity)
+    positions = mask.sum(1, keepdim=True).to(device, non_blocking=True)
+    draws = draws.to(device, non_blocking=True)
+    eos = torch.tensor(contract.eos_ids).to(device, non_blocking=True)
+    places = torch.arange(rows, device=device)  # of the rows that are left, in the batch
+    finished = torch.zeros(rows, dtype=torch.bool, device=device)
+    tokens = torch.zeros(rows, steps, dtype=torch.long, device=device)
+    logprobs = torch.zeros(rows, steps, device=device)
+    for step in range(steps):
+        drawn = draws[:, step][places]
+        newest, tokens_logprobs = sampled(logits, drawn, temperature, contract.vocab_size)
+        tokens[:, step].index_copy_(0, places, newest)
+        logprobs[:, step].index_copy_(0, places, tokens_logprobs)
+        finished |= (newest[:, None] == eos).any(1)
+        if step + 1 == steps:
+            break
+        heartbeat.tick()
+        cache.seen = width + step
+        left = _rows_left(finished, step + 1, synced=synced)
+        if left == 0:
+            break
+        if left < len(places):
+            order = finished.byte().argsort(stable=True)[:left]
+            cache.keep_rows(order)
+            compacted = (x[order] for x in (visible, positions, places, finished, newest))
+            visible, positions, places, finished, newest = compacted
+        visible[:, cache.seen].fill_(True)
+        seen = visible[:, : cache.seen + 1]
         inputs = {
-            "input_ids": self._ids[:rows],
-            "attention_mask": visible[:, None, None] if self._prepared else visible,
-            "position_ids": self._positions[:rows],
+            "input_ids": newest[:, None],
+            "attention_mask": seen[:, None, None] if one_mask else seen,
+            "position_ids": positions,
         }
-        self._sample(rows, self._forward(inputs, self._cache)[:, -1])
-
-    def _forward(self, inputs: dict[str, Any], cache: Any, keep: Tensor | int = 1) -> Tensor:
-        model: Any = self._model
-        found = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep)
-        logits: Tensor = found.logits
-        return logits
+        logits = _forward(model, inputs, cache)[:, -1]
+        positions = positions + 1
+    cache.layers.clear()  # the next batch needs their memory before a garbage collection
+    return tokens, logprobs
 
 
-def takes_prepared_mask(config: PreTrainedConfig, room: int) -> bool:
-    """Whether one mask holds for all layers: no layer has a window that is shorter than the room.
+def _prefill(
+    model: PreTrainedModel,
+    cache: PreallocatedCache,
+    ids: Tensor,
+    mask: Tensor,
+    numbers: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Read the prompts into the cache; return the logits (B, V) after them."""
+    if numbers is not None:
+        numbered = torch.cat([ids.masked_fill(~mask, -1), numbers[:, None]], dim=1)
+        numbered, copies = torch.unique(numbered, dim=0, return_inverse=True)
+        ids, mask = numbered[:, :-1].clamp(min=0), numbered[:, :-1] >= 0
+    nothing = torch.empty(len(ids), 0, dtype=torch.long)
+    prompts = Sequences(ids, mask, nothing, nothing.bool(), nothing.bool()).to(device)
+    if numbers is None:
+        return _forward(model, prompts.model_inputs(), cache)[:, -1]
+    copies = copies.to(device, non_blocking=True)
+    rows, states = prompts.packed(), Cache(layer_class_to_replicate=PromptLayer)
+    logits = _forward(model, rows.model_inputs(), states, keep=rows.ends)[0]
+    cache.unpack(states, prompts.prompt_mask, copies)
+    return logits[copies]
+
+
+def _forward(model: Any, inputs: dict[str, Any], cache: Cache, keep: Tensor | int = 1) -> Tensor:
+    found = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    logits: Tensor = found.logits
+    return logits
+
+
+def _rows_left(finished: Tensor, step: int, *, synced: bool) -> int:
+    """The rows to compute further: those without an EOS, or all of them.
+
+    Looking at each token would make the host wait for its GPU, so it looks at fixed tokens.
+    Rounding depends on the number of rows, so if the time decided, a rollout could not be
+    repeated, and ranks that sample the same tokens would part.
+    """
+    rows = len(finished)
+    if step % LOOK_EVERY and (synced or finished.device.type != "cpu"):
+        return rows
+    if synced:
+        unfinished = (~finished).any().float()
+        torch.distributed.all_reduce(unfinished)
+        return rows if bool(unfinished) else 0
+    left = rows - int(finished.sum())
+    return left if rows - left >= FINISHED * rows else rows
+
+
+def takes_prepared_mask(config: PreTrainedConfig, capacity: int) -> bool:
+    """Whether one mask holds for all layers: no layer has a shorter window than the capacity.
 
     transformers takes a mask of four dimensions as it is. From one of two dimensions it makes a
     mask for each kind of layer, and waits for the GPU meanwhile.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
-    return kinds == {"full_attention"} and (window is None or window >= room)
+    return kinds == {"full_attention"} and (window is None or window >= capacity)

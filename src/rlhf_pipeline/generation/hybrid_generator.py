@@ -7,8 +7,7 @@ prompts together, each reading its share of the weights.
 """
 
 import fnmatch
-from collections.abc import Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -19,11 +18,11 @@ from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, gather_json, own_device
-from rlhf_pipeline.distributed.zero import gathered
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.generation.generator import Seed
 from rlhf_pipeline.generation.records import Rollout
-from rlhf_pipeline.generation.transformers_generator import TransformersGenerator, with_adapters
+from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
+from rlhf_pipeline.generation.whole_weights import whole_weights, without_weights
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 
 COLUMNS, ROWS, COLUMNS_AND_GATHER = "colwise", "rowwise", "colwise_gather_output"
@@ -60,8 +59,8 @@ class HybridGenerator:
         self._contract = contract
         self._config = hybrid
         self._group = own_group(world, hybrid.inference_tp_size)
-        made = self._make()  # an error shows before training
-        self._made = made if hybrid.pin_parameters else None
+        copy = ShardedCopy(self._model, self._group)  # an error shows before training
+        self._pinned = copy if hybrid.pin_parameters else None
 
     @torch.no_grad()
     def generate(
@@ -72,11 +71,11 @@ class HybridGenerator:
         prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
         group, size = self._group, self._group.size
-        copy, generator = made = self._made or self._make()
+        copy = self._pinned or ShardedCopy(self._model, group)
         copy.refresh(self._config.tp_gather_partition_size)
         own_share = [list(prompts), list(seeds), prompt_numbers and list(prompt_numbers)]
         shares = gather_json(own_share, own_device(), group.collectives)
-        together = generator.generate(
+        together = TransformersGenerator(copy.model, self._contract).generate(
             [prompt for own, *_ in shares for prompt in own],
             sampling.model_copy(update={"batch_size_per_gpu": size * sampling.batch_size_per_gpu}),
             [seed for _, own, _ in shares for seed in own],
@@ -85,13 +84,7 @@ class HybridGenerator:
         first = sum(len(own) for own, *_ in shares[: group.rank])
         rows = torch.arange(first, first + len(prompts))
         found = together.sequences.rows(rows)
-        width = found.response_ids.shape[1]
-        self._made = made if self._config.pin_parameters else None
-        return Rollout(found, together.logprobs[rows, :width])
-
-    def _make(self) -> "tuple[ShardedCopy, TransformersGenerator]":
-        copy = ShardedCopy(self._model, self._group)
-        return copy, TransformersGenerator(copy.model, self._contract)
+        return Rollout(found, together.logprobs[rows, : found.response_ids.shape[1]])
 
 
 class ShardedCopy:
@@ -101,8 +94,7 @@ class ShardedCopy:
     """
 
     def __init__(self, source: PreTrainedModel, group: Group) -> None:
-        self.group = group
-        self._source = source
+        self._source, self._group = source, group
         self.model = without_weights(source)
         self._styles = styles(self.model, group.size)
         self._dims: dict[str, int | None] = {}
@@ -114,45 +106,44 @@ class ShardedCopy:
             for name, _ in list(module.named_buffers(recurse=False)):
                 module.register_buffer(name, source.get_submodule(path).get_buffer(name))
             if style in (ROWS, COLUMNS_AND_GATHER):
-                hook = self._added if style == ROWS else self._joined
-                module.register_forward_hook(hook)
+                module.register_forward_hook(self._added if style == ROWS else self._joined)
 
+    @torch.no_grad()
     def refresh(self, layers: int) -> None:
         """Copy the weights of the source, `layers` of its layers gathered at a time."""
-        for name, whole in whole_weights(self._source, self.model, layers):
+        for name, whole in whole_weights(self._source, layers):
             dim, path = self._dims[name], name.rpartition(".")[0]
             if dim is not None:
-                whole = whole.chunk(self.group.size, dim)[self.group.rank]
+                whole = whole.chunk(self._group.size, dim)[self._group.rank]
             elif name.endswith(".bias") and self._styles.get(path) == ROWS:
-                whole = whole / self.group.size
-            with torch.no_grad():
-                self.model.get_parameter(name).copy_(whole)
+                whole = whole / self._group.size
+            self.model.get_parameter(name).copy_(whole)
 
     def _allocate(
         self, module: nn.Module, name: str, parameter: Tensor, path: str, style: str | None
     ) -> None:
-        shape = list(parameter.shape)
+        shape, ranks = list(parameter.shape), self._group.size
         dim = None if style is None else STYLES[style]
         if parameter.dim() == 1:  # a bias: of the columns, or added by every rank in equal parts
             dim = 0 if style in (COLUMNS, COLUMNS_AND_GATHER) else None
         if dim is not None:
-            if shape[dim] % self.group.size:
+            if shape[dim] % ranks:
                 raise ConfigError(
-                    f"hybrid.inference_tp_size: found {self.group.size}, expected a divisor of "
+                    f"hybrid.inference_tp_size: found {ranks}, expected a divisor of "
                     f"{shape[dim]}, dimension {dim} of {path}.{name}"
                 )
-            shape[dim] //= self.group.size
+            shape[dim] //= ranks
         own = torch.empty(shape, dtype=self._source.dtype, device=self._source.device)
         module.register_parameter(name, nn.Parameter(own, requires_grad=False))
-        self._dims[_join(path, name)] = dim
+        self._dims[f"{path}.{name}".lstrip(".")] = dim
 
     def _added(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        torch.distributed.all_reduce(output, group=self.group.collectives)
+        torch.distributed.all_reduce(output, group=self._group.collectives)
         return output
 
     def _joined(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        parts = [torch.empty_like(output) for _ in range(self.group.size)]
-        torch.distributed.all_gather(parts, output.contiguous(), group=self.group.collectives)
+        parts = [torch.empty_like(output) for _ in range(self._group.size)]
+        torch.distributed.all_gather(parts, output.contiguous(), group=self._group.collectives)
         return torch.cat(parts, dim=-1)
 
 
@@ -207,40 +198,3 @@ def styles(model: PreTrainedModel, size: int) -> dict[str, str]:
                 f"expected {', '.join(STYLES)}. Fix: set it to 1"
             )
     return found
-
-
-def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model on the device `meta`, without adapters: its modules and their paths."""
-    with torch.device("meta"):
-        plain: PreTrainedModel = type(model)(deepcopy(model.config))
-    return plain.eval()
-
-
-def whole_weights(
-    source: PreTrainedModel, plain: PreTrainedModel | None = None, layers: int = 1
-) -> Iterator[tuple[str, Tensor]]:
-    """All weights by their names without adapters, adapters merged.
-
-    All ranks iterate together. The weights of `layers` layers are gathered at a time. `plain` is
-    the result of `without_weights`, if the caller has it.
-    """
-    plain = plain or without_weights(source)
-    of_layer: dict[str, list[str]] = {}  # modules with parameters; outside of layers, one by one
-    for path, module in plain.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            number = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
-            layer = path if number is None else ".".join(path.split(".")[: number + 1])
-            of_layer.setdefault(layer, []).append(path)
-    pieces = [*of_layer.values()]
-    for start in range(0, len(pieces), layers):
-        paths = [path for piece in pieces[start : start + layers] for path in piece]
-        owners = {path: source.get_submodule(path) for path in paths}
-        parameters = [p for module in owners.values() for p in module.parameters()]
-        with gathered(parameters, changes=False):
-            for path, module in owners.items():
-                for name, _ in plain.get_submodule(path).named_parameters(recurse=False):
-                    yield _join(path, name), with_adapters(module, name).detach()
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

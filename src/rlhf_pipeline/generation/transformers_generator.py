@@ -15,9 +15,10 @@ from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import for_generation, is_sharded
-from rlhf_pipeline.generation.decoding import Decoder, takes_prepared_mask
+from rlhf_pipeline.generation.decoding import decode
 from rlhf_pipeline.generation.generator import Seed, uniform_draws
 from rlhf_pipeline.generation.records import Rollout
+from rlhf_pipeline.generation.whole_weights import with_adapters
 from rlhf_pipeline.models.forward import LogprobHead, probe_capabilities
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate, pad
@@ -61,19 +62,17 @@ class TransformersGenerator:
         with for_generation(self._policy, gather=self._gather) as model, repacked(model, size):
             for index in reversed(lengths.argsort(stable=True).split(size)):
                 ids, mask = pad([prompts[i] for i in index], pad_id, left=True)
-                room = ids.shape[1] + sampling.max_response_tokens
-                decoder = Decoder(
+                found = decode(
                     model,
                     self._contract,
-                    rows=len(index),
-                    room=room,
-                    tokens=sampling.max_response_tokens,
+                    ids,
+                    mask,
+                    numbers[index] if packed else None,
+                    draws[index],
+                    sampling.temperature,
                     device=self._policy.device,
-                    prepared=packed and takes_prepared_mask(model.config, room),
                     synced=is_sharded(model) and not self._gather,
                 )
-                given = numbers[index] if packed else None
-                found = decoder.run(ids, mask, given, draws[index], sampling.temperature)
                 # One copy, so the host waits for the device once.
                 tokens, logprobs[index] = torch.stack([each.double() for each in found]).cpu()
                 for i, row in zip(index.tolist(), tokens.long().tolist(), strict=True):
@@ -120,18 +119,6 @@ def _linear_layers(module: nn.Module) -> list[Any]:
     if isinstance(base, nn.Linear):
         return [module] if _is_supported(base) else []
     return [layer for child in module.children() for layer in _linear_layers(child)]
-
-
-def with_adapters(module: nn.Module, name: str) -> Tensor:
-    """A parameter of a module; that of an adapted layer with its adapter added."""
-    adapted: Any = module
-    if not hasattr(module, "get_base_layer"):  # peft's layers have it
-        return module.get_parameter(name)
-    whole: Tensor = adapted.get_base_layer().get_parameter(name)
-    if name != "weight":
-        return whole
-    added = sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
-    return (whole + added).to(whole.dtype)
 
 
 def _is_supported(layer: nn.Linear) -> bool:

@@ -30,8 +30,8 @@ from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.generation.generator import Generator, Seed
-from rlhf_pipeline.generation.hybrid_generator import whole_weights
 from rlhf_pipeline.generation.records import Rollout
+from rlhf_pipeline.generation.whole_weights import whole_weights
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate

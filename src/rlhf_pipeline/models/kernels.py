@@ -47,13 +47,6 @@ class Comparison(NamedTuple):
     bound: float
 
 
-@cache
-def require_sound_kernels(device: torch.device, precision: Precision) -> None:
-    """Check a GPU, once in each process. Raises StageError if a kernel differs."""
-    if device.type == "cuda":
-        check(device, precision)
-
-
 def check(device: torch.device, precision: Precision) -> list[Comparison]:
     """Compare all examples. Raises StageError if a result differs."""
     found = [*compare_head(device, DTYPES[precision]), *compare_token(device, DTYPES[precision])]
@@ -63,6 +56,10 @@ def check(device: torch.device, precision: Precision) -> list[Comparison]:
     fix = f"{slow}install another version of torch or of the driver"
     refuse_errors(found, precision, device, fix)
     return found
+
+
+require_sound_kernels = cache(check)
+"""`check`, once in each process."""
 
 
 def refuse_errors(
@@ -80,15 +77,13 @@ def refuse_errors(
 
 @torch.no_grad()
 def use_kernels(
-    model: nn.Module, kernels: Kernels | None, precision: Precision, device: torch.device
+    model: nn.Module, kernels: Kernels, precision: Precision, device: torch.device
 ) -> None:
-    """Give a model or an engine fused kernels. None: it keeps torch's operators.
+    """Give a model or an engine fused kernels.
 
     All ranks call this together. Raises ConfigError if the model's family has no such kernels, and
     StageError if the model has other outputs with Liger's.
     """
-    if kernels is None:
-        return
     network = network_of(model)
     layers = [part for part in network.modules() if isinstance(part, GradientCheckpointingLayer)]
     family, known = network.config.model_type, bool(layers)

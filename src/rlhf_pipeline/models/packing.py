@@ -50,7 +50,7 @@ def packed_attention(
     """
     dtype = query.dtype
     if (rows := packed_rows) is None:
-        query = query.to(key.dtype)  # a cache can be in float32, see `RoomyCache.unpack`
+        query = query.to(key.dtype)  # a cache can be in float32, see `PreallocatedCache.unpack`
         if query.shape[2] == 1 and attention_mask is not None:
             return _of_one_token(query, key, value, attention_mask, scaling).to(dtype), None
         output, _ = sdpa_attention_forward(

@@ -6,7 +6,7 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
-from rlhf_pipeline.sizing.fit import changed, fits
+from rlhf_pipeline.sizing.fit import Changes, changed, fits
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import Shape
 from rlhf_pipeline.sizing.stages import StageMemory, plan_stage
@@ -19,46 +19,38 @@ ROWS = (64, 32, 16, 8)
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose copies for generation can be sharded (a plan in transformers)."""
 
-Settings = dict[str, Any]
-"""Values by dotted name within the block of a stage."""
-
 
 def place(
     stage: str, parameters: Mapping[str, Any], shape: Shape, hardware: Hardware, method: Method
-) -> tuple[Settings, StageMemory] | None:
+) -> tuple[Changes, StageMemory] | None:
     """The first settings that fit, in the order of their costs, with their memory; or None."""
+
+    def planned(settings: Changes) -> StageMemory:
+        changes = {f"{stage}.{name}": value for name, value in settings.items()}
+        return plan_stage(stage, changed(parameters, changes), shape, hardware)
+
     block = {"micro_batch_tokens": TOKENS[0][0]} | parameters[stage]
     config = BLOCKS[stage].model_validate(block)
     for tokens, strategy in product(TOKENS, [*_strategies(config, shape, hardware, method)]):
-        sizes = [*_sizes(stage, tokens)]
-        smallest = _planned(stage, parameters, strategy | sizes[-1], shape, hardware)
-        if fits(smallest, hardware):
-            for size in sizes:
-                memory = _planned(stage, parameters, strategy | size, shape, hardware)
-                if fits(memory, hardware):
-                    return strategy | size, memory
+        sizes = [strategy | size for size in _sizes(stage, tokens)]
+        if fits(planned(sizes[-1]), hardware):  # the smallest
+            for settings in sizes:
+                if fits(memory := planned(settings), hardware):
+                    return settings, memory
     return None
 
 
-def _planned(
-    stage: str, parameters: Mapping[str, Any], settings: Settings, shape: Shape, hardware: Hardware
-) -> StageMemory:
-    changes = {f"{stage}.{name}": value for name, value in settings.items()}
-    return plan_stage(stage, changed(parameters, changes), shape, hardware)
-
-
-def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Settings]:
+def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Changes]:
     """Sizes of micro batches and of batches for generation, larger ones first."""
-    generates = stage in (*POLICIES, "evaluate")
-    for number, rows in product(tokens, ROWS if generates else (0,)):
-        yield {"micro_batch_tokens": number} | (
-            {"sampling.batch_size_per_gpu": rows} if generates else {}
-        )
+    samples = stage in (*POLICIES, "evaluate")
+    batches = [{"sampling.batch_size_per_gpu": rows} for rows in ROWS] if samples else [{}]
+    for number, batch in product(tokens, batches):
+        yield {"micro_batch_tokens": number} | batch
 
 
 def _strategies(
     config: StageConfig, shape: Shape, hardware: Hardware, method: Method
-) -> Iterator[Settings]:
+) -> Iterator[Changes]:
     """What is sharded, recomputed and offloaded, cheaper ones first. At stage 3, which reduces
     gradients in bf16 anyway, sums in bf16 are exact where each rank has one row of a minibatch."""
     sharded = hardware.world > 1
@@ -75,14 +67,13 @@ def _strategies(
         f"{model.name}." if is_ppo else "" for model in models if isinstance(model, TrainedModel)
     ]
     for zero, recomputes, offloads in _training(sharded, method):
-        deepspeed = {"zero_stage": zero, "precision": "bf16"}
+        deepspeed: Changes = {"zero_stage": zero, "precision": "bf16"}
         deepspeed |= {"accumulate": "bf16"} if one_row and zero == 3 else {}
-        settings: Settings = {}
+        deepspeed |= {"offload_optimizer": True} if offloads else {}
+        settings: Changes = {}
         for model in trained:
             settings |= {f"{model}gradient_checkpointing": True} if recomputes else {}
-            settings[f"{model}deepspeed"] = deepspeed | (
-                {"offload_optimizer": True} if offloads else {}
-            )
+            settings[f"{model}deepspeed"] = deepspeed
         for frozen, generator in product(
             _frozen(frozen_models, sharded and zero < 3) if recomputes else ({},),
             _generators(shape, hardware) if is_ppo and zero == 3 else ({},),
@@ -100,7 +91,7 @@ def _training(sharded: bool, method: Method) -> Iterator[tuple[int, bool, bool]]
         yield (3, True, False)
 
 
-def _frozen(models: Sequence[str], sharded: bool) -> Iterator[Settings]:
+def _frozen(models: Sequence[str], sharded: bool) -> Iterator[Changes]:
     """Places of the frozen models: a whole copy, shards, main memory."""
     yield {}
     if models and sharded:
@@ -110,7 +101,7 @@ def _frozen(models: Sequence[str], sharded: bool) -> Iterator[Settings]:
         yield {f"{model}.deepspeed": block for model in models}
 
 
-def _generators(shape: Shape, hardware: Hardware) -> Iterator[Settings]:
+def _generators(shape: Shape, hardware: Hardware) -> Iterator[Changes]:
     """How a sharded actor samples: gathered whole, as a sharded copy, layer by layer."""
     yield {}
     ways = next(n for n in (8, 4, 2, 1) if hardware.ranks % n == 0 and shape.kv_heads % n == 0)

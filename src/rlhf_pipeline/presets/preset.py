@@ -49,7 +49,7 @@ class Preset:
     """Whether it starts from the chat model, which SFT does not train again."""
     settings: Mapping[str, Value]
     """Values by dotted name, with the source or reason of each."""
-    memory: Mapping[str, StageMemory]
+    memory: dict[str, StageMemory]
 
     @property
     def name(self) -> str:
@@ -63,11 +63,7 @@ class Preset:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        return _parameters(self.settings)
-
-
-def _parameters(settings: Mapping[str, Value]) -> dict[str, Any]:
-    return changed({}, {name: value for name, (value, _) in settings.items()})
+        return changed({}, {name: value for name, (value, _) in self.settings.items()})
 
 
 def make_preset(
@@ -112,14 +108,15 @@ def find_preset(
     if method != "full":
         adapters = [f"{name}.lora" for name in TRAINED if name.partition(".")[0] in stages]
         settings |= dict.fromkeys(adapters, Value(*RECIPES["adapters"][method]))
-    parameters, memory = _parameters(settings), {}
+    preset = Preset(model, gpus, method, road, instruct, settings, {})
+    parameters = preset.parameters
     for stage in stages:
         placed = place(stage, parameters, published.shape, hardware, method)
         if placed is None:
             return None
         settings |= {f"{stage}.{name}": Value(value) for name, value in placed[0].items()}
-        memory[stage] = placed[1]
-    return Preset(model, gpus, method, road, instruct, settings, memory)
+        preset.memory[stage] = placed[1]
+    return preset
 
 
 def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str, Value]:
@@ -195,14 +192,9 @@ def as_yaml(preset: Preset, name: str) -> str:
 
 
 def _block(values: Mapping[str, Any], place: str, settings: Mapping[str, Value]) -> Iterator[str]:
-    """The lines of a block: single values, then blocks on one line, then other blocks."""
+    """The lines of a block: values, each with its source, and then blocks."""
     indent = "  " * (place.count(".") + 1)
-
-    def order(name: str) -> int:
-        is_block = isinstance(values[name], Mapping)
-        return is_block + (is_block and f"{place}.{name}" not in settings)
-
-    for name in sorted(values, key=order):
+    for name in sorted(values, key=lambda name: isinstance(values[name], Mapping)):
         found = settings.get(f"{place}.{name}")
         if found is None:
             yield f"{indent}{name}:"
@@ -213,15 +205,5 @@ def _block(values: Mapping[str, Any], place: str, settings: Mapping[str, Value])
 
 
 def _text(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case float() if 0 < value < 0.01:
-            digits, _, power = f"{value:e}".partition("e")
-            whole, _, rest = digits.rstrip("0").partition(".")
-            return f"{whole}.{rest or 0}e{int(power)}"
-        case dict():
-            return "{" + ", ".join(f"{name}: {_text(each)}" for name, each in value.items()) + "}"
-        case list():
-            return "[" + ", ".join(map(_text, value)) + "]"
-    return str(value)
+    dumped = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return dumped.removesuffix("\n").removesuffix("\n...")

@@ -339,9 +339,9 @@ def memory_faults(
         except ConfigError as error:  # the sizes of a teacher are not known
             warnings.append(f"{stage}: its memory is not checked: {error}")
             continue
-        if fit.memory.certain > limit:
+        if fit.memory.lower_bound > limit:
             faults.append(
-                f"{stage}: found {size_text(fit.memory.certain)} of weights, gradients and "
+                f"{stage}: found {size_text(fit.memory.lower_bound)} of weights, gradients and "
                 f"optimizer states on each rank, expected at most the {size_text(limit)} of its "
                 f"{kind}. Fix: {fit.fix}; launch.memory_check=warn starts nevertheless"
             )

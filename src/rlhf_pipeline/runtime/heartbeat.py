@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_pipeline.runtime.files import write_atomically
 
@@ -103,18 +103,8 @@ def start(directory: Path, rank: int) -> None:
 
 def at(phase: Phase, step: int | None = None) -> None:
     """Begin a phase. All ranks call this in the same order. None: the step does not change."""
-    global _here
-    now = time.time()
-    _here = replace(
-        _here,
-        phase=phase,
-        step=step or _here.step,
-        since=now,
-        progressed=now,
-        marks=_here.marks + 1,
-        ticks=0,
-        scorer="",
-    )
+    step, marks = step or _here.step, _here.marks + 1
+    _progress(phase=phase, step=step, since=time.time(), marks=marks, ticks=0, scorer="")
     _begun.set()
     if phase in ENDS and _file is not None:
         _write(_file, _here)
@@ -122,17 +112,20 @@ def at(phase: Phase, step: int | None = None) -> None:
 
 def tick() -> None:
     """Report that a piece of the phase is done: a micro batch, a token of each response, a file."""
-    global _here
-    _here = replace(_here, progressed=time.time(), ticks=_here.ticks + 1)
+    _progress(ticks=_here.ticks + 1)
 
 
 @contextmanager
 def scored_by(scorer: str) -> Iterator[None]:
     """Report the reward or the judge that scores inside the block; after an error it stays."""
-    global _here
-    _here = replace(_here, scorer=scorer, progressed=time.time())
+    _progress(scorer=scorer)
     yield
-    _here = replace(_here, scorer="")
+    _progress(scorer="")
+
+
+def _progress(**changes: Any) -> None:
+    global _here
+    _here = replace(_here, progressed=time.time(), **changes)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rlhf_pipeline.errors import without_secrets
 
+Kind = Literal["dataset", "model"]
 UNKNOWN = "unknown"
 """The licence of what states none."""
 
@@ -17,7 +18,7 @@ def is_commit(revision: str | None) -> bool:
     return re.fullmatch("[0-9a-f]{40}", revision or "") is not None
 
 
-def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:
+def commit_of(kind: Kind, repository: str, revision: str | None) -> str:
     """The commit of a revision; without a revision, the newest one of the default branch.
 
     The hub is not contacted if `revision` is a commit. Raises LookupError if the hub cannot be
@@ -34,7 +35,7 @@ def commit_of(kind: Literal["dataset", "model"], repository: str, revision: str 
         ) from error
 
 
-def license_of(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> str:
+def license_of(kind: Kind, repository: str, revision: str | None) -> str:
     """The licence that a repository states; "unknown" if it states none or cannot be reached."""
     try:
         return getattr(_info(kind, repository, revision).card_data, "license", None) or UNKNOWN
@@ -42,7 +43,7 @@ def license_of(kind: Literal["dataset", "model"], repository: str, revision: str
         return UNKNOWN
 
 
-def _info(kind: Literal["dataset", "model"], repository: str, revision: str | None) -> Any:
+def _info(kind: Kind, repository: str, revision: str | None) -> Any:
     from huggingface_hub import HfApi
 
     ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info

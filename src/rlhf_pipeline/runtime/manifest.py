@@ -86,7 +86,7 @@ class Manifest:
             if fields.pop("digest", None) != json_digest(fields):
                 raise ValueError("its digest does not match")
             files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
-            if not all(_is_inside(name, entry) for name, entry in files.items()):
+            if any(_leaves(name) or "/" in entry.sha256 for name, entry in files.items()):
                 raise ValueError("it names a file outside its folder")
             known = cls.__dataclass_fields__.keys() & fields.keys()  # another version has others
             return cls(files=files, **{name: fields[name] for name in known})
@@ -105,9 +105,9 @@ def file_entries(directory: Path) -> dict[str, FileEntry]:
     return {name: FileEntry.of(path) for name, path in _files(directory).items()}
 
 
-def _is_inside(name: str, entry: FileEntry) -> bool:
+def _leaves(name: str) -> bool:
     path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "/" not in entry.sha256
+    return path.is_absolute() or ".." in path.parts
 
 
 def _files(directory: Path) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Runs a Python program of a stranger, such as the answer of a model, and then tests of it.
+"""Runs untrusted Python, such as a model's answer, followed by its tests.
 
 Bubblewrap (`bwrap`) shows the program a read-only Python and an empty `/tmp` in memory, and no
 process, network or environment of the caller; all of it ends with the call, or with its caller.

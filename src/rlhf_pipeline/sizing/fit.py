@@ -16,7 +16,7 @@ from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import GIB, Hardware
 from rlhf_pipeline.sizing.models import Shape
-from rlhf_pipeline.sizing.stages import Known, Load, Parameters, StageMemory, plan_stage
+from rlhf_pipeline.sizing.stages import Parameters, StageLoad, StageMemory, plan_stage
 
 USABLE = 0.92
 """Share of the memory that tensors can fill: the allocator leaves gaps, and GPUs with ECC have up
@@ -50,26 +50,16 @@ class Fit:
     """Whether a stage fits its hardware, and what makes it fit."""
 
     memory: StageMemory
-    hardware: Hardware
+    before: Need
+    """The memory that is not enough; if the stage fits, that of a rank."""
     changes: Changes | None
     """Empty if the stage fits as it is; None if no known change makes it fit."""
-    memory_after: StageMemory
-    """The memory with the changes, or else the smallest one that was tried."""
+    after: Need
+    """The same memory with the changes, or else the least of it that any change needs."""
 
     @property
     def fits(self) -> bool:
         return self.changes == {}
-
-    @property
-    def before(self) -> Need:
-        """The memory that is not enough; if the stage fits, that of a rank."""
-        rank, main = needs(self.memory, self.hardware)
-        return rank if main.is_met or not rank.is_met else main
-
-    @property
-    def after(self) -> Need:
-        found = needs(self.memory_after, self.hardware)
-        return next(need for need in found if need.kind == self.before.kind)
 
     @property
     def fix(self) -> str:
@@ -104,34 +94,33 @@ def fits(memory: StageMemory, hardware: Hardware) -> bool:
     return all(need.is_met for need in needs(memory, hardware))
 
 
-def find_fit(
-    stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known = None
-) -> Fit:
+def find_fit(stage: str, parameters: Parameters, shape: Shape, hardware: Hardware) -> Fit:
     """Whether a stage fits, or the first change or sum of changes that makes it fit: smaller micro
     batches cost time alone, so they come first; LoRA, which changes the result, comes last."""
-    memory = plan_stage(stage, parameters, shape, hardware, lengths)
-    if fits(memory, hardware):
-        return Fit(memory, hardware, {}, memory)
+    memory = plan_stage(stage, parameters, shape, hardware)
+    rank, main = needs(memory, hardware)
+    if rank.is_met and main.is_met:
+        return Fit(memory, rank, {}, rank)
 
     def after(steps: Sequence[Changes]) -> StageMemory:
         with suppress(ValidationError):
-            return plan_stage(stage, changed(parameters, *steps), shape, hardware, lengths)
+            return plan_stage(stage, changed(parameters, *steps), shape, hardware)
         return memory  # the change does not fit the other parameters
 
-    def excess(memory: StageMemory) -> float:
-        return max(need.found / (need.available or need.found) for need in needs(memory, hardware))
+    def fit(changes: Changes | None, trials: Sequence[Sequence[Changes]]) -> Fit:
+        place = 0 if main.is_met or not rank.is_met else 1
+        left = (needs(after(trial), hardware)[place] for trial in trials)
+        return Fit(memory, (rank, main)[place], changes, min(left, key=lambda need: need.found))
 
     steps = list(_steps(stage, parameters, hardware))
     trials = [[step] for step in steps] + [steps[: end + 1] for end in range(len(steps))]
     chosen = next((trial for trial in trials if fits(after(trial), hardware)), None)
     if chosen is None:
-        tried = [memory, *map(after, trials)]
-        return Fit(memory, hardware, None, min(tried, key=excess))
+        return fit(None, trials)
     for step in reversed(chosen):
         rest = [each for each in chosen if each is not step]
         chosen = rest if fits(after(rest), hardware) else chosen
-    changes = {name: value for step in chosen for name, value in step.items()}
-    return Fit(memory, hardware, changes, after(chosen))
+    return fit({name: value for step in chosen for name, value in step.items()}, [chosen])
 
 
 def automatic(parameters: Parameters) -> list[str]:
@@ -146,8 +135,7 @@ def micro_batch_tokens(
     """The numbers for `automatic` stages: each is the largest power of two with which the stage
     fits, at most the first that holds a rank's whole batch; 1 if no number fits.
 
-    Rows are as long as the split allows, so the number does not depend on what is published. Raises
-    ConfigError if the sizes of the model or the memory are not known.
+    Raises ConfigError if the sizes of the model or the memory are not known.
     """
     numbers = dict.fromkeys(automatic(parameters), 1)
     for stage in numbers:
@@ -160,7 +148,7 @@ def micro_batch_tokens(
             if not fits(plan_stage(stage, trial, shape, hardware), hardware):
                 break
             numbers[stage] = tokens
-            if Load.of(stage, trial, hardware, None).rows.passes == 1:
+            if StageLoad.of(stage, trial, hardware).rows.passes == 1:
                 break
     return numbers
 

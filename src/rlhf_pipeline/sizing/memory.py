@@ -83,24 +83,17 @@ class Phase:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The training rows of a phase."""
+    """The tokens of a training row."""
 
-    prompt: float
-    """Mean tokens of a prompt."""
-    response: float
-    """Mean tokens of a response: of both answers for comparisons, 0 for prompts alone."""
-    longest_prompt: int
-    longest_response: int
+    prompt: int
+    response: int
+    """Of both answers for comparisons."""
     copies: int = 1
     """Times that a row contains its prompt: 2 for comparisons."""
 
     @property
-    def row(self) -> float:
+    def row(self) -> int:
         return self.copies * self.prompt + self.response
-
-    @property
-    def longest(self) -> int:
-        return self.copies * self.longest_prompt + self.longest_response
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ class Rows:
     """Tokens of a pass that are predicted: the responses."""
 
 
-def of_layer(shape: Shape, numbers: Numbers) -> int:
+def layer_bytes(shape: Shape, numbers: Numbers) -> int:
     """Bytes for each token that one layer keeps."""
     size, queries, keys = numbers.size, shape.queries, shape.keys
     feed_forward = FEED_FORWARD.get(shape.model_type, 4) * size * shape.intermediate
@@ -123,10 +116,10 @@ def of_layer(shape: Shape, numbers: Numbers) -> int:
         attention = size * (2 * queries + 2 * keys)
     else:  # in float32, and the rows are joined to a tensor for the output layer
         attention = 4 * (2 * queries + 2 * keys) + size * queries
-    return 2 * of_norm(shape, numbers) + attention + feed_forward
+    return 2 * norm_bytes(shape, numbers) + attention + feed_forward
 
 
-def of_norm(shape: Shape, numbers: Numbers) -> int:
+def norm_bytes(shape: Shape, numbers: Numbers) -> int:
     """Bytes for each token that a norm keeps, with its output."""
     if not shape.is_gated:
         return 2 * numbers.size * shape.hidden
@@ -134,22 +127,22 @@ def of_norm(shape: Shape, numbers: Numbers) -> int:
     return shape.hidden * (4 + numbers.size * (2 if numbers.norms_train else 1))
 
 
-def kept(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
+def saved_bytes(shape: Shape, numbers: Numbers, tokens: int, *, checkpointing: bool) -> int:
     """Bytes that a forward pass of so many tokens keeps, and those of one layer's backward pass.
     With checkpointing, it keeps the input of each layer, and one whole layer at a time."""
-    layer = of_layer(shape, numbers)
+    layer = layer_bytes(shape, numbers)
     inputs = numbers.size * shape.hidden
     layers = layer + shape.layers * inputs if checkpointing else shape.layers * layer
-    rest = of_norm(shape, numbers) + passing(shape, numbers)
+    rest = norm_bytes(shape, numbers) + transient_bytes(shape, numbers)
     return int(numbers.heap * tokens * (layers + rest))
 
 
-def passing(shape: Shape, numbers: Numbers) -> int:
+def transient_bytes(shape: Shape, numbers: Numbers) -> int:
     """Bytes for each token while one layer computes without keeping anything."""
     return numbers.size * (2 * shape.intermediate + 2 * shape.hidden)
 
 
-def of_logits(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
+def logits_bytes(shape: Shape, numbers: Numbers, tokens: int, *, trains: bool) -> int:
     """Bytes for the log-probabilities of so many tokens: one chunk of logits in float32, with the
     gradient of an output layer that trains, and with a copy of it in half precision on a CPU."""
     chunk = 4 * min(GPU_CHUNK if numbers.on_gpu else CHUNK, tokens * shape.vocab)
@@ -207,13 +200,13 @@ def trained_model(
     numbers = Numbers(size, on_gpu, config.lora is None or config.lora.train_rest)
     backward: Parts = {
         "gradients": 0 if stage == 3 else gradients,
-        "activations": kept(
+        "activations": saved_bytes(
             shape, numbers, rows.computed, checkpointing=config.gradient_checkpointing
         ),
         "buckets": bucket,
     }
     if not model.scalar:
-        backward["logits"] = of_logits(shape, numbers, rows.answers, trains=numbers.norms_train)
+        backward["logits"] = logits_bytes(shape, numbers, rows.answers, trains=numbers.norms_train)
     if stage == 3 and (ranks > 1 or deepspeed.offload_parameters):
         gaps = 1.0 if on_gpu else CHURNED_HEAP
         backward["gathered weights"] = int(gaps * min(weights, LIVE * size))
@@ -267,15 +260,15 @@ def forward(
     name: str, shape: Shape, numbers: Numbers, rows: Rows, *, scalar: bool, sharded: bool
 ) -> Phase:
     """A forward pass without gradients."""
-    parts = {"activations": rows.computed * passing(shape, numbers)}
+    parts = {"activations": rows.computed * transient_bytes(shape, numbers)}
     if not scalar:
-        parts["logits"] = of_logits(shape, numbers, rows.answers, trains=False)
+        parts["logits"] = logits_bytes(shape, numbers, rows.answers, trains=False)
     if sharded:
-        parts["gathered weights"] = one_layer(shape, numbers)
+        parts["gathered weights"] = gathered_layer_bytes(shape, numbers)
     return Phase("scoring", name, parts)
 
 
-def one_layer(shape: Shape, numbers: Numbers) -> int:
+def gathered_layer_bytes(shape: Shape, numbers: Numbers) -> int:
     """Bytes of the weights that are whole while ZeRO-3 gathers one layer after another."""
     layer = shape.matrices // shape.layers + shape.vocab * shape.embedding
     return numbers.size * min(BUCKET + layer, shape.parameters)
@@ -301,10 +294,10 @@ def generation(
     prompts."""
     prompts = together * rows
     cache_size = numbers.size if numbers.on_gpu else 4
-    room = rows * (lengths.longest_prompt + lengths.longest_response)
+    room = rows * (lengths.prompt + lengths.response)
     parts = {
         "KV cache": 2 * shape.layers * shape.keys * cache_size * room,
-        "activations": prompts * lengths.longest_prompt * passing(shape, numbers),
+        "activations": prompts * lengths.prompt * transient_bytes(shape, numbers),
         # Scaled logits, probabilities, and those in whole blocks, each in float32.
         "logits": prompts * shape.vocab * (numbers.size + 4 * 4),
     }

@@ -1,21 +1,18 @@
 """Memory of a stage on one rank: what its models hold, and the phases in which they compute."""
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import PHASES, SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig
-from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, StageModel, TrainedModel
+from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, TrainedModel
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import (
     BYTES,
@@ -27,8 +24,8 @@ from rlhf_pipeline.sizing.memory import (
     Rows,
     forward,
     frozen_model,
+    gathered_layer_bytes,
     generation,
-    one_layer,
     sharded_copy,
     trained_model,
     weight_bytes,
@@ -41,9 +38,7 @@ CUDA = 1024 * 2**20
 """Bytes of a GPU for CUDA's context and the libraries' own buffers."""
 
 Parameters = Mapping[str, Any]
-"""Parameter blocks as plain values, by name: that of the stage, and `split`."""
-Known = Mapping[str, Lengths] | None
-"""The lengths of each phase; None: rows are as long as the split allows."""
+"""Parameter blocks as plain values, by name."""
 Found = list[tuple[ModelMemory, list[Phase]]]
 """The memory of each model, and its phases."""
 
@@ -74,7 +69,7 @@ class StageMemory:
         return self.libraries + self.held + self.largest.total
 
     @property
-    def certain(self) -> int:
+    def lower_bound(self) -> int:
         """Bytes at any micro batch size: weights, optimizer, master copies, gradients."""
         return self.held + max((model.gradients for model in self.models), default=0)
 
@@ -91,117 +86,53 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
-class Load:
+class StageLoad:
     """What a stage computes on one rank."""
 
     config: StageConfig
-    models: Sequence[StageModel]
     lengths: Lengths
-    """Those of its phase; where the stage samples, with responses of the greatest length."""
     rows: Rows
     """The micro batches of an optimizer step."""
 
     @classmethod
-    def of(cls, stage: str, parameters: Parameters, hardware: Hardware, lengths: Known) -> "Load":
+    def of(cls, stage: str, parameters: Parameters, hardware: Hardware) -> "StageLoad":
+        """Every row is as long as `split`, or the stage's own sampling, allows."""
         config = BLOCKS[stage].model_validate(parameters[stage])
-        if lengths is None:
-            lengths = limits(SplitConfig.model_validate(parameters["split"]))
-        own = lengths[stage if stage in lengths else "reward_model"]  # DPO's comparisons
+        split = SplitConfig.model_validate(parameters["split"])
+        response = split.max_response_tokens
+        copies = 1 if stage in ("sft", "kto") else 2  # others compare two answers
         if isinstance(config, PPOConfig | EvaluateConfig | SampledConfig):
-            copies = 2 if isinstance(config, SampledConfig) and config.kind == "comparisons" else 1
-            tokens = copies * config.sampling.max_response_tokens
-            own = replace(lengths["ppo"], response=tokens, longest_response=tokens, copies=copies)
+            response = config.sampling.max_response_tokens
+            compares = isinstance(config, SampledConfig) and config.kind == "comparisons"
+            copies = 2 if compares else 1
+        lengths = Lengths(split.max_prompt_tokens, copies * response, copies)
         if isinstance(config, PPOConfig):
             batch = config.minibatch_size
         else:
             batch = config.prompts if isinstance(config, EvaluateConfig) else config.batch_size
         # Micro batches have at most `micro_batch_tokens` tokens, or one longer row.
-        whole = int(max(1, batch // hardware.world) * own.row)
-        tokens = max(own.longest, min(config.micro_batch_tokens, whole))
+        whole = max(1, batch // hardware.world) * lengths.row
+        tokens = max(lengths.row, min(config.micro_batch_tokens, whole))
         rows = Rows(
             passes=max(1, -(-whole // tokens)),
-            computed=int(tokens * (own.prompt + own.response) / own.row),
-            answers=int(tokens * own.response / own.row),
+            computed=int(tokens * (lengths.prompt + lengths.response) / lengths.row),
+            answers=int(tokens * lengths.response / lengths.row),
         )
-        return cls(config, _models(config, parameters), own, rows)
+        return cls(config, lengths, rows)
 
 
-def _models(config: StageConfig, parameters: Parameters) -> Sequence[StageModel]:
-    if not isinstance(config, EvaluateConfig):
-        return config.models()
-    actors = [(parameters.get(name) or {}).get("actor", {}) for name in POLICIES]
-    trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
-    settings = [DeepSpeedConfig.model_validate(one.get("deepspeed", {})) for one in trained]
-    return config.models(settings)
-
-
-def limits(split: SplitConfig) -> dict[str, Lengths]:
-    """What the limits of the split allow: every row is as long as they say."""
-    prompt, response = split.max_prompt_tokens, split.max_response_tokens
-    one = Lengths(prompt, response, prompt, response)
-    return {
-        "sft": one,
-        "reward_model": Lengths(prompt, 2 * response, prompt, 2 * response, copies=2),
-        "ppo": Lengths(prompt, 0, prompt, 0),
-        "kto": one,
-    }
-
-
-def measured(folder: Path, split: SplitConfig) -> dict[str, Lengths] | None:
-    """The lengths of the newest split of those in `folder`; None if its parameters were others."""
-    newest = max(folder.glob(f"*/{folder.name}/{NAME}"), default=None)
-    if newest is None:
-        return None
-    made = SplitConfig.model_validate(Manifest.read(newest.parent).config["split"])
-    if made.recipe() != split.recipe():
-        return None
-    files = json.loads((newest.parent / "report.json").read_text())["files"]
-    sft, comparisons, prompts, labelled = (files[f"{x}/train.arrow"] for x in (*PHASES, "kto"))
-    pairs = [(comparisons, "chosen_ids"), (comparisons, "rejected_ids")]
-    found = {
-        "sft": _lengths([(sft, "response_ids")]),
-        "reward_model": _lengths(pairs, copies=2),
-        "ppo": _lengths([(prompts, None)]),
-        "kto": _lengths([*pairs, (labelled, "response_ids")]),
-    }
-    # A phase of weight 0 has no rows, and so no lengths.
-    return limits(split) | {phase: lengths for phase, lengths in found.items() if lengths}
-
-
-def _lengths(
-    answers: Sequence[tuple[Mapping[str, Any], str | None]], copies: int = 1
-) -> Lengths | None:
-    """The lengths of the rows in files, with the column of their answers: `copies` in a row."""
-    own = [(file, column) for file, column in answers if file["rows"]]
-    if not own:
-        return None
-    rows = sum(file["rows"] for file, _ in own) // copies
-    prompts = [file["tokens"]["prompt_ids"] for file, _ in own]
-    responses = [file["tokens"][column] for file, column in own if column]
-    longest = [response["max"] for response in responses]
-    return Lengths(
-        prompt=sum(prompt["total"] for prompt in prompts) / (copies * rows),
-        response=sum(response["total"] for response in responses) / rows,
-        longest_prompt=max(prompt["max"] for prompt in prompts),
-        longest_response=sum(longest) if copies > 1 else max(longest, default=0),
-        copies=copies,
-    )
-
-
-def plan_stage(
-    stage: str, parameters: Parameters, shape: Shape, hardware: Hardware, lengths: Known = None
-) -> StageMemory:
+def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardware) -> StageMemory:
     """The memory of a stage; raises pydantic.ValidationError if a block is invalid."""
-    load = Load.of(stage, parameters, hardware, lengths)
+    load = StageLoad.of(stage, parameters, hardware)
     if isinstance(load.config, EvaluateConfig):
-        found = _evaluate(load.config, load, shape, hardware)
+        found = _evaluate(load.config, load, parameters, shape, hardware)
     else:
         reference = _reference_shape(load.config, shape)
         found = [
             trained_model(model, shape, hardware, load.rows)
             if isinstance(model, TrainedModel)
             else frozen_model(model, shape if model.scalar else reference, hardware, load.rows)
-            for model in load.models
+            for model in load.config.models()
         ]
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
@@ -216,7 +147,7 @@ def plan_stage(
     if isinstance(load.config, SampledConfig):  # it answers before it trains
         answering = load.config.sample.judging().model_dump(mode="json")
         own = {**parameters, "evaluate": answering, "sft": parameters[stage]}
-        sampling = plan_stage("evaluate", own, shape, hardware, lengths)
+        sampling = plan_stage("evaluate", own, shape, hardware)
         return max(memory, sampling, key=lambda each: each.peak)
     return memory
 
@@ -235,7 +166,7 @@ def _reference_shape(config: StageConfig, shape: Shape) -> Shape:
 
 
 def _add_rollouts(
-    found: Found, config: PPOConfig, load: Load, shape: Shape, hardware: Hardware
+    found: Found, config: PPOConfig, load: StageLoad, shape: Shape, hardware: Hardware
 ) -> None:
     ranks = hardware.world
     actor, phases = found[0]
@@ -276,12 +207,21 @@ def _for_generation(
         return numbers.size * gathered
     if deepspeed.zero_stage < 3 or (ranks == 1 and not deepspeed.offload_parameters):
         return 0
-    return weights if config.gather_for_generation else one_layer(shape, numbers)
+    return weights if config.gather_for_generation else gathered_layer_bytes(shape, numbers)
 
 
-def _evaluate(config: EvaluateConfig, load: Load, shape: Shape, hardware: Hardware) -> Found:
+def _evaluate(
+    config: EvaluateConfig,
+    load: StageLoad,
+    parameters: Parameters,
+    shape: Shape,
+    hardware: Hardware,
+) -> Found:
     """One model at a time: the largest of their precisions, sharded if all of them are."""
-    models = [model.config for model in load.models if isinstance(model, FrozenModel)]
+    actors = [(parameters.get(name) or {}).get("actor", {}) for name in POLICIES]
+    trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
+    settings = [DeepSpeedConfig.model_validate(one.get("deepspeed", {})) for one in trained]
+    models = [each.config for each in config.models(settings) if isinstance(each, FrozenModel)]
     size = max(BYTES[each.precision] for each in models if each.precision)
     numbers = Numbers(size, hardware.on_gpu)
     is_sharded = all(each.zero_stage == 3 for each in models)
@@ -290,7 +230,7 @@ def _evaluate(config: EvaluateConfig, load: Load, shape: Shape, hardware: Hardwa
     if config.generator == "vllm":
         gathered = weights  # the copy of its engine
     elif is_sharded and hardware.world > 1:
-        gathered = weights if config.gather_for_generation else one_layer(shape, numbers)
+        gathered = weights if config.gather_for_generation else gathered_layer_bytes(shape, numbers)
     rows = min(config.sampling.batch_size_per_gpu, config.prompts)
     sampling = generation("evaluate", shape, numbers, rows, load.lengths, gathered)
     scoring = forward("evaluate", shape, numbers, load.rows, scalar=True, sharded=is_sharded)

@@ -14,7 +14,6 @@ from rlhf_pipeline.distributed.model_files import save_adapter, save_model, unwr
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import DTYPES
-from rlhf_pipeline.models.lora import merged
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -137,6 +136,8 @@ class BestModels:
                 f"remove {folder.parent} and run the same command again; the stage starts anew"
             )
         if lora is not None:
+            from rlhf_pipeline.models.lora import merged
+
             # Loaded again: in the engine, the base may be in bf16, and here only a shard of it.
             model = merged(self.load("fp32"), lora, folder)
             model = model.to(DTYPES[self.config.deepspeed.precision])

@@ -22,7 +22,6 @@ from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
 from rlhf_pipeline.generation.generator import Generator, load_generator
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
-from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -243,9 +242,13 @@ def load_ppo_models(
         world=world, gather=config.gather_for_generation, hybrid=config.hybrid,
         place=f"{config.stage}.generator",
     )  # fmt: skip
+    if "reference" not in models:  # an actor with adapters
+        from rlhf_pipeline.models.lora import WithoutAdapters
+
+        models["reference"] = WithoutAdapters(actor)
     return PPOModels(
         actor=actor,
-        reference=models["reference"] if "reference" in models else WithoutAdapters(actor),
+        reference=models["reference"],
         critic=critic,
         reward_model=reward_model,
         rewards=rewards,
