@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import ControlTokenFilter, control_tokens
 from rlhf_pipeline.errors import DataError

@@ -17,7 +17,8 @@ from rlhf_pipeline.config.evaluate import JUDGE_MODEL
 from rlhf_pipeline.config.split import PHASES, Phase, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import blend
 from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, RowMaker, tables
-from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
+from rlhf_pipeline.data.record_files import ArrowWriter, example_rows, examples, texts
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.split_report import build_report, first_examples, headline
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.data.tokenization import ANSWERS, ControlTokenFilter, encode, one_ahead, tokenize

@@ -17,7 +17,7 @@ from rlhf_pipeline.config.rewards import Judge, SampleReward, reads_references
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend
 from rlhf_pipeline.data.phase_files import Part, PhaseFile, parts, summary
-from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.token_contract import Tokenizer
 from rlhf_pipeline.errors import DataError
 

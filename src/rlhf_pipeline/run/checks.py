@@ -251,7 +251,7 @@ def _sources(place: str, sources: Sequence[SourceConfig], *, wants_text: bool) -
     """Unknown sources, and sources of the wrong kind."""
     for index, source in enumerate(sources):
         try:
-            known = find_source(source.name)
+            known = find_source(source)
         except ConfigError as error:
             yield f"{place}.{index}.name: {error}"
             continue

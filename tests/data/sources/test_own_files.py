@@ -8,10 +8,7 @@ import pytest
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
 from rlhf_pipeline.data.sources.adapter import outcome
-from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
-from rlhf_pipeline.data.sources.registry import find_source
-
-FILES = find_source("files")
+from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns, parser
 
 USER = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "Because."}
@@ -45,8 +42,7 @@ COMPARISONS = ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
 
 
 def record(row: dict[str, Any], columns: ColumnMap) -> Record | Unused:
-    assert FILES.parser is not None
-    return outcome(FILES.parser(columns), row)
+    return outcome(parser(columns), row)
 
 
 COMPARED = Example(PROMPT, "Because.", "No.")
@@ -130,8 +126,19 @@ def test_dots_select_nested_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"a": None}, {"a": {}}, {"a": {"b": "text"}}, {"a": {"b": {"d": "text"}}}]
+    ("answers", "expected"),
+    [
+        ([{"text": "No."}, {"text": "Because."}], Example(QUESTION, "Because.")),
+        ([{"text": "No."}], Unused("the list of column 'a.1.text' is shorter", bad=False)),
+        ({"1": {"text": "Because."}}, Example(QUESTION, "Because.")),
+    ],
 )
+def test_numbers_select_items_of_lists(answers: Any, expected: Any) -> None:
+    columns = ColumnMap(prompt="q", response="a.1.text")
+    assert record({"q": "Why?", "a": answers}, columns) == expected
+
+
+@pytest.mark.parametrize("row", [{}, {"a": None}, {"a": ["text"]}, {"a": {"b": {"d": "text"}}}])
 def test_a_missing_nested_column(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(text="a.b.c")) == Unused(
         f"column 'a.b.c' is missing; the columns are {', '.join(map(repr, row))}"
