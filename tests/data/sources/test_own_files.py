@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -268,16 +267,3 @@ def test_other_columns_need_a_line_which_the_message_states(names: list[str], li
         f"the columns do not say which of them to read; they are {str(names)[1:-1]}. Fix: add to "
         f"the source a line such as {lines}"
     )
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        # TRL's language modelling of plain text, and its tools and steps.
-        (["text"], "split.pretraining.sources, with the line columns: {text: text}"),
-        (["prompt", "completions", "labels"], "the columns do not say which of them to read"),
-    ],
-)
-def test_formats_without_a_prompt_and_an_answer_are_explained(names: list[str], message: str):
-    with pytest.raises(ColumnError, match=re.escape(message)):
-        known_columns(names)
