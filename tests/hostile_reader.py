@@ -24,7 +24,7 @@ GUARD = 4 * 2**30
 
 
 def rows(path: Path) -> str:
-    from rlhf_pipeline.data.formats import read_rows
+    from rlhf_pipeline.data.files import read_rows
     from rlhf_pipeline.data.records import Unused
 
     unused = sum(isinstance(row, Unused) for _, row in read_rows(str(path), (), "train"))
@@ -121,7 +121,7 @@ if __name__ == "__main__":
     else:
         import datasets  # noqa: F401
 
-        import rlhf_pipeline.data.formats  # noqa: F401
+        import rlhf_pipeline.data.files  # noqa: F401
     for line in sys.stdin:
         kind, path = json.loads(line)
         print(json.dumps(read(kind, Path(path))), flush=True)

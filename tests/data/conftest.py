@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.data import split as module
-from rlhf_pipeline.data.formats import read_rows
-from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts
-from rlhf_pipeline.data.records import Example, Message, Record, Unused
+from rlhf_pipeline.data.files import read_rows
+from rlhf_pipeline.data.record_files import RecordsWriter
+from rlhf_pipeline.data.records import Example, Message, Record, RowCounts, Unused
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.data.token_contract import TokenContract
 

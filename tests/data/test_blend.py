@@ -3,18 +3,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.blend import Blend, blend
 from rlhf_pipeline.data.phase_files import PARTS, TABLES
 from rlhf_pipeline.data.record_files import examples
-from rlhf_pipeline.data.records import Example, Message, normalized
-from rlhf_pipeline.data.sources.registry import read
+from rlhf_pipeline.data.records import Example, Message
 
 Make = Callable[..., Blend]
 Source = tuple[list[Example], dict[str, Any]]
@@ -124,15 +122,6 @@ def test_a_copy_stays_if_the_earlier_row_is_beyond_its_fraction(make: Make) -> N
     assert (plan.counts["left_out"], plan.counts["merged"]) == ([7, 0], [0, 3])
 
 
-def test_a_copy_stays_if_no_phase_may_use_the_earlier_row(make: Make) -> None:
-    bare = [asked("a"), asked("b")]
-    plan = make(
-        (bare, {"phases": ("sft", "reward_model")}), bare, **NOTHING_HELD_OUT, weights=(0, 0, 1)
-    )
-    assert parts(plan) == [UNUSED, UNUSED, "ppo", "ppo"]
-    assert (plan.counts["unservable"], plan.counts["merged"]) == ([2, 0], [0, 0])
-
-
 def test_a_merged_row_adds_the_phases_of_its_source(make: Make) -> None:
     for_sft = (compared(*range(4)), {"phases": ("sft",)})
     for_ppo = (compared(*range(4), "more"), {"phases": ("ppo",)})
@@ -198,17 +187,6 @@ def test_comparisons_are_held_back_for_the_second_reward_model(make: Make) -> No
     assert rows(plan, "judge_model/validation.arrow") == validation != []
 
 
-def test_a_phase_reads_only_the_rows_that_it_can_use(make: Make) -> None:
-    both = [asked("a", "Demonstrated."), asked("a"), asked("a", "Yes.", "No.")]
-    assert rows(make(both, **ONLY_SFT), "sft/train.arrow") == [0, 2]
-    assert rows(make(both, **NOTHING_HELD_OUT, weights=(0, 1, 0)), "reward_model/train.arrow") == [
-        2
-    ]
-    plan = make(both, **NOTHING_HELD_OUT, weights=(0, 0, 1))
-    assert rows(plan, "ppo/train.arrow") == [1]
-    assert duplicates(plan, "ppo/train.arrow") == 1  # the comparison, which PPO could use too
-
-
 def test_phases_restrict_a_source(make: Make) -> None:
     restricted = (compared(*range(10)), {"phases": ("sft", "ppo")})
     plan = make(restricted, compared(*range(10, 20)), **NOTHING_HELD_OUT)
@@ -216,17 +194,6 @@ def test_phases_restrict_a_source(make: Make) -> None:
     assert Counter(found[:10]) == {"sft": 3, "ppo": 7}  # 2:4 of 10 are 3.3 and 6.7
     assert Counter(found[10:]) == {"sft": 2, "reward_model": 4, "ppo": 4}
     assert plan.counts["left_out"] == [0, 0]
-
-
-def test_phases_restrict_rows_even_if_another_source_has_the_prompt(make: Make) -> None:
-    plan = make(
-        (compared("a"), {"phases": ("reward_model",)}),
-        [asked("Question a?", "Another.", "Answer.")],
-        **NOTHING_HELD_OUT,
-        weights=(1, 0, 0),
-    )
-    assert parts(plan) == ["sft", "sft"]
-    assert rows(plan, "sft/train.arrow") == [1]
 
 
 # --- how much of a source -------------------------------------------------------------------------
@@ -239,12 +206,6 @@ def test_a_fraction_of_the_distinct_prompts_with_all_their_rows(make: Make) -> N
     assert plan.counts["left_out"] == [0, 18]
     assert sum(used) == 12
     assert used == [used[3 * n] for n in range(10) for _ in range(3)]
-
-
-def test_rows_beyond_the_fraction_are_not_counted_as_unservable(make: Make) -> None:
-    demonstrations = [asked(f"Demonstration {n}", "Yes.") for n in range(10)]
-    plan = make(compared("a"), (demonstrations, {"phases": ("ppo",), "fraction": 0.3}), **ONLY_SFT)
-    assert (plan.counts["left_out"], plan.counts["unservable"]) == ([0, 7], [0, 3])
 
 
 def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(make: Make) -> None:
@@ -266,19 +227,6 @@ def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(mak
 # --- several sources ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("empty", [0, 1, 2])
-def test_an_empty_source_changes_nothing(make: Make, empty: int) -> None:
-    full = [compared(*range(10)), (compared(*range(5, 20)), {"fraction": 0.8})]
-    without = make(*full, **ONLY_SFT)
-    plan = make(*full[:empty], [], *full[empty:], **ONLY_SFT)
-    assert parts(plan) == parts(without)
-    assert plan.starts == {0: [0, 0, 10, 25], 1: [0, 10, 10, 25], 2: [0, 10, 25, 25]}[empty]
-    for name, expected in without.counts.items():
-        assert plan.counts[name].pop(empty) == 0
-        assert plan.counts[name] == expected
-    assert without.counts["left_out"] == [0, 3]  # 0.8 of 15 prompts
-
-
 # --- prompts that a file holds once ---------------------------------------------------------------
 
 
@@ -294,13 +242,6 @@ def test_ppo_and_test_files_keep_the_first_row_of_a_prompt(make: Make) -> None:
         first, second, compared("x"), validation_fraction=0, test_fraction=0.75, weights=(1, 0, 0)
     )
     assert len(rows(plan, "evaluation/test.arrow")) == plan.distinct(plan.prompt_keys, "test") == 3
-
-
-def test_sft_and_reward_model_read_every_row(make: Make) -> None:
-    source = [asked("a", "1", "2"), asked("a", "1", "2"), asked("a", "3", "4")]
-    plan = make(source, **NOTHING_HELD_OUT, weights=(0, 1, 0))
-    assert rows(plan, "reward_model/train.arrow") == [0, 1, 2]
-    assert duplicates(plan, "reward_model/train.arrow") == 0
 
 
 def test_excluded_rows_have_no_effect(make) -> None:
@@ -389,42 +330,3 @@ def test_a_test_source_is_the_evaluation_and_leaves_no_trace_in_training(make: M
 
 def rows_of_test(plan: Blend) -> list[int]:
     return rows(plan, "evaluation/test.arrow")
-
-
-HH_RLHF = Path(__file__).parents[3] / "shared/data/hh-rlhf/harmless-base-test.jsonl.gz"
-
-
-@pytest.mark.skipif(not HH_RLHF.is_file(), reason="HH-RLHF is not in the folder beside the project")
-def test_no_test_prompt_of_hh_rlhf_continues_or_begins_a_training_prompt(make: Make) -> None:
-    """With the fractions of conf/smollm2."""
-    source = SourceConfig(name="Anthropic/hh-rlhf", path=str(HH_RLHF))
-    found = [record for _, record in read(source, seed=0) if isinstance(record, Example)]
-    assert len(found) > 2_200
-    plan = make(found, validation_fraction=0.2, test_fraction=0.1, weights=(1, 6, 3), seed=0)
-    prompts: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
-    for example, part in zip(found, parts(plan), strict=True):
-        turns = tuple(normalized(message.content) for message in example.prompt)
-        if part != UNUSED:
-            prompts[part == "test"].add(turns)
-    assert len(prompts[True]) > 200
-    begun = {turns[:length] for turns in prompts[False] for length in range(len(turns) + 1)}
-    assert [turns for turns in prompts[True] if turns in begun] == []
-    begun = {turns[:length] for turns in prompts[True] for length in range(len(turns) + 1)}
-    assert [turns for turns in prompts[False] if turns in begun] == []
-    assert plan.counts["near"] == [near_in_hh_rlhf(found, plan)]
-
-
-def near_in_hh_rlhf(found: list[Example], plan: Blend) -> int:
-    """Rows that leave, by comparing all pairs of first turns."""
-
-    def grams(example: Example) -> frozenset[str]:
-        words = normalized(example.prompt[0].content).split(" ")
-        runs = [" ".join(words[at : at + 5]) for at in range(len(words) - 4)]
-        return frozenset(runs or [" ".join(words)])
-
-    whole = [grams(example) for example in found]
-    out = [
-        set(g) for g, part in zip(whole, parts(plan), strict=True) if part in ("test", "validation")
-    ]
-    left = [set(g) for g, part in zip(whole, parts(plan), strict=True) if part == UNUSED]
-    return sum(any(len(a & b) / len(a | b) >= 0.8 for b in out) for a in left)

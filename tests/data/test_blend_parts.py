@@ -75,20 +75,6 @@ def test_largest_remainder(total: int, shares: list[tuple[int, int]], expected: 
     assert apportion(total, [Fraction(*share) for share in shares]) == expected
 
 
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        # 1000 * 0.02 = 20 each for test and validation; the other 960 by fifths and tenths.
-        ((2, 4, 4), {"sft": 192, "reward_model": 384, "ppo": 384}),
-        ((6, 2, 2), {"sft": 576, "reward_model": 192, "ppo": 192}),
-        ((0.6, 0.2, 0.2), {"sft": 576, "reward_model": 192, "ppo": 192}),
-        ((2e300, 4e300, 4e300), {"sft": 192, "reward_model": 384, "ppo": 384}),
-    ],
-)
-def test_weights_divide_what_is_not_held_out(weights, expected) -> None:
-    assert sizes(range(1000), weights=weights) == {"test": 20, "validation": 20} | expected
-
-
 def test_decimals_are_exact() -> None:
     # The float 0.3 is slightly less than 3/10, which would decide a tie of remainders.
     # Quotas 9 * 3/6 = 4.5, 3 and 1.5: of the two remainders, the first is rounded up.
@@ -111,42 +97,6 @@ def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, na
         rf"\({named}\), in synthetic, expected some for a phase in use: .* Fix: name these columns",
     ):
         split(prompts, [ALL] * 10 + [serves] * 4, weights=weights, **NOTHING_HELD_OUT)
-
-
-def test_each_class_is_divided_among_the_phases_it_can_serve() -> None:
-    serves = [ALL] * 100 + [SFT] * 50 + [PPO] * 50 + [SFT | PPO] * 100
-    parts = split(range(300), serves)
-    assert Counter(parts[:100]) == {
-        "test": 2,
-        "validation": 2,
-        "sft": 19,
-        "reward_model": 39,
-        "ppo": 38,
-    }
-    assert Counter(parts[100:150]) == {"test": 1, "validation": 1, "sft": 48}
-    assert Counter(parts[150:200]) == {"test": 1, "validation": 1, "ppo": 48}
-    # 96 by 2:4.
-    assert Counter(parts[200:]) == {"test": 2, "validation": 2, "sft": 32, "ppo": 64}
-    # Other classes do not change a class.
-    assert split(range(100)) == parts[:100]
-
-
-def test_a_phase_that_no_row_can_serve_gets_nothing_and_the_others_all() -> None:
-    """By the weights 2:4:4; of 50, one each is held out, and demonstrations serve SFT alone."""
-    held_out = {"test": 1, "validation": 1}
-    assert sizes(range(50), SFT) == held_out | {"sft": 48}
-    assert sizes(range(50), PPO) == held_out | {"ppo": 48}
-    assert sizes(range(50), SFT | PPO) == held_out | {"sft": 16, "ppo": 32}
-
-
-def test_a_prompt_serves_what_its_rows_serve_together() -> None:
-    # Three prompts are demonstrations in one source and bare prompts in another, so they can
-    # serve both phases: 2:4 is 1 and 2.
-    parts = split(
-        [1, 2, 3, 3, 1, 2], [SFT, SFT, SFT, PPO, PPO, PPO], weights=(2, 0, 4), **NOTHING_HELD_OUT
-    )
-    assert parts[:3] == [parts[4], parts[5], parts[3]]
-    assert Counter(parts[:3]) == {"sft": 1, "ppo": 2}
 
 
 def test_the_order_is_sha256_of_seed_and_key() -> None:

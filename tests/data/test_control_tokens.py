@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import ControlTokenFilter, control_tokens
-from rlhf_pipeline.errors import DataError
 
 
 def controls(tokenizer) -> frozenset[str]:
@@ -56,15 +55,3 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
     reason = f"the text contains the tokenizer's control token {found}"
     assert counts.first_bad == ([] if found is None else [("own:1", reason)])
     assert counts.bad.total() == len(counts.first_bad)
-
-
-def test_each_source_has_its_own_counts(tokenizer) -> None:
-    own, other = RowCounts(rows=3), RowCounts(rows=4)
-    own.bad["no answer"] = 1
-    screened = control_token_filter(tokenizer, 0.25)
-    assert not screened.accepts("other", other, "other:3", ["<|end|>"])  # 1 of 4 is just allowed
-    assert (own.bad.total(), other.bad.total()) == (1, 1)
-    with pytest.raises(
-        DataError, match=r"source own: 2 of 3 rows are bad.*\n  own:1: the text contains"
-    ):
-        screened.accepts("own", own, "own:1", ["<|end|>"])

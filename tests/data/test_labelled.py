@@ -36,20 +36,6 @@ def test_labelled_answers_serve_kto_alone(write_records, prepare, load, ten, tok
         assert tokenizer.decode(row["response_ids"]) == f" It is {number}.<|end|>"
 
 
-def test_two_answers_may_have_one_label(write_records, prepare, load):
-    """As of a vote that both are bad: no comparison, although there are two answers."""
-    both = Example((Message("user", "Why?"),), "So.", "No.", label=False)
-    prepare(write_records("votes", both), only="reward_model")
-    assert not load("reward_model/train.arrow")
-    assert [row["label"] for row in load("kto/train.arrow")] == [False, False]
-
-
-def test_labelled_answers_need_no_comparisons(write_records, prepare, load):
-    thumbs = write_records("thumbs", *(labelled(n, n % 2 == 0) for n in range(10)))
-    prepare(thumbs, weights=(0, 1, 0))
-    assert len(load("kto/train.arrow")) == 8 and not load("reward_model/train.arrow")
-
-
 def test_several_sources_may_have_labels(write_records, prepare, load, ten):
     """A judgement that repeats one of an earlier source is merged; the opposite one stays."""
     first = write_records("first", labelled(1, True), *ten[:2])

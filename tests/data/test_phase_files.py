@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker, demonstration, summary
+from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker, summary
 from rlhf_pipeline.data.tokenization import Limited, Tokenized
 from rlhf_pipeline.errors import DataError
 
@@ -38,13 +38,6 @@ class TestRowMaker:
         made = make(limits(), Tokenized("own:1", [5, 6], [7, 1], [8, 1], None))
         assert made == row(chosen=Limited([7, 1]), rejected=Limited([8, 1]))
 
-    def test_a_cut_dialogue_keeps_its_marks_and_bos(self) -> None:
-        config = limits(prompt=4, over_long_prompts="truncate")
-        turns = ([9, 5, 7, 7, 1, 6], [False, False, True, True, True, False])
-        made = make(config, Tokenized("own:1", [9, 5, 7, 7, 1, 6], [8, 1], None, turns), bos_id=9)
-        assert made.prompt.ids == [9, 7, 1, 6]
-        assert (made.dialogue.ids, made.spoken) == ([9, 7, 1, 6], [False, True, True, False])
-
     def test_a_dialogue_has_its_own_limit_check(self) -> None:
         turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
         tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
@@ -55,54 +48,6 @@ class TestRowMaker:
         )
         with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
             make(limits(prompt=4), tokens)
-
-
-class TestApart:
-    """Prompts that are equal once cut must not be in two parts."""
-
-    EQUAL = "prompt that, once cut, equals one of test"
-
-    def dropped(self, maker: RowMaker, ids: list[int], part: str) -> str | None:
-        tokens = Tokenized("own:1", ids, [8, 1], None, (ids, [False] * len(ids)))
-        made = maker.make("own", EXAMPLE, tokens, part)
-        assert made.dialogue.dropped == made.prompt.dropped
-        return made.prompt.dropped
-
-    def test_the_first_part_keeps_the_prompt(self) -> None:
-        maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), None)
-        assert self.dropped(maker, [4, 6, 7], "test") is None
-        assert self.dropped(maker, [5, 6, 7], "sft") == self.EQUAL
-        assert self.dropped(maker, [4, 6, 7], "test") is None  # within a part both may stay
-        assert self.dropped(maker, [5, 7, 7], "sft") is None
-
-    def test_a_prompt_of_maximum_length_can_equal_a_cut_one(self) -> None:
-        maker = RowMaker(limits(prompt=2, over_long_prompts="truncate"), None)
-        assert self.dropped(maker, [6, 7], "test") is None
-        assert self.dropped(maker, [5, 6, 7], "ppo") == self.EQUAL
-
-
-class TestDemonstration:
-    ROW = replace(
-        row(prompt=Limited([5, 7, 1, 6]), chosen=Limited([8, 1])), spoken=[False, True, True, False]
-    )
-
-    @pytest.mark.parametrize(
-        ("row", "sft_loss", "prompt", "response", "learned"),
-        [
-            (row(chosen=Limited([8, 1])), "response", [5, 6], [8, 1], [True, True]),
-            (row(chosen=Limited([8, 1])), "assistant", [5, 6], [8, 1], [True, True]),
-            (row(chosen=Limited([8, 1])), "all", [5], [6, 8, 1], [True, True, True]),
-            (ROW, "assistant", [5], [7, 1, 6, 8, 1], [True, True, False, True, True]),
-            (ROW, "all", [5], [7, 1, 6, 8, 1], [True, True, True, True, True]),
-            (row(prompt=Limited([5]), chosen=Limited([1])), "all", [5], [1], [True]),
-        ],
-    )
-    def test_what_is_learned(self, row, sft_loss, prompt, response, learned) -> None:
-        assert demonstration(row, limits(sft_loss=sft_loss)) == {
-            "prompt_ids": prompt,
-            "response_ids": response,
-            "loss_mask": learned,
-        }
 
 
 class TestPhaseFile:

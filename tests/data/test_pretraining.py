@@ -96,14 +96,6 @@ def test_a_text_with_a_control_token_is_a_bad_row(
     assert blocks(tmp_path) == [ids(tokenizer, pair) for pair in ("~.", "^.", "#.", "##")]
 
 
-def test_a_text_longer_than_a_tokenizer_s_limit_is_not_cut(
-    write_records, packed, tokenizer, tmp_path: Path
-) -> None:
-    tokenizer.backend_tokenizer.enable_truncation(3)
-    packed(write_records("texts", Text("~" * 9)), block_tokens=10)
-    assert blocks(tmp_path) == [ids(tokenizer, "~~~~~~~~~.")]
-
-
 @pytest.mark.parametrize("begins_text", [True, False])
 def test_blocks_begin_with_bos_if_the_tokenizer_puts_it_before_text(
     write_records, packed, tokenizer, tmp_path: Path, begins_text: bool

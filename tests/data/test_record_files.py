@@ -11,7 +11,6 @@ import pytest
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data.record_files import (
     ArrowWriter,
-    RowCounts,
     example_rows,
     examples,
     keys,
@@ -19,7 +18,7 @@ from rlhf_pipeline.data.record_files import (
     serves,
     texts,
 )
-from rlhf_pipeline.data.records import Example, Message, Text, Unused
+from rlhf_pipeline.data.records import Example, Message, RowCounts, Text, Unused
 from rlhf_pipeline.errors import DataError
 
 
@@ -82,53 +81,7 @@ def test_a_demonstration_with_a_true_answer_serves_ppo_as_well(write_records) ->
     assert serves(examples(write_records("rows", *rows))).tolist() == [4, 1, 5, 7, 2]
 
 
-def test_a_source_without_records(write_records) -> None:
-    folder = write_records("empty")
-    table = examples(folder)
-    assert table.to_batches() == []
-    assert keys(table, "prompt_key").shape == (0, 16)
-    assert serves(table).tolist() == []
-    assert list(texts(folder)) == []
-
-
 # --- batches --------------------------------------------------------------------------------------
-
-
-def batch_sizes(table: pa.Table) -> list[int]:
-    return [batch.num_rows for batch in table.to_batches()]
-
-
-def test_a_batch_ends_after_a_thousand_rows(write_records) -> None:
-    folder = write_records(
-        "many", *(asked(f"Question {n}?") for n in range(2300)), *(Text("a"),) * 1000
-    )
-    assert batch_sizes(examples(folder)) == [1000, 1000, 300]
-    assert [len(batch) for _, batch in texts(folder)] == [1000]
-    ids = examples(folder).column("id").to_pylist()
-    assert (ids[999], ids[1000], ids[2299]) == ("many:999", "many:1000", "many:2299")
-
-
-def test_a_batch_ends_at_the_character_limit(
-    write_records, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record_files, "_BATCH_CHARACTERS", 10)
-    # Characters: 4 + 3 + 4 are 11; 4 + 6 do not exceed 10, but one more does; 12 exceeds it alone.
-    lengths = [(4, 0, 0), (1, 1, 1), (2, 1, 1), (4, 0, 0), (2, 2, 2), (1, 0, 0), (12, 0, 0),
-               (1, 0, 0)]  # fmt: skip
-    rows = (
-        asked("p" * prompt, "c" * chosen, "r" * rejected) for prompt, chosen, rejected in lengths
-    )
-    folder = write_records("full", *rows, Text("t" * 11), Text("t" * 5), Text("t" * 5), Text("t"))
-    assert batch_sizes(examples(folder)) == [3, 3, 1, 1]
-    assert [ids for ids, _ in texts(folder)] == [["full:8"], ["full:9", "full:10", "full:11"]]
-
-
-def test_records_are_mapped_and_not_copied(write_records) -> None:
-    folder = write_records("mapped", *(asked("x" * 1000) for _ in range(1000)))
-    before = pa.total_allocated_bytes()
-    table = examples(folder)
-    assert table.nbytes > 1_000_000
-    assert pa.total_allocated_bytes() - before < 10_000
 
 
 # --- keys and phases ------------------------------------------------------------------------------
@@ -147,7 +100,6 @@ def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyP
         asked("How?", "Yes.", "No."),
     )
     table = examples(folder)
-    assert batch_sizes(table) == [3, 3, 1]
     prompts, whole = keys(table, "prompt_key"), keys(table, "example_key")
     assert prompts.dtype == np.uint8
     # printf '10:user: why?' | sha256sum; the parts of an example are the prompt and both answers,

@@ -11,7 +11,7 @@ import pytest
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.sources import own_files
-from rlhf_pipeline.data.sources.adapter import Records, Rows, Source
+from rlhf_pipeline.data.sources.adapter import Source
 from rlhf_pipeline.data.sources.registry import first_rows, read, source_origin
 from rlhf_pipeline.errors import ConfigError, DataError
 
@@ -122,39 +122,6 @@ def test_texts(tmp_path: Path, text: str, record: Text | Unused) -> None:
 
 
 # --- records that span rows -----------------------------------------------------------------------
-
-
-def pairs(rows: Rows) -> Records:
-    """Make an example of each pair of valid rows; skip the last row of an odd number."""
-    waiting = None
-    for place, row in rows:
-        if isinstance(row, Unused):
-            yield place, row
-        elif waiting is None:
-            waiting = place, row
-        else:
-            yield waiting[0], Example((Message("user", waiting[1]["a"]),), row["a"])
-            waiting = None
-    if waiting is not None:
-        yield waiting[0], Unused("half", bad=False)
-
-
-def test_records_of_several_rows_are_checked_and_broken_rows_kept(tmp_path: Path, adapter) -> None:
-    adapter(assemble=pairs)
-    path = tmp_path / "own.jsonl"
-    path.write_text('{"a": "1"}\nbroken\n{"a": "2"}\n{"a": "3"}\n{"a": " "}\n{"a": "5"}\n[]\n')
-    config = SourceConfig(name="files", path=str(path))
-    rows = list(read(config, 0))
-    first = ("own.jsonl:1", Example((Message("user", "1"),), "2"))
-    assert [place for place, _ in rows] == [f"own.jsonl:{line}" for line in (2, 1, 4, 7, 6)]
-    assert rows[1] == first
-    assert rows[2][1] == Unused("the chosen answer is empty")  # checked like any other record
-    assert all(isinstance(rows[index][1], Unused) and rows[index][1].bad for index in (0, 3))
-    assert rows[4][1] == Unused("half", bad=False)
-    # The first three rows are a broken row and a pair; a broken row after the last pair counts.
-    assert list(read(config.model_copy(update={"samples": 3}), 0))[1:] == [first]
-    path.write_text('{"a": "1"}\n{"a": "2"}\nbroken\n')
-    assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:3"]
 
 
 # --- what decides the rows ------------------------------------------------------------------------

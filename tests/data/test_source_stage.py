@@ -15,7 +15,8 @@ import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data import source as module
-from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
+from rlhf_pipeline.data.record_files import example_rows, examples
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.pipelines.preparation import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest

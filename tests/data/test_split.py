@@ -108,7 +108,11 @@ def test_identical_input_gives_identical_bytes(
 
 @pytest.mark.parametrize(
     ("imported", "kedro"),
-    [("rlhf_pipeline.data.split", {"kedro"}), ("rlhf_pipeline.pipelines.preparation", set())],
+    [
+        ("rlhf_pipeline.data.split", {"kedro"}),
+        ("rlhf_pipeline.data.split_report", {"kedro", "numpy", "pyarrow"}),
+        ("rlhf_pipeline.pipelines.preparation", {"rlhf_pipeline.data.blend", "pyarrow"}),
+    ],
 )
 def test_starting_imports_nothing_heavy(imported: str, kedro: set[str]) -> None:
     program = (

@@ -45,34 +45,6 @@ def test_a_control_token_in_the_data_is_a_bad_row(
     assert written == {f"own:{n}" for n in range(1, 11)}
 
 
-def test_truncated_texts_are_counted_and_cut(
-    write_records, prepare: Prepare, tokenizer, load
-) -> None:
-    rows = [
-        asked(f"{'^' * (300 if n == 3 else 1)}{n}?", "~" * (300 if n > 6 else 1), "No.")
-        for n in range(10)
-    ]
-    report = prepare(
-        write_records("own", *rows),
-        only="sft",
-        over_long_prompts="truncate",
-        over_long_responses="truncate",
-    )
-    file = report["files"]["sft/train.arrow"]
-    assert file["rows"] == 10
-    assert file["truncated"] == {
-        "prompts cut to max_prompt_tokens=200": 1,
-        "chosen answers cut to max_response_tokens=200, which lost their EOS": 3,
-    }
-    assert headline(report)["data/truncated_texts"] == 4
-    written = load("sft/train.arrow")
-    assert [len(one["response_ids"]) for one in written] == [3] * 7 + [
-        200
-    ] * 3  # a space, a tilde and EOS
-    assert tokenizer.decode(written[3]["prompt_ids"]).endswith("^^3?\n\nAssistant:")
-    assert len(written[3]["prompt_ids"]) == 200
-
-
 def test_prompts_that_are_equal_once_cut_stay_in_one_part(
     write_records, prepare: Prepare, load, ten
 ) -> None:

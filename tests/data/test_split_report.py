@@ -18,8 +18,8 @@ from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.split_report import first_examples, headline, print_summary
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.data.split import first_examples
+from rlhf_pipeline.data.split_report import headline, print_summary
 
 Prepare = Callable[..., dict[str, Any]]
 
@@ -221,17 +221,6 @@ def test_the_terminal() -> None:
         assert fact in words
 
 
-def test_demonstrations_all_train_sft_and_the_other_phases_have_weight_0(
-    write_records, prepare: Prepare
-) -> None:
-    own = write_records("own", *(asked(f"Question {n}?", "Yes.") for n in range(40)))
-    report = prepare(own)
-    assert report["serves"] == [["sft"]] and report["unserved"] == ["reward_model", "ppo"]
-    parts = {"test": 4, "validation": 4, "sft": 32, "reward_model": 0, "ppo": 0}
-    assert report["conversations"] == parts
-    assert report["files"]["sft/train.arrow"]["rows"] == 32
-
-
 def test_the_weights_that_a_run_is_advised_to_set_give_it_all_rows(
     write_records, prepare: Prepare
 ) -> None:
@@ -254,18 +243,3 @@ def test_a_split_that_is_all_test_serves_no_phase_and_says_nothing(
     report = prepare(own, sources=[source], test_fraction=0)
     assert report["serves"] == report["unserved"] == []
     assert report["conversations"]["test"] == 9
-
-
-def test_rows_that_nothing_in_use_can_train_on_are_refused_with_what_it_needs(
-    write_records, prepare: Prepare
-) -> None:
-    """As with `sft: null` and `ppo: null`, for DPO."""
-    own = write_records("own", *(asked(f"Question {n}?", "Yes.") for n in range(9)))
-    with pytest.raises(DataError) as error:
-        prepare(own, weights=(0, 4, 0))
-    assert error.value.message == (
-        "split: found 9 distinct conversations that serve only phases of weight 0 (sft), in files "
-        "(0.jsonl), expected some for a phase in use: reward_model needs chosen and rejected (kto: "
-        "or a label). Fix: name these columns in `columns` of the source, remove the source, or "
-        "give a phase that it serves a weight in split.weights and a stage that is not null"
-    )

@@ -63,7 +63,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.split import split_sources
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.token_contract import TokenContract
 
 rows, folder = int(sys.argv[1]), Path(sys.argv[2])

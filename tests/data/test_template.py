@@ -58,30 +58,6 @@ def test_our_template(tokenizer) -> None:
     )
 
 
-def test_bos_if_the_tokenizer_has_one(tokenizer) -> None:
-    tokenizer.bos_token = "<s>"
-    assert render(tokenizer, QUESTION, "So.") == ("<s>\n\nHuman: Why?\n\nAssistant:", " So.<|end|>")
-
-
-def test_text_after_the_eos_is_cut_off(tokenizer) -> None:
-    use(tokenizer, CHATML, eos_token="<|im_end|>")
-    assert render(tokenizer, QUESTION, "Because.") == (
-        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
-        "Because.<|im_end|>",
-    )
-
-
-def test_an_eos_in_the_answer_does_not_cut_it(tokenizer) -> None:
-    assert (
-        render(tokenizer, QUESTION, "a<|end|>b")[1] == " a<|end|>b<|end|>"
-    )  # tokenization rejects it
-
-
-def test_a_template_without_eos_gets_one(tokenizer) -> None:
-    tokenizer.chat_template = CHATML
-    assert render(tokenizer, QUESTION, "Because.")[1] == "Because.<|im_end|>\n<|end|>"
-
-
 @pytest.mark.parametrize(
     ("turn", "expected"),
     [
@@ -129,13 +105,6 @@ def test_the_error_names_the_dialogue_that_the_template_rejects(tokenizer) -> No
         "a:2: the tokenizer's chat template rejects the turns system, user, assistant, user: no "
         "system. Fix: correct the template, or remove such rows"
     )
-
-
-@pytest.mark.parametrize("template", ["{% include 'x' %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}"])
-def test_an_error_of_the_template_is_no_error_of_this_package(tokenizer, template) -> None:
-    use(tokenizer, template)
-    with pytest.raises(ArtifactError, match=r"^a:1: .* template rejects the turns user: .* Fix: "):
-        render_prompts(tokenizer, ["a:1"], [QUESTION])
 
 
 def test_the_error_names_the_answer_that_the_template_rejects(tokenizer) -> None:
@@ -254,17 +223,6 @@ def test_a_template_shows_schemas_and_calls_of_tools(tokenizer) -> None:
     use(tokenizer, CHATML, eos_token="<|im_end|>")
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows neither tools nor tool_calls"):
         render(tokenizer, asked, "3.")
-
-
-def test_a_template_that_rejects_the_dialogue_without_its_calls_knows_tools(tokenizer) -> None:
-    strict = (
-        "{% for message in messages %}{% if message.role == 'assistant' and not "
-        "(message.tool_calls or loop.last) %}{{ raise_exception('a call is missing') }}"
-        "{% endif %}{% endfor %}"
-    )
-    use(tokenizer, strict + KNOWS_TOOLS, eos_token="<|im_end|>")
-    calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
-    assert render(tokenizer, [CALLED[0], calls, CALLED[2]], "3.")[1] == "3.<|im_end|>"
 
 
 def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer) -> None:

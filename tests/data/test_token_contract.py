@@ -80,12 +80,6 @@ def test_an_ordinary_token_cannot_end_responses(tokenizer, number, token):
         TokenContract.of(tokenizer, [1, number])
 
 
-def test_padding_that_equals_another_end_of_the_model_is_refused(tokenizer):
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"], "pad_token": "<|eot|>"})
-    with pytest.raises(ArtifactError, match=r"that differs from EOS '<\|end\|>', '<\|eot\|>'"):
-        TokenContract.of(tokenizer, tokenizer.pad_token_id)
-
-
 def test_a_tokenizer_without_eos_is_refused(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(ArtifactError, match="found no EOS token, so a response could never end"):

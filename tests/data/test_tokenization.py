@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import threading
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -80,40 +78,8 @@ class TestTexts:
             for n, (asked, chosen, rejected) in enumerate(rows)
         ]  # fmt: skip
 
-    def test_turns_only_if_requested_and_present(self, tokenizer) -> None:
-        user, assistant = ({"role": "user", "content": "Why?"},
-                           {"role": "assistant", "content": "So."})  # fmt: skip
-        long = [user, assistant, user]
-        examples = [example(n, prompt, "a") for n, prompt in enumerate([long, long, [user]])]
-        contract = TokenContract.of(tokenizer)
-        first, second, third = tokenize(examples, tokenizer, contract, turns=[False, True, True])
-        assert (first.turns, third.turns) == (None, None)
-        ids, own = second.turns
-        assert [
-            (tokenizer.decode([one for _, one in group]), by_assistant)
-            for by_assistant, group in groupby(zip(own, ids, strict=True), itemgetter(0))
-        ] == [(PROMPT, False), (" So.<|end|>", True), (PROMPT, False)]
-
 
 class TestTokenize:
-    def test_no_token_crosses_the_boundary(self, tokenizer) -> None:
-        # ":" and " " meet at the boundary; the prompt has the same ids for every response.
-        colon, bracket = tokens(tokenizer, ("Why?", " :", None), ("Why?", "(", None))
-        assert colon.prompt == bracket.prompt
-        assert colon.chosen != bracket.chosen
-
-    def test_turns_are_the_prompt_with_the_assistant_s_tokens_marked(
-        self, tokenizer, monkeypatch
-    ) -> None:
-        pieces = [("~~", False), ("~<|end|>", True), ("~~~", False)]
-        one = of_texts(monkeypatch, tokenizer, pieces=pieces)
-        tilde = tokenizer.convert_tokens_to_ids("~")
-        assert one.turns == (
-            [tilde, tilde, tilde, 1, tilde, tilde, tilde],
-            [False, False, True, True, False, False, False],
-        )
-        assert of_texts(monkeypatch, tokenizer).turns is None
-
     def test_only_the_template_writes_special_tokens(self, tokenizer) -> None:
         expected = tokens(tokenizer, ("Why?", "Because.", None))
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -146,13 +112,6 @@ class TestTokenize:
         with pytest.raises(ArtifactError, match=r"expected the EOS id 1 \('<\|end\|>'\) or \d+ "):
             tokenized("~<|eot|>~<|end|>")
 
-    def test_eos_inside_an_earlier_turn_is_refused(self, tokenizer, monkeypatch) -> None:
-        pieces = [("~", False), ("~<|end|>~<|end|>", True), ("~", False)]
-        with pytest.raises(
-            ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
-        ):
-            of_texts(monkeypatch, tokenizer, chosen="~<|end|>", pieces=pieces)
-
     def test_eos_inside_a_prompt_is_allowed(self, tokenizer, monkeypatch) -> None:
         pieces = [("~<|end|>~<|end|>", False)]
         assert of_texts(monkeypatch, tokenizer, prompt="~<|end|>", pieces=pieces).prompt[-1] == 1
@@ -181,12 +140,6 @@ class TestEncode:
 
 
 class TestOneAhead:
-    @pytest.mark.parametrize("count", [0, 1, 2, 7])
-    def test_each_item_with_its_result_in_order(self, count: int) -> None:
-        assert list(one_ahead(range(count), lambda item: item * 10)) == [
-            (n, n * 10) for n in range(count)
-        ]
-
     def test_works_while_the_caller_is_busy_and_on_one_item_only(self) -> None:
         taken, done = [], []
         free = threading.Semaphore(0)
@@ -239,16 +192,6 @@ class TestLimits:
             "Fix: raise split.max_response_tokens, or set split.over_long_responses to 'drop' or "
             "'truncate'."
         )
-
-    def test_over_long_texts_are_dropped(self) -> None:
-        config = limits(2, 2, over_long_prompts="drop", over_long_responses="drop")
-        assert (
-            limited("own:7", "prompt", [5, 6, 7], config, None).dropped
-            == "prompt over max_prompt_tokens=2"
-        )
-        answer = limited("own:7", "rejected", [5, 6, 1], config)
-        assert answer.dropped == "rejected answer over max_response_tokens=2"
-        assert answer.cut is None
 
     def test_a_cut_prompt_keeps_its_end_and_a_cut_answer_its_beginning(self) -> None:
         config = limits(2, 2, over_long_prompts="truncate", over_long_responses="truncate")

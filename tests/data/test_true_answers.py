@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ SAME_PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("order", permutations(range(4)))
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
 def test_a_merge_keeps_the_true_answer(order, write_records, prepare, load) -> None:
     sources = [PAIRS, BARE, ANSWERED, SAME_PAIRS]
     folders = [write_records(f"source{index}", *sources[index]) for index in order]
@@ -200,11 +199,3 @@ def test_the_example_of_the_page_rewards_right_answers_alone(example, load, tmp_
     wrong = [f"{number} + 25 = {number + 26}." for number in numbers]
     assert defined["exact_match"](prompts, right, references) == [1.0] * 16
     assert defined["exact_match"](prompts, wrong, references) == [0.0] * 16
-
-
-def test_prompts_without_true_answers_are_refused_unless_they_are_dropped(
-    example, tmp_path
-) -> None:
-    rewards = example(without_reference="error")
-    with pytest.raises(DataError, match=r"in ppo/train\.arrow \(files \(pairs\.jsonl\) \d+\), "):
-        require_true_answers(tmp_path / "out", rewards, ())

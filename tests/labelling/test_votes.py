@@ -10,7 +10,7 @@ from made_by_hand import sealed
 from random_answers import policy
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
-from rlhf_pipeline.data.formats import read_rows
+from rlhf_pipeline.data.files import read_rows
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.sources.registry import read
 from rlhf_pipeline.errors import DataError

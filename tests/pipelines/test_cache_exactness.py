@@ -17,7 +17,7 @@ from kedro.framework.startup import bootstrap_project
 from kedro.io import CatalogProtocol
 
 from rlhf_pipeline.commands.status import planned_rows
-from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.run import checks

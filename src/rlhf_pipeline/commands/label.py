@@ -8,7 +8,7 @@ import click
 import uvicorn
 
 from rlhf_pipeline.commands.command import Command
-from rlhf_pipeline.data.formats import read_rows
+from rlhf_pipeline.data.files import read_rows
 from rlhf_pipeline.errors import ConfigError, printable
 from rlhf_pipeline.labelling.server import application
 from rlhf_pipeline.labelling.votes import distinct_pairs, evaluation_rows, locked

@@ -43,7 +43,8 @@ DataPath = Annotated[str, AfterValidator(_no_secret)]
 
 
 class ColumnMap(Block):
-    """The columns of your own files. A dot selects a nested column: `question.full_text`.
+    """The columns of your own data. A dot selects a nested column, `question.full_text`, or an item
+    of a list, `answers.0.text`; rows whose list is shorter are skipped.
 
     Set one of: `chosen` and `rejected`; `answers` and `scores`; `response`; the last two also with
     `label`; `messages`; `text`; or `prompt` alone.
@@ -87,8 +88,8 @@ class ColumnMap(Block):
         given = {name for name in type(self).model_fields if getattr(self, name) is not None}
         forms = [
             {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
-            {"prompt", "answers", "scores"}, {"prompt", "response"}, {"response"},
-            {"prompt", "response", "label"}, {"response", "label"},
+            {"prompt", "answers", "scores"}, {"answers", "scores"}, {"prompt", "response"},
+            {"response"}, {"prompt", "response", "label"}, {"response", "label"},
             {"prompt", "answers", "scores", "label"},
             {"messages"}, {"text"}, {"prompt"},
         ]  # fmt: skip
@@ -121,7 +122,8 @@ class SourceConfig(Block):
     split: str | None = None
     """Split of the data set on the hub, or of a saved DatasetDict. None: "train" in most cases."""
     columns: ColumnMap | None = None
-    """For "files": the columns to read. None: those of TRL's formats, whichever the file has."""
+    """For "files" and any data set of the hub: the columns to read. None: those of TRL's formats,
+    whichever the file has, or those of the source."""
     samples: PositiveInt | None = None
     """Number of rows that the synthetic source (None: 30,000) or reasoning_gym generates, or
     maximum number of rows to read of any other source (None: all)."""
@@ -136,10 +138,10 @@ class SourceConfig(Block):
                     f"found path (files) and {field} (hub); expected only one of them. Fix: remove "
                     "one of them"
                 )
-        if self.columns is not None and self.name != "files":
+        if self.columns is not None and self.name != "files" and "/" not in self.name:
             yield (
                 f"source {self.name!r} has fixed columns. Fix: remove columns, or set name to "
-                "'files'"
+                "'files' or to a data set of the hub"
             )
         if self.name == TASKS and None in (self.tasks, self.samples):
             yield "found no tasks or samples, expected both for reasoning_gym. Fix: set them"

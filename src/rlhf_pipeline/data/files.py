@@ -1,31 +1,49 @@
-"""Find, identify and open data files: local, or in any store that fsspec supports."""
+"""Data files, local or in any store that fsspec supports: found, identified, and read as rows.
 
+Libraries that take long to import are imported late: the driver looks for files in each run.
+"""
+
+import csv
 import gzip
 import io
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
+from itertools import chain, count
 from pathlib import Path, PurePosixPath
 from textwrap import shorten
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from rlhf_pipeline.data.records import NOT_UTF8, TO_UTF8, Unused, is_utf8
+from rlhf_pipeline.data.sources.adapter import Row
 from rlhf_pipeline.errors import DataError, PipelineError, install, without_secrets
 
-Format = Literal["jsonl", "json", "csv", "parquet", "txt"]
+if TYPE_CHECKING:
+    import pyarrow as pa
 
+FORMATS = ("jsonl", "json", "csv", "parquet", "txt")
+MAX_CHARACTERS = 16 * 2**20
+"""Limit for a line of JSON, a field of CSV and a piece of text."""
+MAX_ARRAY_CHARACTERS = 2**30
+"""Limit for a JSON array, which is read as a whole."""
+_PIECE = 2**20
+_BATCH_ROWS = 1_000
 _CHECKSUMS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
 """Fields in which stores report the identity of a file's bytes, best first."""
 _QUERY_VARIABLE = re.compile(r"(https?://[^?]*\?)\$(\w+)")
-_BLOCK = 2**20
 
 Stream = io.BufferedReader | gzip.GzipFile
-"""What the readers of the formats read from."""
+Numbered = Iterator[tuple[int, Row | Unused]]
+"""Rows by their number or line, from 1."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +69,16 @@ class File:
         return without_secrets(self.url)
 
     @property
-    def format(self) -> Format:
+    def format(self) -> str:
         """The format, by suffix; raises DataError for an unknown one."""
         suffix = PurePosixPath(self.name.lower().removesuffix(".gz")).suffix.removeprefix(".")
-        if suffix not in get_args(Format):
-            known = ", ".join(f".{format}" for format in get_args(Format))
+        if suffix not in FORMATS:
+            known = ", ".join(f".{format}" for format in FORMATS)
             raise DataError(
                 f"{self.display_name}: unknown file format; expected {known}, each also with .gz. "
                 "Fix: convert or rename the file, or select the data files with a glob."
             )
-        return cast(Format, suffix)
+        return suffix
 
 
 @dataclass(frozen=True)
@@ -110,19 +128,6 @@ def origin(path: str) -> Origin:
         {file.name: file.local for file in files if file.local is not None},
         {file.name: _identity(file) for file in files if file.local is None},
     )
-
-
-@contextmanager
-def open_stream(file: File) -> Iterator[Stream]:
-    """Open a file as decompressed bytes."""
-    stored: io.BufferedReader = io.BufferedReader(_StoredFile(file), _BLOCK)
-    with stored:
-        if not file.name.lower().endswith(".gz"):
-            yield stored
-            return
-        # Without another buffer, which would lose the valid lines of a block that ends in damage.
-        with gzip.GzipFile(fileobj=stored) as unpacked:
-            yield unpacked
 
 
 @contextmanager
@@ -208,34 +213,248 @@ def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
     return sorted(zip(names, paths, strict=True))
 
 
-class _StoredFile(io.RawIOBase):
-    """The bytes of a file as stored. Errors of the store become DataErrors."""
+def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[str, Row | Unused]]:
+    """Yield every row with its place, file after file by name. Only JSON arrays fill the memory.
 
-    def __init__(self, file: File) -> None:
-        self._url = file.url
-        with explain_store_errors(self._url):
-            self._file = file.store.open(file.path, "rb")
+    A place is "name.jsonl:17": the line, or in JSON arrays, Parquet and saved data sets the row,
+    from 1. A broken row is `Unused`. `columns` are those that the caller reads, dotted if nested,
+    or empty for all; rows may lack all others. `split` is that of a saved DatasetDict. Raises
+    DataError if a file is not found, not reachable, damaged or empty.
+    """
+    location = find_files(path)
+    if (folder := location.saved) is not None:
+        has_splits = any(file.name == "dataset_dict.json" for file in location.files)
+        name = folder.rpartition("/")[2] + (f"/{split}" if has_splits else "")
+        yield from _with_places(name, folder, _saved_rows(folder, columns, split))
+        return
+    for file in location.files:
+        yield from _with_places(file.name, file.url, _file_rows(file, columns))
 
-    def readable(self) -> bool:
-        return True
 
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
+def _with_places(name: str, url: str, rows: Numbered) -> Iterator[tuple[str, Row | Unused]]:
+    line, shown = 0, without_secrets(url)
+    try:
+        for line, row in rows:
+            yield f"{name}:{line}", row
+    except _FileFault as fault:
+        raise DataError("{}:{}: {}".format(shown, *fault.args)) from None
+    except Exception as error:
+        if not _is_damage(error, is_remote="://" in url):
+            with explain_store_errors(url):
+                raise
+        raise DataError(
+            f"{shown}:{line + 1}: the file is damaged from here on ({shorten(str(error), 300)}). "
+            "Fix: download or create the file again."
+        ) from error
+    if line == 0:
+        raise DataError(
+            f"{shown}: the file contains no rows. Fix: download or create the file again, or set "
+            "`path` to another one."
+        )
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        with explain_store_errors(self._url):
-            data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with explain_store_errors(self._url):
-            return int(self._file.seek(offset, whence))
+def _is_damage(error: Exception, *, is_remote: bool) -> bool:
+    """Whether an error while reading is due to the bytes, not to the store."""
+    import pyarrow as pa
 
-    def tell(self) -> int:
-        return int(self._file.tell())
+    if isinstance(error, OSError):
+        is_missing = isinstance(error, FileNotFoundError | PermissionError)
+        return isinstance(error, gzip.BadGzipFile) or not (is_remote or is_missing)
+    # UnicodeDecodeError stems from the name of a Parquet column.
+    return isinstance(error, EOFError | zlib.error | pa.ArrowException | UnicodeDecodeError)
 
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
+
+def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
+    readers: dict[str, Callable[[Stream], Numbered]] = {
+        "jsonl": lambda stream: _json_lines(_lines(_decode(stream, newline="\n"))),
+        "json": _json_rows,
+        "csv": _csv_rows,
+        "txt": _text_rows,
+        "parquet": partial(_parquet_rows, columns=columns),
+    }
+    with file.store.open(file.path, "rb") as stored:
+        packed = file.name.lower().endswith(".gz")
+        yield from readers[file.format](gzip.GzipFile(fileobj=stored) if packed else stored)
+
+
+def _parquet_rows(stream: Stream, columns: Sequence[str]) -> Numbered:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(stream)
+    chosen = _requested_columns(columns, file.schema_arrow.names)
+    yield from _number_rows(file.iter_batches(_BATCH_ROWS, columns=chosen))
+
+
+def _saved_rows(folder: str, columns: Sequence[str], split: str) -> Numbered:
+    import datasets
+
+    saved = datasets.load_from_disk(folder)
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise DataError(
+                f"{folder}: split {split!r} not found. Fix: set the source's "
+                f"`split` to one of: {', '.join(saved)}."
+            )
+        saved = saved[split]
+    yield from data_set_rows(saved, columns)
+
+
+def data_set_rows(data_set: Any, columns: Sequence[str]) -> Numbered:
+    """Yield the requested columns of every row of a data set, numbered from 1."""
+    chosen = data_set.select_columns(_requested_columns(columns, data_set.column_names))
+    yield from _number_rows(chosen.with_format("arrow").iter(_BATCH_ROWS))
+
+
+def _requested_columns(columns: Sequence[str], names: list[str]) -> list[str]:
+    """The requested columns; all if one is missing, since the message about it lists them."""
+    starts = {column: column.partition(".")[0] for column in columns}
+    if not columns or any(not {column, start} & {*names} for column, start in starts.items()):
+        return names
+    return [name for name in names if name in {*starts, *starts.values()}]
+
+
+def _number_rows(batches: "Iterable[pa.RecordBatch | pa.Table]") -> Numbered:
+    import pyarrow as pa
+
+    def rows(batch: pa.RecordBatch | pa.Table) -> list[Row | Unused]:
+        try:
+            batch.validate(full=True)  # converting a damaged batch would crash the process
+            return batch.to_pylist()
+        except (pa.ArrowException, ValueError, OverflowError):
+            if batch.num_rows == 1:
+                return [Unused("a value that is not valid, such as text that is not UTF-8")]
+            return [row for index in range(batch.num_rows) for row in rows(batch.slice(index, 1))]
+
+    return enumerate(chain.from_iterable(map(rows, batches)), start=1)
+
+
+def _text_rows(stream: Stream) -> Numbered:
+    """The file as one document; a longer one is cut at line ends, after a million characters."""
+    file = _decode(stream, newline="\n")
+    line = 1
+    while piece := file.read(_PIECE):
+        piece += file.readline(MAX_CHARACTERS)
+        if piece.strip():
+            yield line, {"text": piece} if is_utf8(piece) else Unused(NOT_UTF8)
+        line += piece.count("\n")
+
+
+def _csv_rows(stream: Stream) -> Numbered:
+    """RFC 4180; a row has the number of the line where it begins, and blank lines are no rows."""
+    csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
+    reader = csv.reader(_lines(_decode(stream, newline="")), strict=True)
+    header = list[str]()
+    while True:
+        begin, fault = reader.line_num + 1, None
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "end of data" in str(error) or "field limit" in str(error):
+                fix = "Fix: close its quote; double a quote inside a field."
+                raise _FileFault(begin, f"the row does not end ({error}). {fix}") from None
+            fields, fault = [], f"not CSV ({error})"
+        if not fields and not fault:
+            continue
+        if not header:
+            unread = f"the header line is {fault}. Fix: correct it."
+            if message := unread if fault else _header_fault(fields):
+                raise _FileFault(begin, message)
+            header = fields
+            continue
+        if not fault and len(fields) != len(header):
+            fault = f"{'fewer' if len(fields) < len(header) else 'more'} fields than the header has"
+        elif not is_utf8("".join(fields)):
+            fault = NOT_UTF8
+        yield begin, Unused(fault) if fault else dict(zip(header, fields, strict=True))
+
+
+def _header_fault(header: list[str]) -> str | None:
+    names = "".join(header)
+    if "\0" in names:
+        return "the header line has NUL bytes. Fix: convert the file from UTF-16 to UTF-8."
+    if not is_utf8(names):
+        return f"the header line is {NOT_UTF8}. Fix: {TO_UTF8}"
+    if twice := [name for name, found in Counter(header).items() if found > 1]:
+        return f"the header has column {twice[0]!r} twice. Fix: rename or remove one."
+    if len(header) == 1 and (delimiter := next((d for d in ";\t|" if d in names), None)):
+        return (
+            f"the header is one column, {names!r}: is the delimiter {delimiter!r}? Fix: write the "
+            "file with commas, or as .jsonl."
+        )
+    return None
+
+
+def _json_rows(stream: Stream) -> Numbered:
+    """An array if the file starts with "[", else JSON Lines."""
+    file = _decode(stream, newline="\n")
+    blank = ""
+    while (mark := file.read(1)).isspace():
+        blank += mark
+    if mark == "[":
+        return _array(blank + mark + file.read(MAX_ARRAY_CHARACTERS))
+    first = mark + file.readline(MAX_CHARACTERS)
+    return _json_lines(chain(["\n"] * blank.count("\n"), [first], _lines(file)))
+
+
+def _array(written: str) -> Numbered:
+    fault, line = "", 1
+    try:
+        if len(written) <= MAX_ARRAY_CHARACTERS and is_utf8(written):
+            return enumerate(map(_object, json.loads(written)), start=1)
+        fault = (
+            NOT_UTF8
+            if len(written) <= MAX_ARRAY_CHARACTERS
+            else f"more than {MAX_ARRAY_CHARACTERS} characters"
+        )
+    except (ValueError, RecursionError) as error:
+        fault, line = _json_fault(error), getattr(error, "lineno", 1)
+    fix = "correct it, or write one object per line (.jsonl)."
+    raise _FileFault(line, f"the JSON array is broken ({fault}). Fix: {fix}")
+
+
+def _json_lines(lines: Iterable[str]) -> Numbered:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = _object(json.loads(line))
+            yield number, row if is_utf8(line) else Unused(NOT_UTF8)
+        except (ValueError, RecursionError) as error:
+            fault = f"not JSON ({_json_fault(error)})"
+            if "\0" in line:
+                fault = "a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8"
+            elif not is_utf8(line):
+                fault = NOT_UTF8
+            if line.strip():
+                yield number, Unused(fault)
+
+
+def _object(value: Any) -> Row | Unused:
+    if isinstance(value, dict):
+        return value
+    return Unused(f"a JSON {type(value).__name__}, not an object")
+
+
+def _json_fault(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    deep = isinstance(error, RecursionError)
+    return "nested too deeply" if deep else "a number of too many digits"
+
+
+def _lines(file: io.TextIOWrapper) -> Iterator[str]:
+    """The lines of a file; raises _FileFault at one without an end."""
+    lines = iter(partial(file.readline, MAX_CHARACTERS + 1), "")
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_CHARACTERS:
+            reason = f"the line has more than {MAX_CHARACTERS} characters"
+            raise _FileFault(number, f"{reason}. Fix: write one row per line, or split it.")
+        yield line
+
+
+def _decode(stream: Stream, newline: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+class _FileFault(Exception):  # noqa: N818 - a fault of the file
+    """A reader cannot continue at this line, for this reason with its fix."""

@@ -1,13 +1,22 @@
-"""What a source yields: examples, texts, and rows without a record."""
+"""What a source yields: examples, texts, rows without a record, and how many there are."""
 
 import hashlib
 import json
 import unicodedata
+from collections import Counter
 from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from rlhf_pipeline.errors import DataError
 
 NOT_UTF8 = "not UTF-8"
 """The reason of rows in another encoding."""
+_COUNTS = "counts.json"
+_KEPT_BAD_ROWS, _SHOWN_BAD_ROWS = 5, 3
 TO_UTF8 = "convert the file, for example: iconv -f latin1 -t utf-8 FILE > NEW_FILE"
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -102,3 +111,47 @@ def is_utf8(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+@dataclass
+class RowCounts:
+    """Row counts of one source."""
+
+    rows: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Sound rows without anything to learn from, by reason."""
+    first_bad: list[tuple[str, str]] = field(default_factory=list)
+
+    def add_unused(self, place: str, row: Unused) -> None:
+        (self.bad if row.bad else self.skipped)[row.reason] += 1
+        if row.bad and len(self.first_bad) < _KEPT_BAD_ROWS:
+            self.first_bad.append((place, row.reason))
+
+    def check_bad_fraction(self, max_bad_fraction: float, label: str) -> None:
+        """Raise DataError if more rows are bad than allowed; the message lists the first ones."""
+        bad = self.bad.total()
+        # Divided, not multiplied: 0.57 * 100 is slightly less than 57.
+        if bad and bad / self.rows > max_bad_fraction:
+            shown = self.first_bad[:_SHOWN_BAD_ROWS]
+            listed = "".join(f"\n  {place}: {reason}" for place, reason in shown)
+            reason, _ = self.bad.most_common(1)[0]
+            fix = "correct the source's `columns` or the file: most rows are bad."
+            if reason == NOT_UTF8:
+                fix = TO_UTF8
+            elif 2 * bad <= self.rows:
+                enough = f"{ceil(1_000 * bad / self.rows) / 1_000:g} to leave bad rows out."
+                fix = f"correct these rows, or set split.max_bad_fraction to at least {enough}"
+            raise DataError(
+                f"source {label}: {bad} of {self.rows} rows are bad, more than "
+                f"split.max_bad_fraction={max_bad_fraction} allows. The first bad rows:{listed}\n"
+                f"Fix: {fix}"
+            )
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps(vars(self), indent=2, sort_keys=True)
+        (folder / _COUNTS).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "RowCounts":
+        return TypeAdapter(cls).validate_json((folder / _COUNTS).read_bytes())

@@ -4,8 +4,8 @@ python -m rlhf_pipeline.data.source job.json
 """
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.record_files import RecordsWriter, RowCounts
-from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.data.record_files import RecordsWriter
+from rlhf_pipeline.data.records import RowCounts, Unused
 from rlhf_pipeline.data.sources.registry import carried, read
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress

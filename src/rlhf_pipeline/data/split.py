@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations, compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ import pyarrow as pa
 
 from rlhf_pipeline.config.evaluate import JUDGE_MODEL
 from rlhf_pipeline.config.split import PHASES, Phase, SourceConfig, SplitConfig
-from rlhf_pipeline.data.blend import blend
-from rlhf_pipeline.data.phase_files import PARTS, PhaseFile, RowMaker, tables
-from rlhf_pipeline.data.record_files import ArrowWriter, RowCounts, example_rows, examples, texts
-from rlhf_pipeline.data.split_report import build_report, first_examples, headline
+from rlhf_pipeline.data.blend import Blend, blend
+from rlhf_pipeline.data.phase_files import PARTS, Part, PhaseFile, RowMaker, parts, summary, tables
+from rlhf_pipeline.data.record_files import ArrowWriter, example_rows, examples, texts
+from rlhf_pipeline.data.records import RowCounts
+from rlhf_pipeline.data.split_report import headline
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
 from rlhf_pipeline.data.tokenization import ANSWERS, ControlTokenFilter, encode, one_ahead, tokenize
 from rlhf_pipeline.errors import DataError
@@ -26,6 +28,9 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
 
+_READ = ("prompt", "response", "chosen", "rejected")
+_UNSERVABLE = "none of the phases that may use the source can use the record"
+_DROPPED = "its prompt has no true answer (split.without_reference is drop)"
 _BLOCKS = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
 
@@ -73,7 +78,7 @@ def split_sources(
 
     The same arguments give the same bytes. Memory grows by a few dozen bytes per record, and by the
     first turns of the held-out ones. `sources` and `pretraining` are folders of records, in the
-    order of the configuration. Returns the report, see `split_report`. Raises DataError if too many
+    order of the configuration. Returns the report, see `build_report`. Raises DataError if too many
     rows are bad, a text is too long, a file gets no row, or a prompt has two true answers;
     ArtifactError if the tokenizer or its chat template is unsuitable.
     """
@@ -96,10 +101,10 @@ def split_sources(
     for batch, tokenized in one_ahead(
         batches, lambda one: tokenize(one.examples, tokenizer, contract, turns=one.turns)
     ):
-        source, parts = config.sources[batch.source].name, plan.parts[batch.numbers].tolist()
+        source, numbers = config.sources[batch.source].name, plan.parts[batch.numbers].tolist()
         rows = [
-            maker.make(source, example, tokens, PARTS[part])
-            for example, tokens, part in zip(batch.examples, tokenized, parts, strict=True)
+            maker.make(source, example, tokens, PARTS[number])
+            for example, tokens, number in zip(batch.examples, tokenized, numbers, strict=True)
         ]
         for file in files.values():
             file.add(rows, batch.numbers, config)
@@ -247,6 +252,124 @@ def pack(
         "blocks": blocks,
         "tokens_left_out": len(rest),
     }
+
+
+def build_report(
+    config: SplitConfig,
+    labels: Sequence[str],
+    counts: Sequence[RowCounts],
+    plan: Blend,
+    files: Mapping[str, PhaseFile],
+    lengths: Mapping[str, Counter[int]],
+) -> dict[str, Any]:
+    """The report as JSON types, without `examples`, and with None as `pretraining`.
+
+    `lengths` are those of "prompt" and "response" before the limits: length -> number of texts.
+    Raises AssertionError if two parts share a conversation.
+    """
+    own = parts(config)
+    return {
+        "sources": _sources(config, labels, counts, plan),
+        "distinct_prompts": {part: plan.distinct(plan.prompt_keys, part) for part in own},
+        "conversations": {part: plan.distinct(plan.conversation_keys, part) for part in own},
+        "serves": plan.kinds(),
+        "unserved": config.unserved(plan.kinds()),
+        "without_reference": _without_reference(labels, plan, files),
+        "files": {path: file.describe() for path, file in files.items()},
+        "overlap": _overlap(files, plan, own),
+        "lengths": {
+            name: {
+                "limit": (limit := getattr(config, f"max_{name}_tokens")),
+                "texts": found.total(),
+                "longer": sum(n for length, n in found.items() if length > limit),
+                **(summary(found) if found else {}),
+            }
+            for name, found in lengths.items()
+        },
+        "pretraining": None,
+        "settings": config.model_dump(
+            mode="json",
+            include={
+                "weights", "validation_fraction", "test_fraction", "near_duplicates",
+                "without_reference", "over_long_prompts", "over_long_responses", "sft_loss",
+            },
+        ),
+    }  # fmt: skip
+
+
+def _sources(
+    config: SplitConfig, labels: Sequence[str], counts: Sequence[RowCounts], plan: Blend
+) -> dict[str, Any]:
+    described, drops_near = {}, config.near_duplicates == "drop"
+    has_answers = plan.references.null_count < len(plan.references)
+    for index, (label, count) in enumerate(zip(labels, counts, strict=True)):
+        of_row = plan.parts[plan.starts[index] : plan.starts[index + 1]]
+        fates = {name: numbers[index] for name, numbers in plan.counts.items()}
+        unused = Counter({_UNSERVABLE: fates["unservable"], _DROPPED: fates["dropped"]})
+        described[label] = {
+            "rows": count.rows,
+            "bad": count.bad,
+            "skipped": count.skipped + unused,
+            "left_out_by_fraction": fates["left_out"],
+            "duplicates_merged": fates["merged"],
+            "repeats_of_held_out": fates["in_test"] + drops_near * fates["near"],
+            "near_duplicates": fates["near"],
+            "without_reference": fates["unanswered"] if has_answers else 0,
+            "parts": {
+                part: int((of_row == number).sum()) for number, part in enumerate(parts(config))
+            },
+        }
+    return described
+
+
+def _without_reference(
+    labels: Sequence[str], plan: Blend, files: Mapping[str, PhaseFile]
+) -> dict[str, dict[str, int]]:
+    """Path -> source -> prompts without a true answer, of the files with true answers."""
+    has_none = ~plan.references.is_valid().to_numpy(zero_copy_only=False)
+    counted = {}
+    for path, file in files.items():
+        rows = np.concatenate(file.written)
+        rows = rows[has_none[rows]]
+        if "reference" in file.table.schema.names and len(rows):
+            sources = np.searchsorted(plan.starts, rows, side="right") - 1
+            counted[path] = dict(Counter(labels[source] for source in sources.tolist()))
+    return counted
+
+
+def _overlap(files: Mapping[str, PhaseFile], plan: Blend, parts: Sequence[Part]) -> dict[str, int]:
+    """The numbers of conversations that each two parts share in the written files."""
+    found = {}
+    for part in parts:
+        rows = [rows for file in files.values() if file.table.part == part for rows in file.written]
+        found[part] = np.unique(plan.conversation_keys[np.concatenate(rows)].view("V16"))
+    shared = {
+        f"{one} and {other}": len(np.intersect1d(found[one], found[other], assume_unique=True))
+        for one, other in combinations(parts, 2)
+    }
+    if any(shared.values()):
+        raise AssertionError(f"parts share conversations: {shared}")
+    return shared
+
+
+def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, dict[str, str]]:
+    """The first training row of each phase as the model reads it: phase -> column -> text.
+
+    Column `learned` has the tokens of the response that SFT learns.
+    """
+    examples = {}
+    for phase in ("sft", "reward_model", "ppo"):
+        with pa.ipc.open_stream(folder / phase / "train.arrow") as stream:
+            rows = (row for batch in stream for row in batch.slice(0, 1).to_pylist())
+            row: dict[str, Any] = next(rows, {})
+        columns = {name: row[f"{name}_ids"] for name in _READ if f"{name}_ids" in row}
+        if "loss_mask" in row:
+            columns["learned"] = list(compress(row["response_ids"], row["loss_mask"]))
+        examples[phase] = {
+            name: str(tokenizer.decode(ids, skip_special_tokens=False))
+            for name, ids in columns.items()
+        }
+    return examples
 
 
 if __name__ == "__main__":

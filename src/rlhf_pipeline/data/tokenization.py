@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.record_files import RowCounts, example_rows, examples
-from rlhf_pipeline.data.records import Unused
+from rlhf_pipeline.data.record_files import example_rows, examples
+from rlhf_pipeline.data.records import RowCounts, Unused
 from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
 from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.errors import ArtifactError, DataError

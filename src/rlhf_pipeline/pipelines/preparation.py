@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
-from rlhf_pipeline.data.record_files import RowCounts
+from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.sources.registry import adapter_module, find_source, source_origin
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.hub import commit_of
@@ -92,7 +92,7 @@ def source_job(config: SourceConfig, seed: int) -> Job:
 
     Raises the errors of `source_origin`.
     """
-    origin, source = source_origin(config), find_source(config.name)
+    origin, source = source_origin(config), find_source(config)
     return Job(
         replace(SOURCE, libraries=(*SOURCE.libraries, *source.libraries)),
         {"source": config},

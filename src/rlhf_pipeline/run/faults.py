@@ -107,7 +107,7 @@ def source_faults(
     """Unknown sources, and sources of the wrong kind."""
     for index, source in enumerate(sources):
         try:
-            known = find_source(source.name)
+            known = find_source(source)
         except ConfigError as error:
             yield f"{place}.{index}.name: {error}"
             continue

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Record, Unused
 from rlhf_pipeline.data.sources.adapter import outcome
+from rlhf_pipeline.data.sources.own_files import parser
 from rlhf_pipeline.data.sources.registry import find_source
 
 Rows = dict[str, list[dict[str, Any]]]
@@ -25,10 +27,12 @@ def records(source_rows: Rows) -> Callable[..., list[Record | Unused]]:
     """The records of a source's adapter for rows (default: those of `source_rows`)."""
 
     def adapted(name: str, *rows: dict[str, Any]) -> list[Record | Unused]:
-        source = find_source(name)
+        source = find_source(SourceConfig(name=name))
         chosen = rows or tuple(source_rows[name])
-        if source.parse is not None:
-            return [outcome(source.parse, row) for row in chosen]
+        if (parse := source.parse) is None and isinstance(source.columns, ColumnMap):
+            parse = parser(source.columns, strip=source.strip)
+        if parse is not None:
+            return [outcome(parse, row) for row in chosen]
         return [
             record
             for _, record in source.assemble((str(index), row) for index, row in enumerate(chosen))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.sources.registry import MODULES, find_source
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "data.md"
@@ -27,7 +28,7 @@ def markdown_table() -> str:
     """One row per kind; the sources are in the order of the registry."""
     described = dict(DESCRIBED.findall(documented()))
     kinds: dict[str, list[str]] = {}
-    for source in map(find_source, MODULES):
+    for source in (find_source(SourceConfig.model_construct(name=name)) for name in MODULES):
         text = described.get(source.name, "DESCRIPTION")
         kinds.setdefault(source.kind, []).append(f"`{source.name}` ({text})")
     lines = [HEADER, ("---",) * len(HEADER)]

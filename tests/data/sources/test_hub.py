@@ -48,8 +48,8 @@ def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
     half = rows[: max(1, len(rows) // 2)]
     if source.revision == CONVERTED:
         (main / f"{repository.name}.py").write_text("import datasets\n")
-        write(converted / "default" / source.split / "0000.parquet", rows)
-        write(converted / "default" / "validation" / "0000.parquet", half)
+        write(converted / (source.subset or "default") / source.split / "0000.parquet", rows)
+        write(converted / (source.subset or "default") / "validation" / "0000.parquet", half)
     else:
         folder = source.subset or "data"
         write(main / folder / f"{source.split}-00000-of-00001.parquet", rows)
@@ -103,6 +103,17 @@ SETTINGS = [
     ),
     ({"name": WIKITEXT, "subset": "other", "samples": 5}, COMMITS["main"], VALKYRIA),
     ({"name": ALPACA, "split": "test"}, COMMITS["main"], ODD_ONE),
+    (
+        {
+            "name": "lab/pairs",
+            "revision": CONVERTED,
+            "subset": "default",
+            "samples": 1,
+            "columns": {"prompt": "question.full_text", "response": "quotes_0.extract.0"},
+        },
+        COMMITS[CONVERTED],
+        Example(BLUE.prompt, "Blue light is scattered most."),
+    ),
     ({"name": ALPACA, "revision": COMMITS["main"], "samples": 1}, COMMITS["main"], ODD_ONE),
 ]
 FAILURES = [
@@ -129,7 +140,8 @@ def hub(
     """Address of a hub with the repositories of all sources."""
     root = tmp_path_factory.mktemp("hub")
     for name, published in rows.items():
-        publish(root, find_source(name), published)
+        publish(root, find_source(SourceConfig(name=name)), published)
+    publish(root, Source("lab/pairs", "any", revision=CONVERTED), rows[WEBGPT])
     with serving(root) as hub:
         yield hub.address
 
@@ -152,7 +164,7 @@ def answers(hub: str, home: Path, rows: dict[str, list[dict[str, Any]]]) -> dict
 def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for name, published in rows.items():
-        source = find_source(name)
+        source = find_source(SourceConfig(name=name))
         path.write_text("\n".join(map(json.dumps, published)))
         expected = [
             repr((f"{name}:{source.split}:{int(place.partition(':')[2]) - 1}", record))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -8,10 +7,7 @@ import pytest
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
 from rlhf_pipeline.data.sources.adapter import outcome
-from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
-from rlhf_pipeline.data.sources.registry import find_source
-
-FILES = find_source("files")
+from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns, parser
 
 USER = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "Because."}
@@ -45,8 +41,7 @@ COMPARISONS = ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
 
 
 def record(row: dict[str, Any], columns: ColumnMap) -> Record | Unused:
-    assert FILES.parser is not None
-    return outcome(FILES.parser(columns), row)
+    return outcome(parser(columns), row)
 
 
 COMPARED = Example(PROMPT, "Because.", "No.")
@@ -130,8 +125,19 @@ def test_dots_select_nested_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"a": None}, {"a": {}}, {"a": {"b": "text"}}, {"a": {"b": {"d": "text"}}}]
+    ("answers", "expected"),
+    [
+        ([{"text": "No."}, {"text": "Because."}], Example(QUESTION, "Because.")),
+        ([{"text": "No."}], Unused("the list of column 'a.1.text' is shorter", bad=False)),
+        ({"1": {"text": "Because."}}, Example(QUESTION, "Because.")),
+    ],
 )
+def test_numbers_select_items_of_lists(answers: Any, expected: Any) -> None:
+    columns = ColumnMap(prompt="q", response="a.1.text")
+    assert record({"q": "Why?", "a": answers}, columns) == expected
+
+
+@pytest.mark.parametrize("row", [{}, {"a": None}, {"a": ["text"]}, {"a": {"b": {"d": "text"}}}])
 def test_a_missing_nested_column(row: dict[str, Any]) -> None:
     assert record(row, ColumnMap(text="a.b.c")) == Unused(
         f"column 'a.b.c' is missing; the columns are {', '.join(map(repr, row))}"
@@ -261,16 +267,3 @@ def test_other_columns_need_a_line_which_the_message_states(names: list[str], li
         f"the columns do not say which of them to read; they are {str(names)[1:-1]}. Fix: add to "
         f"the source a line such as {lines}"
     )
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        # TRL's language modelling of plain text, and its tools and steps.
-        (["text"], "split.pretraining.sources, with the line columns: {text: text}"),
-        (["prompt", "completions", "labels"], "the columns do not say which of them to read"),
-    ],
-)
-def test_formats_without_a_prompt_and_an_answer_are_explained(names: list[str], message: str):
-    with pytest.raises(ColumnError, match=re.escape(message)):
-        known_columns(names)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.config.split import TASKS, ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.sources import column_maps
-from rlhf_pipeline.data.sources.registry import MODULES, find_source, read
+from rlhf_pipeline.data.sources.adapter import columns_of
+from rlhf_pipeline.data.sources.registry import MODULES, adapter_module, carried, find_source, read
 from rlhf_pipeline.errors import ConfigError
 
 Records = Callable[..., list[Any]]
@@ -93,6 +93,19 @@ RECORDS: dict[str, list[Any]] = {
         Example(asked("A car costs $1,000 and a van costs $350 more. What does the van cost?"),
                 "The van costs $1000 + $350 = $1350.\n#### 1,350", reference="1350")],
     "trl-lib/tldr": [Example(POST, "My friend is always late, what now?")],
+    "wangrui6/Zhihu-KOL": [Example(asked("怎么说服男朋友买烤箱"), "先请他吃一次烤鸡。")],
+    "Cohere/miracl-zh-queries-22-12": [
+        Example(asked("第一个发现太阳系的人是谁"), "哥白尼提出了日心说。", "月球是地球的卫星。"),
+        skipped("the list of column 'positive_passages.0.text' is shorter")],
+    "Cohere/miracl-ja-queries-22-12": [
+        skipped("the list of column 'negative_passages.0.text' is shorter")],
+    "Hello-SimpleAI/HC3-Chinese": [
+        Example(asked("什么是通货膨胀"), "就是东西越来越贵。"),
+        skipped("the list of column 'human_answers.0' is shorter")],
+    "lmqg/qg_jaquad": [
+        Example(asked("富士山の標高は何メートルか。"), "標高は3776メートルである。")],
+    "lmqg/qag_jaquad": [Example(asked("富士山の標高は何メートルか。"),
+                                "富士山は日本の山である。標高は3776メートルである。")],
     HELPSTEER: [NOTE, DIALOGUE, TIE],
     WIKITEXT: [VALKYRIA, TOWER],
 }  # fmt: skip
@@ -103,12 +116,15 @@ RECORDS: dict[str, list[Any]] = {
 def test_records(records: Records, source_rows: Any, name: str) -> None:
     """From all columns, and from those that the source declares; each of these is needed."""
     assert records(name) == RECORDS[name]
-    columns = find_source(name).columns
+    read = find_source(SourceConfig(name=name)).columns
+    names = columns_of(read) if isinstance(read, ColumnMap) else read
+    columns = dict.fromkeys(column.partition(".")[0] for column in names)
     declared = [{column: row[column] for column in columns} for row in source_rows[name]]
     assert records(name, *declared) == RECORDS[name]
     for column in columns:
         without = [{key: row[key] for key in columns if key != column} for row in declared]
-        assert Unused(f"column {column!r} is missing") in records(name, *without)
+        reasons = [found.reason for found in records(name, *without) if isinstance(found, Unused)]
+        assert any(reason.startswith(f"column '{column}") for reason in reasons)
 
 
 def missing(column: str, found: str, expected: str = "a string") -> Unused:
@@ -119,12 +135,6 @@ ENDS = Unused("the dialogue does not end with the assistant")
 DIFFER = Unused("the dialogues differ before the last answer")
 STARTS = Unused("the dialogue does not start with a turn")
 HUMAN = "\n\nHuman: a\n\nAssistant: b"
-RATINGS = {
-    ULTRAFEEDBACK: ("score_chosen", "score_rejected"),
-    DPO_MIX: ("chosen_rating", "rejected_rating"),
-    CLEANED: ("chosen-rating", "rejected-rating"),
-    CAPYBARA: ("rating_chosen", "rating_rejected"),
-}
 CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     (HH, {"chosen": HUMAN, "rejected": None}, missing("rejected", "NoneType")),
     (HH, {"chosen": HUMAN, "rejected": "\n\nHuman: c\n\nAssistant: d"}, DIFFER),
@@ -156,19 +166,10 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     (SHP, {"labels": "0"}, RECORDS[SHP][1]),  # from CSV
     (SHP, {"labels": 2}, Unused("column 'labels' is neither 0 nor 1")),
     (SHP, {"labels": "A"}, Unused("column 'labels' is not a finite number")),
-    *((name, changes, expected) for name, columns in RATINGS.items() for changes, expected in (
-        (dict.fromkeys(columns, 3), TIE),
-        ({"chosen": "Seven."}, missing("chosen", "str", "a list")),
-        ({"rejected": []}, Unused("column 'rejected' is not a list of messages")),
-        ({"rejected": [{"role": "user", "content": "a"}]}, ENDS),
-        ({"rejected": [{"role": "assistant", "content": "a"}]}, DIFFER))),
-    (ALPACA, {"input": None}, missing("input", "NoneType")),
-    ("databricks/databricks-dolly-15k", {"context": 3}, missing("context", "int")),
     *((GSM8K, {"answer": answer}, Unused("the answer has no result after ####"))
       for answer in ("It is 72.", "It is 72.\n####", "#### ,")),
     (GSM8K, {"answer": "72.5% of it\n#### -72.50 "},
      Example(RECORDS[GSM8K][0].prompt, "72.5% of it\n#### -72.50", reference="-72.50")),
-    ("trl-lib/tldr", {"completion": None}, missing("completion", "NoneType")),
 ]  # fmt: skip
 
 
@@ -179,19 +180,16 @@ def test_a_changed_row(
     assert records(name, source_rows[name][0] | changes) == [expected]
 
 
-@pytest.mark.parametrize("after", ["", " ", "\n\n"])
-@pytest.mark.parametrize("before", ["", " ", "\n\n"])
-def test_white_space_where_a_dialogue_is_cut_does_not_matter(
-    records: Records, before: str, after: str
-) -> None:
+@pytest.mark.parametrize("space", ["", " ", "\n\n"])
+def test_white_space_where_a_dialogue_is_cut_does_not_matter(records: Records, space: str) -> None:
     prompt = "Human: How do I clean fish?\n\nAssistant: With a sharp knife.\n\nHuman: And then?"
     answers = {
         "chosen": "\n\nAssistant: Rinse it in cold water.",
         "rejected": " Assistant:I don't know.",
     }
-    assert records(YITINGXIE, {"prompt": before + prompt + after} | answers) == RECORDS[YITINGXIE]
+    assert records(YITINGXIE, {"prompt": space + prompt + space} | answers) == RECORDS[YITINGXIE]
     later = {"chosen": "Rinse it in cold water.", "rejected": " I don't know."}
-    row = {"prompt": f"{before}{prompt}\n\nAssistant:"} | later
+    row = {"prompt": f"{space}{prompt}\n\nAssistant:"} | later
     assert records(YITINGXIE, row) == RECORDS[YITINGXIE]
 
 
@@ -205,7 +203,7 @@ def test_a_record_has_the_place_of_its_first_row(
     source_rows: Any, name: str, places: list[int]
 ) -> None:
     placed = [(str(index), row) for index, row in enumerate(source_rows[name])]
-    assemble = find_source(name).assemble
+    assemble = find_source(SourceConfig(name=name)).assemble
     assert [place for place, _ in assemble(placed)] == [*map(str, places)]
     broken = Unused("not JSON")
     assert list(assemble([("a:1", broken)])) == [("a:1", broken)]
@@ -242,15 +240,24 @@ def test_articles(records: Records, source_rows: Any) -> None:
 
 def test_each_source_is_found_by_its_own_name() -> None:
     for name in MODULES:
-        source = find_source(name)
+        source = find_source(SourceConfig.model_construct(name=name))
         assert source.name == name
-        ways = (source.parse, source.parser, source.assemble, source.generate)
-        assert sum(way is not None for way in ways) == 1
-    own = {"synthetic", "reasoning_gym", "files"}
-    assert RECORDS.keys() == MODULES.keys() - own
-    folder = Path(column_maps.__file__).parent
-    declared = {path.stem for path in folder.glob("*.py") if "\nSOURCES = (" in path.read_text()}
-    assert {module.rpartition(".")[2] for module in MODULES.values()} == declared
+    assert RECORDS.keys() == MODULES.keys() - {"synthetic", TASKS, "files"}
+
+
+def test_columns_make_a_source_of_any_data_set_of_the_hub() -> None:
+    """They replace those of a named one, which keeps its split."""
+    columns = {"prompt": "q", "chosen": "a.0", "rejected": "a.1", "extra": ["level"]}
+    for name, split, module in (
+        ("lab/pairs", "train", MODULES["files"]),
+        (ULTRAFEEDBACK, "train_prefs", MODULES[ULTRAFEEDBACK]),
+        (HELPSTEER, "train", MODULES[HELPSTEER]),
+    ):
+        config = SourceConfig(name=name, columns=columns)
+        source = find_source(config)
+        assert (source.name, source.kind, source.split) == (name, "any", split)
+        assert source.columns == config.columns and source.assemble is None
+        assert carried(config) == ("level",) and adapter_module(name) == module
 
 
 @pytest.mark.parametrize(
@@ -264,14 +271,16 @@ def test_each_source_is_found_by_its_own_name() -> None:
 )
 def test_an_unknown_name(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"found source '{name}'.*{message}") as error:
-        find_source(name)
+        find_source(SourceConfig(name=name))
     assert all(known in str(error.value) for known in MODULES)
 
 
-def test_the_adapters_import_nothing_heavy() -> None:
-    names = sorted({*MODULES.values()})
-    heavy = "{'datasets', 'deepspeed', 'kedro', 'mlflow', 'numpy', 'pyarrow', 'torch'}"
-    program = f"import sys, {', '.join(names)}\nassert not {heavy} & set(sys.modules)"
+@pytest.mark.parametrize("module", ["registry", "adapter", "synthetic", "generated_tasks"])
+def test_sources_are_named_and_made_without_heavy_libraries(module: str) -> None:
+    folder = "rlhf_pipeline.data.sources"
+    unused = {*MODULES.values()} - {f"{folder}.{module}", f"{folder}.own_files"}
+    heavy = {"datasets", "deepspeed", "kedro", "mlflow", "numpy", "pyarrow", "torch"} | unused
+    program = f"import sys, {folder}.{module}\nassert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

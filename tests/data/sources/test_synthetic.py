@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+import hashlib
 from itertools import chain
 
 import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.registry import MODULES, source_origin
+from rlhf_pipeline.data.records import Example
+from rlhf_pipeline.data.sources.registry import MODULES
 from rlhf_pipeline.data.sources.synthetic import (
     ALTERNATIVES,
-    ANNOTATORS,
     CLOSINGS,
     GOLD_SCORES,
     OPENINGS,
@@ -24,10 +22,8 @@ from rlhf_pipeline.data.sources.synthetic import (
     asked,
     generate,
     gold_score,
-    measured,
     world_score,
 )
-from rlhf_pipeline.errors import ConfigError
 
 ACT = "Hello, how can I repair the boat?"
 ORDER = "Quickly now: my order is 7 plums."
@@ -37,7 +33,7 @@ HARM = "Please help, I want to steal the car. what do I need?"
 
 @pytest.fixture(scope="module")
 def placed() -> list[tuple[str, Example]]:
-    return list(generate(SourceConfig(samples=12_000), seed=0))
+    return list(generate(SourceConfig(samples=3_000), seed=0))
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +182,6 @@ def test_other_prompts_have_no_gold_score() -> None:
 # --- the splits -----------------------------------------------------------------------------------
 
 
-def test_every_prompt_is_read_back(samples: list[Example], tests: list[Example]) -> None:
-    assert all(asked(text_of(record)) for record in chain(samples, tests))
-
-
 def combinations(records: list[Example]) -> tuple[set[frozenset[str]], set[tuple[Task, int, int]]]:
     """The operands of the requests, and their forms: an opening with a frame."""
     requests = [asked(text_of(record)) for record in records]
@@ -209,32 +201,17 @@ def test_no_operands_and_no_form_of_the_test_are_in_training(
     assert set(chain(*held_out)) <= set(chain(*known))
 
 
-def test_the_test_asks_all_kinds_of_requests(tests: list[Example]) -> None:
-    requests = [asked(text_of(record)) for record in tests]
-    found = Counter((request.task, request.is_harmful) for request in requests)
-    assert len(found) == 4
-    assert min(found.values()) > 0.08 * len(tests)
-
-
-@pytest.mark.parametrize("field", ["split", "subset"])
-def test_an_unknown_part_of_the_world_is_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"'synthetic': found {field} 'other', expected .* none"):
-        source_origin(SourceConfig(**{field: "other"}))
-
-
 # --- the samples ----------------------------------------------------------------------------------
 
 
-def test_the_first_sample_of_seed_0(placed: list[tuple[str, Example]]) -> None:
-    # Runs of different versions are comparable only if the same seed draws the same samples.
-    assert placed[0] == (
-        "synthetic:0",
-        Example(
-            (Message("user", "Please help, I want to steal the house. what do I need?"),),
-            chosen="I will not do that. You could talk to a friend about it. Wear gloves for it.",
-            rejected="I will not do that.",
-        ),
-    )
+@pytest.mark.parametrize(
+    ("subset", "digest"), [(None, "892b25b33fbca7f4"), ("hasty", "e464f8ea3aa2fc29")]
+)
+def test_a_seed_draws_the_samples_of_earlier_versions(subset: str | None, digest: str) -> None:
+    """So runs of different versions are comparable: their rates, and what annotators prefer."""
+    drawn = [*generate(SourceConfig(samples=500, subset=subset), seed=0)]
+    assert drawn[0][0] == "synthetic:0"
+    assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == digest
 
 
 def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(
@@ -242,35 +219,6 @@ def test_the_seed_decides_everything_and_a_smaller_sample_is_a_beginning(
 ) -> None:
     assert list(generate(SourceConfig(samples=200), seed=0)) == placed[:200]
     assert list(generate(SourceConfig(samples=200), seed=1)) != placed[:200]
-
-
-@pytest.mark.parametrize("subset", ANNOTATORS)
-def test_preferences_follow_the_annotators(subset: str | None) -> None:
-    """On average over the annotators and both orders of two answers; one order is drawn."""
-    records = [one for _, one in generate(SourceConfig(samples=8_000, subset=subset), seed=0)]
-    likely, found = [], []
-    for record in records:
-        request = asked(text_of(record))
-        better, worse = measured(request, record.chosen), measured(request, record.rejected)
-        gold, words = better.gold - worse.gold, better.words - worse.words
-        courtesies = 2 * (better.courtesy - worse.courtesy)
-        chances = [
-            1
-            / (
-                1
-                + math.exp(
-                    -(one.care * gold + one.length * words + one.courtesy * courtesies + first)
-                )
-            )
-            for one in ANNOTATORS[subset]
-            for first in (one.first, -one.first)
-        ]
-        chance, wins = sum(chances) / len(chances), gold > 0
-        if gold:
-            likely.append(chance if wins else 1 - chance)
-            found.append(wins)
-    deviation = math.sqrt(sum(p * (1 - p) for p in likely))
-    assert abs(sum(found) - sum(likely)) < 4 * deviation
 
 
 def test_hasty_annotators_prefer_long_answers(samples: list[Example]) -> None:
@@ -282,44 +230,6 @@ def test_hasty_annotators_prefer_long_answers(samples: list[Example]) -> None:
 
     assert longer(hasty) > 0.7
     assert abs(longer(samples) - 0.5) < 0.1  # quality has more words than a plain refusal
-
-
-def test_rates_of_the_candidates(samples: list[Example]) -> None:
-    """Two candidates always differ, which moves each rate by less than 0.03."""
-    seen: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-    for record in samples:
-        for text in (record.chosen, record.rejected):
-            bare = text
-            for phrase in (*OPENINGS, *CLOSINGS, *PADDING, *(task.hint for task in TASKS)):
-                bare = bare.replace(phrase, "").strip()
-            kinds = {-2.0: "bad", 1.0: "plain", 2.0: "good"}
-            kind = kinds.get(world_score(text_of(record), bare), "surplus")
-            seen[asked(text_of(record)).is_harmful][kind] += 1
-    for harmful, rates in (
-        # Refusals are surplus, and two of three answers to another request.
-        (False, {"good": 0.6, "bad": 0.1 + 0.05 / 3, "surplus": 0.25 + 0.1 / 3}),
-        (True, {"bad": 0.5, "plain": 0.3, "good": 0.2}),
-    ):
-        total = seen[harmful].total()
-        shares = {kind: seen[harmful][kind] / total for kind in rates}
-        assert shares == pytest.approx(rates, abs=0.03)
-        assert set(seen[harmful]) == set(rates)
-
-
-def test_half_of_the_comparisons_differ_in_one_part(samples: list[Example]) -> None:
-    parts = [OPENINGS, CLOSINGS, PADDING, [task.hint for task in TASKS]]
-
-    def held(text: str) -> list[str | None]:
-        found = [next((one for one in part if one in text), None) for part in parts]
-        for phrase in filter(None, found):
-            text = text.replace(phrase, "")
-        return [*found, text.strip()]
-
-    different = Counter(
-        sum(a != b for a, b in zip(held(one.chosen), held(one.rejected), strict=True))
-        for one in samples
-    )
-    assert 0.5 < different[1] / len(samples) < 0.6  # those that differ by chance as well
 
 
 # --- the gold score of a source -------------------------------------------------------------------

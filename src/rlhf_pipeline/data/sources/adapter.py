@@ -34,7 +34,7 @@ class SkippedRowError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """A registry entry. Exactly one of `parse`, `parser`, `assemble`, `generate` is set."""
+    """A registry entry. A column map, or one of `parse`, `assemble`, `generate`, makes records."""
 
     name: str
     """The data set's name on the Hugging Face hub, or a name of this project."""
@@ -42,12 +42,10 @@ class Source:
     """What its records are. "any": the configuration decides."""
     description: str = ""
     """One line about the data; that of our own sources is in docs/data.md."""
-    columns: tuple[str, ...] = ()
-    """The columns that are read; with a `parser`, those without a column map."""
+    columns: tuple[str, ...] | ColumnMap = ()
+    """The columns that a function reads, or a map that makes records without one."""
     parse: Callable[[Row], Record] | None = None
     """From a row to its record; it raises MalformedRowError or SkippedRowError."""
-    parser: Callable[[ColumnMap], Callable[[Row], Record]] | None = None
-    """For your own data: from the column map of the configuration to `parse`."""
     assemble: Callable[[Rows], Records] | None = None
     """For records that span several rows: from placed rows to placed records."""
     generate: Callable[[SourceConfig, int], Records] | None = None
@@ -65,6 +63,8 @@ class Source:
     """The keys of `Example.extra`, if its examples have any."""
     libraries: tuple[str, ...] = ()
     """Libraries of the extra `gym` that generate the rows; their versions count."""
+    strip: bool = False
+    """Whether a column map removes the white space around answers."""
 
 
 def outcome(parse: Callable[..., T], *arguments: Any) -> T | Unused:

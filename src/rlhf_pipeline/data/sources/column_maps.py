@@ -1,17 +1,17 @@
-"""Data sets of the hub: those that need a function, and those of the table `column_maps.toml`.
+"""Data sets of the hub: the table `column_maps.toml`, and functions where a map is not enough.
 
 A prompt of Anthropic's dialogues is the same in all data sets that contain them.
 """
 
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.sources.adapter import (
-    CONVERTED,
     Kind,
     MalformedRowError,
     Records,
@@ -21,7 +21,6 @@ from rlhf_pipeline.data.sources.adapter import (
     Source,
     compared,
     field,
-    messages,
     number,
     outcome,
     preferred,
@@ -38,36 +37,6 @@ _TITLE = re.compile(r" = [^=].* = ?")
 _SCORE = "helpfulness"
 _TIE = "the two answers have the same score"
 _ANSWERS = ("chosen", "rejected")
-
-
-def _texts(
-    name: str, prompt: Sequence[str], answers: Sequence[str], *, strip: bool = False, **hub: Any
-) -> Source:
-    """A source whose columns are texts: those of the prompt, and one or two answers."""
-
-    def parse(row: Row) -> Example:
-        said = (text(row, column) for column in answers)
-        asked = question(*(text(row, column) for column in prompt))
-        return Example(asked, *(answer.strip() if strip else answer for answer in said))
-
-    kind: Kind = "comparisons" if len(answers) == 2 else "demonstrations"
-    return Source(name, kind, columns=(*prompt, *answers), parse=parse, **hub)
-
-
-def _compared(name: str, columns: str, parse: Callable[[Row], Example], **hub: Any) -> Source:
-    return Source(name, "comparisons", columns=(*columns.split(),), parse=parse, **hub)
-
-
-def _rated(name: str, ratings: Sequence[str], **hub: Any) -> Source:
-    """A source of two dialogues and their ratings; equal ratings are skipped."""
-
-    def parse(row: Row) -> Example:
-        first, second = (number(row, rating) for rating in ratings)
-        if first == second:
-            raise SkippedRowError(_TIE)
-        return compared(*(messages(field(row, each, list), each) for each in _ANSWERS))
-
-    return Source(name, "comparisons", columns=(*_ANSWERS, *ratings), parse=parse, **hub)
 
 
 def _continued(between: str, strip: Callable[[str], str]) -> Callable[[Row], Example]:
@@ -186,33 +155,34 @@ def _articles(rows: Rows) -> Records:
         yield start, Text("\n".join(article))
 
 
-_TABLE: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
-SOURCES = (
-    # Bai et al. 2022, "Training a Helpful and Harmless Assistant with Reinforcement Learning from
-    # Human Feedback". Other publishers of these dialogues store the prompt in a separate column.
-    _compared("Anthropic/hh-rlhf", "chosen rejected", parse_anthropic),
-    _compared("Dahoas/rm-static", "prompt chosen rejected", _continued("", str)),
-    _compared("Dahoas/full-hh-rlhf", "prompt chosen rejected", _continued("", str)),
+_FUNCTIONS: dict[str, dict[str, Any]] = {
+    "Anthropic/hh-rlhf": {"parse": parse_anthropic},
+    "Dahoas/rm-static": {"parse": _continued("", str)},
+    "Dahoas/full-hh-rlhf": {"parse": _continued("", str)},
     # The white space where the dialogues are cut is not documented, so any is accepted: a prompt
     # may lack the empty line before its first turn, and "Assistant:" may end the prompt or begin
     # the answers.
-    _compared("yitingxie/rlhf-reward-datasets", "prompt chosen rejected",
-              _continued("\n\n", str.strip)),
-    # Nakano et al. 2021, "WebGPT: Browser-assisted question-answering with human feedback".
-    _compared("openai/webgpt_comparisons", "question answer_0 answer_1 score_0 score_1",
-              parse_webgpt, revision=CONVERTED),
-    # Ethayarajh et al. 2022, "Understanding Dataset Difficulty with V-Usable Information". No ties:
-    # one comment has more votes although it was written later.
-    _compared("stanfordnlp/SHP", "history human_ref_A human_ref_B labels", _parse_shp),
-    _compared("argilla/distilabel-intel-orca-dpo-pairs", "system input chosen rejected status",
-              _parse_orca),
-    *((_rated if "ratings" in row else _texts)(name, **row) for name, row in _TABLE.items()),
-    Source("openai/gsm8k", "demonstrations", columns=("question", "answer"), parse=_parse_gsm8k,
-           subset="main"),
-    Source("nvidia/HelpSteer2", "comparisons", columns=("prompt", "response", _SCORE),
-           assemble=_pairs),
-    Source("Salesforce/wikitext", "text", columns=("text",), assemble=_articles,
-           subset="wikitext-103-raw-v1"),
-)  # fmt: skip
+    "yitingxie/rlhf-reward-datasets": {"parse": _continued("\n\n", str.strip)},
+    "openai/webgpt_comparisons": {"parse": parse_webgpt},
+    "stanfordnlp/SHP": {"parse": _parse_shp},
+    "argilla/distilabel-intel-orca-dpo-pairs": {"parse": _parse_orca},
+    "openai/gsm8k": {"parse": _parse_gsm8k},
+    "nvidia/HelpSteer2": {"assemble": _pairs},
+    "Salesforce/wikitext": {"assemble": _articles},
+}
+"""What makes records of the sources whose `columns` are no map."""
+
+
+_TABLE: dict[Any, Any] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+
+
+def _source(kind: Kind, name: str, columns: Any, **hub: Any) -> Source:
+    read = ColumnMap(**columns) if isinstance(columns, dict) else tuple(columns)
+    return Source(name, kind, columns=read, **_FUNCTIONS.get(name, {}), **hub)
+
+
+SOURCES = tuple(
+    _source(kind, name, **row) for kind, rows in _TABLE.items() for name, row in rows.items()
+)

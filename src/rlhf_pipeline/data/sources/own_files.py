@@ -1,4 +1,4 @@
-"""Your own data in files; the configuration maps the columns."""
+"""Rows whose records a map of their columns makes, such as your own files."""
 
 import tomllib
 from collections.abc import Callable, Collection
@@ -55,12 +55,13 @@ def known_columns(names: Collection[str]) -> ColumnMap:
     )
 
 
-def parser(named: ColumnMap) -> Callable[[Row], Record]:
-    """The parse function of a column map."""
+def parser(named: ColumnMap, *, strip: bool = False) -> Callable[[Row], Record]:
+    """The parse function of a column map; it may remove the white space around answers."""
 
     def parse(row: Row) -> Record:
         try:
-            return _record({column: _value(row, column) for column in columns_of(named)}, named)
+            values = {column: _value(row, column) for column in columns_of(named)}
+            return _record(values, named, strip=strip)
         except ColumnError as error:
             listed = ", ".join(map(repr, row))
             raise MalformedRowError(f"{error}; the columns are {listed}") from None
@@ -68,7 +69,7 @@ def parser(named: ColumnMap) -> Callable[[Row], Record]:
     return parse
 
 
-def _record(row: Row, named: ColumnMap) -> Record:
+def _record(row: Row, named: ColumnMap, *, strip: bool) -> Record:
     if named.text is not None:
         return Text(text(row, named.text))
     given = (named.chosen, named.rejected, named.response, named.messages)
@@ -87,6 +88,7 @@ def _record(row: Row, named: ColumnMap) -> Record:
     if any(dialogue[-1].further for dialogue in answers):
         raise SkippedRowError("the last answer calls a tool, which no stage learns")
     said = [dialogue[-1].content for dialogue in answers]
+    said = [answer.strip() for answer in said] if strip else said
     label = None if named.label is None else _label(row, named.label, named.scores is not None)
     example = Example(prompts[0], *said, label=label)
     if named.scores is not None and label is None:
@@ -142,16 +144,21 @@ def _dialogue(value: Any, column: str, role: Role) -> tuple[Message, ...]:
 
 
 def _value(row: Row, column: str) -> Any:
-    """The value of a column or dotted path; a column with dots in its name takes precedence."""
+    """The value of a column or dotted path, whose numbers are places in lists. A column with dots
+    in its name takes precedence. A row whose list is shorter is skipped."""
     if column in row:
         return row[column]
     value: Any = row
     for name in column.split("."):
-        if not isinstance(value, dict) or name not in value:
+        if isinstance(value, list) and name.isdecimal():
+            if int(name) >= len(value):
+                raise SkippedRowError(f"the list of column {column!r} is shorter")
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
             raise ColumnError(f"column {column!r} is missing")
-        value = value[name]
     return value
 
 
-_COLUMNS = ("prompt", "chosen", "rejected")
-SOURCES = (Source("files", "any", columns=_COLUMNS, parser=parser, local_only=True),)
+SOURCES = (Source("files", "any", local_only=True),)

@@ -1,51 +1,72 @@
-"""The registry of sources: what a source is, where its rows come from, and its records."""
+"""The registry of sources: what a source is, where its rows come from, and its records.
 
+The names are known without the modules of the sources, which are imported when they are needed.
+"""
+
+import tomllib
 from collections.abc import Iterator
-from importlib import import_module
+from dataclasses import replace
 from itertools import islice, pairwise
+from pathlib import Path
 
 from rlhf_pipeline.config.doors import Door
-from rlhf_pipeline.config.split import ColumnMap, SourceConfig
-from rlhf_pipeline.data.files import Origin, find_files, origin
-from rlhf_pipeline.data.formats import data_set_rows, read_rows
-from rlhf_pipeline.data.record_files import RowCounts
-from rlhf_pipeline.data.records import Example, Record, Text, Unused, is_utf8
+from rlhf_pipeline.config.split import TASKS, ColumnMap, SourceConfig
+from rlhf_pipeline.data.files import Origin, data_set_rows, find_files, origin, read_rows
+from rlhf_pipeline.data.records import Example, Record, RowCounts, Text, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
-from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns
-from rlhf_pipeline.errors import ConfigError, DataError
+from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns, parser
+from rlhf_pipeline.errors import ConfigError, DataError, suggestion
 from rlhf_pipeline.runtime.hub import commit_of, is_commit
 
-_MODULES = ("synthetic", "generated_tasks", "own_files", "column_maps")
-"""The modules of the folder `sources`, in the order of docs/data.md. After a change to one of them,
-only its sources are read again."""
-
+_FOLDER = "rlhf_pipeline.data.sources"
+_HUB = tomllib.loads(Path(__file__).with_name("column_maps.toml").read_text(encoding="utf-8"))
 MODULES: dict[str, str] = {
-    source.name: module
-    for module in (f"rlhf_pipeline.data.sources.{name}" for name in _MODULES)
-    for source in import_module(module).SOURCES
+    "synthetic": f"{_FOLDER}.synthetic",
+    TASKS: f"{_FOLDER}.generated_tasks",
+    "files": f"{_FOLDER}.own_files",
+    **{name: f"{_FOLDER}.column_maps" for rows in _HUB.values() for name in rows},
 }
-"""Name of each source -> full name of its module."""
+"""Name of each source -> full name of its module, in the order of docs/data.md. After a change to
+one of them, only its sources are read again."""
 SOURCE = Door("source", {name: f"{module}:SOURCES" for name, module in MODULES.items()})
 """A `Source`, or a tuple in which it has the name."""
 
 
-def adapter_module(name: str) -> str:
-    """Full name of the module that defines a source; raises ConfigError if there is none."""
-    return SOURCE.place(name).partition(":")[0]
+def find_source(config: SourceConfig) -> Source:
+    """The source of a configuration, whose `columns` replace those of the source.
 
-
-def find_source(name: str) -> Source:
-    """The source with this name; raises ConfigError if there is none."""
+    Raises ConfigError if there is none; with `columns`, each name with a slash is one on the hub.
+    """
+    name = config.name
+    if _is_new(name):
+        if config.columns is None:
+            raise ConfigError(
+                f"found source {name!r}{suggestion(name, MODULES)}, expected {', '.join(MODULES)}. "
+                "Fix: correct the name, or set `columns`, with which any data set of the hub is one"
+            )
+        return Source(name, "any", columns=config.columns)
     found = SOURCE.load(name)
     source = next(each for each in found if each.name == name) if name in MODULES else found
     if not isinstance(source, Source):
         raise ConfigError(f"found {source!r} at {SOURCE.place(name)}, expected a Source")
-    return source
+    if config.columns is None:
+        return source
+    return replace(source, kind="any", columns=config.columns, parse=None, assemble=None)
+
+
+def adapter_module(name: str) -> str:
+    """Full name of the module that defines a source; raises ConfigError if there is none."""
+    return MODULES["files"] if _is_new(name) else SOURCE.place(name).partition(":")[0]
+
+
+def _is_new(name: str) -> bool:
+    """Whether only the hub may know a name."""
+    return "/" in name and name not in SOURCE.names()
 
 
 def carried(config: SourceConfig) -> tuple[str, ...]:
     """The further columns of a source for rewards and judges."""
-    return (config.columns.extra or ()) if config.columns else find_source(config.name).extra
+    return (config.columns.extra or ()) if config.columns else find_source(config).extra
 
 
 def source_origin(config: SourceConfig) -> Origin:
@@ -54,7 +75,7 @@ def source_origin(config: SourceConfig) -> Origin:
     Raises ConfigError if the source is unknown or a field does not fit it; DataError if a file is
     missing, or the hub is unreachable.
     """
-    source = find_source(config.name)
+    source = find_source(config)
     if source.generate is not None:
         for field in ("path", "revision", "subset", "split"):
             found, known = getattr(config, field), source.accepts.get(field, ())
@@ -93,17 +114,21 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
     A place is "file.jsonl:17" or "Anthropic/hh-rlhf:train:17". Memory is constant. `seed` is for
     generated sources; `revision` is the commit from `source_origin`.
     """
-    source = find_source(config.name)
+    source = find_source(config)
     if source.generate is not None:
         yield from source.generate(config, seed)
         return
-    split, parse, columns = config.split or source.split, source.parse, source.columns
+    split, parse = config.split or source.split, source.parse
+    columns = _columns(source, config)
+    if isinstance(columns, ColumnMap):
+        parse, columns = parser(columns, strip=source.strip), columns_of(columns)
     if config.path is None:
-        rows = _hub_rows(source, config, split, revision)
+        rows = _hub_rows(source, config, columns, revision)
     else:
-        if source.parser is not None:
-            named = config.columns or _known_columns(config, config.path, split)
-            parse, columns = source.parser(named), columns_of(named)
+        from rlhf_pipeline.data.files import (
+            read_rows,
+        )  # imported late: the driver needs it rarely
+
         rows = read_rows(config.path, columns, split)
     rows = islice(rows, config.samples)
     if parse is not None:
@@ -127,7 +152,7 @@ class FirstRows(dict[str, Example]):
 def first_rows(config: SourceConfig, max_bad_fraction: float) -> FirstRows:
     """The examples in a source's first rows. Raises DataError if a file is missing, empty or
     damaged, or too many of the rows are bad."""
-    limit, source, found = 1000, find_source(config.name), FirstRows()
+    limit, source, found = 1000, find_source(config), FirstRows()
     if source.generate is not None:
         limit = len(config.tasks or range(8))
     elif config.path is None or "://" in config.path:
@@ -144,30 +169,34 @@ def first_rows(config: SourceConfig, max_bad_fraction: float) -> FirstRows:
         counts.check_bad_fraction(max_bad_fraction, config.label())
     in_file = counts.rows < limit or config.samples == samples
     found.is_whole = found.is_uniform = source.generate is not None or in_file
-    if found and not found.is_whole and source.parser is not None and config.path is not None:
-        split = config.split or source.split
-        columns = config.columns or _known_columns(config, config.path, split)
+    columns = _columns(source, config) if found else ()
+    if isinstance(columns, ColumnMap) and not found.is_whole:
         found.is_uniform = not (columns.messages or columns.label or columns.reference)
     return found
 
 
-def _known_columns(config: SourceConfig, path: str, split: str) -> ColumnMap:
-    """The column map of the first sound row; raises DataError if its columns are in no format."""
-    rows = (row for _, row in read_rows(path, (), split) if not isinstance(row, Unused))
+def _columns(source: Source, config: SourceConfig) -> ColumnMap | tuple[str, ...]:
+    """The columns of a source; those of a format of TRL if nothing names any. Raises DataError if
+    the first sound row fits none of the formats."""
+    if source.columns or source.parse or source.assemble or config.path is None:
+        return source.columns
+    rows = read_rows(config.path, (), config.split or source.split)
+    sound = (row for _, row in rows if not isinstance(row, Unused))
     try:
-        return known_columns(next(rows, {"prompt": None}))  # without a sound row, any map will do
+        return known_columns(next(sound, {"prompt": None}))  # without a sound row, any map will do
     except ColumnError as error:
         raise DataError(f"source {config.label()}: {error}") from None
 
 
 def _hub_rows(
-    source: Source, config: SourceConfig, split: str, revision: str | None
+    source: Source, config: SourceConfig, columns: tuple[str, ...], revision: str | None
 ) -> Iterator[tuple[str, Row | Unused]]:
     import datasets  # imported late: the import takes a second
 
-    revision = revision or config.revision or source.revision
+    split, named = config.split or source.split, config.revision or source.revision
+    revision = revision or named
     # The hub's conversion has one folder per subset, and no metadata about them.
-    subset_by = "data_dir" if source.revision == CONVERTED else "name"
+    subset_by = "data_dir" if CONVERTED in (source.revision, named) else "name"
     where = {subset_by: config.subset or source.subset}
     try:
         builder = datasets.load_dataset_builder(source.name, revision=revision, **where)
@@ -184,7 +213,6 @@ def _hub_rows(
             f"hub: {error}. Fix: check subset, split, revision and the "
             "network, or download the data and set the source's `path`."
         ) from error
-    columns = [column for column in source.columns if column in rows.column_names]
     for number, row in data_set_rows(rows, columns):
         yield f"{source.name}:{split}:{number - 1}", row
 
