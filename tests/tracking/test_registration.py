@@ -23,7 +23,7 @@ from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entrie
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import (
     Policy,
-    count_try,
+    count_attempt,
     read_registration,
     register,
     register_evaluated,
@@ -467,8 +467,8 @@ def test_a_candidate_keeps_its_number_and_each_test_set_counts_alone(client):
     for _ in range(4):
         client.create_model_version("m", source="folder")
     tried = [("1", "T"), ("2", "T"), ("3", "T"), ("2", "U"), ("3", "U"), ("4", "T"), ("1", "U")]
-    assert [count_try(client, "m", *each) for each in tried] == [1, 2, 3, 1, 2, 4, 3]
-    assert count_try(client, "m", "2", "T") == 2
+    assert [count_attempt(client, "m", *each) for each in tried] == [1, 2, 3, 1, 2, 4, 3]
+    assert count_attempt(client, "m", "2", "T") == 2
 
 
 def test_a_candidate_of_a_moved_project_is_no_further_try(client, tmp_path):
@@ -476,7 +476,7 @@ def test_a_candidate_of_a_moved_project_is_no_further_try(client, tmp_path):
     client.create_registered_model("m")
     for digest in ("one", "two", "one"):
         client.create_model_version("m", str(tmp_path), tags={"rlhf.content_digest": digest})
-    assert [count_try(client, "m", version, "T") for version in "1233"] == [1, 2, 1, 1]
+    assert [count_attempt(client, "m", version, "T") for version in "1233"] == [1, 2, 1, 1]
 
 
 def test_a_champion_keeps_its_verdict(client, sft, ppo, trained):

@@ -201,24 +201,16 @@ class StagesHook:
         tracker.describe(run_name(run_params), tags, chosen)
 
     @hook_impl
-    def before_node_run(self) -> None:
-        """Send to MLflow what an outage held back: the registration needs it."""
-        if self._tracker is not None:
-            self._tracker.catch_up()
-
-    @hook_impl
     def after_node_run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        """Remember outputs and verdict, and log the page; a run that registers only opens its run
-        here. Another run may publish newer versions before this one ends."""
+        """Remember outputs and verdict, and log the page. Send to MLflow what an outage held back:
+        the registration needs it. Another run may publish newer versions before this one ends."""
         self._outputs |= outputs
         if self._tracker is None:
             return
         self._tracker.reconcile()
         for name, output in outputs.items():
             if name.endswith("evaluation"):
-                evaluation = read_evaluation(output)
-                self._summary = summary(evaluation)
-                self._tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
+                self._summary = summary(read_evaluation(output))
             if name.endswith("evaluation_page"):
                 fingerprint = Manifest.read(inputs[name.removesuffix("_page")]).fingerprint
                 self._tracker.log_page(fingerprint, output)
