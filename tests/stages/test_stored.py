@@ -18,7 +18,7 @@ from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
-from rlhf_pipeline.stages.job import StageListener, StageRun
+from rlhf_pipeline.stages.job import StageListener, StageRun, StageStore
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.stored import StoredStages
 from rlhf_pipeline.storage.store import Store
@@ -92,7 +92,7 @@ def test_a_forced_stage_does_not_come_from_the_store_and_replaces_it(drill, stor
 
 def test_a_stage_that_was_finished_without_a_store_is_uploaded(drill, store, tmp_path):
     context = machine(drill, store, "one")
-    StageRunner(replace(context, stored=None, listener=StageListener())).run(drill.job())
+    StageRunner(replace(context, stored=StageStore(), listener=StageListener())).run(drill.job())
     assert not (tmp_path / "store").exists()
     run(drill, store, "one")
     shutil.rmtree(tmp_path / "one")

@@ -29,6 +29,7 @@ from rlhf_pipeline.stages.job import (
     STAGES,
     RunContext,
     StageListener,
+    StageStore,
     Status,
     forced_stages,
 )
@@ -52,14 +53,14 @@ NAME_LENGTH = 120
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
     workspace, store = Path(catalog.load("workspace")), catalog.load("store")
-    stored = None if store is None else StoredStages(store, workspace)
+    stored = StageStore() if store is None else StoredStages(store, workspace)
     return RunContext(
         workspace=workspace,
         launch=catalog.load("params:launch"),
         progress=catalog.load("params:progress"),
         forced=forced_stages(catalog.load("parameters").get("force"), stage_specs()),
         trust_remote_code=catalog.load("params:base_model").trust_remote_code,
-        listener=StageListener(*listeners, *([] if stored is None else [stored])),
+        listener=StageListener(*listeners, stored),
         stored=stored,
     )
 
@@ -165,7 +166,7 @@ class StagesHook:
         self._console = console
         self._project = Path()
         self._tracker: MlflowTracker | None = None
-        self._stored: StoredStages | None = None
+        self._stored = StageStore()
         self._chosen: dict[str, Any] = {}
         self._summary = ""
         self._outputs: dict[str, Any] = {}
@@ -228,8 +229,7 @@ class StagesHook:
         }
         print_results(results, self._console, run_params.get("env"))
         self._end("FINISHED", self._summary)
-        if self._stored is not None:
-            self._stored.close()
+        self._stored.close()
 
     @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
@@ -238,11 +238,10 @@ class StagesHook:
         status: Status = "KILLED" if isinstance(explained, Interrupted) else "FAILED"
         reason = without_secrets(explained.format_message())
         self._end(status, f"**{status.capitalize()}**\n\n```\n{reason}\n```")
-        if self._stored is not None:
-            try:
-                self._stored.close()
-            except StageError as fault:  # the error that ended the run is reported
-                logger.warning("%s", fault.message)
+        try:
+            self._stored.close()
+        except StageError as fault:  # the error that ended the run is reported
+            logger.warning("%s", fault.message)
 
     def _end(self, status: Status, summary: str) -> None:
         if self._tracker is not None:

@@ -19,8 +19,7 @@ from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.files import put_in_place
 from rlhf_pipeline.runtime.job import checkpoint_path, newest_step, newest_valid_step
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
-from rlhf_pipeline.stages.cache.workspace import is_finished
-from rlhf_pipeline.stages.job import StageListener, StageRun, Status, write_job
+from rlhf_pipeline.stages.job import StageRun, StageStore, Status, write_job
 from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
 
 logger = logging.getLogger(__name__)
@@ -29,10 +28,10 @@ KEPT = 2
 """Checkpoints of an unfinished stage in the store; one of them is whole at any time."""
 POLL_S, RETRY_S = 1.0, 20.0
 """Seconds between two looks for a new checkpoint, and between two attempts to reach the store."""
-OUTLINES = ".store"  # folder of the workspace: stages that only the store contains
+MANIFEST_COPIES = ".store"  # folder of the workspace: stages that only the store contains
 
 
-class StoredStages(StageListener):
+class StoredStages(StageStore):
     """Downloads what a stage needs, and uploads what it makes.
 
     Machines that share a store do not wait for each other: if two run the same recipe, both train.
@@ -51,18 +50,14 @@ class StoredStages(StageListener):
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def outline(self, run: StageRun) -> Path | None:
-        """A folder with the outline of the artifact; None if the store has none."""
-        folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
-        found = _pull(run, self._store, _pointer(run), folder / "export", outline=True)
+    def manifest_copy(self, run: StageRun) -> Path | None:
+        folder = self._workspace / MANIFEST_COPIES / run.stage / run.fingerprint[:16]
+        found = _pull(run, self._store, _key(run), folder / "export", without_weights=True)
         return folder if found else None
 
     def fetch(self, run: StageRun) -> bool:
-        """Download the finished artifact of a recipe into its work directory, if there is one."""
         with self._without_the_store(run):
-            exports = self._workspace.glob("*/*/export")
-            near = (path for path in exports if is_finished(path.parent))
-            if not _pull(run, self._store, _pointer(run), run.export, near=near):
+            if not _pull(run, self._store, _key(run), run.export):
                 return False
             write_job(run)
             if (run.export / CURVES).is_file():  # for the tracker
@@ -72,14 +67,13 @@ class StoredStages(StageListener):
         return False
 
     def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
-        """The step to resume from. Downloads the newest checkpoint if `local` is an older step."""
         with self._without_the_store(run):
-            shelf, folder = self._shelf(run), run.directory / "download"
-            for name in reversed(shelf.names(suffix=".json")):
+            checkpoint_store, folder = self._checkpoint_store(run), run.directory / "download"
+            for name in reversed(checkpoint_store.names(suffix=".json")):
                 if _step(name) <= (local or 0):
                     break
                 shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
-                _pull(run, shelf, name, folder)
+                _pull(run, checkpoint_store, name, folder)
                 step = newest_valid_step(folder / "checkpoints")
                 if step is None:  # damaged in the store, or before it was uploaded
                     continue
@@ -102,8 +96,7 @@ class StoredStages(StageListener):
             self._unreachable = True
 
     def newest_step(self, run: StageRun) -> int | None:
-        """The step of the newest checkpoint in the store; None without one."""
-        return max(map(_step, self._shelf(run).names(suffix=".json")), default=None)
+        return max(map(_step, self._checkpoint_store(run).names(suffix=".json")), default=None)
 
     def stage_started(self, run: StageRun) -> None:
         """Watch the checkpoints of a stage."""
@@ -119,7 +112,6 @@ class StoredStages(StageListener):
         self._waiting.append(run)
 
     def close(self) -> None:
-        """Wait for the uploads. Raises StageError with those that failed."""
         if self._thread is None:
             return
         if self._waiting:
@@ -168,45 +160,50 @@ class StoredStages(StageListener):
         stored = None
         if run.cached:
             with suppress(ArtifactError):
-                stored = self._store.manifest(_pointer(run), run.fingerprint)
+                stored = self._store.manifest(_key(run), run.fingerprint)
         if stored is None:
-            self._store.push(run.export, _pointer(run))
-        shelf = self._shelf(run)
-        shelf.remove(reversed(shelf.names()))  # manifests before their objects
+            self._store.push(run.export, _key(run))
+        checkpoint_store = self._checkpoint_store(run)
+        checkpoint_store.remove(
+            reversed(checkpoint_store.names())
+        )  # manifests before their objects
 
     def _push_checkpoint(self, run: StageRun) -> None:
         """Upload the newest checkpoint unless the store has it; remove the oldest ones."""
         step = newest_step(run.checkpoints)
         if step is None or (run.fingerprint, step) == self._pushed:
             return
-        shelf, folder = self._shelf(run), run.directory / "upload"
+        checkpoint_store, folder = self._checkpoint_store(run), run.directory / "upload"
         try:
             if not _snapshot(run, step, folder):
                 return
             files = file_entries(folder)
             Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, {}, files).write(folder)
-            shelf.push(folder, f"step-{step:08d}.json")
+            checkpoint_store.push(folder, f"step-{step:08d}.json")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
-        names = shelf.names(suffix=".json")
+        names = checkpoint_store.names(suffix=".json")
         # Objects that no manifest names may be another machine's upload, whose manifest follows.
-        old, kept = _objects(shelf, names[:-KEPT]), _objects(shelf, names[-KEPT:])
-        shelf.remove(names[:-KEPT])
-        shelf.remove(sorted(old - kept))
+        old, kept = (
+            _objects(checkpoint_store, names[:-KEPT]),
+            _objects(checkpoint_store, names[-KEPT:]),
+        )
+        checkpoint_store.remove(names[:-KEPT])
+        checkpoint_store.remove(sorted(old - kept))
 
-    def _shelf(self, run: StageRun) -> Store:
+    def _checkpoint_store(self, run: StageRun) -> Store:
         return self._store.below(f"checkpoints/{run.stage}/{run.fingerprint}")
 
 
-def _pointer(run: StageRun) -> str:
+def _key(run: StageRun) -> str:
     return f"stages/{run.stage}/{run.fingerprint}.json"
 
 
-def _pull(run: StageRun, store: Store, pointer: str, folder: Path, **options: Any) -> bool:
+def _pull(run: StageRun, store: Store, key: str, folder: Path, **options: Any) -> bool:
     """Download a copy by `Store.pull`. False: the store has none that is whole."""
     try:
-        manifest = store.manifest(pointer, run.fingerprint)
+        manifest = store.manifest(key, run.fingerprint)
         if manifest is not None:
             store.pull(manifest, folder, **options)
         return manifest is not None
@@ -215,16 +212,16 @@ def _pull(run: StageRun, store: Store, pointer: str, folder: Path, **options: An
         return False
 
 
-def _step(pointer: str) -> int:
-    return int(pointer.removeprefix("step-").removesuffix(".json"))
+def _step(key: str) -> int:
+    return int(key.removeprefix("step-").removesuffix(".json"))
 
 
-def _objects(shelf: Store, pointers: Sequence[str]) -> set[str]:
+def _objects(store: Store, keys: Sequence[str]) -> set[str]:
     """The objects that manifests name; a damaged manifest names none."""
     found = set()
-    for pointer in pointers:
+    for key in keys:
         with suppress(ArtifactError):
-            if manifest := shelf.manifest(pointer):
+            if manifest := store.manifest(key):
                 found |= {f"{OBJECTS}/{entry.sha256}" for entry in manifest.files.values()}
     return found
 
