@@ -264,8 +264,8 @@ def save(run, step, best=None):
         shutil.rmtree(old)
 
 
-def steps(store, run):
-    return store.below(f"checkpoints/sft/{run.fingerprint}").names(suffix=".json")
+def newest(store, run):
+    return StoredStages(store, run.directory).newest_step(run)
 
 
 def upload(stored, run, *made):
@@ -305,10 +305,10 @@ def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp
     (training.checkpoints / "best-00000007" / "weights").write_text("half")
     (training.checkpoints / "best-00000008.partial").mkdir()
     upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
-    assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
+    assert newest(store, training) == 6
     objects = {path.read_text() for path in (tmp_path / "store").rglob("objects/*")}
-    assert {"state 4", "state 6", "best 1", "best 5"} < objects
-    assert "state 2" not in objects
+    assert {"state 6", "best 1", "best 5"} < objects
+    assert not objects & {"state 2", "state 4"}
     other = stage_run(tmp_path / "two")
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 6
     assert (checkpoint_path(other.checkpoints, 6) / "policy" / "rank0").read_text() == "state 6"
@@ -340,7 +340,7 @@ def test_a_download_that_was_cut_off_between_its_two_moves_is_repeated(
 def test_the_last_checkpoint_of_an_interrupted_stage_is_uploaded(store, training, tmp_path):
     save(training, 3)
     upload(StoredStages(store, tmp_path / "one"), training)
-    assert steps(store, training) == ["step-00000003.json"]
+    assert newest(store, training) == 3
     assert not (training.directory / "upload").exists()
 
 
@@ -373,44 +373,35 @@ def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
 
 def test_two_machines_may_upload_checkpoints_of_one_recipe(store, training, tmp_path):
     """The other one has sent its objects, and its manifest follows."""
-    theirs, shelf = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
+    theirs, place = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
     upload(StoredStages(Store(str(tmp_path / "sent")), tmp_path / "two"), theirs, (8, None))
-    sent, here = tmp_path / "sent" / shelf, tmp_path / "store" / shelf
+    sent, here = tmp_path / "sent" / place, tmp_path / "store" / place
     shutil.copytree(sent / "objects", here / "objects")
-    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
-    shutil.copy(sent / "step-00000008.json", here)
-    assert "state 2" not in {path.read_text() for path in here.glob("objects/*")}
+    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None))
+    shutil.copy(sent / "checkpoint.json", here)
     third = stage_run(tmp_path / "three")
     assert StoredStages(store, tmp_path / "three").fetch_checkpoint(third, None) == 8
 
 
-def test_a_damaged_manifest_does_not_keep_checkpoints_from_leaving(store, training, tmp_path):
-    upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
-    store.write(f"checkpoints/sft/{training.fingerprint}/step-00000002.json", "{")
-    upload(StoredStages(store, tmp_path / "one"), training, (6, None))
-    assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
-
-
-def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path, caplog):
-    upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
-    for path in (tmp_path / "store").rglob("objects/*"):
-        path.write_text(path.read_text().replace("state 4", "state 5"))
-    other = stage_run(tmp_path / "two")
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
-    (warning,) = warnings(caplog)
-    assert warning.startswith("stage sft: a copy in the store is not used: ")
-    assert "(checkpoints/step-00000004/policy/rank0): found 7 bytes with" in warning
-
-
-def test_a_checkpoint_that_was_damaged_before_its_upload_is_skipped(store, training, tmp_path):
-    upload(StoredStages(store, tmp_path / "one"), training, (2, None))
-    save(training, 4)
-    (checkpoint_path(training.checkpoints, 4) / "policy" / "rank0").write_text("damage4")
+@pytest.mark.parametrize("damaged", ["manifest", "object", "before its upload"])
+def test_a_damaged_checkpoint_is_not_used_and_the_next_one_replaces_it(
+    store, training, tmp_path, caplog, damaged
+):
+    save(training, 2)
+    if damaged == "before its upload":
+        (checkpoint_path(training.checkpoints, 2) / "policy" / "rank0").write_text("damage2")
     upload(StoredStages(store, tmp_path / "one"), training)
-    assert steps(store, training)[-1] == "step-00000004.json"
+    if damaged == "manifest":
+        store.write(f"checkpoints/sft/{training.fingerprint}/checkpoint.json", "{")
+    if damaged == "object":
+        for path in (tmp_path / "store").rglob("objects/*"):
+            path.write_text(path.read_text().replace("state 2", "state 3"))
     other = stage_run(tmp_path / "two")
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
-    assert [path.name for path in list_checkpoints(other.checkpoints)] == ["step-00000002"]
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, 1) == 1
+    assert not other.checkpoints.exists()
+    assert len(warnings(caplog)) == (damaged != "manifest")
+    upload(StoredStages(store, tmp_path / "one"), training, (4, None))
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
 
 
 def test_the_checkpoints_of_a_finished_stage_leave_the_store(drill, store, tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Copies of finished stages, and of checkpoints of the running one, in a store for other machines.
 
-    stages/<stage>/<fingerprint>.json                     manifest of a finished stage
-    checkpoints/<stage>/<fingerprint>/step-00000012.json  checkpoint of an unfinished one
+    stages/<stage>/<fingerprint>.json                       manifest of a finished stage
+    checkpoints/<stage>/<fingerprint>/checkpoint.json       newest checkpoint of an unfinished one
 
 A thread of the driver uploads, so training never waits. A store that fails costs one warning for
 each outage. The upload is tried again, and a stage that finds no store runs here.
@@ -10,7 +10,7 @@ each outage. The upload is tried again, and a stage that finds no store runs her
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2
-"""Checkpoints of an unfinished stage in the store; one of them is whole at any time."""
+CHECKPOINT = "checkpoint.json"
 POLL_S, RETRY_S = 1.0, 20.0
 """Seconds between two looks for a new checkpoint, and between two attempts to reach the store."""
 MANIFEST_COPIES = ".store"  # folder of the workspace: stages that only the store contains
@@ -68,15 +67,13 @@ class StoredStages(StageStore):
 
     def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
         with self._without_the_store(run):
-            checkpoint_store, folder = self._checkpoint_store(run), run.directory / "download"
-            for name in reversed(checkpoint_store.names(suffix=".json")):
-                if _step(name) <= (local or 0):
-                    break
-                shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
-                _pull(run, checkpoint_store, name, folder)
-                step = newest_valid_step(folder / "checkpoints")
-                if step is None:  # damaged in the store, or before it was uploaded
-                    continue
+            folder, stored = run.directory / "download", self.newest_step(run)
+            if stored is None or stored <= (local or 0):
+                return local
+            shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
+            _pull(run, self._checkpoint_store(run), CHECKPOINT, folder)
+            step = newest_valid_step(folder / "checkpoints")
+            if step is not None:  # else it was damaged in the store, or before it was uploaded
                 (folder / run.metrics_file.name).replace(run.metrics_file)
                 put_in_place(folder / "checkpoints", run.checkpoints)
                 shutil.rmtree(folder)
@@ -96,7 +93,8 @@ class StoredStages(StageStore):
             self._unreachable = True
 
     def newest_step(self, run: StageRun) -> int | None:
-        return max(map(_step, self._checkpoint_store(run).names(suffix=".json")), default=None)
+        checkpoint = self._checkpoint(run)
+        return None if checkpoint is None else int(checkpoint.metrics["step"])
 
     def stage_started(self, run: StageRun) -> None:
         """Watch the checkpoints of a stage."""
@@ -169,28 +167,31 @@ class StoredStages(StageStore):
         )  # manifests before their objects
 
     def _push_checkpoint(self, run: StageRun) -> None:
-        """Upload the newest checkpoint unless the store has it; remove the oldest ones."""
+        """Upload the newest checkpoint unless the store has it; remove the one before."""
         step = newest_step(run.checkpoints)
         if step is None or (run.fingerprint, step) == self._pushed:
             return
-        checkpoint_store, folder = self._checkpoint_store(run), run.directory / "upload"
+        store, folder, former = self._checkpoint_store(run), run.directory / "upload", set[str]()
+        if (checkpoint := self._checkpoint(run)) is not None:
+            former = {entry.sha256 for entry in checkpoint.files.values()}
         try:
             if not _snapshot(run, step, folder):
                 return
-            files = file_entries(folder)
-            Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, {}, files).write(folder)
-            checkpoint_store.push(folder, f"step-{step:08d}.json")
+            files, metrics = file_entries(folder), {"step": float(step)}
+            Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, metrics, files).write(folder)
+            store.push(folder, CHECKPOINT)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
-        names = checkpoint_store.names(suffix=".json")
-        # Objects that no manifest names may be another machine's upload, whose manifest follows.
-        old, kept = (
-            _objects(checkpoint_store, names[:-KEPT]),
-            _objects(checkpoint_store, names[-KEPT:]),
-        )
-        checkpoint_store.remove(names[:-KEPT])
-        checkpoint_store.remove(sorted(old - kept))
+        # Objects that no manifest named may be another machine's upload, whose manifest follows.
+        gone = former - {entry.sha256 for entry in files.values()}
+        store.remove(f"{OBJECTS}/{digest}" for digest in sorted(gone))
+
+    def _checkpoint(self, run: StageRun) -> Manifest | None:
+        """The manifest of the checkpoint in the store; None without one, or if it is damaged."""
+        with suppress(ArtifactError):
+            return self._checkpoint_store(run).manifest(CHECKPOINT, run.fingerprint)
+        return None
 
     def _checkpoint_store(self, run: StageRun) -> Store:
         return self._store.below(f"checkpoints/{run.stage}/{run.fingerprint}")
@@ -210,20 +211,6 @@ def _pull(run: StageRun, store: Store, key: str, folder: Path, **options: Any) -
     except ArtifactError as error:
         logger.warning("stage %s: a copy in the store is not used: %s", run.stage, error)
         return False
-
-
-def _step(key: str) -> int:
-    return int(key.removeprefix("step-").removesuffix(".json"))
-
-
-def _objects(store: Store, keys: Sequence[str]) -> set[str]:
-    """The objects that manifests name; a damaged manifest names none."""
-    found = set()
-    for key in keys:
-        with suppress(ArtifactError):
-            if manifest := store.manifest(key):
-                found |= {f"{OBJECTS}/{entry.sha256}" for entry in manifest.files.values()}
-    return found
 
 
 def _snapshot(run: StageRun, step: int, folder: Path) -> bool:
