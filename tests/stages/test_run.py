@@ -25,24 +25,18 @@ class ToyConfig(Block):
     """What the toy stage does."""
 
     action: str = "work"
-    """work, fail, explain, vanish, sleep or fit."""
-
-    micro_batch_tokens: int = 8
-    """fit: runs out of memory after step 5."""
+    """work, fail, explain or sleep."""
 
 
 PROGRAM = """
-import json, os, sys, time
+import json, sys, time
 from pathlib import Path
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.job import seal
 from rlhf_pipeline.runtime.program import run_program
 
 def main(job):
     action = job.config["toy"]["action"]
-    with (job.directory / "launches").open("a") as file:
-        file.write("once\\n")
     with job.metrics_file.open("a") as file:
         for step in (1, 2, 3):
             record = {"step": step, "total_steps": 3, "time": 0.0, "metrics": {"loss": 1 / step}}
@@ -51,14 +45,6 @@ def main(job):
         raise RuntimeError("the cause")
     if action == "explain":
         raise DataError("rows.jsonl:3: no chosen answer")
-    if action == "fit":
-        checkpoint = job.checkpoints / "step-00000005"
-        if job.resume_from is None:
-            checkpoint.mkdir(parents=True)
-            seal(checkpoint, {})
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    if action == "vanish":
-        os._exit(0)
     if action == "sleep":
         import subprocess
         mark = str(Path(__file__).with_name("child"))
@@ -112,25 +98,6 @@ def test_a_failure_shows_the_program_s_reason(toy, recorder, tmp_path):
     with pytest.raises(StageError, match=r"rank0: rows\.jsonl:3: no chosen answer") as explained:
         toy("explain")
     assert "Traceback" not in str(explained.value)
-
-
-def test_exit_code_zero_without_a_manifest_is_a_failure(toy):
-    with pytest.raises(StageError, match="exit code 0 but no manifest"):
-        toy("vanish")
-
-
-def test_an_out_of_memory_error_names_the_parameters_to_change(toy):
-    with pytest.raises(StageError) as failure:
-        toy("fit")
-    assert "  cause    a GPU ran out of memory\n" in str(failure.value)
-    assert "  fix      Lower toy.micro_batch_tokens (8).\n" in str(failure.value)
-    assert "(this stage resumes after step 5)" in str(failure.value)
-
-
-def test_other_failures_are_not_retried(toy, tmp_path):
-    with pytest.raises(StageError):
-        toy("fail")
-    assert len(next((tmp_path / "ws" / "toy").glob("*/launches")).read_text().splitlines()) == 1
 
 
 def test_a_signal_ends_the_program_and_its_children(toy, recorder, tmp_path):

@@ -100,30 +100,6 @@ def test_a_stage_that_was_finished_without_a_store_is_uploaded(drill, store, tmp
     assert drill.launches == 1
 
 
-def test_a_pointer_to_another_recipe_is_not_reused_and_the_run_replaces_it(
-    drill, store, caplog, tmp_path
-):
-    """As after a restored, copied or swapped file of the store."""
-    other = machine(drill, store, "one")
-    StageRunner(other).run(drill.job(value=2))
-    other.stored.close()
-    swapped = pointer(tmp_path).read_text()
-    run(drill, store, "one")
-    (mine,) = (p for p in (tmp_path / "store/stages/drill").iterdir() if p.read_text() != swapped)
-    mine.write_text(swapped)
-    two = machine(drill, store, "two")
-    planner = Planner(two)
-    planner.run(drill.job())
-    assert [stage.state for stage in planner.stages.values()] == ["run"]
-    with caplog.at_level(logging.WARNING):
-        made = StageRunner(two).run(drill.job())
-    two.stored.close()
-    assert (made / "result").read_text() == "launch 3"
-    assert "found the manifest of recipe" in warnings(caplog)[-1]
-    assert "of stage drill, expected another recipe. Fix: remove it in" in warnings(caplog)[-1]
-    assert (run(drill, store, "three") / "result").read_text() == "launch 3"
-
-
 @pytest.mark.parametrize("damage", ["cut", "of another recipe"])
 def test_a_damaged_pointer_is_mended_by_the_machine_that_has_the_artifact(
     drill, store, tmp_path, damage
@@ -181,23 +157,15 @@ def test_a_store_that_fails_costs_no_result_and_the_run_says_so(drill, store, ca
     assert warnings(caplog) == [
         "training continues, the upload is tried again: s3://x: found OSError: gone. Fix: start it"
     ]
+    context = machine(drill, broken, "one")
+    assert StageRunner(context).run(drill.job()) == export  # reused, and uploaded again
+    wait_until(lambda: len(warnings(caplog)) > 1)
     broken.broken = False
-    assert run(drill, broken, "one") == export
+    wait_until(lambda: len(warnings(caplog)) > 2)
+    assert warnings(caplog)[2] == f"{tmp_path}/store: uploads work again"
+    context.stored.close()
     assert run(drill, store, "two") != export
     assert drill.launches == 1
-
-
-def test_an_upload_is_tried_again_during_the_run(drill, store, caplog, tmp_path):
-    broken = Broken(store.url)
-    context = machine(drill, broken, "one")
-    with caplog.at_level(logging.WARNING):
-        StageRunner(context).run(drill.job())
-        wait_until(lambda: warnings(caplog))
-        broken.broken = False
-        wait_until(lambda: len(warnings(caplog)) > 1)
-    assert warnings(caplog)[1] == f"{tmp_path}/store: uploads work again"
-    assert pointer(tmp_path).is_file()
-    context.stored.close()
 
 
 def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_path):
@@ -278,28 +246,6 @@ def upload(stored, run, *made):
     stored.close()
 
 
-def test_two_sources_of_one_name_are_both_uploaded(store, tmp_path):
-    """Also if a later run reuses both."""
-    runs = []
-    for key in "ab":
-        directory = tmp_path / "one" / "source" / (key * 16)
-        (directory / "export").mkdir(parents=True)
-        (directory / "export" / "rows").write_text(key)
-        files = file_entries(directory / "export")
-        Manifest("source", key * 64, 1, {}, {}, {}, {}, files).write(directory / "export")
-        config = {"source": {"name": "files", "path": f"{key}.jsonl"}}
-        runs.append(StageRun("source", key * 64, 1, config, {}, {}, directory, 60.0))
-    for cached in (False, True):
-        stored = StoredStages(store, tmp_path / "one")
-        for each in runs:
-            each = replace(each, cached=cached)
-            stored.stage_started(each)
-            stored.stage_ended(each, "FINISHED", {})
-        stored.close()
-        assert store.names("stages/source") == [f"stages/source/{key * 64}.json" for key in "ab"]
-        store.remove(store.names("stages/source"))
-
-
 def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp_path):
     (training.checkpoints / "best-00000007").mkdir(parents=True)  # an evaluation writes it
     (training.checkpoints / "best-00000007" / "weights").write_text("half")
@@ -335,13 +281,6 @@ def test_a_download_that_was_cut_off_between_its_two_moves_is_repeated(
     assert other.metrics_file.is_file() and not other.checkpoints.exists()
     assert stored.fetch_checkpoint(other, None) == 2
     assert [path.name for path in other.checkpoints.iterdir()] == ["step-00000002"]
-
-
-def test_the_last_checkpoint_of_an_interrupted_stage_is_uploaded(store, training, tmp_path):
-    save(training, 3)
-    upload(StoredStages(store, tmp_path / "one"), training)
-    assert newest(store, training) == 3
-    assert not (training.directory / "upload").exists()
 
 
 def test_training_may_remove_what_it_no_longer_needs_meanwhile(

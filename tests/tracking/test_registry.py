@@ -113,8 +113,7 @@ def crown(client, folder, **origin):
 
 
 @pytest.fixture
-def find(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+def find(client, tmp_path):
     return lambda candidate: find_champion("policy", candidate, tmp_path, tmp_path / "downloads")
 
 
@@ -196,7 +195,6 @@ def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypat
 
 
 def test_a_lookup_does_not_wait_long_and_a_download_does(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     monkeypatch.delenv(name, raising=False)
     for how, seconds in (({}, "10"), ({"uploads": True}, None)):

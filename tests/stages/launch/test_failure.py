@@ -285,7 +285,7 @@ def test_a_hang_is_reported_by_the_watchdog(attempt):
         (3, "exit code 3"),
         (-9, "SIGKILL to the launcher"),
         (0, "exit code 0 but no manifest"),
-        (None, "a rank failed, the others were ended"),
+        (None, "a rank failed; the others were stopped"),
     ],
 )
 def test_exit_codes_are_explained(attempt, code, words):
