@@ -113,6 +113,9 @@ def test_a_damaged_pointer_is_mended_by_the_machine_that_has_the_artifact(
         folder.mkdir()
         Manifest("drill", "e" * 64, 1, {}, {}, {}, {}, {}).write(folder)
         pointer(tmp_path).write_text((folder / "manifest.json").read_text())
+    planner = Planner(machine(drill, store, "two"))
+    planner.run(drill.job())
+    assert [stage.state for stage in planner.stages.values()] == ["run"]
     run(drill, store, "one")
     assert drill.launches == 1
     assert pointer(tmp_path).read_text() == whole

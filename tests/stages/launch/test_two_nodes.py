@@ -167,18 +167,6 @@ def test_a_hostfile_starts_the_ranks_by_ssh(nodes, ssh):
     ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", inputs="newest", **ssh))
 
 
-def test_torchrun_starts_the_ranks(nodes, tmp_path):
-    both = tmp_path / "both"  # as `srun --ntasks-per-node=1`
-    both.write_text(f'#!/bin/sh\nfor node in 0 1; do {nodes.enter} $node "$@" & done; wait\n')
-    both.chmod(0o755)
-    torchrun = (
-        f"{both} {KEDRO.removesuffix('kedro')}torchrun --nnodes=2 --nproc_per_node=1 "
-        f"--rdzv_backend=c10d --rdzv_endpoint={nodes.addresses[0]}:29400 --no_python {{command}}"
-    )
-    options = {"launch.command": torchrun, "inputs": "newest"}
-    ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", **options))
-
-
 @pytest.fixture
 def slurm(nodes, tmp_path):
     """A SLURM of a controller and two nodes; returns the variable that names its settings."""
