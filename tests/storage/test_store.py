@@ -120,14 +120,9 @@ def test_a_checksum_that_the_stores_client_finds_wrong_counts_as_damage(
     store = Store(str(tmp_path / "store"))
     store.push(artifact, "it.json")
     manifest = store.manifest("it.json")
-    with monkeypatch.context() as patch, pytest.raises(ArtifactError, match="found 0 bytes"):
-        patch.setattr(LocalFileSystem, "open", fail)
+    monkeypatch.setattr(LocalFileSystem, "open", fail)
+    with pytest.raises(ArtifactError, match="found 0 bytes"):
         store.pull(manifest, tmp_path / "here")
-    before = uploads(tmp_path / "store")
-    store.push(artifact, "it.json")
-    assert {name for name, time in uploads(tmp_path / "store").items() if time != before[name]} == {
-        ABC
-    }
 
 
 def test_a_pointer_is_replaced_whole_or_not_at_all(artifact, tmp_path, monkeypatch):
@@ -313,11 +308,11 @@ def test_bytes_that_arrive_damaged_do_not_stay(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_local_folder_is_a_store(artifact, tmp_path):
-    for number, root in enumerate((str(tmp_path / "one [store]"), f"file://{tmp_path}/two")):
-        store = Store(root)
-        store.check()
-        store.push(artifact, "a/it.json")
-        assert store.names("a") == ["a/it.json"]
-        store.pull(store.manifest("a/it.json"), tmp_path / str(number))
-        assert verify(tmp_path / str(number)) == verify(artifact)
+@pytest.mark.parametrize("root", ["one [store]", "file://{folder}/two"])
+def test_a_local_folder_is_a_store(artifact, tmp_path, root):
+    store = Store(root.format(folder=tmp_path) if "://" in root else str(tmp_path / root))
+    store.check()
+    store.push(artifact, "a/it.json")
+    assert store.names("a") == ["a/it.json"]
+    store.pull(store.manifest("a/it.json"), tmp_path / "here")
+    assert verify(tmp_path / "here") == verify(artifact)

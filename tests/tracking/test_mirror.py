@@ -200,19 +200,6 @@ def test_an_unsuccessful_stage_has_its_real_status(
     assert client.get_run(stranger.info.run_id).info.status == "RUNNING"
 
 
-def test_more_than_fits_in_one_request(tracker, stage, client, runs):
-    """MLflow takes 100 parameters and 1000 metrics a request."""
-    stage = replace(stage, config={"ppo": {f"field_{number}": number for number in range(250)}})
-    tracker.stage_started(stage)
-    report(tracker, stage, [record(step, a=1.0, b=2.0) for step in range(1, 602)])
-    tracker.stage_ended(stage, "FINISHED", {})
-    (run,) = runs()
-    assert len(run.data.params) == 251  # and the seed
-    assert run.data.params["ppo.field_249"] == "249"
-    assert len(history(client, run, "a")) == 601
-    assert history(client, run, "b")[-1] == (601, 1_601_000, 2.0)
-
-
 @pytest.mark.parametrize("status", ["FAILED", None])
 def test_an_unfinished_run_is_resumed_without_a_step_twice(
     tracker, stage, uri, tmp_path, client, runs, status

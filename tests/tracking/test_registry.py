@@ -1,6 +1,5 @@
 """Versions and the champion of a registered model, in a real database and on a real server."""
 
-import os
 import re
 import shutil
 
@@ -13,7 +12,6 @@ from rlhf_pipeline.tracking.registry import (
     find_version,
     local_folder,
     registration,
-    registry,
 )
 from rlhf_pipeline.tracking.store import DIGEST_TAG, experiment_id
 
@@ -192,11 +190,3 @@ def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypat
         assert found.fault is None
         assert (found.folder / "model.safetensors").read_text() == "old"
     assert len(list((tmp_path / "downloads").iterdir())) == 1
-
-
-def test_a_lookup_does_not_wait_long_and_a_download_does(client, tmp_path, monkeypatch):
-    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
-    monkeypatch.delenv(name, raising=False)
-    for how, seconds in (({}, "10"), ({"uploads": True}, None)):
-        with registry(tmp_path, "a version", **how):
-            assert os.environ.get(name) == seconds
