@@ -1,7 +1,7 @@
 """Copies of finished stages, and of checkpoints of the running one, in a store for other machines.
 
-    stages/<stage>/<fingerprint>.json                       manifest of a finished stage
-    checkpoints/<stage>/<fingerprint>/checkpoint.json       newest checkpoint of an unfinished one
+    stages/<stage>/<fingerprint>.json                  manifest of a finished stage
+    checkpoints/<stage>/<fingerprint>/checkpoint.json  newest checkpoint of an unfinished one
 
 A thread of the driver uploads, so training never waits. A store that fails costs one warning for
 each outage. The upload is tried again, and a stage that finds no store runs here.
@@ -161,10 +161,8 @@ class StoredStages(StageStore):
                 stored = self._store.manifest(_key(run), run.fingerprint)
         if stored is None:
             self._store.push(run.export, _key(run))
-        checkpoint_store = self._checkpoint_store(run)
-        checkpoint_store.remove(
-            reversed(checkpoint_store.names())
-        )  # manifests before their objects
+        checkpoints = self._checkpoint_store(run)
+        checkpoints.remove(checkpoints.names())  # by name: the manifest before its objects
 
     def _push_checkpoint(self, run: StageRun) -> None:
         """Upload the newest checkpoint unless the store has it; remove the one before."""

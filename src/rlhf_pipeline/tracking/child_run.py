@@ -137,11 +137,11 @@ class ChildRun:
     def _log_headline(self, client: MlflowClient, parent: str, records: Records) -> None:
         """Log the headline of the result to the parent."""
         run, metrics = self.run, self.end[1] if self.end else {}
-        headline = {
-            name if name.startswith(f"{run.stage}/") else f"{run.stage}/{name.replace('/', '_')}": x
-            for name, x in metrics.items()
-            if name in run.headline_metrics
-        }
+        headline = {}
+        for name in filter(metrics.__contains__, run.headline_metrics):
+            is_own = name.startswith(f"{run.stage}/")
+            full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
+            headline[full] = metrics[name]
         self._log_result(client, parent, headline, records)
 
     def _log_result(
