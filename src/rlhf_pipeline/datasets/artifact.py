@@ -1,6 +1,5 @@
 """Finished artifacts, pages and the store in the Kedro catalog."""
 
-import logging
 import os
 import re
 import shutil
@@ -19,8 +18,6 @@ from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.processes import may_run, this_process
 from rlhf_pipeline.storage.store import Store, link_or_copy
-
-logger = logging.getLogger(__name__)
 
 
 class PathDataset(AbstractVersionedDataset[Any, Path]):
@@ -68,7 +65,7 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
             self._version = Version(target.parent.name, target.parent.name)
 
     def _exists(self) -> bool:
-        return bool(self._exists_function(str(self._get_load_path())))
+        return Path(str(self._get_load_path())).exists()
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._filepath, "version": self._version}
