@@ -122,13 +122,11 @@ class Store:
                 with suppress(Exception):  # only a failure leaves it
                     store.rm_file(partial)
 
-    def names(self, folder: str = "", suffix: str = "") -> list[str]:
-        """The names of the files below a folder that end in the suffix, sorted."""
+    def names(self) -> list[str]:
+        """The names of all files, sorted."""
         with self._open() as (store, root):
-            # With `maxdepth`, fsspec takes a listing that failed for an empty one.
-            found = store.find(f"{root}/{folder}".rstrip("/"))
-        names = (path.removeprefix(root).lstrip("/") for path in found)
-        return sorted(name for name in names if name.endswith(suffix))
+            found = store.find(root)
+        return sorted(path.removeprefix(root).lstrip("/") for path in found)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Another machine may have removed some of them."""
