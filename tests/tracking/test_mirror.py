@@ -252,8 +252,12 @@ def test_the_list_of_runs_shows_the_verdict(tracker, uri, tmp_path, client, runs
         tracker = make_tracker(uri, tmp_path, str(number))
         tracker.stage_started(run)
         finish(tracker, run, {"win_rate/gold": 0.61}, evaluation=EVALUATION)
+    champion = stage_run(tmp_path, "evaluate_champion")  # for the gate
+    tracker.stage_started(champion)
+    finish(tracker, champion, {}, evaluation=EVALUATION | {"judge": "score"})
     assert len(parents()) == 2
-    for run in (*parents(), *runs()):
+    assert "rlhf.verdict" not in runs()[1].data.tags
+    for run in (*parents(), runs()[0]):
         assert run.data.tags["rlhf.verdict"] == "By the gold judge, PPO is better."
         columns = {name: run.data.metrics[name] for name in ("eval/win_rate", "eval/score")}
         assert columns == {"eval/win_rate": 0.61, "eval/score": 1.5}

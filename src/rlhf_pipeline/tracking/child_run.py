@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
-from rlhf_pipeline.config.evaluate import REWARD_MODEL
+from rlhf_pipeline.config.evaluate import CHAMPION, REWARD_MODEL
 from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
-from rlhf_pipeline.stages.job import StageRun, Status
+from rlhf_pipeline.stages.job import StageRun, Status, node_of
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
 from rlhf_pipeline.verdict.comparison import EVALUATION, read_evaluation, score_name
@@ -151,7 +151,8 @@ class ChildRun:
         list: the win rate by its judge, and the score of the reward model or else of that judge."""
         from mlflow.entities import Metric
 
-        if (self.run.export / EVALUATION).is_file():
+        is_champions = self.run.stage == node_of("evaluate", CHAMPION)  # which the gate reads
+        if (self.run.export / EVALUATION).is_file() and not is_champions:
             evaluation = read_evaluation(self.run.export, earlier=True)
             judge, candidate = evaluation["judge"], evaluation["candidate"]
             rate, scores = evaluation["win_rates"][judge], evaluation["policies"][candidate]
