@@ -92,7 +92,7 @@ def test_training_that_lost_its_machine_resumes_on_another_bit_for_bit(machine, 
             command, cwd=PROJECT, env=environment, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        wait_until(lambda: steps(bucket) or driver.poll() is not None)
+        wait_until(lambda: checkpoints(bucket) or driver.poll() is not None)
         assert driver.poll() is None, (tmp_path / "log").read_text()
         os.kill(driver.pid, signal.SIGKILL)
     finally:
@@ -100,7 +100,8 @@ def test_training_that_lost_its_machine_resumes_on_another_bit_for_bit(machine, 
     wait_until(lambda: not working_in(one.root))
     assert not list(one.root.glob("07_workspace/sft/*/export/manifest.json"))
     shutil.rmtree(one.root)
-    saved = steps(bucket)[-1]
+    (checkpoint,) = checkpoints(bucket)
+    saved = json.loads(checkpoint.read_text())["metrics"]["step"]
     output = two.kedro("--to-nodes=sft", params=f"{STORE},{training}")
     assert finished_in(output) == ["sft"]
     assert "checkpoint downloaded from s3://bucket/project" in output
@@ -116,13 +117,12 @@ def test_training_that_lost_its_machine_resumes_on_another_bit_for_bit(machine, 
         for file in root.glob("07_workspace/sft/*/metrics.jsonl")
     ]  # fmt: skip
     assert curves[0] == curves[1] and len(curves[0]) == curves[0][-1][0]
-    assert steps(bucket) == []  # of a finished stage
+    assert checkpoints(bucket) == []  # of a finished stage
 
 
-def steps(bucket: Path) -> list[int]:
-    """The step of the checkpoint in the store."""
-    found = bucket.glob("project/checkpoints/sft/*/checkpoint.json")
-    return [int(json.loads(path.read_text())["metrics"]["step"]) for path in found]
+def checkpoints(bucket: Path) -> list[Path]:
+    """The manifests of checkpoints in the store."""
+    return [*bucket.glob("project/checkpoints/sft/*/checkpoint.json")]
 
 
 def working_in(root: Path) -> bool:
