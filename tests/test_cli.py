@@ -18,7 +18,7 @@ from processes import descendants
 from selenium.webdriver.common.by import By
 from waiting import wait_until
 
-from rlhf_pipeline.tracking.mirror import MlflowTracker
+from rlhf_pipeline.tracking.store import VERDICT_TAG, connect, experiment_id
 
 PROJECT = Path(__file__).parents[1]
 
@@ -96,12 +96,10 @@ def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
 def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path, empty_database):
     shutil.copy(empty_database, tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    tracker = MlflowTracker(uri, tmp_path)
-    tracker.describe("full tiny", {})
-    rates, policies = {"gold": {"rate": 0.61, "lower": 0.55, "upper": 0.7}}, {"ppo": {"score": 1.5}}
-    evaluation = {"judge": "gold", "candidate": "ppo", "win_rates": rates, "policies": policies}
-    tracker.log_verdict("f00d", evaluation)
-    tracker.end("FINISHED")
+    client = connect(uri, tmp_path)
+    run = client.create_run(experiment_id(client), tags={VERDICT_TAG: "PPO is better."})
+    for name, value in {"eval/win_rate": 0.61, "eval/score": 1.5}.items():
+        client.log_metric(run.info.run_id, name, value)
     with reserved_port() as port:
         pass
     command = [sys.executable, "-m", "kedro", "rlhf", "ui", f"--port={port}"]

@@ -98,8 +98,7 @@ def runs(
 ) -> list[RunResults]:
     """All runs with a published evaluation, the newest one last."""
     with _opened(project, env, params) as (_, ledger):
-        folders = [ledger.with_files(folder) for folder in ledger.evaluations]
-        return [_results(ledger, folder.parent.name, [folder]) for folder in folders]
+        return [_results(ledger, each.parent.name, [each]) for each in ledger.evaluations]
 
 
 def policy(

@@ -59,7 +59,7 @@ def walked(policy, workspace):
     """The walk, and the tree that it printed."""
     found = [path.parent for path in workspace.glob("*/*/export/manifest.json")]
     places = {content_digest(path): path for folder in found for path in (folder, folder / "sub")}
-    ledger = SimpleNamespace(by_digest=places, workspace=workspace, with_files=Path)
+    ledger = SimpleNamespace(by_digest=places, workspace=workspace)
     walk, tree = Walk(ledger), Tree("champion")
     walk.visit(tree, "policy", policy)
     console = Console(file=io.StringIO(), width=200)

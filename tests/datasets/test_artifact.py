@@ -1,9 +1,7 @@
-"""Artifacts in the catalog: published completely or not, also in a store, and read back."""
+"""Artifacts in the catalog: published completely or not, and read back."""
 
-import logging
 import os
 import re
-from unittest.mock import patch
 from urllib.parse import quote
 
 import pytest
@@ -12,11 +10,9 @@ from kedro.io.core import DatasetError
 
 from rlhf_pipeline.datasets import artifact
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
-from rlhf_pipeline.errors import ArtifactError, StageError
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages.processes import this_process
-from rlhf_pipeline.storage import store
-from rlhf_pipeline.storage.store import Store, StoreError
 
 V1, V2 = "2026-01-01T00.00.00.000Z", "2026-01-02T00.00.00.000Z"
 
@@ -32,18 +28,9 @@ def finished(tmp_path):
     return folder
 
 
-def dataset(tmp_path, save=V1, load=None, **options):
+def dataset(tmp_path, save=V1):
     return ArtifactDataset(
-        filepath=str(tmp_path / "models" / "sft_model"), version=Version(load, save), **options
-    )
-
-
-@pytest.fixture
-def shared(tmp_path):
-    """Makes the data set of a machine that shares a store with others."""
-    url = str(tmp_path / "store")
-    return lambda machine, *version, **load: dataset(
-        tmp_path / machine, *version, **load, store=url
+        filepath=str(tmp_path / "models" / "sft_model"), version=Version(None, save)
     )
 
 
@@ -192,100 +179,16 @@ def test_the_preview_is_a_table_of_the_metrics_by_name(finished, tmp_path):
     }
 
 
-def test_a_version_on_s3_is_read_on_another_machine_with_kedros_credentials(
-    bucket, s3_server, finished, tmp_path, monkeypatch, caplog
-):
+def test_the_entry_of_the_store_takes_credentials_and_shows_none(bucket, s3_server, monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     keys = {"key": "access", "secret": "secret", "client_kwargs": {"endpoint_url": s3_server[0]}}
-    kind, url = "rlhf_pipeline.datasets.artifact", "s3://bucket/models"
-    shared = {"credentials": "s3"}
-
-    def catalog(machine, version):
-        model = {
-            "type": f"{kind}.ArtifactDataset", "filepath": str(tmp_path / machine / "sft_model"),
-            "versioned": True, "store": url,
-        }  # fmt: skip
-        entries = {"sft_model": model, "store": {"type": f"{kind}.StoreDataset", "url": url}}
-        entries = {name: entry | shared for name, entry in entries.items()}
-        return DataCatalog.from_config(entries, {"s3": keys}, save_version=version)
-
-    with caplog.at_level(logging.DEBUG):
-        one = catalog("one", V1)
-        assert not one.exists("sft_model")
-        one.load("store").push(finished, "stages/sft/f.json")
-        sent = {path.name for path in (bucket / "models" / "objects").iterdir()}
-        one.save("sft_model", finished)
-        assert one.load("sft_model") == tmp_path / "one" / "sft_model" / V1 / "sft_model"
-        assert (one.load("sft_model") / "weights").samefile(finished / "weights")
-        # A stage and its version share their files.
-        assert {path.name for path in (bucket / "models" / "objects").iterdir()} == sent
-        assert (bucket / "models" / "versions" / "sft_model" / f"{V1}.json").is_file()
-        two = catalog("two", V2)
-        assert two.exists("sft_model")
-        assert verify(two.load("sft_model")) == verify(finished)
-    assert "'secret'" not in f"{caplog.text} {two['sft_model']} {two['store']}"
+    kind = "rlhf_pipeline.datasets.artifact.StoreDataset"
+    entry = {"type": kind, "url": "s3://bucket/models", "credentials": "s3"}
+    catalog = DataCatalog.from_config({"store": entry}, {"s3": keys})
+    catalog.load("store").check()
+    assert "'secret'" not in str(catalog["store"])
     assert StoreDataset(url=None).load() is None
-
-
-def test_versions_of_other_machines_are_outlines_until_they_are_loaded(shared, finished, tmp_path):
-    for version in (V2, V1):
-        shared("one", version).save(finished)
-    elsewhere = shared("two", "v")
-    found = elsewhere.versions()
-    assert [path.parent.name for path in found] == [V1, V2]
-    names = {path.relative_to(found[0]).as_posix() for path in found[0].rglob("*")}
-    assert names == {"manifest.json", "report.json", "sub"}
-    assert elsewhere.whole(tmp_path) == tmp_path
-    assert (elsewhere.whole(found[0] / "sub") / "more").read_text() == "d"
-    newest = elsewhere.load()
-    assert newest.parent.name == V2
-    first = shared("two", "v", load=V1).load()
-    assert first.parent.name == V1
-    assert (first / "weights").samefile(newest / "weights")  # not downloaded twice
-    verify(elsewhere.versions()[0])
-    assert elsewhere.abandoned() == []
-
-
-def test_an_upload_that_fails_publishes_nothing(shared, finished, tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise StageError("gone")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Store, "write", fail)
-        with pytest.raises(DatasetError) as error:
-            shared("one").save(finished)
-    assert isinstance(error.value.__cause__, StageError)
-    assert not list((tmp_path / "one").rglob("weights"))
-    assert shared("one").versions() == []
-
-
-def test_one_damaged_manifest_does_not_hide_the_other_versions(shared, finished, tmp_path, caplog):
-    for version in (V1, V2):
-        shared("one", version).save(finished)
-    pointer = tmp_path / "store" / "versions" / "sft_model" / f"{V1}.json"
-    pointer.write_text(pointer.read_text()[:100])
-    elsewhere = shared("two", "v")
-    assert [path.parent.name for path in elsewhere.versions()] == [V2]
-    (warning,) = caplog.messages
-    assert warning.startswith(f"a version is left out: {pointer} is damag")
-    assert warning.endswith("Fix: restore or remove it in the store")
-    with pytest.raises(ArtifactError):  # `clean` has to know what it needs
-        elsewhere.versions(strict=True)
-    here = shared("one", "v").versions()  # was published from here
-    assert [path.parent.name for path in here] == [V1, V2]
-
-
-def test_a_disk_that_fills_up_during_a_download_is_named(shared, finished, tmp_path, disk):
-    """As by another program, after the space was found to be enough."""
-    shared("one").save(finished)
-    mine = dataset(disk.path, store=str(tmp_path / "store"))
-    filling = patch.object(store, "require_space", lambda *_: disk.leave(0))
-    with filling, pytest.raises(DatasetError) as error:
-        mine.load()
-    assert isinstance(error.value.__cause__, StageError)
-    assert not isinstance(error.value.__cause__, StoreError)
-    assert f"{V1}.json is not copied: [Errno 28] No space left" in str(error.value.__cause__)
 
 
 def test_a_url_as_filepath_is_refused():

@@ -27,7 +27,7 @@ class DrillConfig(Block):
 SPEC = StageSpec("drill", "drill_program", distributed=False)
 
 PROGRAM = """
-import time
+import json, subprocess, sys, time
 from pathlib import Path
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.program import run_program
@@ -37,14 +37,24 @@ def main(job):
     launches = orders / "launches"
     number = len(launches.read_text().split()) + 1 if launches.exists() else 1
     launches.write_text("x " * number)
+    if (orders / "measure").exists():
+        with job.metrics_file.open("a") as file:
+            for step in (1, 2, 3):
+                record = {"step": step, "total_steps": 3, "time": 0.0, "metrics": {"loss": 1.0}}
+                file.write(json.dumps(record) + "\\n")
     if (orders / "fail").exists():
         raise DataError("ordered to fail")
+    if (orders / "crash").exists():
+        raise RuntimeError("the cause")
+    if (orders / "child").exists():
+        sleep = "import time; time.sleep(900)"
+        subprocess.Popen([sys.executable, "-c", sleep, str(orders / "child")]).wait()
     while (orders / "hold").exists():
         time.sleep(0.05)
     job.export.mkdir()
     (job.export / "result").write_text(f"launch {number}")
     (job.export / "trusts").write_text(str(job.trust_remote_code))
-    return {}
+    return {"loss": 0.25} if (orders / "measure").exists() else {}
 
 run_program(main)
 """
@@ -107,7 +117,7 @@ class Drill:
         return len(file.read_text().split()) if file.exists() else 0
 
     def order(self, name: str, *, given: bool = True) -> None:
-        """Give or withdraw an order: hold, fail."""
+        """Give or withdraw an order: hold, fail, crash, measure, child."""
         (self.root / name).touch() if given else (self.root / name).unlink()
 
 

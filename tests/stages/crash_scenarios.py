@@ -414,10 +414,10 @@ def test_downloads_from_a_store(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     make_checkpoint(elsewhere / "checkpoints", 6)
     (elsewhere / "metrics.jsonl").write_text('{"step": 6}\n')
-    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(elsewhere)).write(elsewhere)
+    files = file_entries(elsewhere)
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {"step": 6.0}, files).write(elsewhere)
     store = Store(str(tmp_path / "store"))
-    shelf = store.below(f"checkpoints/sft/{'f' * 64}")
-    shelf.push(elsewhere, "step-00000006.json")
+    store.below(f"checkpoints/sft/{'f' * 64}").push(elsewhere, "checkpoint.json")
 
     def prepare(root):
         make_checkpoint(stage(root).checkpoints, 2)

@@ -60,17 +60,6 @@ def test_a_forced_stage_runs_once_per_run(drill):
     assert drill.run(force=["drill"]).parent.name == first.parent.name + ".3"
 
 
-def test_each_recipe_of_a_forced_stage_runs_once_and_other_stages_do_not(drill):
-    for value in (1, 2):
-        drill.run(value=value)
-    drill.run(force=["sft", "ppo"])
-    assert drill.launches == 2
-    runner = StageRunner(drill.context(force=["drill"]))
-    for value in (1, 2, 1, 2):
-        runner.run(drill.job(value=value))
-    assert drill.launches == 4
-
-
 def test_a_forced_run_that_fails_leaves_the_finished_result_in_use(drill):
     first = drill.run()
     drill.order("fail")

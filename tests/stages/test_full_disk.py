@@ -61,19 +61,6 @@ def test_a_program_that_fills_the_disk_is_reported_without_its_reason(small, dis
     assert (small.run() / "result").read_text() == "xx"  # the failed attempt's files are removed
 
 
-def test_a_disk_that_fills_up_before_the_program_starts_is_reported(small, disk):
-    """For example because a library writes while it is imported."""
-    text = (
-        "import os, sys\nopen(os.path.dirname(sys.argv[1]) + '/rest', 'wb').write(bytes(2**24))\n"
-    )
-    small.program.write_text(text + small.program.read_text())
-    with pytest.raises(
-        StageError, match="no rank left a reason: No space left on device"
-    ) as caught:
-        small.run()
-    assert "  space    " in str(caught.value)
-
-
 def test_job_and_recipe_are_never_truncated(small, disk):
     """The commands that free space read them."""
     (small.root / "fail").touch()

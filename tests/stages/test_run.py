@@ -4,91 +4,22 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import psutil
 import pytest
 from waiting import once, wait_until
 
-from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages import run
-from rlhf_pipeline.stages.job import Job, RunContext, StageListener, StageSpec
-from rlhf_pipeline.stages.run import StageRunner
-
-SPEC = StageSpec("toy", "toy_program", distributed=False)
 
 
-class ToyConfig(Block):
-    """What the toy stage does."""
-
-    action: str = "work"
-    """work, fail, explain, vanish, sleep or fit."""
-
-    micro_batch_tokens: int = 8
-    """fit: runs out of memory after step 5."""
-
-
-PROGRAM = """
-import json, os, sys, time
-from pathlib import Path
-from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.job import seal
-from rlhf_pipeline.runtime.program import run_program
-
-def main(job):
-    action = job.config["toy"]["action"]
-    with (job.directory / "launches").open("a") as file:
-        file.write("once\\n")
-    with job.metrics_file.open("a") as file:
-        for step in (1, 2, 3):
-            record = {"step": step, "total_steps": 3, "time": 0.0, "metrics": {"loss": 1 / step}}
-            file.write(json.dumps(record) + "\\n")
-    if action == "fail":
-        raise RuntimeError("the cause")
-    if action == "explain":
-        raise DataError("rows.jsonl:3: no chosen answer")
-    if action == "fit":
-        checkpoint = job.checkpoints / "step-00000005"
-        if job.resume_from is None:
-            checkpoint.mkdir(parents=True)
-            seal(checkpoint, {})
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    if action == "vanish":
-        os._exit(0)
-    if action == "sleep":
-        import subprocess
-        mark = str(Path(__file__).with_name("child"))
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)", mark])
-        time.sleep(900)
-    job.export.mkdir()
-    (job.export / "result").write_text("done")
-    return {"loss": 0.25}
-
-run_program(main)
-"""
-
-
-@pytest.fixture
-def toy(tmp_path, monkeypatch):
-    """A stage `toy` whose program runs as one plain process."""
-    (tmp_path / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def run_toy(action="work", *listeners):
-        context = RunContext(tmp_path / "ws", listener=StageListener(*listeners))
-        return StageRunner(context).run(Job(SPEC, {"toy": ToyConfig(action=action)}, {}, 1))
-
-    return run_toy
-
-
-def test_a_stage_runs_once(toy, recorder):
-    first = toy("work", recorder)
+def test_a_stage_runs_once(drill, recorder):
+    drill.order("measure")
+    first = drill.run(listener=recorder)
     made = (first / "result").stat().st_mtime_ns
-    assert toy("work", recorder) == first
+    assert drill.run(listener=recorder) == first
     assert (first / "result").stat().st_mtime_ns == made
     finished = ("FINISHED", {"loss": 0.25})
     progress = [("metrics", step) for step in (1, 2, 3)]
@@ -96,45 +27,29 @@ def test_a_stage_runs_once(toy, recorder):
     assert Manifest.read(first).metrics == {"loss": 0.25}
 
 
-def test_a_failure_shows_the_program_s_reason(toy, recorder, tmp_path):
-    with pytest.raises(StageError):
-        toy("fail")
-    with pytest.raises(StageError) as failure:
-        toy("fail", recorder)
+def test_a_failure_shows_the_reason_of_the_program_and_is_not_retried(drill, recorder):
+    for order in ("measure", "crash"):
+        drill.order(order)
+    for launches in (1, 2):
+        with pytest.raises(StageError) as failure:
+            drill.run(listener=recorder)
+        assert drill.launches == launches
     message = str(failure.value)
-    assert "stage toy failed after" in message
-    assert "exit code 1" in message
-    assert "RuntimeError: the cause" in message
-    assert "toy_program" in message and "program.log" in message
+    for part in ("stage drill failed after", "exit code 1", "RuntimeError: the cause"):
+        assert part in message
+    assert "drill_program" in message and "program.log" in message
     assert recorder.heard[-1] == ("FAILED", {})
-    (metrics,) = (tmp_path / "ws" / "toy").glob("*/metrics.jsonl")
+    (metrics,) = drill.root.glob("workspace/drill/*/metrics.jsonl")
     assert len(metrics.read_text().splitlines()) == 3  # those of the second attempt
-    with pytest.raises(StageError, match=r"rank0: rows\.jsonl:3: no chosen answer") as explained:
-        toy("explain")
+    drill.order("fail")
+    with pytest.raises(StageError, match="rank0: ordered to fail") as explained:
+        drill.run()
     assert "Traceback" not in str(explained.value)
 
 
-def test_exit_code_zero_without_a_manifest_is_a_failure(toy):
-    with pytest.raises(StageError, match="exit code 0 but no manifest"):
-        toy("vanish")
-
-
-def test_an_out_of_memory_error_names_the_parameters_to_change(toy):
-    with pytest.raises(StageError) as failure:
-        toy("fit")
-    assert "  cause    a GPU ran out of memory\n" in str(failure.value)
-    assert "  fix      Lower toy.micro_batch_tokens (8).\n" in str(failure.value)
-    assert "(this stage resumes after step 5)" in str(failure.value)
-
-
-def test_other_failures_are_not_retried(toy, tmp_path):
-    with pytest.raises(StageError):
-        toy("fail")
-    assert len(next((tmp_path / "ws" / "toy").glob("*/launches")).read_text().splitlines()) == 1
-
-
-def test_a_signal_ends_the_program_and_its_children(toy, recorder, tmp_path):
-    mark = str(tmp_path / "child")
+def test_a_signal_ends_the_program_and_its_children(drill, recorder):
+    drill.order("child")
+    mark = str(drill.root / "child")
 
     def children():
         """Those of this test: other tests run beside it."""
@@ -147,7 +62,7 @@ def test_a_signal_ends_the_program_and_its_children(toy, recorder, tmp_path):
 
     try:
         with once(children, interrupt), pytest.raises(Interrupted, match="SIGTERM"):
-            toy("sleep", recorder)
+            drill.run(listener=recorder)
         assert recorder.heard[-1] == ("KILLED", {})
         wait_until(lambda: not children())
     finally:

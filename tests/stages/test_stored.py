@@ -18,7 +18,7 @@ from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
-from rlhf_pipeline.stages.job import StageListener, StageRun
+from rlhf_pipeline.stages.job import StageListener, StageRun, StageStore
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.stages.stored import StoredStages
 from rlhf_pipeline.storage.store import Store
@@ -92,36 +92,12 @@ def test_a_forced_stage_does_not_come_from_the_store_and_replaces_it(drill, stor
 
 def test_a_stage_that_was_finished_without_a_store_is_uploaded(drill, store, tmp_path):
     context = machine(drill, store, "one")
-    StageRunner(replace(context, stored=None, listener=StageListener())).run(drill.job())
+    StageRunner(replace(context, stored=StageStore(), listener=StageListener())).run(drill.job())
     assert not (tmp_path / "store").exists()
     run(drill, store, "one")
     shutil.rmtree(tmp_path / "one")
     run(drill, store, "one")
     assert drill.launches == 1
-
-
-def test_a_pointer_to_another_recipe_is_not_reused_and_the_run_replaces_it(
-    drill, store, caplog, tmp_path
-):
-    """As after a restored, copied or swapped file of the store."""
-    other = machine(drill, store, "one")
-    StageRunner(other).run(drill.job(value=2))
-    other.stored.close()
-    swapped = pointer(tmp_path).read_text()
-    run(drill, store, "one")
-    (mine,) = (p for p in (tmp_path / "store/stages/drill").iterdir() if p.read_text() != swapped)
-    mine.write_text(swapped)
-    two = machine(drill, store, "two")
-    planner = Planner(two)
-    planner.run(drill.job())
-    assert [stage.state for stage in planner.stages.values()] == ["run"]
-    with caplog.at_level(logging.WARNING):
-        made = StageRunner(two).run(drill.job())
-    two.stored.close()
-    assert (made / "result").read_text() == "launch 3"
-    assert "found the manifest of recipe" in warnings(caplog)[-1]
-    assert "of stage drill, expected another recipe. Fix: remove it in" in warnings(caplog)[-1]
-    assert (run(drill, store, "three") / "result").read_text() == "launch 3"
 
 
 @pytest.mark.parametrize("damage", ["cut", "of another recipe"])
@@ -137,6 +113,9 @@ def test_a_damaged_pointer_is_mended_by_the_machine_that_has_the_artifact(
         folder.mkdir()
         Manifest("drill", "e" * 64, 1, {}, {}, {}, {}, {}).write(folder)
         pointer(tmp_path).write_text((folder / "manifest.json").read_text())
+    planner = Planner(machine(drill, store, "two"))
+    planner.run(drill.job())
+    assert [stage.state for stage in planner.stages.values()] == ["run"]
     run(drill, store, "one")
     assert drill.launches == 1
     assert pointer(tmp_path).read_text() == whole
@@ -181,23 +160,15 @@ def test_a_store_that_fails_costs_no_result_and_the_run_says_so(drill, store, ca
     assert warnings(caplog) == [
         "training continues, the upload is tried again: s3://x: found OSError: gone. Fix: start it"
     ]
+    context = machine(drill, broken, "one")
+    assert StageRunner(context).run(drill.job()) == export  # reused, and uploaded again
+    wait_until(lambda: len(warnings(caplog)) > 1)
     broken.broken = False
-    assert run(drill, broken, "one") == export
+    wait_until(lambda: len(warnings(caplog)) > 2)
+    assert warnings(caplog)[2] == f"{tmp_path}/store: uploads work again"
+    context.stored.close()
     assert run(drill, store, "two") != export
     assert drill.launches == 1
-
-
-def test_an_upload_is_tried_again_during_the_run(drill, store, caplog, tmp_path):
-    broken = Broken(store.url)
-    context = machine(drill, broken, "one")
-    with caplog.at_level(logging.WARNING):
-        StageRunner(context).run(drill.job())
-        wait_until(lambda: warnings(caplog))
-        broken.broken = False
-        wait_until(lambda: len(warnings(caplog)) > 1)
-    assert warnings(caplog)[1] == f"{tmp_path}/store: uploads work again"
-    assert pointer(tmp_path).is_file()
-    context.stored.close()
 
 
 def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_path):
@@ -264,8 +235,8 @@ def save(run, step, best=None):
         shutil.rmtree(old)
 
 
-def steps(store, run):
-    return store.below(f"checkpoints/sft/{run.fingerprint}").names(suffix=".json")
+def newest(store, run):
+    return StoredStages(store, run.directory).newest_step(run)
 
 
 def upload(stored, run, *made):
@@ -278,37 +249,15 @@ def upload(stored, run, *made):
     stored.close()
 
 
-def test_two_sources_of_one_name_are_both_uploaded(store, tmp_path):
-    """Also if a later run reuses both."""
-    runs = []
-    for key in "ab":
-        directory = tmp_path / "one" / "source" / (key * 16)
-        (directory / "export").mkdir(parents=True)
-        (directory / "export" / "rows").write_text(key)
-        files = file_entries(directory / "export")
-        Manifest("source", key * 64, 1, {}, {}, {}, {}, files).write(directory / "export")
-        config = {"source": {"name": "files", "path": f"{key}.jsonl"}}
-        runs.append(StageRun("source", key * 64, 1, config, {}, {}, directory, 60.0))
-    for cached in (False, True):
-        stored = StoredStages(store, tmp_path / "one")
-        for each in runs:
-            each = replace(each, cached=cached)
-            stored.stage_started(each)
-            stored.stage_ended(each, "FINISHED", {})
-        stored.close()
-        assert store.names("stages/source") == [f"stages/source/{key * 64}.json" for key in "ab"]
-        store.remove(store.names("stages/source"))
-
-
 def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp_path):
     (training.checkpoints / "best-00000007").mkdir(parents=True)  # an evaluation writes it
     (training.checkpoints / "best-00000007" / "weights").write_text("half")
     (training.checkpoints / "best-00000008.partial").mkdir()
     upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
-    assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
+    assert newest(store, training) == 6
     objects = {path.read_text() for path in (tmp_path / "store").rglob("objects/*")}
-    assert {"state 4", "state 6", "best 1", "best 5"} < objects
-    assert "state 2" not in objects
+    assert {"state 6", "best 1", "best 5"} < objects
+    assert not objects & {"state 2", "state 4"}
     other = stage_run(tmp_path / "two")
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 6
     assert (checkpoint_path(other.checkpoints, 6) / "policy" / "rank0").read_text() == "state 6"
@@ -335,13 +284,6 @@ def test_a_download_that_was_cut_off_between_its_two_moves_is_repeated(
     assert other.metrics_file.is_file() and not other.checkpoints.exists()
     assert stored.fetch_checkpoint(other, None) == 2
     assert [path.name for path in other.checkpoints.iterdir()] == ["step-00000002"]
-
-
-def test_the_last_checkpoint_of_an_interrupted_stage_is_uploaded(store, training, tmp_path):
-    save(training, 3)
-    upload(StoredStages(store, tmp_path / "one"), training)
-    assert steps(store, training) == ["step-00000003.json"]
-    assert not (training.directory / "upload").exists()
 
 
 def test_training_may_remove_what_it_no_longer_needs_meanwhile(
@@ -373,44 +315,35 @@ def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
 
 def test_two_machines_may_upload_checkpoints_of_one_recipe(store, training, tmp_path):
     """The other one has sent its objects, and its manifest follows."""
-    theirs, shelf = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
+    theirs, place = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
     upload(StoredStages(Store(str(tmp_path / "sent")), tmp_path / "two"), theirs, (8, None))
-    sent, here = tmp_path / "sent" / shelf, tmp_path / "store" / shelf
+    sent, here = tmp_path / "sent" / place, tmp_path / "store" / place
     shutil.copytree(sent / "objects", here / "objects")
-    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
-    shutil.copy(sent / "step-00000008.json", here)
-    assert "state 2" not in {path.read_text() for path in here.glob("objects/*")}
+    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None))
+    shutil.copy(sent / "checkpoint.json", here)
     third = stage_run(tmp_path / "three")
     assert StoredStages(store, tmp_path / "three").fetch_checkpoint(third, None) == 8
 
 
-def test_a_damaged_manifest_does_not_keep_checkpoints_from_leaving(store, training, tmp_path):
-    upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
-    store.write(f"checkpoints/sft/{training.fingerprint}/step-00000002.json", "{")
-    upload(StoredStages(store, tmp_path / "one"), training, (6, None))
-    assert steps(store, training) == ["step-00000004.json", "step-00000006.json"]
-
-
-def test_a_damaged_checkpoint_in_the_store_is_skipped(store, training, tmp_path, caplog):
-    upload(StoredStages(store, tmp_path / "one"), training, (2, None), (4, None))
-    for path in (tmp_path / "store").rglob("objects/*"):
-        path.write_text(path.read_text().replace("state 4", "state 5"))
-    other = stage_run(tmp_path / "two")
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
-    (warning,) = warnings(caplog)
-    assert warning.startswith("stage sft: a copy in the store is not used: ")
-    assert "(checkpoints/step-00000004/policy/rank0): found 7 bytes with" in warning
-
-
-def test_a_checkpoint_that_was_damaged_before_its_upload_is_skipped(store, training, tmp_path):
-    upload(StoredStages(store, tmp_path / "one"), training, (2, None))
-    save(training, 4)
-    (checkpoint_path(training.checkpoints, 4) / "policy" / "rank0").write_text("damage4")
+@pytest.mark.parametrize("damaged", ["manifest", "object", "before its upload"])
+def test_a_damaged_checkpoint_is_not_used_and_the_next_one_replaces_it(
+    store, training, tmp_path, caplog, damaged
+):
+    save(training, 2)
+    if damaged == "before its upload":
+        (checkpoint_path(training.checkpoints, 2) / "policy" / "rank0").write_text("damage2")
     upload(StoredStages(store, tmp_path / "one"), training)
-    assert steps(store, training)[-1] == "step-00000004.json"
+    if damaged == "manifest":
+        store.write(f"checkpoints/sft/{training.fingerprint}/checkpoint.json", "{")
+    if damaged == "object":
+        for path in (tmp_path / "store").rglob("objects/*"):
+            path.write_text(path.read_text().replace("state 2", "state 3"))
     other = stage_run(tmp_path / "two")
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 2
-    assert [path.name for path in list_checkpoints(other.checkpoints)] == ["step-00000002"]
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, 1) == 1
+    assert not other.checkpoints.exists()
+    assert len(warnings(caplog)) == (damaged != "manifest")
+    upload(StoredStages(store, tmp_path / "one"), training, (4, None))
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
 
 
 def test_the_checkpoints_of_a_finished_stage_leave_the_store(drill, store, tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ def uri(tmp_path, empty_database):
 
 
 @pytest.fixture
-def client(uri, tmp_path):
+def client(uri, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     return connect(uri, tmp_path)
 
 

@@ -1,11 +1,9 @@
 """Versions and the champion of a registered model, in a real database and on a real server."""
 
-import os
 import re
 import shutil
 
 import pytest
-from waiting import wait_until
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
@@ -14,7 +12,6 @@ from rlhf_pipeline.tracking.registry import (
     find_version,
     local_folder,
     registration,
-    registry,
 )
 from rlhf_pipeline.tracking.store import DIGEST_TAG, experiment_id
 
@@ -114,8 +111,7 @@ def crown(client, folder, **origin):
 
 
 @pytest.fixture
-def find(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+def find(client, tmp_path):
     return lambda candidate: find_champion("policy", candidate, tmp_path, tmp_path / "downloads")
 
 
@@ -194,23 +190,3 @@ def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypat
         assert found.fault is None
         assert (found.folder / "model.safetensors").read_text() == "old"
     assert len(list((tmp_path / "downloads").iterdir())) == 1
-
-
-def test_a_store_that_is_silent_is_named_after_seconds(client, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
-    monkeypatch.setattr("rlhf_pipeline.tracking.registry.SILENT_S", 0.01)
-    with registry(tmp_path, "a version"):
-        wait_until(lambda: "has not returned a version yet" in caplog.text)
-    monkeypatch.setattr("rlhf_pipeline.tracking.registry.SILENT_S", 60.0)
-    with registry(tmp_path, "the champion"):
-        pass
-    assert "the champion" not in caplog.text
-
-
-def test_a_lookup_does_not_wait_long_and_a_download_does(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
-    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
-    monkeypatch.delenv(name, raising=False)
-    for how, seconds in (({}, "10"), ({"uploads": True}, None)):
-        with registry(tmp_path, "a version", **how):
-            assert os.environ.get(name) == seconds

@@ -15,7 +15,6 @@ from rlhf_pipeline.tracking.store import (
     connect,
     experiment_id,
     find_run,
-    is_server,
     tracking_uri,
 )
 
@@ -41,29 +40,6 @@ def test_a_store_that_mlflow_does_not_have_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="did you mean postgresql") as caught:
         tracking_uri(tmp_path)
     assert "canary" not in str(caught.value)
-
-
-def test_only_http_is_a_server():
-    assert is_server("http://tracking:5000")
-    assert is_server("https://tracking")
-    assert not is_server("sqlite:////project/mlflow.db")
-    assert not is_server("postgresql://host/database")
-
-
-def test_importing_the_package_does_not_import_mlflow():
-    program = (
-        "import sys, rlhf_pipeline.tracking.store, rlhf_pipeline.tracking.mirror;"
-        "import rlhf_pipeline.tracking.registration;"
-        "print('mlflow' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "False\n"
 
 
 def test_artifacts_are_beside_the_database(client, tmp_path):

@@ -29,7 +29,7 @@ def clean(ledger: Ledger, console: Console, yes: bool, unfinished: bool) -> None
     """
     workspace, datasets = ledger.workspace, ledger.datasets.values()
     show = partial(console.print, highlight=False, soft_wrap=True)
-    published = [path for dataset in datasets for path in dataset.versions(strict=True)]
+    published = [path for dataset in datasets for path in dataset.versions()]
     partials = [path for dataset in datasets for path in dataset.abandoned()]
     replies = [path for path in (workspace / JUDGE_REPLIES,) if path.is_dir()]
     used = [time.strftime("%Y-%m-%d %H:%M", time.localtime(p.stat().st_mtime)) for p in replies]

@@ -36,7 +36,6 @@ from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import register_evaluated
 from rlhf_pipeline.tracking.registry import TOKENS, find_champion
 from rlhf_pipeline.tracking.store import tracking_uri
-from rlhf_pipeline.verdict.comparison import read_evaluation
 from rlhf_pipeline.verdict.page import evaluation_page
 
 
@@ -114,9 +113,7 @@ def evaluate(
         text = evaluation_page(evaluation, folders.values(), results.get("registration"))
         results["evaluation_page"] = evaluation.with_name(f"{evaluation.name}.html")
         write_atomically(results["evaluation_page"], text)
-        fingerprint = Manifest.read(evaluation).fingerprint
-        tracker.log_verdict(fingerprint, read_evaluation(evaluation))
-        tracker.log_page(fingerprint, text)
+        tracker.log_page(Manifest.read(evaluation).fingerprint, text)
     print_results(results, console, click.get_current_context().meta[ENV])
 
 

@@ -55,7 +55,6 @@ class Walk:
 
     def visit(self, branch: Tree, name: str, folder: Path) -> None:
         """Add an artifact, or a folder in one, and its inputs below it."""
-        folder = self.ledger.with_files(folder)
         artifact = artifact_of(folder) or folder
         manifest = Manifest.read(artifact)
         label = escape(printable(f"{name}: {manifest.stage} {manifest.fingerprint[:8]}"))

@@ -1,6 +1,5 @@
 """Finished artifacts, pages and the store in the Kedro catalog."""
 
-import logging
 import os
 import re
 import shutil
@@ -15,22 +14,16 @@ from kedro_datasets._typing import TablePreview  # what Kedro-Viz knows
 
 from rlhf_pipeline.errors import ArtifactError, without_secrets
 from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
-from rlhf_pipeline.runtime.manifest import NAME, Manifest
+from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.processes import may_run, this_process
 from rlhf_pipeline.storage.store import Store, link_or_copy
-
-logger = logging.getLogger(__name__)
-
-OUTLINES = ".outlines"  # folder beside the versions: those in the store, never loaded here
 
 
 class PathDataset(AbstractVersionedDataset[Any, Path]):
     """Versions of a file or a directory in a local folder, loaded as the path of one of them."""
 
     _version: Version | None
-    store: Store | None = None
-    """A store that has versions as well; None: all are local."""
 
     def __init__(
         self,
@@ -44,7 +37,7 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
         if protocol != "file":
             raise DatasetError(
                 f"{without_secrets(filepath)}: found a URL as `filepath`, expected a local folder. "
-                "Fix: set `filepath` to a folder, and `store` to the URL of the store"
+                "Fix: set `filepath` to a folder; the parameter `store` shares results"
             )
         self.folder = Path(path)
         """The folder of the versions."""
@@ -54,7 +47,7 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
         """The path of this run's version, of the pinned version, or of the newest one."""
         return Path(str(self._get_load_path()))
 
-    def versions(self, *, strict: bool = False) -> list[Path]:
+    def versions(self) -> list[Path]:
         """All published versions, oldest first."""
         return sorted(self.folder.glob(f"*/{self.folder.name}"))
 
@@ -72,7 +65,7 @@ class PathDataset(AbstractVersionedDataset[Any, Path]):
             self._version = Version(target.parent.name, target.parent.name)
 
     def _exists(self) -> bool:
-        return bool(self._exists_function(str(self._get_load_path())))
+        return Path(str(self._get_load_path())).exists()
 
     def _describe(self) -> dict[str, Any]:
         return {"filepath": self._filepath, "version": self._version}
@@ -93,51 +86,7 @@ class ArtifactDataset(PathDataset):
 
     Saving creates a version of hard links: its files share their bytes with the work directory, so
     treat them as read-only. An interrupted run leaves no version.
-
-    With `store`, the URL of a store, versions are saved there as well, and those of other machines
-    are copied when they are loaded. `credentials` and `fs_args` are options of its file system.
     """
-
-    def __init__(
-        self,
-        *,
-        filepath: str,
-        version: Version | None = None,
-        store: str | None = None,
-        credentials: dict[str, Any] | None = None,
-        fs_args: dict[str, Any] | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(filepath=filepath, version=version, metadata=metadata)
-        if store is not None:
-            self.store = Store(store, **(fs_args or {}), **(credentials or {}))
-            self._exists_function = lambda path: (
-                Path(path).exists() or Path(path).parent.name in self._stored()
-            )
-
-    def load(self) -> Path:
-        """The path as above, copied from the store if necessary.
-
-        Raises ArtifactError if the version is damaged there.
-        """
-        path = Path(str(self._get_load_path()))
-        return path if self.store is None or path.exists() else self._fetch(path.parent.name)
-
-    def versions(self, *, strict: bool = False) -> list[Path]:
-        """All published versions, oldest first; the outline of those that were never loaded here.
-
-        One whose manifest is damaged in the store is left out and reported, or raises ArtifactError
-        if `strict`. See `Store.pull`.
-        """
-        found = {path.parent.name: path for path in super().versions()}
-        for name in sorted({*self._stored()} - found.keys()):
-            try:
-                found[name] = self._fetch(name, outline=True)
-            except ArtifactError as error:
-                if strict:
-                    raise
-                logger.warning("a version is left out: %s", error)
-        return [found[name] for name in sorted(found)]
 
     def save(self, data: Path) -> None:
         try:
@@ -145,8 +94,6 @@ class ArtifactDataset(PathDataset):
         except ArtifactError as error:
             raise DatasetError(str(error)) from error
         target = Path(str(self._get_save_path()))
-        if self.store is not None:
-            self.store.push(data, self._pointer(target.parent.name))
         owner = quote(this_process(), safe="@")
         partial = target.with_name(f"{target.name}.{owner}.partial")  # not a version
         what = f"stage {manifest.stage} is finished in {data} but not published as {target}"
@@ -172,46 +119,12 @@ class ArtifactDataset(PathDataset):
         columns = ["metric", "value"]
         return TablePreview({"index": [*range(len(rows))], "columns": columns, "data": rows})
 
-    def whole(self, path: Path) -> Path:
-        """The path with its files, if it is an outline of `versions` or in one: downloads them."""
-        outlines = self.folder / OUTLINES
-        if not path.is_relative_to(outlines):
-            return path
-        version, _, *below = path.relative_to(outlines).parts
-        return self._fetch(version).joinpath(*below)
-
     def abandoned(self) -> list[Path]:
         """Directories of interrupted publications."""
         name = f"{self.folder.name}."
         found = sorted(self.folder.glob(f"*/{name}*[0-9].partial"))
         owners = {path: unquote(path.stem.removeprefix(name)) for path in found}
         return [path for path in found if not may_run(owners[path], path.stat().st_mtime)]
-
-    def _get_versions(self) -> list[str]:
-        """Kedro's list of the versions, newest first."""
-        stored = (str(self._get_versioned_path(name)) for name in self._stored())
-        return sorted({*super()._get_versions(), *stored}, reverse=True)
-
-    def _stored(self) -> list[str]:
-        if self.store is None:
-            return []
-        names = self.store.names(f"versions/{self.folder.name}", ".json")
-        return [PurePosixPath(name).stem for name in names]
-
-    def _pointer(self, version: str) -> str:
-        return f"versions/{self.folder.name}/{version}.json"
-
-    def _fetch(self, version: str, *, outline: bool = False) -> Path:
-        """Copy a version from the store unless it is here; return its path."""
-        assert self.store is not None
-        name, pointer = self.folder.name, self._pointer(version)
-        target = (self.folder / OUTLINES if outline else self.folder) / version / name
-        copies = [path.parent for path in self.folder.glob(f"*/{name}/{NAME}")]
-        if (manifest := self.store.manifest(pointer)) is None:
-            raise DatasetError(f"{self.store.name}/{pointer}: found nothing, expected a manifest")
-        with explain_full_disk(f"{self.store.name}/{pointer} is not copied", target):
-            self.store.pull(manifest, target, copies, outline=outline)
-        return target
 
 
 class StoreDataset(AbstractDataset[None, Store | None]):

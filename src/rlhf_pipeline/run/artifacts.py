@@ -117,8 +117,7 @@ class Ledger:
 
         context = run_context(self.catalog, ProgressDisplay(Console(stderr=True)), *self.listeners)
         yield StageRunner(context)
-        if context.stored is not None:
-            context.stored.close()
+        context.stored.close()
 
     def folder(self, name: str) -> Path:
         """The artifact that a version, an alias or a path names.
@@ -154,12 +153,6 @@ class Ledger:
         verify(folder)
         return folder
 
-    def with_files(self, folder: Path) -> Path:
-        """The folder of an artifact, or a folder in it; the files of an outline are downloaded."""
-        for dataset in self.datasets.values():
-            folder = dataset.whole(folder)
-        return folder
-
     def ancestors(self, folder: Path) -> Iterator[tuple[Path, Manifest]]:
         """An artifact, and all artifacts that it was made from and that are here, once each."""
         waiting, seen = [folder], set()
@@ -184,7 +177,7 @@ class Ledger:
                     own = source.removesuffix("_model")
                     if own not in read_evaluation(path, earlier=True)["policies"]:
                         own = BASE_MODEL
-                    found.append((self.with_files(path), own))
+                    found.append((path, own))
         found.sort(key=lambda each: (each[0] / NAME).stat().st_mtime_ns, reverse=True)
         return Policy(name, policy.stage, made_from, tuple(found), folder)
 
@@ -195,12 +188,12 @@ class Ledger:
         """
         chosen = [folder for folder in self.evaluations if name in (None, folder.parent.name)]
         if chosen:
-            return self.with_files(chosen[-1])
+            return chosen[-1]
         if name is None:
             raise ArtifactError("found no published evaluation. Fix: `kedro run --pipeline=full`")
         folder = self.folder(name)
         if (folder / EVALUATION).is_file():
-            return self.with_files(folder)
+            return folder
         of_policy = [evaluation for evaluation, _ in self.policy(name).evaluations]
         if not of_policy:
             raise ArtifactError(
@@ -208,7 +201,7 @@ class Ledger:
                 "`kedro rlhf runs` lists"
             )
         published = [each for each in self.evaluations if each in of_policy]
-        return self.with_files([of_policy[0], *published][-1])
+        return [of_policy[0], *published][-1]
 
     def beside(self, evaluation: Path, kind: str) -> Path | None:
         """Where the run that published an evaluation publishes its page or its registration."""

@@ -29,7 +29,13 @@ from rlhf_pipeline.pipelines.table import (
     stage_specs,
 )
 from rlhf_pipeline.run.config_loader import check_environment
-from rlhf_pipeline.stages.job import RunContext, StageListener, Status, forced_stages
+from rlhf_pipeline.stages.job import (
+    RunContext,
+    StageListener,
+    StageStore,
+    Status,
+    forced_stages,
+)
 
 if TYPE_CHECKING:
     from rlhf_pipeline.tracking.mirror import MlflowTracker
@@ -45,14 +51,14 @@ def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunConte
     from rlhf_pipeline.stages.stored import StoredStages
 
     workspace, store = Path(catalog.load("workspace")), catalog.load("store")
-    stored = None if store is None else StoredStages(store, workspace)
+    stored = StageStore() if store is None else StoredStages(store, workspace)
     return RunContext(
         workspace=workspace,
         launch=catalog.load("params:launch"),
         progress=catalog.load("params:progress"),
         forced=forced_stages(catalog.load("parameters").get("force"), stage_specs()),
         trust_remote_code=catalog.load("params:base_model").trust_remote_code,
-        listener=StageListener(*listeners, *([] if stored is None else [stored])),
+        listener=StageListener(*listeners, stored),
         stored=stored,
     )
 
@@ -179,13 +185,9 @@ class RecordHook:
         self.tracker.describe(run_name(run_params), tags, chosen)
 
     @hook_impl
-    def before_node_run(self) -> None:
-        """Send to MLflow what an outage held back: the registration needs it."""
-        self.tracker.catch_up()
-
-    @hook_impl
     def after_node_run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        """Log the verdict and the page; a run that only registers opens its MLflow run here."""
+        """Send what an outage held back, which the registration needs, and log the page. A run that
+        only registers opens its MLflow run here."""
         from rlhf_pipeline.runtime.manifest import Manifest
         from rlhf_pipeline.verdict.comparison import read_evaluation
         from rlhf_pipeline.verdict.words import summary
@@ -194,9 +196,7 @@ class RecordHook:
         kinds = kinds_of_results()
         for name, output in outputs.items():
             if kinds.get(name) == "evaluation":
-                evaluation = read_evaluation(output)
-                self._verdict = summary(evaluation)
-                self.tracker.log_verdict(Manifest.read(output).fingerprint, evaluation)
+                self._verdict = summary(read_evaluation(output))
             if kinds.get(name) == "evaluation_page":
                 (folder,) = [inputs[one] for one in inputs if kinds.get(one) == "evaluation"]
                 self.tracker.log_page(Manifest.read(folder).fingerprint, output)
@@ -258,14 +258,12 @@ class RunHook:
             if isinstance(result, Path | str):
                 results[name] = catalog.load(name)  # the published copy
         print_results(results, self._console, run_params.get("env"))
-        if self._stages.stored is not None:
-            self._stages.stored.close()
+        self._stages.stored.close()
 
     @hook_impl
     def on_pipeline_error(self) -> None:
         """Wait for uploads."""
-        if self._stages.stored is not None:
-            try:
-                self._stages.stored.close()
-            except StageError as fault:  # the error that ended the run is reported
-                logger.warning("%s", fault.message)
+        try:
+            self._stages.stored.close()
+        except StageError as fault:  # the error that ended the run is reported
+            logger.warning("%s", fault.message)

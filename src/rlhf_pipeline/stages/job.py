@@ -1,10 +1,11 @@
-"""What a stage is, a job of it, its run, and what all stages of one `kedro run` share."""
+"""The driver's records: a stage, a job of it, its run, and what all stages of one `kedro run`
+share; and the listeners that follow the stages."""
 
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
@@ -14,9 +15,6 @@ from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob, title
 from rlhf_pipeline.stages.cache.workspace import RECIPE
-
-if TYPE_CHECKING:
-    from rlhf_pipeline.stages.stored import StoredStages
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 TRAINING_LIBRARIES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "peft")
@@ -139,6 +137,29 @@ class StageListener:
             listener.stage_ended(run, status, metrics)
 
 
+class StageStore(StageListener):
+    """Copies of stages for other machines. This one has none; see `stored.StoredStages`."""
+
+    def manifest_copy(self, run: StageRun) -> Path | None:
+        """A folder with a copy of the artifact's manifest; None if there is no artifact."""
+        return None
+
+    def fetch(self, run: StageRun) -> bool:
+        """Download the finished artifact of a recipe into its work directory, if there is one."""
+        return False
+
+    def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
+        """The step to resume from. Downloads the newest checkpoint if `local` is an older step."""
+        return local
+
+    def newest_step(self, run: StageRun) -> int | None:
+        """The step of the newest checkpoint; None without one."""
+        return None
+
+    def close(self) -> None:
+        """Wait for the uploads. Raises StageError with those that failed."""
+
+
 @dataclass(frozen=True)
 class RunContext:
     """One `kedro run`, or one `kedro rlhf status`."""
@@ -154,7 +175,7 @@ class RunContext:
     """Published inputs of the run that other parameters made, with the changes: the parameter
     `inputs` accepts them."""
     listener: StageListener = field(default_factory=StageListener)  # follows every stage
-    stored: "StoredStages | None" = None  # the copies in a store; it is also a listener
+    stored: StageStore = field(default_factory=StageStore)  # it is also a listener
 
 
 def forced_stages(value: Any, known: Collection[str]) -> frozenset[str]:

@@ -61,7 +61,7 @@ class StageRunner:
         ):
             finished = _finished(run)
             forced = run.stage in context.forced and run.fingerprint not in self._launched
-            if finished is None and not forced and context.stored is not None:
+            if finished is None and not forced:
                 new = replace(run, directory=next_directory(run.directory, None))
                 finished = new.directory if context.stored.fetch(new) else None
             if finished is not None and not forced:
@@ -91,8 +91,7 @@ def _attempt(job: Job, run: StageRun, context: RunContext) -> Path:
             run.metrics_file.rename(run.checkpoints / run.metrics_file.name)
         damaged = set_aside(run.checkpoints)
         logger.warning("stage %s: found no valid checkpoint; all are in %s", run.stage, damaged)
-    if context.stored is not None:
-        resume_from = context.stored.fetch_checkpoint(run, resume_from)
+    resume_from = context.stored.fetch_checkpoint(run, resume_from)
     if resume_from is None:  # training makes all of it again
         shutil.rmtree(run.checkpoints, ignore_errors=True)
         run.metrics_file.unlink(missing_ok=True)

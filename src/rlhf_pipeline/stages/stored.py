@@ -1,7 +1,7 @@
 """Copies of finished stages, and of checkpoints of the running one, in a store for other machines.
 
-    stages/<stage>/<fingerprint>.json                     manifest of a finished stage
-    checkpoints/<stage>/<fingerprint>/step-00000012.json  checkpoint of an unfinished one
+    stages/<stage>/<fingerprint>.json                  manifest of a finished stage
+    checkpoints/<stage>/<fingerprint>/checkpoint.json  newest checkpoint of an unfinished one
 
 A thread of the driver uploads, so training never waits. A store that fails costs one warning for
 each outage. The upload is tried again, and a stage that finds no store runs here.
@@ -10,7 +10,7 @@ each outage. The upload is tried again, and a stage that finds no store runs her
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,18 @@ from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.files import put_in_place
 from rlhf_pipeline.runtime.job import checkpoint_path, newest_step, newest_valid_step
 from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest, file_entries
-from rlhf_pipeline.stages.cache.workspace import is_finished
-from rlhf_pipeline.stages.job import StageListener, StageRun, Status, write_job
+from rlhf_pipeline.stages.job import StageRun, StageStore, Status, write_job
 from rlhf_pipeline.storage.store import OBJECTS, Store, StoreError, link_or_copy
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2
-"""Checkpoints of an unfinished stage in the store; one of them is whole at any time."""
+CHECKPOINT = "checkpoint.json"
 POLL_S, RETRY_S = 1.0, 20.0
 """Seconds between two looks for a new checkpoint, and between two attempts to reach the store."""
-OUTLINES = ".store"  # folder of the workspace: stages that only the store contains
+MANIFEST_COPIES = ".store"  # folder of the workspace: stages that only the store contains
 
 
-class StoredStages(StageListener):
+class StoredStages(StageStore):
     """Downloads what a stage needs, and uploads what it makes.
 
     Machines that share a store do not wait for each other: if two run the same recipe, both train.
@@ -51,18 +49,14 @@ class StoredStages(StageListener):
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def outline(self, run: StageRun) -> Path | None:
-        """A folder with the outline of the artifact; None if the store has none."""
-        folder = self._workspace / OUTLINES / run.stage / run.fingerprint[:16]
-        found = _pull(run, self._store, _pointer(run), folder / "export", outline=True)
+    def manifest_copy(self, run: StageRun) -> Path | None:
+        folder = self._workspace / MANIFEST_COPIES / run.stage / run.fingerprint[:16]
+        found = _pull(run, self._store, _key(run), folder / "export", without_weights=True)
         return folder if found else None
 
     def fetch(self, run: StageRun) -> bool:
-        """Download the finished artifact of a recipe into its work directory, if there is one."""
         with self._without_the_store(run):
-            exports = self._workspace.glob("*/*/export")
-            near = (path for path in exports if is_finished(path.parent))
-            if not _pull(run, self._store, _pointer(run), run.export, near=near):
+            if not _pull(run, self._store, _key(run), run.export):
                 return False
             write_job(run)
             if (run.export / CURVES).is_file():  # for the tracker
@@ -72,17 +66,14 @@ class StoredStages(StageListener):
         return False
 
     def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
-        """The step to resume from. Downloads the newest checkpoint if `local` is an older step."""
         with self._without_the_store(run):
-            shelf, folder = self._shelf(run), run.directory / "download"
-            for name in reversed(shelf.names(suffix=".json")):
-                if _step(name) <= (local or 0):
-                    break
-                shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
-                _pull(run, shelf, name, folder)
-                step = newest_valid_step(folder / "checkpoints")
-                if step is None:  # damaged in the store, or before it was uploaded
-                    continue
+            folder, stored = run.directory / "download", self.newest_step(run)
+            if stored is None or stored <= (local or 0):
+                return local
+            shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
+            _pull(run, self._checkpoint_store(run), CHECKPOINT, folder)
+            step = newest_valid_step(folder / "checkpoints")
+            if step is not None:  # else it was damaged in the store, or before it was uploaded
                 (folder / run.metrics_file.name).replace(run.metrics_file)
                 put_in_place(folder / "checkpoints", run.checkpoints)
                 shutil.rmtree(folder)
@@ -102,8 +93,8 @@ class StoredStages(StageListener):
             self._unreachable = True
 
     def newest_step(self, run: StageRun) -> int | None:
-        """The step of the newest checkpoint in the store; None without one."""
-        return max(map(_step, self._shelf(run).names(suffix=".json")), default=None)
+        checkpoint = self._checkpoint(run)
+        return None if checkpoint is None else int(checkpoint.metrics["step"])
 
     def stage_started(self, run: StageRun) -> None:
         """Watch the checkpoints of a stage."""
@@ -119,7 +110,6 @@ class StoredStages(StageListener):
         self._waiting.append(run)
 
     def close(self) -> None:
-        """Wait for the uploads. Raises StageError with those that failed."""
         if self._thread is None:
             return
         if self._waiting:
@@ -168,65 +158,57 @@ class StoredStages(StageListener):
         stored = None
         if run.cached:
             with suppress(ArtifactError):
-                stored = self._store.manifest(_pointer(run), run.fingerprint)
+                stored = self._store.manifest(_key(run), run.fingerprint)
         if stored is None:
-            self._store.push(run.export, _pointer(run))
-        shelf = self._shelf(run)
-        shelf.remove(reversed(shelf.names()))  # manifests before their objects
+            self._store.push(run.export, _key(run))
+        checkpoints = self._checkpoint_store(run)
+        checkpoints.remove(checkpoints.names())  # by name: the manifest before its objects
 
     def _push_checkpoint(self, run: StageRun) -> None:
-        """Upload the newest checkpoint unless the store has it; remove the oldest ones."""
+        """Upload the newest checkpoint unless the store has it; remove the one before."""
         step = newest_step(run.checkpoints)
         if step is None or (run.fingerprint, step) == self._pushed:
             return
-        shelf, folder = self._shelf(run), run.directory / "upload"
+        store, folder, former = self._checkpoint_store(run), run.directory / "upload", set[str]()
+        if (checkpoint := self._checkpoint(run)) is not None:
+            former = {entry.sha256 for entry in checkpoint.files.values()}
         try:
             if not _snapshot(run, step, folder):
                 return
-            files = file_entries(folder)
-            Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, {}, files).write(folder)
-            shelf.push(folder, f"step-{step:08d}.json")
+            files, metrics = file_entries(folder), {"step": float(step)}
+            Manifest(run.stage, run.fingerprint, run.seed, {}, {}, {}, metrics, files).write(folder)
+            store.push(folder, CHECKPOINT)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         self._pushed = run.fingerprint, step
-        names = shelf.names(suffix=".json")
-        # Objects that no manifest names may be another machine's upload, whose manifest follows.
-        old, kept = _objects(shelf, names[:-KEPT]), _objects(shelf, names[-KEPT:])
-        shelf.remove(names[:-KEPT])
-        shelf.remove(sorted(old - kept))
+        # Objects that no manifest named may be another machine's upload, whose manifest follows.
+        gone = former - {entry.sha256 for entry in files.values()}
+        store.remove(f"{OBJECTS}/{digest}" for digest in sorted(gone))
 
-    def _shelf(self, run: StageRun) -> Store:
+    def _checkpoint(self, run: StageRun) -> Manifest | None:
+        """The manifest of the checkpoint in the store; None without one, or if it is damaged."""
+        with suppress(ArtifactError):
+            return self._checkpoint_store(run).manifest(CHECKPOINT, run.fingerprint)
+        return None
+
+    def _checkpoint_store(self, run: StageRun) -> Store:
         return self._store.below(f"checkpoints/{run.stage}/{run.fingerprint}")
 
 
-def _pointer(run: StageRun) -> str:
+def _key(run: StageRun) -> str:
     return f"stages/{run.stage}/{run.fingerprint}.json"
 
 
-def _pull(run: StageRun, store: Store, pointer: str, folder: Path, **options: Any) -> bool:
+def _pull(run: StageRun, store: Store, key: str, folder: Path, **options: Any) -> bool:
     """Download a copy by `Store.pull`. False: the store has none that is whole."""
     try:
-        manifest = store.manifest(pointer, run.fingerprint)
+        manifest = store.manifest(key, run.fingerprint)
         if manifest is not None:
             store.pull(manifest, folder, **options)
         return manifest is not None
     except ArtifactError as error:
         logger.warning("stage %s: a copy in the store is not used: %s", run.stage, error)
         return False
-
-
-def _step(pointer: str) -> int:
-    return int(pointer.removeprefix("step-").removesuffix(".json"))
-
-
-def _objects(shelf: Store, pointers: Sequence[str]) -> set[str]:
-    """The objects that manifests name; a damaged manifest names none."""
-    found = set()
-    for pointer in pointers:
-        with suppress(ArtifactError):
-            if manifest := shelf.manifest(pointer):
-                found |= {f"{OBJECTS}/{entry.sha256}" for entry in manifest.files.values()}
-    return found
 
 
 def _snapshot(run: StageRun, step: int, folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """A store at any fsspec URL: artifacts, kept by content, whole or not at all.
 
     <url>/objects/<sha256>    a file, named by its content and stored once
-    <url>/<pointer>           the manifest of an artifact: name, size and SHA-256 of each file
+    <url>/<key>               the manifest of an artifact: name, size and SHA-256 of each file
 
 A push uploads the objects that are missing, reads each one back, and writes the manifest last: one
 that was cut off leaves no artifact. A pull compares every digest before the folder gets its name.
@@ -10,7 +10,6 @@ that was cut off leaves no artifact. A pull compares every digest before the fol
 import os
 import secrets
 import shutil
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -31,8 +30,7 @@ from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
 OBJECTS = "objects"
 RENAMING = {"file", "local", "sftp", "ssh"}
 """Protocols with a rename that replaces a file at once. Object stores write a whole object."""
-SMALL = 2**20  # bytes of the largest JSON file in an outline
-_pushing = threading.Lock()  # so that two threads of a run upload a file once
+SMALL = 2**20  # bytes of the largest JSON file beside a manifest that is copied alone
 _damaged: set[str] = set()  # digests of objects that the next push replaces
 
 
@@ -124,13 +122,11 @@ class Store:
                 with suppress(Exception):  # only a failure leaves it
                     store.rm_file(partial)
 
-    def names(self, folder: str = "", suffix: str = "") -> list[str]:
-        """The names of the files below a folder that end in the suffix, sorted."""
+    def names(self) -> list[str]:
+        """The names of all files, sorted."""
         with self._open() as (store, root):
-            # With `maxdepth`, fsspec takes a listing that failed for an empty one.
-            found = store.find(f"{root}/{folder}".rstrip("/"))
-        names = (path.removeprefix(root).lstrip("/") for path in found)
-        return sorted(name for name in names if name.endswith(suffix))
+            found = store.find(root)
+        return sorted(path.removeprefix(root).lstrip("/") for path in found)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Another machine may have removed some of them."""
@@ -138,52 +134,48 @@ class Store:
             with self._open() as (store, root), suppress(FileNotFoundError):
                 store.rm_file(f"{root}/{name}")
 
-    def push(self, artifact: Path, pointer: str) -> None:
+    def push(self, artifact: Path, key: str) -> None:
         """Upload the missing objects of an artifact, then its manifest."""
-        with _pushing:
-            for name, entry in Manifest.read(artifact).files.items():
-                with self._open() as (store, root):
-                    target = f"{root}/{OBJECTS}/{entry.sha256}"
-                    found = None
-                    with suppress(FileNotFoundError):
-                        found = store.info(target)["size"]
-                    if entry.sha256 in _damaged or found != entry.size:
-                        upload(store, artifact / name, target, entry.sha256)
-                        _damaged.discard(entry.sha256)
-            self.write(pointer, (artifact / NAME).read_text())
+        for name, entry in Manifest.read(artifact).files.items():
+            with self._open() as (store, root):
+                target = f"{root}/{OBJECTS}/{entry.sha256}"
+                found = None
+                with suppress(FileNotFoundError):
+                    found = store.info(target)["size"]
+                if entry.sha256 in _damaged or found != entry.size:
+                    upload(store, artifact / name, target, entry.sha256)
+                    _damaged.discard(entry.sha256)
+        self.write(key, (artifact / NAME).read_text())
 
-    def manifest(self, pointer: str, fingerprint: str | None = None) -> Manifest | None:
+    def manifest(self, key: str, fingerprint: str | None = None) -> Manifest | None:
         """The manifest of an artifact; None if the store does not have it.
 
         Raises ArtifactError if it is damaged, or of a recipe with another fingerprint.
         """
         with self._open() as (store, root):
             try:
-                text = store.cat_file(f"{root}/{pointer}")
+                text = store.cat_file(f"{root}/{key}")
             except FileNotFoundError:
                 return None
         try:
             manifest = Manifest.parse(text.decode())
         except ValueError:
             raise ArtifactError(
-                f"{self.name}/{pointer} is damaged. Fix: restore or remove it in the store"
+                f"{self.name}/{key} is damaged. Fix: restore or remove it in the store"
             ) from None
         if fingerprint not in (None, manifest.fingerprint):
             raise ArtifactError(
-                f"{self.name}/{pointer}: found the manifest of recipe {manifest.fingerprint[:12]} "
+                f"{self.name}/{key}: found the manifest of recipe {manifest.fingerprint[:12]} "
                 f"of stage {manifest.stage}, expected another recipe. Fix: remove it in the store"
             )
         return manifest
 
-    def pull(
-        self, manifest: Manifest, folder: Path, near: Iterable[Path] = (), *, outline: bool = False
-    ) -> None:
+    def pull(self, manifest: Manifest, folder: Path, *, without_weights: bool = False) -> None:
         """Download an artifact unless the folder is a copy of it.
 
-        A second process waits, by a lock beside the folder. A file that one of the artifacts `near`
-        contains is linked. An `outline` is the manifest, the folders, the curves and the small JSON
-        files: what an artifact was made from and what it measured. Raises ArtifactError if an
-        object is damaged in the store.
+        A second process waits, by a lock beside the folder. `without_weights`, only the manifest,
+        the folders, the curves and the small JSON files: what an artifact was made from and what it
+        measured. Raises ArtifactError if an object is damaged in the store.
         """
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
@@ -193,36 +185,19 @@ class Store:
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir()
                     manifest.write(partial)
-                self._complete(partial, manifest, near, outline=outline)
+                for name in manifest.files:
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                missing = {
+                    name: entry
+                    for name, entry in manifest.files.items()
+                    if not ((partial / name).is_file() and entry.matches(partial / name))
+                    and not (without_weights and _is_large(name, entry))
+                }
+                needed = sum(entry.size for entry in missing.values())
+                require_space(partial, needed, f"{self.name}: the download")
+                for name, entry in missing.items():
+                    self._download(entry, partial / name, name)
                 put_in_place(partial, folder)
-
-    def _complete(
-        self, folder: Path, manifest: Manifest, near: Iterable[Path], *, outline: bool
-    ) -> None:
-        """Link or download the files that a folder lacks."""
-        here = {
-            entry.sha256: artifact / name
-            for artifact in near
-            for name, entry in Manifest.read(artifact).files.items()
-        }
-        missing = {}
-        for name, entry in manifest.files.items():
-            path, source = folder / name, here.get(entry.sha256)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_small_json = name.endswith(".json") and entry.size <= SMALL
-            if outline and not (is_small_json or name == CURVES):
-                continue
-            if path.is_file() and entry.matches(path):
-                continue
-            path.unlink(missing_ok=True)
-            if source is not None and source.is_file() and entry.matches(source):
-                link_or_copy(source, path)
-            else:
-                missing[name] = entry
-        needed = sum(entry.size for entry in missing.values())
-        require_space(folder, needed, f"{self.name}: the download")
-        for name, entry in missing.items():
-            self._download(entry, folder / name, name)
 
     def _download(self, entry: FileEntry, path: Path, name: str) -> None:
         try:
@@ -253,6 +228,10 @@ def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
     with store.open(path, "rb") as file:
         while piece := file.read(PIECE):
             yield piece
+
+
+def _is_large(name: str, entry: FileEntry) -> bool:
+    return name != CURVES and not (name.endswith(".json") and entry.size <= SMALL)
 
 
 def _is_of(folder: Path, manifest: Manifest) -> bool:

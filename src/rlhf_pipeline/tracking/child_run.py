@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.evaluate import CHAMPION, REWARD_MODEL
+from rlhf_pipeline.runtime.manifest import NAME
 from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
-from rlhf_pipeline.stages.job import StageRun, Status
+from rlhf_pipeline.stages.job import StageRun, Status, node_of
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
+from rlhf_pipeline.verdict.comparison import EVALUATION, read_evaluation, score_name
+from rlhf_pipeline.verdict.words import titles, verdict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -38,24 +43,24 @@ class ChildRun:
 
     def reconcile(self, client: MlflowClient, parent: str) -> None:
         """Send what the work directory has and MLflow lacks: artifacts last, because their store
-        can be out of reach when the other one is not."""
+        can be out of reach when the other one is not. A reused stage is linked with the run that
+        trained it, if MLflow has one."""
         records = read_json_lines(self.run.metrics_file)
         if not self.closed:
-            self._log_records(client, parent, records)
+            trained = self.run.cached and store.find_run(client, self.run.fingerprint)
+            if trained:
+                self.run_id = trained
+                client.set_tag(parent, f"rlhf.cached.{self.run.stage}", trained)
+                self._log_headline(client, parent, records)
+            else:
+                self._log_records(client, parent, records)
             self.closed = self.end is not None
         self._log_artifacts(client, str(self.run_id), answers_in(records))
 
     def _log_records(self, client: MlflowClient, parent: str, records: Records) -> None:
-        """Log the metrics with their own step and time, and the end. A reused stage is linked with
-        the run that trained it, if MLflow has one."""
+        """Log the metrics with their own step and time, and the end."""
         from mlflow.entities import Metric
 
-        trained = self.run.cached and store.find_run(client, self.run.fingerprint)
-        if trained:
-            self.run_id = trained
-            client.set_tag(parent, f"rlhf.cached.{self.run.stage}", trained)
-            self._log_headline(client, parent)
-            return
         logged = self._open(client, parent, records) if self._logged is None else self._logged
         self._logged = None
         metrics = [
@@ -112,9 +117,6 @@ class ChildRun:
         Training exports the best model, whose metrics are of an earlier step: the run's description
         lists them, and only step and headline become metrics, `exported/...`, of one point each.
         """
-        from mlflow.entities import Metric
-        from mlflow.utils.time import get_current_time_millis
-
         assert self.end is not None and self.run_id is not None
         status, metrics = self.end
         result = metrics
@@ -125,14 +127,46 @@ class ChildRun:
             title = f"The exported model, of step {metrics['step']:.0f}:"
             description = "\n".join([title, "", "| metric | value |", "|---|---|", *rows])
             client.set_tag(self.run_id, DESCRIPTION_TAG, description)
-        step = records[-1]["step"] if records else 0
-        at = _milliseconds(records[-1]) if records else get_current_time_millis()
-        points = [Metric(name, float(value), at, step) for name, value in result.items()]
-        client.log_batch(self.run_id, metrics=points)
+        self._log_result(client, self.run_id, result, records)
         if status == "FINISHED":
-            self._log_headline(client, parent)
+            self._log_headline(client, parent, records)
         # A reused stage ended when its last record was written.
-        client.set_terminated(self.run_id, status, at if self.run.cached and records else None)
+        ended = _milliseconds(records[-1]) if self.run.cached and records else None
+        client.set_terminated(self.run_id, status, ended)
+
+    def _log_headline(self, client: MlflowClient, parent: str, records: Records) -> None:
+        """Log the headline of the result to the parent."""
+        run, metrics = self.run, self.end[1] if self.end else {}
+        headline = {}
+        for name in filter(metrics.__contains__, run.headline_metrics):
+            is_own = name.startswith(f"{run.stage}/")
+            full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
+            headline[full] = metrics[name]
+        self._log_result(client, parent, headline, records)
+
+    def _log_result(
+        self, client: MlflowClient, run_id: str, result: dict[str, float], records: Records
+    ) -> None:
+        """Log a result to a run, and the verdict of an evaluation with the columns of MLflow's
+        list: the win rate by its judge, and the score of the reward model or else of that judge."""
+        from mlflow.entities import Metric
+
+        is_champions = self.run.stage == node_of("evaluate", CHAMPION)  # which the gate reads
+        if (self.run.export / EVALUATION).is_file() and not is_champions:
+            evaluation = read_evaluation(self.run.export, earlier=True)
+            judge, candidate = evaluation["judge"], evaluation["candidate"]
+            rate, scores = evaluation["win_rates"][judge], evaluation["policies"][candidate]
+            score = scores.get(score_name(REWARD_MODEL), scores.get(score_name(judge)))
+            result = result | {"eval/win_rate": rate["rate"]}
+            result |= {} if score is None else {"eval/score": score}  # a judge of pairs has none
+            words = verdict(judge, rate, titles(evaluation)[candidate])
+            client.set_tag(run_id, store.VERDICT_TAG, words)
+        manifest = self.run.export / NAME
+        finished = manifest.stat().st_mtime if manifest.is_file() else time.time()
+        last = records[-1] if records else {"step": 0, "time": finished}
+        at = _milliseconds(last)
+        points = [Metric(name, float(value), at, last["step"]) for name, value in result.items()]
+        client.log_batch(run_id, metrics=points)
 
     def _log_artifacts(self, client: MlflowClient, run_id: str, answers: Records) -> None:
         """Log the report of a stage that finished, and the sampled answers, like MLflow's
@@ -153,14 +187,6 @@ class ChildRun:
         is_finished = self.end is not None and self.end[0] == "FINISHED"
         if is_finished and report.is_file() and report.name not in logged:
             client.log_artifact(run_id, str(report))
-
-    def _log_headline(self, client: MlflowClient, parent: str) -> None:
-        """Log the headline of the result to the parent."""
-        run, metrics = self.run, self.end[1] if self.end else {}
-        for name in filter(metrics.__contains__, run.headline_metrics):
-            is_own = name.startswith(f"{run.stage}/")
-            full = name if is_own else f"{run.stage}/{name.replace('/', '_')}"
-            client.log_metric(parent, full, metrics[name])
 
 
 def mixture_tag(mixture: Mapping[str, list[str]]) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""The registration of a candidate, one transaction: register both policies, count the try on the
-test set, decide by the gate, move the aliases. A repeated registration changes nothing.
+"""The registration of a candidate, one transaction: register both policies, count the attempt on
+the test set, decide by the gate, move the aliases. A repeated registration changes nothing.
 
 The SFT baseline and the candidates are versions of one registered model.
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 UPLOAD = "policy"  # folder of a run's artifacts with the policy, on a server
-TRY_TAG = "rlhf.try."  # prefix of a tag with the number of a try, one for each test set
+ATTEMPT_TAG = "rlhf.try."  # prefix of a tag with the number of an attempt, for each test set
 _ENDS = ("_lower", "_upper")
 
 
@@ -83,19 +83,13 @@ def read_registration(file: Path) -> dict[str, Any]:
     """A published registration. Raises ArtifactError if it was changed, or has no digest."""
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-        digest = found.pop("digest", None)
-        if digest not in (None, json_digest(found)):
+        if found.pop("digest") != json_digest(found):
             raise ValueError("its digest does not match")
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ArtifactError(
             f"{file} was changed after the registration finished ({error}). Fix: restore the file; "
             f"if you have no copy, remove {file.parent}"
         ) from None
-    if digest is None:
-        raise ArtifactError(
-            f"{file}: found no digest, as by an earlier version. Fix: compare its policies again "
-            "by `kedro rlhf evaluate BASELINE CANDIDATE`, with --register for the gate"
-        )
     return found
 
 
@@ -139,7 +133,7 @@ def register_evaluated(
             candidate=Policy(candidate_model, metrics[candidate], about[1]),
             test_set=", ".join(sorted(s.label() for s in sources if s.name in asked)),
             beaten=None if champion is None else champion.version,
-            judged=lambda tries: decide(replace(evidence, tries=tries), config),
+            judged=lambda attempts: decide(replace(evidence, tries=attempts), config),
             promote=config.promote,
             model=config.model,
         )
@@ -243,7 +237,7 @@ def register(
         if present == version and store.VERDICT_TAG in tags:
             verdict = json.loads(tags[store.VERDICT_TAG])
         else:
-            verdict = judged(count_try(client, model, version, test_set)).record()
+            verdict = judged(count_attempt(client, model, version, test_set)).record()
             client.set_model_version_tag(model, version, store.VERDICT_TAG, json.dumps(verdict))
         moved = {"sft-baseline": baseline, "candidate": version}
         if {"never": False, "gate": not verdict["refusals"], "always": True}[promote]:
@@ -264,14 +258,14 @@ def register(
     return Registration(model, versions, runs, digests, aliases, promoted, verdict)
 
 
-def count_try(client: MlflowClient, model: str, version: str, test_set: str) -> int:
+def count_attempt(client: MlflowClient, model: str, version: str, test_set: str) -> int:
     """The number of a candidate among all that were tried on a test set; it keeps its number.
 
     The test set is the sources of its prompts: another seed, which selects other prompts of them,
     is one more chance for a policy that is no better. A candidate is known by its content: in a
     project that was moved, its next registration makes another version.
     """
-    tag = f"{TRY_TAG}{hashlib.sha256(test_set.encode()).hexdigest()[:16]}"
+    tag = f"{ATTEMPT_TAG}{hashlib.sha256(test_set.encode()).hexdigest()[:16]}"
     found = client.search_model_versions(f"name = '{model}'")
     contents = {str(each.version): each.tags.get(store.DIGEST_TAG, each.version) for each in found}
     numbers = {

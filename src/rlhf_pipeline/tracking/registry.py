@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Timer
 from typing import TYPE_CHECKING
 
 from rlhf_pipeline.config.evaluate import CHAMPION
@@ -21,10 +19,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-logger = logging.getLogger(__name__)
-
-SILENT_S = 5.0
-"""Seconds until a line says what the store has not returned."""
 TOKENS = "token_contract.json"  # file of every model with the digest of its tokens
 
 
@@ -166,9 +160,6 @@ def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[Mlf
     from mlflow.exceptions import MlflowException
 
     store = f"MLflow at {without_secrets(uri := tracking_uri(project))}"
-    silent = Timer(SILENT_S, logger.warning, ["%s has not returned %s yet", store, what])
-    silent.daemon = True
-    silent.start()
     try:
         with request_limits(uploads=uploads):
             yield connect(uri, project)
@@ -177,5 +168,3 @@ def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[Mlf
             f"{store} does not return {what}: {without_secrets(str(error))}. Fix: repeat the "
             "command when the store answers"
         ) from None
-    finally:
-        silent.cancel()

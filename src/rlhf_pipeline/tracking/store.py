@@ -193,8 +193,10 @@ def find_run(client: MlflowClient, fingerprint: str, *, finished: bool = True) -
     return runs[0].info.run_id if runs else None
 
 
-def save_end(project: Path, run_id: str, status: Status) -> None:
+def save_end(project: Path, run_id: str | None, status: Status) -> None:
     """Save how a run of this process ended, for the next driver; do nothing if the disk is full."""
+    if run_id is None:  # the store has never had it
+        return
     file = project / ARTIFACTS / UNSENT / run_id
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -34,31 +34,28 @@ def reasons(workspace, published=(), *, unfinished=False):
     return removed, {path.relative_to(workspace).as_posix(): why for path, why in kept.items()}
 
 
-def test_inputs_of_a_published_version_are_kept(make_work, workspace, tmp_path):
+def test_only_what_no_published_version_needs_is_removed(make_work, workspace, tmp_path):
     source = make_work("source", "a", content="rows")
     split = make_work("split", "b", inputs={"source_0": content_digest(source / "export")})
     make_work("source", "c", content="other rows")
-    make_work("sft", "d")
-    removed, kept = reasons(workspace, [publish(split, tmp_path)])
+    forced = make_work("sft", "d")
+    make_work("sft", "d", suffix=".2")
+    make_work("sft", "d", suffix=".10")
+    make_work("sft", "d", suffix=".11", finished=False)
+    damaged = make_work("sft", "e")
+    published = [publish(directory, tmp_path) for directory in (split, forced, damaged)]
+    (damaged / "export" / "weights").unlink()
+    (workspace / "sft" / "notes").mkdir()
+    (workspace / "mine" / "a000000000000000").mkdir(parents=True)
+    removed, kept = reasons(workspace, published)
     assert removed == {
         "source/c000000000000000": "nothing published was made from it",
-        "sft/d000000000000000": "nothing published was made from it",
+        "sft/d000000000000000": "replaced by a later attempt",
+        "sft/d000000000000000.2": "replaced by a later attempt",
+        "sft/d000000000000000.11": "unfinished",
+        "sft/e000000000000000": "damaged: weights is missing",
     }
     assert kept == {}
-
-
-def test_a_result_replaced_by_a_forced_run_is_removed_even_if_published(
-    make_work, workspace, tmp_path
-):
-    make_work("sft", "a", suffix=".2")
-    make_work("sft", "a", suffix=".10")
-    make_work("sft", "a", suffix=".11", finished=False)
-    published = publish(make_work("sft", "a"), tmp_path)
-    assert reasons(workspace, [published])[0] == {
-        "sft/a000000000000000": "replaced by a later attempt",
-        "sft/a000000000000000.2": "replaced by a later attempt",
-        "sft/a000000000000000.11": "unfinished",
-    }
 
 
 def test_resumable_stages_and_their_inputs_are_kept_without_the_option_unfinished(
@@ -74,15 +71,6 @@ def test_resumable_stages_and_their_inputs_are_kept_without_the_option_unfinishe
     assert list(reasons(workspace, unfinished=True)[0]) == [
         "source/a000000000000000", "split/b000000000000000", "split/c000000000000000",
     ]  # fmt: skip
-
-
-def test_a_damaged_result_is_removed(make_work, workspace, tmp_path):
-    directory = make_work("sft", "a")
-    published = publish(directory, tmp_path)
-    (directory / "export" / "weights").unlink()
-    assert reasons(workspace, [published])[0] == {
-        "sft/a000000000000000": "damaged: weights is missing"
-    }
 
 
 def test_stages_used_by_a_running_process_and_their_inputs_are_kept(make_work, workspace):
@@ -107,28 +95,19 @@ def forget_users(workspace):
 
 
 def test_freed_bytes_exclude_files_with_another_hard_link(make_work, workspace, tmp_path):
-    one, two = (
-        make_work("sft", "a", content="12345"),
-        make_work("sft", "b", finished=False, content="123"),
-    )
+    one = make_work("sft", "a", content="12345")
+    two = make_work("sft", "b", finished=False, content="123")
+    three = make_work("sft", "c", content="123456")
     (two / "export" / "weights").unlink()
     os.link(one / "export" / "weights", two / "again")  # both links are removed: freed
     os.link(two / "job.json", tmp_path / "elsewhere")  # the other link stays: not freed
-    first, second = survey(workspace, STAGES, [], {}, unfinished=False)[0]
+    published = publish(three, tmp_path)  # with links to the files of the export
+    leftovers = survey(workspace, STAGES, [], {}, unfinished=False)[0]
     job, manifest = len('{"digests": {}}'), (one / "export" / "manifest.json").stat().st_size
-    assert (first.freed, second.freed) == (5 + job + manifest, 0)
-
-
-def test_a_published_version_outlives_its_work_directory(make_work, workspace, tmp_path):
-    directory = make_work("sft", "a", content="12345")
-    published = publish(directory, tmp_path)
-    (leftover,) = survey(workspace, STAGES, [], {}, unfinished=False)[0]
-    assert leftover.freed == len(
-        '{"digests": {}}'
-    )  # job.json; the version has links to the files of the export
-    assert remove(leftover, workspace) is None
-    assert not directory.exists()
-    assert (published / "weights").read_text() == "12345"
+    assert [leftover.freed for leftover in leftovers] == [5 + job + manifest, 0, job]
+    assert [remove(leftover, workspace) for leftover in leftovers] == [None] * 3
+    assert list((workspace / "sft").iterdir()) == []
+    assert (published / "weights").read_text() == "123456"
 
 
 def test_a_directory_locked_after_the_survey_is_kept(make_work, workspace):
@@ -186,12 +165,6 @@ def test_a_published_version_of_unknown_origin_stops_the_survey(make_work, works
     (published / "manifest.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
         survey(workspace, STAGES, [published], {}, unfinished=False)
-
-
-def test_other_folders_in_the_workspace_are_ignored(workspace):
-    (workspace / "sft" / "notes").mkdir(parents=True)
-    (workspace / "mine" / "a000000000000000").mkdir(parents=True)
-    assert reasons(workspace) == ({}, {})
 
 
 @pytest.mark.parametrize("linked", ["attempt", "stage", "publication"])

@@ -34,87 +34,42 @@ PPO = {
 }
 
 
-@pytest.mark.parametrize(
-    ("reason", "name"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "GPU memory"),
-        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried", "main memory"),
-        (
-            "torch.distributed.DistNetworkError: The server socket has failed to listen on any "
-            "local network address. port: 29640, code: -98, name: EADDRINUSE",
-            "port in use",
-        ),
-        (
-            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv "
-            "operation to complete",
-            "collective timeout",
-        ),
-        (
-            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=",
-            "collective timeout",
-        ),
-        ("OSError: [Errno 28] No space left on device", "disk full"),
-        ("the model for best needs 12 MiB, /data has 8.0 MiB free", "disk full"),
-        ("op_builder.builder.MissingCUDAException: CUDA_HOME does not exist", "no compiler"),
-        ("RuntimeError: Failed to find C compiler. Please specify via CC environm", "no compiler"),
-        ("main.c:5:10: fatal error: Python.h: No such file or directory", "no compiler"),
-        ("InvalidCxxCompiler: No working C++ compiler found in torch._inductor", "no compiler"),
-        (
-            "RuntimeError: The NVIDIA driver on your system is too old (found version 12020). "
-            "Please update your GPU driver",
-            "driver",
-        ),
-        ("CUDA error: no kernel image is available for execution on the device", "driver"),
-        (
-            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system "
-            "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.29.7\nncclSystemError: "
-            "System call (e.g. socket, malloc) or external library call failed or device error.",
-            "NCCL",
-        ),
-        (
-            "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
-            "damaged weights",
-        ),
-        (
-            "Exception: data did not match any variant of untagged enum ModelWrapper at line 9",
-            "damaged tokenizer",
-        ),
-        (
-            "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
-            "hub unavailable",
-        ),
-        (
-            'File "/site-packages/lm_eval/tasks/manager.py", line 231, in load\n'
-            "FileNotFoundError: Unable to find '/rows.jsonl'",
-            "task not loaded",
-        ),
-        ("no rank has made progress for 1500 s: rank 1 is behind", "stuck"),
-        (
-            "RuntimeError: cumsum_cuda_kernel does not have a deterministic implementation, but "
-            "you set 'torch.use_deterministic_algorithms(True)'",
-            "not repeatable",
-        ),
-    ],
-)
-def test_messages_of_libraries_are_recognised(reason, name):
-    assert find_hint(reason).name == name
+MESSAGES = """
+GPU memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+main memory: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried
+port in use: DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE
+collective timeout: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv
+collective timeout: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpTyp
+disk full: OSError: [Errno 28] No space left on device
+disk full: the model for best needs 12 MiB, /data has 8.0 MiB free
+no compiler: op_builder.builder.MissingCUDAException: CUDA_HOME does not exist
+no compiler: RuntimeError: Failed to find C compiler. Please specify via CC environm
+no compiler: main.c:5:10: fatal error: Python.h: No such file or directory
+no compiler: InvalidCxxCompiler: No working C++ compiler found in torch._inductor
+driver: The NVIDIA driver on your system is too old (found version 12020). Please update your GPU dr
+driver: CUDA error: no kernel image is available for execution on the device
+NCCL: DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG
+damaged weights: SafetensorError: Error while deserializing header: HeaderTooLarge
+damaged tokenizer: data did not match any variant of untagged enum ModelWrapper at line 9
+hub unavailable: OSError: We couldn't connect to 'https://huggingface.co' to load the files
+task not loaded: lm_eval/tasks/manager.py", line 231, in load FileNotFoundError: Unable to find '/r'
+stuck: no rank has made progress for 1500 s: rank 1 is behind
+not repeatable: cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.
+"""
 
 
-def test_an_unknown_failure_has_no_hint():
+def test_messages_of_libraries_and_signals_are_recognised():
+    for line in MESSAGES.strip().splitlines():
+        name, _, reason = line.partition(": ")
+        assert (reason, find_hint(reason).name) == (reason, name)
+    for number, name in {
+        signal.SIGKILL: "killed for lack of memory",
+        signal.SIGBUS: "shared memory",
+        signal.SIGSEGV: "crash",
+    }.items():
+        assert find_hint("rank 0 was ended", -number).name == name
     assert find_hint("ValueError: the cause", 1) is None
     assert find_hint("rank 1 was ended by SIGTERM", -15) is None
-
-
-@pytest.mark.parametrize(
-    ("number", "name"),
-    [
-        (signal.SIGKILL, "killed for lack of memory"),
-        (signal.SIGBUS, "shared memory"),
-        (signal.SIGSEGV, "crash"),
-    ],
-)
-def test_a_signal_has_a_meaning(number, name):
-    assert find_hint("rank 0 was ended", -number).name == name
 
 
 def test_advice_shows_values_and_omits_exhausted_parameters():
@@ -124,9 +79,6 @@ def test_advice_shows_values_and_omits_exhausted_parameters():
         "Raise ppo.actor.deepspeed.zero_stage (2). "
         "Set ppo.actor.deepspeed.offload_optimizer (false) to true."
     )
-
-
-def test_lack_of_main_memory_advises_against_offloading():
     text = advice(find_hint("MemoryError"), PPO)
     assert "Set ppo.critic.deepspeed.offload_optimizer (true) to false." in text
     assert "actor.deepspeed.offload_optimizer" not in text
@@ -245,10 +197,13 @@ def test_the_cause_is_the_first_failure_and_not_its_consequences(
     assert ("pair.cc" in message) == ("pair.cc" in cause)
 
 
-def test_the_message_of_a_death_has_the_fix_and_of_a_crash_the_end_of_the_log(attempt):
+def test_a_death_has_a_fix_a_crash_the_end_of_the_log_and_a_full_disk_explains_no_signal(
+    attempt, monkeypatch
+):
+    monkeypatch.setattr("rlhf_pipeline.stages.launch.failure.is_full", lambda directory: True)
     die(attempt, 1, -9)
-    lines = text(attempt).splitlines()
-    assert lines[0] == "stage sft failed after 31 s (exit code 1)"
+    assert text(attempt).startswith("stage sft failed after 31 s (exit code 1)\n")
+    assert "  cause    most likely the kernel, for lack of main memory" in text(attempt)
     assert "  fix      Lower sft.micro_batch_tokens (8)." in text(attempt)
     die(attempt, 1, -11)
     assert "the log ends with\nfirst" in text(attempt)
@@ -265,52 +220,32 @@ def test_a_full_disk_explains_a_rank_without_a_reason(attempt, monkeypatch, seen
     assert "  space    " in text(attempt)
 
 
-def test_a_full_disk_does_not_explain_a_signal(attempt, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.stages.launch.failure.is_full", lambda directory: True)
-    die(attempt, 0, -9)
-    assert "  cause    most likely the kernel, for lack of main memory" in text(attempt)
-
-
-def test_a_hang_is_reported_by_the_watchdog(attempt):
-    report(attempt, 0, LOST_PEER)
-    message = text(attempt, stuck="no rank has made progress for 5 s: rank 1 is behind", code=None)
-    assert message.startswith(
-        "stage sft failed after 31 s (ended by the watchdog)\nno rank has made progress for 5 s"
-    )
-
-
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("end", "words"),
     [
-        (3, "exit code 3"),
-        (-9, "SIGKILL to the launcher"),
-        (0, "exit code 0 but no manifest"),
-        (None, "a rank failed, the others were ended"),
+        ({"code": 3}, "exit code 3)"),
+        ({"code": -9}, "SIGKILL to the launcher)"),
+        ({"code": 0}, "exit code 0 but no manifest)"),
+        ({"code": None}, "a rank failed; the others were stopped)"),
+        ({"code": None, "stuck": "rank 1 is behind"}, "ended by the watchdog)\nrank 1 is behind"),
     ],
 )
-def test_exit_codes_are_explained(attempt, code, words):
-    assert f"31 s ({words})" in text(attempt, code=code)
+def test_the_end_of_a_launch_is_explained(attempt, end, words):
+    report(attempt, 0, LOST_PEER)
+    assert f"31 s ({words}" in text(attempt, **end)
 
 
-def test_the_message_shows_command_log_and_how_to_resume(attempt, monkeypatch):
+def test_the_message_shows_command_log_and_how_to_resume_without_secrets(attempt, monkeypatch):
     report(attempt, 0, "OSError: [Errno 28] No space left on device")
-    monkeypatch.setattr(sys, "argv", ["/x/kedro", "run", "--params=a=1 2"])
+    secret = "--params=a=https://me:canary@host/x?sig=canary,b=c d"
+    monkeypatch.setattr(sys, "argv", ["/x/kedro", "run", secret])
     assert "command  deepspeed 'a b'" in text(attempt)
     assert f"log      {attempt.run.directory}/program.log" in text(attempt)
-    assert "again    kedro run '--params=a=1 2'  (this stage starts from its first step)" in text(
-        attempt
-    )
+    again = "again    kedro run '--params=a=https://...@host/x?... d'"
+    assert f"{again}  (this stage starts from its first step)" in text(attempt)
     (attempt.run.directory / "checkpoints" / "step-00000012").mkdir(parents=True)
     assert "(this stage resumes after step 12)" in text(attempt)
     assert "  space    " in text(attempt)
-
-
-def test_the_command_to_resume_is_shown_without_secrets(attempt, monkeypatch):
-    monkeypatch.setattr(
-        sys, "argv", ["bin/kedro", "run", "--params=a=https://me:canary@host/x?sig=canary,b=c d"]
-    )
-    assert "  again    kedro run '--params=a=https://...@host/x?... d'" in text(attempt)
-    assert "canary" not in text(attempt)
 
 
 def test_a_known_cause_and_its_fix_come_before_a_long_report(attempt):

@@ -1,9 +1,8 @@
-"""The devices and the environment of a launch, signals to the driver, and the end of a launch."""
+"""Signals to the driver, and the end of a launch."""
 
 import json
 import os
 import signal
-import textwrap
 
 import psutil
 import pytest
@@ -15,55 +14,34 @@ from rlhf_pipeline.runtime.heartbeat import Heartbeat
 from rlhf_pipeline.runtime.metrics_file import truncate_after
 from rlhf_pipeline.stages.job import Job, RunContext, StageListener, StageRun, StageSpec
 from rlhf_pipeline.stages.launch import launcher
-from rlhf_pipeline.stages.launch.launcher import _let_save, _MetricsTail, _signals_raise
+from rlhf_pipeline.stages.launch.launcher import _MetricsTail, _signals_raise, _wait_for_checkpoint
 from rlhf_pipeline.stages.run import StageRunner
 
 PROGRAM = """
-import json, os, signal, time
+import os, signal, time
 from pathlib import Path
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.program import run_program
 
-SHOWN = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "TOKENIZERS_PARALLELISM", "LOCAL_RANK")
-
 def main(job):
     folder = Path(__file__).parent
     rank = os.environ.get("RANK", "0")
-    if (folder / "slow").exists():
-        asked = []
-        signal.signal(signal.SIGTERM, lambda *arguments: asked.append(1))
-        heartbeat.at("update", 1)
-        while not asked:
-            time.sleep(0.01)
-        (folder / f"asked-{rank}").touch()
-        while not (folder / "release").exists():
-            time.sleep(0.01)
-        (folder / f"saved-{rank}").touch()
-    seen = {name: os.environ.get(name) for name in SHOWN}
-    (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *arguments: asked.append(1))
+    heartbeat.at("update", 1)
+    while not asked:
+        time.sleep(0.01)
+    (folder / f"asked-{rank}").touch()
+    while not (folder / "release").exists():
+        time.sleep(0.01)
+    (folder / f"saved-{rank}").touch()
     job.export.mkdir(exist_ok=True)
     return {}
 
 if __name__ == "__main__":
     run_program(main)
 """
-"""Each rank writes what it sees. If the file `slow` exists, it first waits for SIGTERM and for the
-file `release`."""
-
-
-@pytest.fixture
-def stage(tmp_path, monkeypatch):
-    """Runs a stage whose ranks write what they see; returns that, by rank."""
-    (tmp_path / "shown_program.py").write_text(textwrap.dedent(PROGRAM))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def run(*, distributed=True, **launch):
-        spec = StageSpec("shown", "shown_program", libraries=(), distributed=distributed)
-        context = RunContext(tmp_path / "ws", LaunchConfig(**launch))
-        StageRunner(context).run(Job(spec, {}, {}, 1))
-        return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("seen-*.json"))]
-
-    return run
+"""Each rank waits for SIGTERM, and then for the file `release`."""
 
 
 def test_the_lines_of_an_earlier_attempt_are_not_new(tmp_path):
@@ -86,45 +64,11 @@ def test_the_lines_of_an_earlier_attempt_are_not_new(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("visible", "accelerator", "expected"),
-    [
-        ("5,4", "cuda", "5,4"),
-        ("GPU-8932f937,GPU-5a5d6", "cuda", "GPU-8932f937,GPU-5a5d6"),
-        (None, "cuda", "0,1"),  # nvidia-smi lists three
-        ("", "cpu", "-1,-1"),
-    ],
-)
-def test_the_ranks_get_the_gpus_that_the_user_shows(
-    stage, nvidia_smi, monkeypatch, visible, accelerator, expected
-):
-    nvidia_smi(3)
-    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
-        monkeypatch.delenv(name, raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert stage(processes=2) == [
-        {
-            "CUDA_VISIBLE_DEVICES": expected,
-            "DS_ACCELERATOR": accelerator,
-            "TOKENIZERS_PARALLELISM": "false",
-            "LOCAL_RANK": rank,
-        }
-        for rank in ("0", "1")
-    ]
-
-
-def test_a_single_process_tokenizes_on_all_cores(stage, monkeypatch):
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    (seen,) = stage(distributed=False)
-    assert seen["TOKENIZERS_PARALLELISM"] is None
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_ends_all_processes_lets_the_ranks_save(stage, tmp_path):
+def test_a_scheduler_that_ends_all_processes_lets_the_ranks_save(tmp_path, monkeypatch):
     """DeepSpeed's launcher would kill the ranks 30 seconds after SIGTERM."""
-    (tmp_path / "slow").touch()
-    heartbeats = "ws/shown/*/heartbeats/rank*.json"
+    (tmp_path / "slow_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    heartbeats = "ws/slow/*/heartbeats/rank*.json"
 
     def running():
         phases = [json.loads(path.read_text())["phase"] for path in tmp_path.glob(heartbeats)]
@@ -138,7 +82,8 @@ def test_a_scheduler_that_ends_all_processes_lets_the_ranks_save(stage, tmp_path
         (tmp_path / "release").touch()
 
     with once(running, end_all), pytest.raises(Interrupted, match="SIGTERM"):
-        stage(processes=2, grace_s=600)
+        context = RunContext(tmp_path / "ws", LaunchConfig(processes=2, grace_s=600))
+        StageRunner(context).run(Job(StageSpec("slow", "slow_program", libraries=()), {}, {}, 1))
     assert len(list(tmp_path.glob("saved-*"))) == 2
     assert "Killing subprocess" not in next(tmp_path.rglob("program.log")).read_text()
 
@@ -176,15 +121,15 @@ class Saving:
 )
 def test_ranks_that_save_get_time_as_long_as_they_make_progress(monkeypatch, rank, waited):
     ranks = Saving(monkeypatch, **rank)
-    _let_save(ranks, "sft", 10.0)
+    _wait_for_checkpoint(ranks, "sft", 10.0)
     assert ranks.now == pytest.approx(waited, abs=0.2)
     assert ranks.sent == [(0, signal.SIGTERM)]
 
 
 def test_a_warning_says_why_a_signal_is_not_obeyed_at_once(monkeypatch, caplog):
-    _let_save(Saving(monkeypatch, ends=0.5), "sft", 120.0)
+    _wait_for_checkpoint(Saving(monkeypatch, ends=0.5), "sft", 120.0)
     assert caplog.text == ""
-    _let_save(Saving(monkeypatch, ends=5.0), "sft", 120.0)
+    _wait_for_checkpoint(Saving(monkeypatch, ends=5.0), "sft", 120.0)
     (record,) = caplog.records
     assert record.getMessage() == (
         "stage sft: the ranks finish their step and write a checkpoint, for at most 120 s "

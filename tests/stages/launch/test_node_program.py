@@ -42,6 +42,13 @@ def test_programs_of_this_python_are_found_without_an_activated_environment(envi
     assert shutil.which("ninja", path=path) == str(Path(sys.executable).with_name("ninja"))
 
 
+def test_only_a_single_process_tokenizes_on_all_cores(environment, tmp_path, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    assert environment(0)["TOKENIZERS_PARALLELISM"] == "false"
+    plain = NodeProgram("program", str(tmp_path), distributed=False)
+    assert "TOKENIZERS_PARALLELISM" not in plain.environment
+
+
 def test_the_ranks_share_cores_and_memory_unless_the_user_says_otherwise(environment):
     """Memory of a GPU grows in segments."""
     assert ALLOCATOR[0] not in environment(0)

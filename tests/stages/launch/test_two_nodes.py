@@ -167,34 +167,6 @@ def test_a_hostfile_starts_the_ranks_by_ssh(nodes, ssh):
     ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", inputs="newest", **ssh))
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
-def test_mpi_starts_the_ranks_of_a_hostfile(nodes, ssh, tmp_path, launcher):
-    program = shutil.which(f"mpirun.{launcher}")  # as Debian names them
-    if program is None:
-        pytest.skip(f"needs mpirun.{launcher} (openmpi-bin, mpich)")
-    mpirun = tmp_path / "bin" / "mpirun"
-    mpirun.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
-    mpirun.chmod(0o755)
-    options: dict[str, object] = {"launch.launcher": launcher, "inputs": "newest"}
-    if launcher == "openmpi":
-        options["launch.launcher_args"] = "--mca btl_tcp_if_exclude lo"
-        rights = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        ssh["environment"] |= rights
-    ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", **options, **ssh))
-
-
-def test_torchrun_starts_the_ranks(nodes, tmp_path):
-    both = tmp_path / "both"  # as `srun --ntasks-per-node=1`
-    both.write_text(f'#!/bin/sh\nfor node in 0 1; do {nodes.enter} $node "$@" & done; wait\n')
-    both.chmod(0o755)
-    torchrun = (
-        f"{both} {KEDRO.removesuffix('kedro')}torchrun --nnodes=2 --nproc_per_node=1 "
-        f"--rdzv_backend=c10d --rdzv_endpoint={nodes.addresses[0]}:29400 --no_python {{command}}"
-    )
-    options = {"launch.command": torchrun, "inputs": "newest"}
-    ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", **options))
-
-
 @pytest.fixture
 def slurm(nodes, tmp_path):
     """A SLURM of a controller and two nodes; returns the variable that names its settings."""
@@ -233,22 +205,6 @@ def slurm(nodes, tmp_path):
         wait_until(lambda: "slurmd started" in nodes.output(1).read_text())
         yield variables
         munged.kill()
-
-
-def test_slurm_starts_the_ranks_of_a_hostfile(nodes, slurm, tmp_path):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("".join(f"{host} slots=1\n" for host in nodes.hosts))
-    options = {
-        **{"launch.mode": "hostfile", "launch.hostfile": hosts, "launch.launcher": "slurm"},
-        **{"launch.nodes": "null", "launch.command": "null", "inputs": "newest"},
-    }
-    allocation = ["salloc", "--nodes=2", "--ntasks-per-node=1"]
-    ends_well(
-        nodes,
-        nodes.start_run(
-            "--env=tiny", "--nodes=sft", prefix=allocation, environment=slurm, **options
-        ),
-    )
 
 
 def test_a_job_of_slurm_resumes_after_a_signal(nodes, slurm, tmp_path):

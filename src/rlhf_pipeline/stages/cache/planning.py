@@ -27,8 +27,8 @@ class PlannedStage:
 
     run: StageRun
     state: Literal["finished", "reuse", "resume", "run", "may run"]
-    """`reuse`: the artifact is downloaded from the store; here is its outline. `may run`: the stage
-    runs unless its pending inputs come out unchanged."""
+    """`reuse`: the artifact is downloaded from the store; `run` has its manifest. `may run`: the
+    stage runs unless its pending inputs come out unchanged."""
     reasons: tuple[str, ...] = ()  # why it is not finished here
 
 
@@ -82,9 +82,9 @@ def _plan(run: StageRun, pending: Mapping[str, str], context: RunContext) -> Pla
     finished = next((path for path in reversed(existing) if is_finished(path)), None)
     if finished is not None and not forced:
         return PlannedStage(replace(run, directory=finished, cached=True), "finished")
-    if stored is not None and not pending and not forced:
-        if outline := stored.outline(run):
-            return PlannedStage(replace(run, directory=outline, cached=True), "reuse")
+    if not pending and not forced:
+        if copied := stored.manifest_copy(run):
+            return PlannedStage(replace(run, directory=copied, cached=True), "reuse")
         here = existing and newest_step(existing[-1] / "checkpoints")
         if (step := stored.newest_step(run)) and step > (here or 0):
             return PlannedStage(replace(run, resume_from=step), "resume", ("from the store",))

@@ -268,11 +268,11 @@ def _death(status: int | None) -> str:
 def _end(attempt: Attempt) -> str:
     code = attempt.code
     if attempt.ranks.lost is not None:
-        return "a node is lost, the ranks on the others were ended"
+        return "a node is lost; the ranks on the others were stopped"
     if attempt.stuck is not None:
         return "ended by the watchdog"
     if code is None:
-        return "a rank failed, the others were ended"
+        return "a rank failed; the others were stopped"
     if code < 0:
         return f"{_signal(-code)} to the launcher"
     return f"exit code {code}" if code else "exit code 0 but no manifest"

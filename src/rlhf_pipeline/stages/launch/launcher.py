@@ -53,7 +53,7 @@ def launch(spec: StageSpec, run: StageRun, context: RunContext) -> None:
             # On several machines, it ends as soon as one of them has failed.
             orphaned = code is not None and bool(ranks.alive) and ranks.pulse is None
         except BaseException:  # a signal to this process, or an error of a listener
-            _let_save(ranks, run.stage, config.grace_s)
+            _wait_for_checkpoint(ranks, run.stage, config.grace_s)
             raise
     if code != 0 or not (run.export / NAME).is_file():
         seconds = time.monotonic() - start
@@ -125,7 +125,7 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _let_save(ranks: Ranks, stage: str, grace_s: float) -> None:
+def _wait_for_checkpoint(ranks: Ranks, stage: str, grace_s: float) -> None:
     """Send SIGTERM to every rank and wait until all have ended, at most `grace_s` seconds.
 
     Training finishes its step and writes a checkpoint. The time starts anew whenever a rank makes
