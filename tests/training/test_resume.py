@@ -344,7 +344,7 @@ def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
     from types import SimpleNamespace
 
     from rlhf_pipeline.errors import StageError
-    from rlhf_pipeline.training.resume import Checkpoints
+    from rlhf_pipeline.training.checkpoints import Checkpoints
 
     checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
     for step in (1, 2, 3):
@@ -359,7 +359,7 @@ def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
 
 
 def test_a_later_checkpoint_that_is_damaged_does_not_displace_a_new_one(world, tmp_path):
-    from rlhf_pipeline.training.resume import Checkpoints
+    from rlhf_pipeline.training.checkpoints import Checkpoints
 
     for step in (900, 1000):
         make_checkpoint(tmp_path, step)
@@ -374,7 +374,7 @@ def test_a_later_checkpoint_that_is_damaged_does_not_displace_a_new_one(world, t
 
 def test_sigterm_saves_a_checkpoint_after_the_step_and_interrupts(world, tmp_path):
     from rlhf_pipeline.errors import Interrupted
-    from rlhf_pipeline.training.resume import Checkpoints
+    from rlhf_pipeline.training.checkpoints import Checkpoints
 
     checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -387,7 +387,7 @@ def test_no_rank_ends_by_sigterm_before_the_checkpoint_is_sealed(world, tmp_path
     """DeepSpeed's launcher kills the other ranks 30 seconds after the first one has ended."""
     from rlhf_pipeline.distributed.world import World
     from rlhf_pipeline.errors import Interrupted
-    from rlhf_pipeline.training.resume import Checkpoints
+    from rlhf_pipeline.training.checkpoints import Checkpoints
 
     sealed_at_barrier = []
     checkpoints = Checkpoints(tmp_path, world, {}, keep=2)

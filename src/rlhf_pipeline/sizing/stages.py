@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.policies import DistillConfig
+from rlhf_pipeline.config.policies import POLICIES, DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES, SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig
+from rlhf_pipeline.config.stages import BLOCKS, StageConfig
 from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, StageModel, TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.manifest import NAME, Manifest

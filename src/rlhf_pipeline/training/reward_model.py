@@ -31,8 +31,8 @@ from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.preferences import Pairs, PairTask, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.supervised import BLOCK, train
+from rlhf_pipeline.training.preferences import PairTask, chosen_and_rejected, pairs, ranking_sums
+from rlhf_pipeline.training.supervised import BLOCK, Batch, train
 from rlhf_pipeline.verdict.statistics import (
     calibration,
     difference,
@@ -50,7 +50,7 @@ class RewardModelTask(PairTask):
     config: RewardModelConfig
     name: str = "reward_model"
 
-    def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Batch, pairs: Tensor) -> tuple[Tensor, Sums]:
         chosen, rejected = chosen_and_rejected(sequence_scores(model, batch.answers))
         loss = REWARD_LOSS.load(self.config.loss)
         total, _ = by_name(loss, self.config, chosen_scores=chosen, rejected_scores=rejected)
@@ -142,12 +142,12 @@ def held_out(
     for start in range(0, len(own), BLOCK):
         rows = own[start : start + BLOCK]
         columns = table.columns(rows)
-        answers = Pairs.collate(columns, contract.pad_id).answers
+        answers = pairs(columns, contract.pad_id).answers
         sources = [name.rpartition(":")[0] for name in columns["id"]]
         scores = by_micro_batches(sequence_scores, model, answers, tokens, world)
         lengths = answers.action_mask.sum(1)
-        pairs = (each.view(-1, 2).tolist() for each in (scores, lengths))
-        found += zip(rows.tolist(), sources, *pairs, strict=True)
+        both = (each.view(-1, 2).tolist() for each in (scores, lengths))
+        found += zip(rows.tolist(), sources, *both, strict=True)
     by_row = {row: result for part in world.gather(found) for row, *result in part}
     results = [by_row[row] for row in range(table.num_rows)]
     of_source, of_score, of_length = zip(*results, strict=True)

@@ -11,7 +11,7 @@ from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
-from rlhf_pipeline.training.best_models import BestModels
+from rlhf_pipeline.training.checkpoints import BestModels
 
 
 @dataclass(frozen=True)
