@@ -255,7 +255,7 @@ def of_ours(config: GRPOConfig, batch: Batch, on_threads) -> tuple[Tensor, Tenso
     models = SimpleNamespace(actor=SimpleNamespace(device=torch.device("cpu")))
     loss, _ = actor_loss(models, experience, config, terms, kl_coef=config.kl.coef)
     loss.backward()
-    return loss.detach(), logprobs.grad
+    return loss.detach().float(), logprobs.grad
 
 
 def config_of(**options) -> GRPOConfig:

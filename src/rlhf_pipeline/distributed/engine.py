@@ -185,17 +185,13 @@ def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Opti
     compiles its own optimizers at their first use, which needs a compiler.
     """
     settings = config.optimizer
-    adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+    groups = _parameter_groups(model, settings.weight_decay)
+    how: Any = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     if config.deepspeed.offload_optimizer and on_gpu():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        adam = DeepSpeedCPUAdam
-    return adam(
-        _parameter_groups(model, settings.weight_decay),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
+        return DeepSpeedCPUAdam(groups, **how)
+    return torch.optim.AdamW(groups, fused=True, **how)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -203,13 +199,12 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
 
     Decay pulls toward zero, which is right for matrices; the scale of a norm rests at one.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if weight_decay == 0:
-        return [{"params": trained, "weight_decay": 0.0}]
-    matrices = [parameter for parameter in trained if len(whole_shape(parameter)) >= 2]
-    vectors = [parameter for parameter in trained if len(whole_shape(parameter)) < 2]
-    groups = ((matrices, weight_decay), (vectors, 0.0))
-    return [{"params": group, "weight_decay": decay} for group, decay in groups if group]
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decay = weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
+            groups.setdefault(decay, []).append(parameter)
+    return [{"params": groups[decay], "weight_decay": decay} for decay in sorted(groups)[::-1]]
 
 
 def frozen_model(

@@ -93,8 +93,9 @@ def update_models(
             if own["policy/approx_kl"] / max(1.0, own["policy/count"]) > config.kl.stop_update:
                 # The schedules still end with the last step.
                 skipped = (config.ppo_epochs - epoch) * config.updates_per_epoch
-                for engine in list(engines.values()) * skipped:
-                    engine.lr_scheduler.step()
+                for _ in range(skipped):
+                    for engine in engines.values():
+                        engine.lr_scheduler.step()
                 break
     equal: dict[str, Tensor] = {}
     if experience.old_values is not None and experience.returns is not None:
