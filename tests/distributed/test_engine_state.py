@@ -128,8 +128,9 @@ def case(lab, precision, saving, loading):
     folder, checkpoint = lab.folder / "engine", lab.models["llama"]
     whole = saved(lab.world, checkpoint, folder, precision, saving)
     found = continued(checkpoint, folder, precision, loading)
-    if lab.world.rank == 0:
-        torch.save(whole, lab.folder / "end.pt")
+    if lab.world.rank > 0:  # at stage 3, it has no weights
+        return None
+    torch.save(whole, lab.folder / "end.pt")
     return {"apart": distance(whole, found), "folder": str(lab.folder)}
 
 
@@ -153,9 +154,10 @@ def test_the_files_of_any_number_of_ranks_make_up_an_engine(world, make_model, t
     with safe_open(tmp_path / "rank0.safetensors", framework="pt") as file:
         starts = file.metadata()
     tensors = load_file(tmp_path / "rank0.safetensors")
+    tensors = {name: value.clone() for name, value in tensors.items()}  # the file changes
     assert {*starts.values()} == {"0"}
     for rank, (first, last) in enumerate(((0, 5), (5, 1000), (1000, None))):
-        part = {name: value[first:last].clone() for name, value in tensors.items()}
+        part = {name: value[first:last] for name, value in tensors.items()}
         part = {name: value for name, value in part.items() if len(value)}
         write_tensors(tmp_path / f"rank{rank}.safetensors", part, dict.fromkeys(starts, str(first)))
     assert distance(whole, continued(checkpoint, tmp_path, "fp32", stage)) == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlhf_pipeline.config.doors import Door
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
@@ -15,6 +16,7 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.training.experience import (
     Experience,
     equal_groups,
+    kl_coefs,
     make_experience,
     value_offset,
 )
@@ -340,6 +342,14 @@ def test_a_return_is_the_sum_of_the_rewards_to_come(experience_of, ranks, option
         own = torch.tensor(expected)[rank::ranks]
         torch.testing.assert_close(experience.returns, own, rtol=1e-5, atol=1e-6)
         assert torch.equal(experience.ref_logprobs, torch.zeros_like(LOGPROBS)[rank::ranks])
+
+
+def test_one_of_reward_and_loss_contains_the_kl_penalty():
+    assert kl_coefs(0.25, config_of()) == (0.25, 0.0)
+    assert kl_coefs(0.25, config_of(kl={"place": "loss"})) == (0.0, 0.25)
+    model = {"optimizer": {"learning_rate": 1e-3}}
+    distillation = {"teacher": "org/model", "minibatch_size": 4, "actor": model}
+    assert kl_coefs(0.25, DistillConfig.model_validate(distillation)) == (0.0, 0.25)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
