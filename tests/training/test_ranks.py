@@ -153,7 +153,7 @@ def alone(program_inputs, make_model, world, tmp_path_factory):
 def test_two_ranks_learn_what_one_rank_learns(cells, alone, name):
     """bf16 rounds each operation by up to 2^-9 = 0.2%, after which other tokens are sampled."""
     found, expected = cells[name], alone(*CASES[name])
-    assert len(found["metrics"]) == len(expected["metrics"]) >= 2
+    assert len(found["metrics"]) == len(expected["metrics"]) > 0
     if "bf16" not in name:
         for step, own in zip(found["metrics"], expected["metrics"], strict=True):
             for metric, value in own.items():
