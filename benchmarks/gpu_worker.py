@@ -217,9 +217,9 @@ class Training:
              "response_ids": [row[prompt:] for row in ids],
              "loss_mask": [[True] * (length - prompt)] * len(ids)}
         )  # fmt: skip
-        rows, nothing = Rows.of(table), (None, None, None)
+        rows = Rows.of(table)
         task = SFTTask(model.contract, "sft")
-        setup = Setup(engine, task, config, rows, rows, world(), SEED, *nothing, 0)  # type: ignore[arg-type]
+        setup = Setup(engine, task, config, rows, rows, world(), SEED)
         return cls(setup, model, planned, batch * length)
 
     def steps(self, numbers: Sequence[int]) -> tuple[list[float], list[float]]:

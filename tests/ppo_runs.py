@@ -17,8 +17,8 @@ from rlhf_pipeline.generation.generator import Generator, row_seeds
 from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.experience import score_sequences
 from rlhf_pipeline.training.ppo_setup import PPOModels, Setup, set_up
+from rlhf_pipeline.training.rollouts import score_sequences
 
 
 def ppo_config(**changes) -> PPOConfig:

@@ -12,19 +12,23 @@ A test file names its cases and computes one of them; a test reads its cell:
 
 The first test that asks for `cells` launches the cases of all files of this run whose tests ask for
 them. A case returns JSON types; it judges tensors on the ranks. Workers of pytest-xdist share the
-results. As a program, this file runs under DeepSpeed's launcher with a request and a folder.
+results. The cases of tests that are marked `gpu` run in another launch, on GPUs. As a program, this
+file runs under DeepSpeed's launcher with a request and a folder.
 """
 
 import gc
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 
@@ -41,8 +45,8 @@ class Lab:
 
 FAMILIES = ("gpt_neox", "qwen2", "qwen3")
 """Those of `lab.models`, beside Llama."""
-FILES: dict[str, list[str]] = {}
-"""The names of the cases to run, by test file."""
+FILES: dict[str, dict[str, list[str]]] = {"cpu": {}, "cuda": {}}
+"""The names of the cases to run, by device and test file."""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -52,32 +56,46 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             cases = item.module.CASES
             chosen = item.callspec.params.get("name") if hasattr(item, "callspec") else None
             wanted = {chosen} if chosen in cases else set(cases)
-            FILES[str(item.path)] = sorted({*FILES.get(str(item.path), ()), *wanted})
+            files = FILES["cuda" if item.get_closest_marker("gpu") else "cpu"]
+            files[str(item.path)] = sorted({*files.get(str(item.path), ()), *wanted})
 
 
 @pytest.fixture(scope="session")
 def _results(on_ranks, make_model, program_inputs, shared):
     """The results of all cases by file, from one launch by whichever worker is first."""
-    with FileLock(shared / "rank_lab.lock"):
-        found = shared / "rank_lab.json"
-        if not found.exists():
-            models = {name: make_model(name, seed=3) for name in ("llama", *FAMILIES)}
-            argument = {"models": models, "inputs": program_inputs, "files": FILES}
-            folder = on_ranks(__file__, argument)
-            found.write_text((folder / "cells.json").read_text())
-        return json.loads(found.read_text())
+
+    @cache
+    def results(device):
+        with FileLock(shared / "rank_lab.lock"):
+            found = shared / f"rank_lab_{device}.json"
+            if not found.exists():
+                models = {name: make_model(name, seed=3) for name in ("llama", *FAMILIES)}
+                argument = {"models": models, "inputs": program_inputs, "files": FILES[device]}
+                ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
+                folder = on_ranks(__file__, argument, ranks=ranks, accelerator=device)
+                found.write_text((folder / "cells.json").read_text())
+            return json.loads(found.read_text())
+
+    return results
 
 
 @pytest.fixture
 def cells(_results, request):
     """What the cases of the test's file returned, by name."""
-    return _results[str(request.path)]
+    device = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
+    return _results(device)[str(request.path)]
+
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ON_GPU = [pytest.mark.gpu, no_gpu]
+"""The marks of a test whose case runs on GPUs."""
 
 
 def main(argument: dict[str, Any], folder: Path) -> None:
     """Run the cases one after the other; the first rank writes what they return."""
     from rlhf_pipeline.distributed.world import join
 
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # a GPU repeats its sums
     world = join(1, timeout_s=600)
     models, inputs = (
         {name: Path(path) for name, path in argument[kind].items()} for kind in ("models", "inputs")

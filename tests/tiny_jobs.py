@@ -9,6 +9,7 @@ from typing import Any
 from ppo_runs import ppo_config
 
 from rlhf_pipeline.config.evaluate import CandidateConfig, EvaluateConfig
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.evaluation import evaluate
@@ -21,6 +22,7 @@ MAIN = {
     "dpo": dpo.main,
     "kto": kto.main,
     "ppo": ppo.main,
+    "distill": ppo.main,
     "evaluate": evaluate.main,
 }
 """The work of each program."""
@@ -30,6 +32,7 @@ INPUTS = {
     "dpo": ("sft_model", "comparisons"),
     "kto": ("sft_model", "comparisons", "labelled"),
     "ppo": ("prompts", "sft_model", "reward_model"),
+    "distill": ("prompts", "sft_model", "demonstrations", "teacher"),
     "evaluate": ("prompts", "demonstrations", "sft_model", "ppo_model", "reward_model"),
 }
 STEPS = 2
@@ -78,6 +81,8 @@ def _blocks(program: str, changes: dict[str, Any]) -> dict[str, Any]:
         case "ppo":
             config = generated | {"steps": STEPS, "evaluations": STEPS, "evaluation_prompts": 4}
             return {program: ppo_config(**(config | changes))}
+        case "distill":
+            return {program: DistillConfig.model_validate(changes)}
         case _:
             config = generated | {"prompts": 8} | changes
             return {

@@ -4,7 +4,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, SFTConfig
-from rlhf_pipeline.distributed.deepspeed_config import inference_settings, training_settings
+from rlhf_pipeline.distributed.engine import inference_settings, training_settings
 
 
 def trained(**deepspeed) -> SFTConfig:

@@ -1,18 +1,19 @@
 """`launch.deterministic`: torch adds in a fixed order in optimizer steps, and only there."""
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ppo_runs import ppo_config, run_ppo
+from rank_lab import ON_GPU
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlhf_pipeline.distributed.optimizer_step import accumulate
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.generation import decoding
+from rlhf_pipeline.models.packing import use_packed_attention
+from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.program import DETERMINISTIC
 from rlhf_pipeline.training import ppo_update
 
@@ -78,49 +79,35 @@ def test_a_rank_learns_it_from_its_environment(world, monkeypatch):
     assert join(0, timeout_s=60).deterministic
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: a CPU adds in order")
-def test_a_gpu_repeats_the_gradient_of_long_rows(on_ranks, monkeypatch):
-    monkeypatch.setenv(DETERMINISTIC, "1")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    folder = on_ranks(__file__, {}, ranks=1, accelerator="cuda")
-    assert json.loads((folder / "equal.json").read_text()) == {"bf16": True, "fp32": True}
+CASES = {"bf16": ("bfloat16",), "fp32": ("float32",)}
 
 
-def main(folder: Path) -> None:
-    """Compute the gradient of four rows of 1,024 tokens three times, in two precisions."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from rlhf_pipeline.models.packing import use_packed_attention
-    from rlhf_pipeline.models.sequences import collate
-
-    world = join(0, timeout_s=600)
+def case(lab, dtype):
+    """Whether the gradient of four rows of 1,024 tokens is the same three times."""
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=512, pad_token_id=0,
     )  # fmt: skip
-    prompts = torch.randint(1, 512, (4, 512)).tolist()
-    rows = collate(prompts, torch.randint(1, 512, (4, 512)).tolist(), 0).to(world.device).packed()
-    equal = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(world.device)
-        use_packed_attention(model)
+    device, prompts = lab.world.device, torch.randint(1, 512, (4, 512)).tolist()
+    rows = collate(prompts, torch.randint(1, 512, (4, 512)).tolist(), 0).to(device).packed()
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
+    use_packed_attention(model)
 
-        def loss(model=model):
-            return model(**rows.model_inputs(), use_cache=False).logits.float().square().mean(), {}
+    def loss():
+        return model(**rows.model_inputs(), use_cache=False).logits.float().square().mean(), {}
 
-        gradients = []
-        for _ in range(3):
-            model.zero_grad()
-            accumulate(Engine(), world, [loss, loss])
-            gradients.append([weight.grad.clone() for weight in model.parameters()])
-        equal[name] = all(
-            torch.equal(one, other)
-            for again in gradients[1:]
-            for one, other in zip(gradients[0], again, strict=True)
-        )
-    (folder / "equal.json").write_text(json.dumps(equal))
+    gradients = []
+    for _ in range(3):
+        model.zero_grad()
+        accumulate(Engine(), replace(lab.world, deterministic=True), [loss, loss])
+        gradients.append([weight.grad.clone() for weight in model.parameters()])
+    return all(
+        torch.equal(one, other)
+        for again in gradients[1:]
+        for one, other in zip(gradients[0], again, strict=True)
+    )
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[2]))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in CASES])
+def test_a_gpu_repeats_the_gradient_of_long_rows(cells, name):
+    assert cells[name]

@@ -1,11 +1,9 @@
 """Training that is saved, loaded and continued equals uninterrupted training, at every ZeRO stage.
 
-It also continues on other numbers of ranks and at other stages. Real ranks run this file as a
-program under DeepSpeed's launcher, all settings in one launch.
+It also continues on another number of ranks and at other stages. Two ranks are those of the lab.
 """
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +12,25 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed import engine_state
-from rlhf_pipeline.distributed.engine_state import write_tensors
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.engine_state import load_engine, save_engine, write_tensors
+from rlhf_pipeline.distributed.zero import EMA, whole_state_dict
+from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.digests import FileEntry, file_digest
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
+
+CASES = {  # precision, stage that saves, stage that loads
+    **{f"fp32, stage {stage}": ("fp32", stage, stage) for stage in range(4)},
+    **{f"bf16, stage {stage}": ("bf16", stage, stage) for stage in (1, 2, 3)},
+    "from 2 to 3": ("fp32", 2, 3),
+    "from 3 to 0": ("fp32", 3, 0),
+    "from 0 to 1": ("fp32", 0, 1),
+}
+BEFORE, AFTER = 2, 2
 
 
 def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
@@ -59,175 +71,97 @@ def test_a_rank_without_any_piece_writes_an_empty_file(tmp_path):
         assert list(file.keys()) == [] and file.metadata() == {}
 
 
-SETTINGS = {
-    "fp32, stage 0": ("fp32", 0), "fp32, stage 1": ("fp32", 1), "fp32, stage 2": ("fp32", 2),
-    "fp32, stage 3": ("fp32", 3), "bf16, stage 1": ("bf16", 1), "bf16, stage 2": ("bf16", 2),
-    "bf16, stage 3": ("bf16", 3),
-}  # fmt: skip
-BEFORE, AFTER = 2, 2
-
-
-def build(checkpoint: str, precision: str, stage: int):
-    from rlhf_pipeline.config.training import TrainedModelConfig
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.distributed.zero import EMA
-    from rlhf_pipeline.models.loading import load_policy
-
+def build(checkpoint, precision, stage):
     # With the usual eps of 1e-8, Adam would amplify the rounding noise of tiny gradients.
-    config = TrainedModelConfig.model_validate(
-        {
-            "optimizer": {
-                "learning_rate": 1e-2,
-                "warmup_fraction": 0.0,
-                "weight_decay": 0.1,
-                "eps": 1e-4,
-            },
-            "deepspeed": {"zero_stage": stage, "precision": precision},
-        }
-    )
-    engine = train_engine(partial(load_policy, Path(checkpoint)), config, BEFORE + AFTER)
+    optimizer = {"learning_rate": 1e-2, "warmup_fraction": 0.0, "weight_decay": 0.1, "eps": 1e-4}
+    deepspeed = {"zero_stage": stage, "precision": precision}
+    config = TrainedModelConfig.model_validate({"optimizer": optimizer, "deepspeed": deepspeed})
+    engine = train_engine(partial(load_policy, checkpoint), config, BEFORE + AFTER)
     return engine, EMA(engine, 0.75)
 
 
-def train(engine, ema, steps) -> list[float]:
+def train(engine, ema, steps):
     """Every rank trains on the same rows, so a step is equal for any number of ranks."""
-    losses = []
     for step in steps:
         ids = (torch.arange(24).view(2, 12) * (step + 3)) % 200 + 5
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
         ema.update()
-        losses.append(loss.item())
-    return losses
 
 
-def outcome(engine, ema, losses) -> dict:
-    from rlhf_pipeline.distributed.zero import whole_state_dict
+def finished(engine, ema):
+    """The weights, their average and the learning rate at the end of training, as one dictionary.
 
-    weights = {name: tensor.clone() for name, tensor in whole_state_dict(engine.module).items()}
+    At stage 3, the other ranks have none.
+    """
+    train(engine, ema, range(BEFORE, BEFORE + AFTER))
+    found = {"rate": torch.tensor(engine.get_lr()[0])}
+    found |= {name: value.clone() for name, value in whole_state_dict(engine.module).items()}
     with ema.in_place():
-        average = {name: tensor.clone() for name, tensor in whole_state_dict(engine.module).items()}
-    return {"losses": losses, "rate": engine.get_lr()[0], "weights": weights, "average": average}
+        average = whole_state_dict(engine.module).items()
+        return found | {f"average {name}": value.clone() for name, value in average}
 
 
-def main(argument: dict, folder: Path) -> None:
-    from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
-    from rlhf_pipeline.distributed.world import join
-
-    world = join(1, timeout_s=600)
-    results = {}
-    for name in argument["save"]:
-        engine, ema = build(argument["checkpoint"], *SETTINGS[name])
-        train(engine, ema, range(BEFORE))
-        if world.rank == 0:
-            (folder / name).mkdir()
-        world.barrier()
-        save_engine(engine, folder / name, average=ema.shards)
-        world.barrier()
-        results[f"uninterrupted {name}"] = outcome(
-            engine, ema, train(engine, ema, range(BEFORE, BEFORE + AFTER))
-        )
-    for saved, name in argument["load"]:
-        engine, ema = build(argument["checkpoint"], *SETTINGS[name])
-        load_engine(engine, Path(argument.get("folder", folder)) / saved, average=ema.shards)
-        results[f"{saved} -> {name}"] = outcome(
-            engine, ema, train(engine, ema, range(BEFORE, BEFORE + AFTER))
-        )
-    if world.rank == 0:
-        torch.save(results, folder / "results.pt")
+def distance(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 
 
-@pytest.fixture(scope="module")
-def two(on_ranks, make_model):
-    checkpoint = str(make_model("llama", seed=1))
-    crossed = [
-        ["fp32, stage 2", "fp32, stage 3"],
-        ["fp32, stage 3", "fp32, stage 0"],
-        ["fp32, stage 0", "fp32, stage 1"],
-    ]
-    argument = {
-        "checkpoint": checkpoint,
-        "save": list(SETTINGS),
-        "load": [[name, name] for name in SETTINGS] + crossed,
-    }
-    folder = on_ranks(__file__, argument)
-    return checkpoint, folder, torch.load(folder / "results.pt")
+def saved(world, checkpoint, folder, precision, stage):
+    """What an engine writes after some steps, and how its training ends."""
+    folder.mkdir(exist_ok=True)
+    engine, ema = build(checkpoint, precision, stage)
+    train(engine, ema, range(BEFORE))
+    save_engine(engine, folder, average=ema.shards)
+    world.barrier()
+    return finished(engine, ema)
 
 
-@pytest.fixture(scope="module")
-def other_ranks(on_ranks, two, world, tmp_path_factory):
-    """Training that two ranks saved, continued on one rank (this process) and on three."""
-    checkpoint, folder, results = two
-    argument = {
-        "checkpoint": checkpoint,
-        "save": [],
-        "load": [[name, name] for name in SETTINGS],
-        "folder": folder,
-    }
-    folders = {1: tmp_path_factory.mktemp("one"), 3: on_ranks(__file__, argument, ranks=3)}
-    main(argument, folders[1])
-    return results, {ranks: torch.load(found / "results.pt") for ranks, found in folders.items()}
+def continued(checkpoint, folder, precision, stage):
+    engine, ema = build(checkpoint, precision, stage)
+    load_engine(engine, folder, average=ema.shards)
+    return finished(engine, ema)
+
+
+def case(lab, precision, saving, loading):
+    """How far the ends are apart; the folder of the engine, and the end, for another process."""
+    folder, checkpoint = lab.folder / "engine", lab.models["llama"]
+    whole = saved(lab.world, checkpoint, folder, precision, saving)
+    found = continued(checkpoint, folder, precision, loading)
+    if lab.world.rank > 0:  # at stage 3, it has no weights
+        return None
+    torch.save(whole, lab.folder / "end.pt")
+    return {"apart": distance(whole, found), "folder": str(lab.folder)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SETTINGS)
-def test_continued_training_equals_uninterrupted_training_bit_for_bit(two, name):
-    _, _, results = two
-    resumed, uninterrupted = results[f"{name} -> {name}"], results[f"uninterrupted {name}"]
-    assert resumed["losses"] == uninterrupted["losses"] and resumed["rate"] == uninterrupted["rate"]
-    for kind in ("weights", "average"):
-        assert all(
-            torch.equal(resumed[kind][key], value) for key, value in uninterrupted[kind].items()
-        )
+@pytest.mark.parametrize("name", CASES)
+def test_training_continues_as_if_uninterrupted_also_on_one_rank(cells, name, world, make_model):
+    """Bit for bit, at the same stage and number of ranks."""
+    precision, saving, loading = CASES[name]
+    assert cells[name]["apart"] <= (0 if saving == loading else 1e-6)
+    folder = Path(cells[name]["folder"])
+    found = continued(make_model("llama", seed=3), folder / "engine", precision, saving)
+    limit = 1e-6 if precision == "fp32" else 1e-2
+    assert distance(torch.load(folder / "end.pt"), found) <= limit
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "saved, name",
-    [
-        ("fp32, stage 2", "fp32, stage 3"),
-        ("fp32, stage 3", "fp32, stage 0"),
-        ("fp32, stage 0", "fp32, stage 1"),
-    ],
-)
-def test_training_continues_at_another_stage(two, saved, name):
-    _, _, results = two
-    assert_alike(results[f"{saved} -> {name}"], results[f"uninterrupted {name}"], 1e-6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_training_continues_on_another_number_of_ranks(other_ranks, name, ranks):
-    results, found = other_ranks
-    assert_alike(
-        found[ranks][f"{name} -> {name}"],
-        results[f"uninterrupted {name}"],
-        1e-6 if name.startswith("fp32") else 1e-2,
-    )
-
-
-def assert_alike(found, expected, tolerance):
-    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
-    assert found["rate"] == expected["rate"]
-    for kind in ("weights", "average"):
-        for key, value in expected[kind].items():
-            torch.testing.assert_close(found[kind][key], value, rtol=tolerance, atol=tolerance)
-
-
-def test_a_missing_file_of_a_rank_is_reported(world, make_model, tmp_path):
-    from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
-    from rlhf_pipeline.errors import ArtifactError
-
-    engine, ema = build(str(make_model("llama", seed=1)), "fp32", 2)
-    save_engine(engine, tmp_path, average=ema.shards)
-    (tmp_path / "rank0.safetensors").unlink()
-    with pytest.raises(
-        ArtifactError, match=r"found 0 of \d+ numbers of weight .*The file of a rank is missing"
-    ):
-        load_engine(engine, tmp_path, average=ema.shards)
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_files_of_any_number_of_ranks_make_up_an_engine(world, make_model, tmp_path, stage):
+    """The pieces of three ranks end anywhere, and one of them is lost."""
+    checkpoint = make_model("llama", seed=1)
+    whole = saved(world, checkpoint, tmp_path, "fp32", stage)
+    with safe_open(tmp_path / "rank0.safetensors", framework="pt") as file:
+        starts = file.metadata()
+    tensors = load_file(tmp_path / "rank0.safetensors")
+    tensors = {name: value.clone() for name, value in tensors.items()}  # the file changes
+    assert {*starts.values()} == {"0"}
+    for rank, (first, last) in enumerate(((0, 5), (5, 1000), (1000, None))):
+        part = {name: value[first:last] for name, value in tensors.items()}
+        part = {name: value for name, value in part.items() if len(value)}
+        write_tensors(tmp_path / f"rank{rank}.safetensors", part, dict.fromkeys(starts, str(first)))
+    assert distance(whole, continued(checkpoint, tmp_path, "fp32", stage)) == 0
+    (tmp_path / "rank1.safetensors").unlink()
+    lost = r"found \d+ of \d+ numbers of weight .*The file of a rank is missing"
+    with pytest.raises(ArtifactError, match=lost):
+        continued(checkpoint, tmp_path, "fp32", stage)

@@ -88,6 +88,19 @@ def test_another_shape_or_precision_is_found(saved):
         require_same(model, weights, folder)
 
 
+@pytest.mark.parametrize("found", ["model.norm.weight", "model.norm.other"])
+def test_a_weight_too_few_or_too_many_is_found(saved, found):
+    model, weights, folder = saved
+    (path,) = (path for path in folder.glob("*") if path.suffix == ".safetensors"
+               and "model.norm.weight" in load_file(path))  # fmt: skip
+    stored = load_file(path)
+    norm = stored.pop("model.norm.weight")
+    others = {} if found in weights else {"model.norm.weight": norm, found: norm.clone()}
+    save_file(stored | others, path, metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=rf"{DIFFERS}: {found}"):
+        require_same(model, weights, folder)
+
+
 def test_a_tie_that_transformers_would_not_restore_is_found(saved):
     model, weights, folder = saved
     fields = json.loads((folder / "config.json").read_text())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import floats, lists
 
 from rlhf_pipeline.rl.advantages import (
     gae,
@@ -176,3 +178,19 @@ def test_each_token_gets_the_advantage_of_its_response():
     close(advantages, torch.tensor([[2.0, 2.0, 2.0], [-1.0, 0.0, -1.0]]))
     with pytest.raises(ValueError, match=r"advantages is \(2, 1\), mask is \(2, 3\)"):
         to_tokens(torch.zeros(2, 1), mask)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    score=floats(-5, 5, width=32),
+    kl=lists(floats(-20, 20, width=32), min_size=2, max_size=16),
+    kl_coef=floats(0, 1),
+)
+def test_equal_scores_teach_grpo_nothing_but_their_own_kl(score, kl, kl_coef):
+    nats = torch.tensor(kl).unsqueeze(1)
+    scores = torch.full_like(nats, score)
+    for scale in ("group", "batch"):
+        advantages = grpo(
+            scores, kl_coef * nats, lambda x: torch.var_mean(x)[::-1], scale_rewards=scale
+        )
+        assert (advantages.abs() <= kl_coef * (nats - nats.mean()).abs() + 1e-5).all()

@@ -26,13 +26,10 @@ def as_floats(diagnostics: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(total) for name, total in diagnostics.items()}
 
 
-def test_policy_diagnostics_are_sums_over_real_tokens():
+def test_policy_diagnostics_are_sums_over_real_tokens_which_add_up_over_ranks():
     diagnostics = policy_diagnostics(LOGPROBS, OLD_LOGPROBS, MASK, clip_range=0.2)
     assert all(total.dtype == torch.float64 and total.shape == () for total in diagnostics.values())
     assert as_floats(diagnostics) == pytest.approx(EXPECTED, rel=1e-5)
-
-
-def test_policy_diagnostics_add_up_over_ranks():
     ranks = [
         policy_diagnostics(LOGPROBS[i], OLD_LOGPROBS[i], MASK[i], clip_range=0.2) for i in range(2)
     ]
@@ -53,15 +50,10 @@ VALUES = torch.tensor([[1.0, 2.0, NAN], [3.0, 4.0, NAN]])
 SUMS = torch.tensor([[4.0, 12.0, 50.0], [4.0, 2.0, 4.0]], dtype=torch.float64)
 
 
-def test_value_sums():
-    torch.testing.assert_close(value_sums(VALUES, RETURNS, MASK), SUMS)
-
-
 def test_value_sums_add_up_over_ranks():
-    sums = value_sums(VALUES[:1], RETURNS[:1], MASK[:1]) + value_sums(
-        VALUES[1:], RETURNS[1:], MASK[1:]
-    )
-    torch.testing.assert_close(sums, SUMS)
+    torch.testing.assert_close(value_sums(VALUES, RETURNS, MASK), SUMS)
+    first, second = (value_sums(VALUES[i], RETURNS[i], MASK[i]) for i in range(2))
+    torch.testing.assert_close(first + second, SUMS)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +72,9 @@ def test_explained_variance_of_simple_critics(values: Tensor, expected: float):
     )
 
 
-def test_equal_returns_give_nan():
+def test_equal_returns_and_no_returns_give_nan():
     # 99 times 0.7: the computed variance is 5.6e-17.
     returns, mask = torch.full((1, 99), 0.7), torch.ones(1, 99, dtype=torch.bool)
     values = torch.arange(99.0).unsqueeze(0)
     assert explained_variance(value_sums(values, returns, mask)).isnan()
-
-
-def test_no_returns_give_nan():
     assert explained_variance(torch.zeros(2, 3, dtype=torch.float64)).isnan()

@@ -236,7 +236,7 @@ class OneRank:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_checkpoints(tmp_path, keep):
-    from rlhf_pipeline.training.resume import Checkpoints
+    from rlhf_pipeline.training.checkpoints import Checkpoints
 
     def prepare(root):
         root.with_name("acknowledged").write_text("2\n")

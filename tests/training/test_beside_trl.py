@@ -6,7 +6,6 @@ TRL computes advantages, sampler weights and loss in its trainer; we do in `make
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from rlhf_pipeline.generation.records import Scored, TrainingPass
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.preference_losses import kto_loss
 from rlhf_pipeline.training.experience import make_experience
-from rlhf_pipeline.training.ppo_update import actor_loss, number_of_terms, reduction
+from rlhf_pipeline.training.ppo_update import actor_loss, terms_of
 
 pytestmark = pytest.mark.skipif(
     find_spec("trl") is None,
@@ -247,16 +246,16 @@ def of_ours(config: GRPOConfig, batch: Batch, on_threads) -> tuple[Tensor, Tenso
         sampler_logprobs=batch.sampler[order],
         training_pass=TrainingPass(logprobs[order], torch.zeros(ROWS, LONGEST), None),
     )  # fmt: skip
-    make = partial(make_experience, scored, config, kl_coef=config.kl.coef)
-    (experience,) = on_threads(1, lambda world: make(world=world))
-    mask = experience.sequences.action_mask
+
+    def experience_and_terms(world):
+        found = make_experience(scored, config, kl_coef=config.kl.coef, world=world)
+        return found, terms_of([found.sequences.action_mask], config, world)
+
+    ((experience, terms),) = on_threads(1, experience_and_terms)
     models = SimpleNamespace(actor=SimpleNamespace(device=torch.device("cpu")))
-    loss, _ = actor_loss(
-        models, experience, config, mask.sum(), config.kl.coef,
-        policy_terms=number_of_terms(config, mask), other_terms=reduction(config)(mask, mask)[1],
-    )  # fmt: skip
+    loss, _ = actor_loss(models, experience, config, terms, kl_coef=config.kl.coef)
     loss.backward()
-    return loss.detach(), logprobs.grad
+    return loss.detach().float(), logprobs.grad
 
 
 def config_of(**options) -> GRPOConfig:

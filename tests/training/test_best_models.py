@@ -12,7 +12,7 @@ from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.runtime import digests
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import file_entries
-from rlhf_pipeline.training.best_models import BestModels
+from rlhf_pipeline.training.checkpoints import BestModels
 
 CONFIG = SFTConfig.model_validate(
     {

@@ -13,15 +13,16 @@ from transformers import AutoModelForCausalLM
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, micro_batches
-from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.distributed.engine import training_settings
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training import ppo
-from rlhf_pipeline.training.ppo_setup import GivenBatches, set_up
+from rlhf_pipeline.training.ppo_setup import set_up
 from rlhf_pipeline.training.ppo_update import demonstrations, update_minibatch
+from rlhf_pipeline.training.prompts import FurtherRows
 
 SMALL = {
     "rollout_batch_size": 32, "minibatch_size": 32, "micro_batch_tokens": 512,
@@ -132,7 +133,7 @@ def test_the_gradient_is_that_of_the_mean_kl_of_own_and_given_answers(
         rows = Experience(sequences, old, old, sampler_logprobs=old)
         (groups,) = micro_batches([sequences.lengths], tokens, models.actor, world)
         pieces = [rows.rows(index) for index in groups]
-        given = GivenBatches(Rows.of(pa.table(GIVEN)), config, world, 1).batch(0)
+        given = FurtherRows(Rows.of(pa.table(GIVEN)), 2, 1, config, world, 1).batch(0)
         pieces += demonstrations(given, models, config, world)
         sums = update_minibatch(models, pieces, config, world, {}, kl_coef=3.0, train_actor=True)
         return world.sums(sums)

@@ -5,19 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis.strategies import floats, lists
 
 from rlhf_pipeline.config.doors import Door
+from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.advantages import grpo
 from rlhf_pipeline.training.experience import (
     Experience,
     equal_groups,
+    kl_coefs,
     make_experience,
     value_offset,
 )
@@ -54,22 +53,12 @@ def experience_of(on_threads):
         def one(world: World) -> Experience:
             own = slice(world.rank, None, ranks)
             mask = MASK[own]
-            sequences = Sequences(
-                torch.zeros_like(mask).long(),
-                torch.ones_like(mask),
-                torch.zeros_like(mask).long(),
-                mask,
-                mask,
-            )
+            ids, zeros = torch.zeros_like(mask).long(), torch.zeros_like(LOGPROBS[own])
             scored = Scored(
-                sequences=sequences,
-                logprobs=LOGPROBS[own],
-                ref_logprobs=torch.zeros_like(LOGPROBS[own]),
-                values=torch.zeros_like(LOGPROBS[own]) if values else None,
-                scores=SCORES[own],
-                clipped_scores=SCORES[own],
+                Sequences(ids, torch.ones_like(mask), ids, mask, mask), LOGPROBS[own], zeros,
+                values=zeros if values else None, scores=SCORES[own], clipped_scores=SCORES[own],
                 ended=torch.ones(len(mask), dtype=torch.bool),
-            )
+            )  # fmt: skip
             return function(scored, config, kl_coef=0.1, world=world)
 
         return on_threads(ranks, one)
@@ -128,32 +117,26 @@ def test_advantages_without_a_critic(experience_of, ranks, options, expected):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_reinforce_plus_plus_is_white_over_the_tokens_of_all_ranks(experience_of, ranks):
-    """Returns 3, 3.1; 1.5; 1; 2, 2.1: mean 12.7 / 6, variance 30.27 / 6 - 4.4802778 = 0.5647222.
-
-    0.8833333, 0.9833333; -0.6166667; -1.1166667; -0.1166667, -0.0166667 over 0.7514800.
-    """
-    expected = torch.tensor(
-        [[1.1754583, 1.3085289], [-0.8206029, 0.0], [-1.4859566, 0.0], [-0.1552492, -0.0221784]]
-    )
-    found = experience_of(ranks, values=False, advantage="reinforce++")
-    for rank, experience in enumerate(found):
-        own = expected[rank::ranks]
-        torch.testing.assert_close(experience.advantages, own, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_reinforce_plus_plus_baseline_is_white_over_the_tokens_of_all_ranks(experience_of, ranks):
-    """Tokens 1, 1; -0.25; -1; 0.25, 0.25: mean 1.25 / 6, variance 3.1875 / 6 - 0.0434028.
-
-    0.7916667 twice; -0.4583333; -1.2083333; 0.0416667 twice, over 0.6984606.
-    """
-    expected = torch.tensor(
-        [[1.1334450, 1.1334450], [-0.6562050, 0.0], [-1.7299950, 0.0], [0.0596550, 0.0596550]]
-    )
-    found = experience_of(ranks, values=False, advantage="reinforce++-baseline")
-    for rank, experience in enumerate(found):
-        own = expected[rank::ranks]
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        # Returns 3, 3.1; 1.5; 1; 2, 2.1: mean 12.7 / 6, variance 30.27 / 6 - 4.4802778 = 0.5647222.
+        # 0.8833333, 0.9833333; -0.6166667; -1.1166667; -0.1166667, -0.0166667 over 0.7514800.
+        (
+            "reinforce++",
+            [[1.1754583, 1.3085289], [-0.8206029, 0], [-1.4859566, 0], [-0.1552492, -0.0221784]],
+        ),
+        # Tokens 1, 1; -0.25; -1; 0.25, 0.25: mean 1.25 / 6, variance 3.1875 / 6 - 0.0434028.
+        # 0.7916667 twice; -0.4583333; -1.2083333; 0.0416667 twice, over 0.6984606.
+        (
+            "reinforce++-baseline",
+            [[1.1334450, 1.1334450], [-0.6562050, 0], [-1.7299950, 0], [0.0596550, 0.0596550]],
+        ),
+    ],
+)
+def test_some_are_white_over_the_tokens_of_all_ranks(experience_of, ranks, advantage, expected):
+    for rank, experience in enumerate(experience_of(ranks, values=False, advantage=advantage)):
+        own = torch.tensor(expected)[rank::ranks]
         torch.testing.assert_close(experience.advantages, own, rtol=1e-5, atol=1e-6)
 
 
@@ -337,52 +320,36 @@ def test_a_small_penalty_acts_like_none_on_gdpo_and_a_large_one_acts_more(experi
     assert none > 0.9 > one > 0 > -1 > ten
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    score=floats(-5, 5, width=32),
-    kl=lists(floats(-20, 20, width=32), min_size=2, max_size=16),
-    kl_coef=floats(0, 1),
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [[3.0, 3.1], [1.5, 0], [1.0, 0], [2.0, 2.1]]),
+        # The KL is in the loss alone.
+        ({"kl": {"place": "loss"}}, [[3.3, 3.3], [1.5, 0], [1.2, 0], [2.0, 2.0]]),
+        # Rewards -0.1, 3.1; 1.5; 1; -0.1, 2.1: mean 1.25, variance 17.29/6 - 1.5625 = 1.3191667,
+        # deviation 1.1485498. Divided by it about their mean, which they keep: 0.0746047,
+        # 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637.
+        (
+            {"whiten_rewards": True},
+            [[2.9353316, 2.8607268], [1.4676658, 0], [1.0323342, 0], [2.0646684, 1.9900637]],
+        ),
+    ],
 )
-def test_equal_scores_teach_grpo_nothing_but_their_own_kl(score, kl, kl_coef):
-    nats = torch.tensor(kl).unsqueeze(1)
-    scores = torch.full_like(nats, score)
-    for scale in ("group", "batch"):
-        advantages = grpo(
-            scores, kl_coef * nats, lambda x: torch.var_mean(x)[::-1], scale_rewards=scale
-        )
-        assert (advantages.abs() <= kl_coef * (nats - nats.mean()).abs() + 1e-5).all()
+def test_a_return_is_the_sum_of_the_rewards_to_come(experience_of, ranks, options, expected):
+    """Values are 0, and lambda is 1."""
+    for rank, experience in enumerate(experience_of(ranks, values=True, lam=1.0, **options)):
+        own = torch.tensor(expected)[rank::ranks]
+        torch.testing.assert_close(experience.returns, own, rtol=1e-5, atol=1e-6)
+        assert torch.equal(experience.ref_logprobs, torch.zeros_like(LOGPROBS)[rank::ranks])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_whitened_rewards_keep_their_mean(experience_of, ranks):
-    """Rewards divided by their standard deviation about their mean; a return sums those to come.
-
-    Rewards -0.1, 3.1; 1.5; 1; -0.1, 2.1: mean 1.25, variance 17.29/6 - 1.5625 = 1.3191667,
-    deviation 1.1485498. Whitened: 0.0746047, 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637.
-    Values are 0 and lambda is 1, so the returns of the first tokens are 0.0746047 + 2.8607268,
-    1.4676658, 1.0323342 and 0.0746047 + 1.9900637.
-    """
-    expected = torch.tensor(
-        [[2.9353316, 2.8607268], [1.4676658, 0.0], [1.0323342, 0.0], [2.0646684, 1.9900637]]
-    )
-    for rank, experience in enumerate(
-        experience_of(ranks, values=True, whiten_rewards=True, lam=1.0)
-    ):
-        torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_rewards_are_not_whitened_by_default(experience_of, ranks):
-    expected = torch.tensor([[3.0, 3.1], [1.5, 0.0], [1.0, 0.0], [2.0, 2.1]])
-    for rank, experience in enumerate(experience_of(ranks, values=True, lam=1.0)):
-        torch.testing.assert_close(experience.returns, expected[rank::ranks], rtol=1e-5, atol=1e-6)
-
-
-def test_returns_see_no_kl_that_is_in_the_loss(experience_of):
-    expected = torch.tensor([[3.3, 3.3], [1.5, 0.0], [1.2, 0.0], [2.0, 2.0]])
-    (experience,) = experience_of(1, values=True, lam=1.0, kl={"place": "loss"})
-    torch.testing.assert_close(experience.returns, expected)
-    assert torch.equal(experience.ref_logprobs, torch.zeros_like(LOGPROBS))
+def test_one_of_reward_and_loss_contains_the_kl_penalty():
+    assert kl_coefs(0.25, config_of()) == (0.25, 0.0)
+    assert kl_coefs(0.25, config_of(kl={"place": "loss"})) == (0.0, 0.25)
+    model = {"optimizer": {"learning_rate": 1e-3}}
+    distillation = {"teacher": "org/model", "minibatch_size": 4, "actor": model}
+    assert kl_coefs(0.25, DistillConfig.model_validate(distillation)) == (0.0, 0.25)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

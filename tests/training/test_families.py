@@ -62,7 +62,7 @@ def setup_of(engine, task, config, rows, world):
     rows = Rows.of(pa.table(rows))
     return Setup(
         engine=engine, task=task, config=config, training=rows, validation=rows, world=world,
-        seed=1, best=None, guard=None, checkpoints=None, done=0,
+        seed=1,
     )  # fmt: skip
 
 

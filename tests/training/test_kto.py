@@ -52,7 +52,7 @@ def setup_of(task, model, world, tokens=16):
     config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
     return Setup(
         engine=model, task=task, config=config, training=TABLE, validation=TABLE, world=world,
-        seed=1, best=None, guard=None, checkpoints=None, done=0,
+        seed=1,
     )  # fmt: skip
 
 
@@ -142,7 +142,6 @@ def test_a_policy_equal_to_the_reference_is_at_the_kl(task, on_threads):
     assert metrics == pytest.approx(
         {"loss": 0.8, "kl": 0.0, "agreement": 0.5, "good_reward": 0.0, "bad_reward": 0.0}
     )
-    assert task.selection_score({"loss": 0.8}) < task.selection_score({"loss": 0.5})
 
 
 def test_metrics_of_a_step_without_bad_answers():

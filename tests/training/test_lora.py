@@ -1,19 +1,19 @@
-"""LoRA in DeepSpeed's engines: the weights that train, and the exports.
-
-Two real ranks run this file as a program, all settings in one launch.
-"""
+"""LoRA in DeepSpeed's engines: the weights that train, and the exports, on the ranks of the lab."""
 
 import copy
 import json
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
 import torch
-from rank_fixtures import write_table
+import transformers
+from peft import PeftModel
 from safetensors.torch import load_file
+from tiny_jobs import MAIN, tiny_job
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig
@@ -33,16 +33,152 @@ ROWS = {
 }
 ROWS["loss_mask"] = [[True] * len(row) for row in ROWS["response_ids"]]
 IDS = torch.tensor([[5, 6, 7, 20, 1]])
-SETTINGS = {
-    "sft 2": ("sft", {"deepspeed": {"zero_stage": 2}}),
-    "sft 3 bf16": (
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+ZERO_3 = {"deepspeed": {"zero_stage": 3}}
+CHECKPOINTED = {"gradient_checkpointing": True}
+CASES = {  # program, parameters, precision
+    "sft": ("sft", MODEL | {"deepspeed": {"zero_stage": 2}}, "fp32"),
+    "sft in bf16": (
         "sft",
-        {"deepspeed": {"zero_stage": 3, "precision": "bf16"}, "gradient_checkpointing": True},
+        MODEL | {"deepspeed": {"zero_stage": 3, "precision": "bf16"}} | CHECKPOINTED,
+        "bf16",
     ),
-    "sft 3 rest": ("sft", {"deepspeed": {"zero_stage": 3}, "lora": LORA | {"train_rest": True}}),
-    "reward_model 3": ("reward_model", {"deepspeed": {"zero_stage": 3}}),
-    "ppo": ("ppo", {"deepspeed": {"zero_stage": 3}, "gradient_checkpointing": True}),
-}
+    "rest": ("sft", MODEL | ZERO_3 | {"lora": LORA | {"train_rest": True}}, "fp32"),
+    "reward_model": ("reward_model", MODEL | ZERO_3, "fp32"),
+    "ppo": (
+        "ppo",
+        {
+            "ema": {"decay": 0.5}, "actor": MODEL | ZERO_3 | CHECKPOINTED,
+            "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
+        },
+        "fp32",
+    ),
+}  # fmt: skip
+
+
+def output(model, program):
+    """The scores or logits of a model in any wrapper."""
+    with torch.no_grad():
+        if program == "reward_model":
+            return model(**INPUTS, scores_to_keep=5).float().clone()
+        return model(**INPUTS).logits.float().clone()
+
+
+def distance(one, other):
+    return float((one - other).abs().max())
+
+
+def case(lab, program, changes, precision):
+    """Train; then compare engine, export, and the model that training started from."""
+    from rlhf_pipeline.distributed.zero import whole_state_dict
+    from rlhf_pipeline.models.lora import WithoutAdapters
+    from rlhf_pipeline.training.checkpoints import BestModels
+
+    finish, live = BestModels.finish, {}
+
+    def watched(self):
+        engine = watched.engines[self.export]
+        live[self.export.name] = {
+            "trained": output(engine, program),
+            "start": output(WithoutAdapters(engine), program),
+            "weights": whole_state_dict(engine.module),
+        }
+        return finish(self)
+
+    offer, watched.engines = BestModels.offer, {}
+
+    def offered(self, model, *arguments):
+        watched.engines[self.export] = model
+        offer(self, model, *arguments)
+
+    with patch.object(BestModels, "finish", watched), patch.object(BestModels, "offer", offered):
+        MAIN[program](tiny_job(program, lab.inputs, lab.folder, changes))
+    lab.world.barrier()
+    if lab.world.rank:
+        return None
+    export, found = lab.folder / "export", live["export"]
+    source = lab.inputs["base_model" if program == "sft" else "sft_model"]
+    start = load_policy(source, precision).state_dict()
+    own = {
+        name.removeprefix("classifier.").replace(".base_layer.", "."): value
+        for name, value in found["weights"].items()
+    }
+    adapters = {name: value for name, value in found["weights"].items() if ".lora_B." in name}
+    read = load_scores if program == "reward_model" else load_policy
+    model = read(export, precision)
+    (best, *_) = sorted((lab.folder / "checkpoints").glob("best-*"))
+    result = {
+        # A reward model has no lm_head.
+        "changed": sorted(
+            n for n, x in start.items() if n in own and not torch.equal(own[n].cpu(), x)
+        ),
+        "adapters": [bool(value.any()) for value in adapters.values()],
+        "learned": distance(found["trained"], found["start"]),
+        "export": distance(output(model, program), found["trained"]),
+        "dtypes": sorted({str(x.dtype) for x in load_file(export / "model.safetensors").values()}),
+        "kept": sorted(path.name for path in best.iterdir() if path.name != "README.md"),
+        "engines": sorted(json.loads((lab.folder / "deepspeed.json").read_text())),
+        "trained without": sorted(n for n in start if n in found["weights"]),
+    }
+    if program != "reward_model":  # its head has trained, and is not part of an adapter
+        result["start"] = distance(output(load_policy(source, precision), program), found["start"])
+    if program == "ppo":
+        average = output(load_policy(export / "ema", precision), program)
+        result["average"] = distance(average, live["ema"]["trained"])
+        result["of average"] = distance(average, found["trained"])
+    if (folder := export / "adapter").exists():
+        result |= by_peft(folder, source, program, found["weights"], precision)
+    return result
+
+
+def by_peft(folder: Path, source: Path, program: str, weights, precision) -> dict:
+    """Where the adapter says its base is, and the weights that peft reads otherwise."""
+    auto, how = transformers.AutoModelForCausalLM, {}
+    if program == "reward_model":
+        auto, how = transformers.AutoModelForSequenceClassification, {"num_labels": 1}
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    base = auto.from_pretrained(source, dtype=dtype, **how)
+    read = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).state_dict()
+    names = {
+        name: name.removeprefix("classifier.").replace("score.", "score.modules_to_save.default.")
+        for name in weights
+    }
+    return {
+        "base": json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"],
+        "different": [
+            name for name, own in names.items()
+            if not torch.equal(read[f"base_model.model.{own}"], weights[name].cpu())
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_the_export_is_the_trained_model_and_its_adapter_alone_has_changed(cells, name):
+    program, _, precision = CASES[name]
+    found = cells[name]
+    assert found["learned"] > 1e-2
+    # In bf16 the export rounds the sum of matrix and adapter to 8 bits.
+    assert found["export"] <= (1e-5 if precision == "fp32" else 0.1)
+    assert found["dtypes"] == ["torch.bfloat16" if precision == "bf16" else "torch.float32"]
+    # Two layers of seven matrices; B starts at zero.
+    assert found["adapters"] == [True] * 14
+    if name == "rest":  # all weights without adapters train, and the adapter alone says too little
+        assert found["changed"] == [n for n in found["trained without"] if "base_layer" not in n]
+        assert "base" not in found
+    else:
+        assert found["changed"] == [] and found.get("start", 0) == 0
+        assert found["kept"] == ["adapter_config.json", "adapter_model.safetensors"]
+        assert found["different"] == []
+        assert found["base"] == ("base_model" if program == "sft" else "sft_model")
+
+
+@pytest.mark.long
+def test_ppo_averages_adapters_and_has_no_engine_for_the_reference(cells):
+    """A separate reference would have one, as the actor is sharded; the reward model is whole."""
+    found = cells["ppo"]
+    assert found["engines"] == ["actor", "critic"]
+    assert found["average"] <= 1e-5 and found["of average"] > 1e-3
 
 
 def block(stage, model):
@@ -57,228 +193,9 @@ def block(stage, model):
                 "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
             }
         )  # fmt: skip
-    supervised = model | {
-        "epochs": 2,
-        "batch_size": 4,
-        "micro_batch_tokens": 16,
-        "evaluations": 1,
-    }
-    return {"sft": SFTConfig, "reward_model": RewardModelConfig, "dpo": DPOConfig}[
-        stage
-    ].model_validate(supervised)
-
-
-def main(inputs: dict[str, str], folder: Path) -> None:
-    """Train with each setting; save the weights and outputs of each last model."""
-    from rlhf_pipeline.distributed.world import join
-    from rlhf_pipeline.distributed.zero import whole_state_dict
-    from rlhf_pipeline.models.lora import WithoutAdapters
-    from rlhf_pipeline.training import ppo, reward_model, sft
-    from rlhf_pipeline.training.best_models import BestModels
-
-    def output(model):
-        with torch.no_grad():
-            inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-            found = (
-                model(**inputs, scores_to_keep=5)
-                if directory.name.startswith("reward")
-                else model(**inputs).logits
-            )
-        return found.float().clone()
-
-    def finish(self, last):
-        live = {
-            "trained": output(last),
-            "start": output(WithoutAdapters(last)),
-            "weights": whole_state_dict(last.module),
-        }
-        if world.rank == 0:
-            torch.save(live, directory / f"live-{self.export.name}.pt")
-        return exported(self, last)
-
-    world = join(1, timeout_s=600)
-    exported, BestModels.finish = BestModels.finish, finish
-    for name, (stage, model) in SETTINGS.items():
-        directory = folder / name
-        directory.mkdir(exist_ok=True)
-        wanted = {
-            "sft": ("base_model", "demonstrations"),
-            "reward_model": ("sft_model", "comparisons"),
-        }
-        paths = {
-            key: Path(inputs[key])
-            for key in wanted.get(stage, ("prompts", "sft_model", "reward_model"))
-        }
-        job = LaunchedJob(
-            stage,
-            "f",
-            1,
-            {stage: block(stage, model).model_dump(mode="json")},
-            paths,
-            {},
-            directory,
-            600.0,
-        )
-        {"sft": sft, "reward_model": reward_model, "ppo": ppo}[stage].main(job)
-
-
-@pytest.fixture(scope="session")
-def inputs(ppo_inputs, tmp_path_factory):
-    """PPO's inputs, and four rows for SFT and the reward model."""
-    from rlhf_pipeline.data.token_contract import TokenContract
-
-    contract = TokenContract.read(ppo_inputs["sft_model"])
-    rows = write_table(pa.table(ROWS), tmp_path_factory.mktemp("rows"), contract)
-    return ppo_inputs | {
-        "base_model": ppo_inputs["sft_model"],
-        "demonstrations": rows,
-        "comparisons": rows,
-    }
-
-
-@pytest.fixture(scope="module")
-def results(on_ranks, inputs):
-    return on_ranks(__file__, inputs)
-
-
-def load(stage, checkpoint, precision="fp32"):
-    return (
-        load_scores(checkpoint, precision)
-        if stage == "reward_model"
-        else load_policy(checkpoint, precision)
-    )
-
-
-def precision_of(name):
-    return "bf16" if "bf16" in name else "fp32"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "rest" not in name])
-def test_the_base_keeps_every_bit_and_every_adapter_changes(results, inputs, name):
-    found = torch.load(results / name / "live-export.pt")["weights"]
-    start = load_policy(inputs["sft_model"], precision_of(name)).state_dict()
-    own = {
-        key.removeprefix("classifier.").replace(".base_layer.", "."): value
-        for key, value in found.items()
-    }
-    for key, value in start.items():
-        if key in own:  # a reward model has no lm_head
-            assert torch.equal(own[key].cpu(), value), key
-    adapters = {key: value for key, value in found.items() if ".lora_B." in key}
-    assert len(adapters) == 14  # two layers of seven matrices; B starts at zero
-    assert all(value.any() for value in adapters.values())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [name for name in SETTINGS if "rest" not in name and not name.startswith("reward")]
-)
-def test_without_its_adapters_the_model_is_the_start_bit_by_bit(results, inputs, name):
-    """Not for a reward model: its head has trained and is not part of an adapter."""
-    live = torch.load(results / name / "live-export.pt")
-    with torch.no_grad():
-        expected = load_policy(inputs["sft_model"], precision_of(name))(
-            IDS, attention_mask=torch.ones_like(IDS)
-        ).logits
-    assert torch.equal(live["start"], expected.float())
-    assert not torch.allclose(live["trained"], live["start"], atol=1e-2)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_export_equals_the_trained_model(results, name):
-    stage, live = SETTINGS[name][0], torch.load(results / name / "live-export.pt")
-    arguments = {"attention_mask": torch.ones_like(IDS)}
-    model = load(stage, results / name / "export", precision_of(name))
-    with torch.no_grad():
-        if stage == "reward_model":
-            found = model(input_ids=IDS, **arguments, scores_to_keep=5)
-        else:
-            found = model(IDS, **arguments).logits.float()
-    # In bf16 the export rounds the sum of matrix and adapter to 8 bits.
-    torch.testing.assert_close(
-        found, live["trained"], rtol=0, atol=1e-5 if precision_of(name) == "fp32" else 0.1
-    )
-
-
-@pytest.mark.long
-def test_the_export_of_the_average_contains_the_average_of_the_adapters(results):
-    with torch.no_grad():
-        found = load_policy(results / "ppo" / "export" / "ema", "fp32")(
-            IDS, attention_mask=torch.ones_like(IDS)
-        ).logits
-    torch.testing.assert_close(
-        found, torch.load(results / "ppo" / "live-ema.pt")["trained"], rtol=0, atol=1e-5
-    )
-    assert not torch.allclose(
-        found, torch.load(results / "ppo" / "live-export.pt")["trained"], atol=1e-3
-    )
-    assert (results / "ppo" / "export" / "ema" / "adapter" / "adapter_model.safetensors").is_file()
-
-
-@pytest.mark.long
-def test_the_export_has_the_engine_s_precision(results):
-    for name, dtype in (("sft 3 bf16", torch.bfloat16), ("sft 2", torch.float32)):
-        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-            assert {
-                weight.dtype for weight in load_file(results / name / "export" / file).values()
-            } == {dtype}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "auto", "base"),
-    [("sft 2", "AutoModelForCausalLM", "base_model"), ("ppo", "AutoModelForCausalLM", "sft_model"),
-     ("reward_model 3", "AutoModelForSequenceClassification", "sft_model")],
-)  # fmt: skip
-def test_peft_loads_the_adapter_in_the_export(results, inputs, name, auto, base):
-    import transformers
-    from peft import PeftModel
-
-    adapter = results / name / "export" / "adapter"
-    assert (
-        json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == base
-    )
-    options = {"num_labels": 1} if auto.endswith("Classification") else {}
-    model = getattr(transformers, auto).from_pretrained(
-        inputs[base], dtype=torch.float32, **options
-    )
-    read = PeftModel.from_pretrained(model, adapter).state_dict()
-    live = torch.load(results / name / "live-export.pt")["weights"]
-    for key, value in live.items():
-        key = key.removeprefix("classifier.")
-        key = key.replace("score.", "score.modules_to_save.default.")
-        assert torch.equal(read[f"base_model.model.{key}"], value.cpu()), key
-
-
-@pytest.mark.long
-def test_saved_models_contain_adapters_only(results):
-    (best,) = (results / "sft 2" / "checkpoints").glob("best-*")
-    assert sorted(path.name for path in best.iterdir() if path.name != "README.md") == [
-        "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
-    assert not (results / "sft 3 rest" / "export" / "adapter").exists()
-
-
-@pytest.mark.long
-def test_train_rest_trains_the_weights_without_adapters(results, inputs):
-    found = torch.load(results / "sft 3 rest" / "live-export.pt")["weights"]
-    start = load_policy(inputs["base_model"], "fp32").state_dict()
-    for key, value in start.items():
-        same = torch.equal(
-            found.get(key, found.get(key.replace(".weight", ".base_layer.weight"))), value
-        )
-        assert same == (key not in found), key
-
-
-@pytest.mark.long
-def test_ppo_has_no_engine_for_the_reference(results):
-    """A separate reference would have one, as the actor is sharded; the reward model is whole."""
-    assert json.loads((results / "ppo" / "deepspeed.json").read_text()).keys() == {
-        "actor",
-        "critic",
-    }
+    supervised = {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 1}
+    kinds = {"sft": SFTConfig, "reward_model": RewardModelConfig, "dpo": DPOConfig}
+    return kinds[stage].model_validate(model | supervised)
 
 
 def setup_of(engine, task, config, world):
@@ -288,9 +205,8 @@ def setup_of(engine, task, config, world):
 
     rows = Rows.of(pa.table(ROWS))
     return Setup(
-        engine=engine, task=task, config=config.model_copy(update={"micro_batch_tokens": 32}),
-        training=rows, validation=rows, world=world, seed=1, best=None, guard=None,
-        checkpoints=None, done=0,
+        engine=engine, task=task, config=config,
+        training=rows, validation=rows, world=world, seed=1,
     )  # fmt: skip
 
 
@@ -352,7 +268,7 @@ def test_dpo_starts_at_log_2_and_its_reference_does_not_change(make_model, world
     assert metrics["dpo/loss"] < 0.69
 
 
-def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path):
+def test_ppo_trains_adapters_and_the_head_of_the_critic(ppo_inputs, world, tmp_path):
     from ppo_runs import scored_rollout
 
     from rlhf_pipeline.data.token_contract import common_contract
@@ -362,7 +278,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
     from rlhf_pipeline.training.ppo_setup import load_ppo_models
     from rlhf_pipeline.training.ppo_update import update_models
 
-    paths = {name: inputs[name] for name in ("prompts", "sft_model", "reward_model")}
+    paths = ppo_inputs
     config = block("ppo", {"deepspeed": {"zero_stage": 1}})
     job = LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 600.0)
     models = load_ppo_models(job, config, common_contract(paths), world)
@@ -379,7 +295,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed == {name for name in after if ".lora_" in name or "score" in name}
     arguments = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    start = load_policy(inputs["sft_model"], "fp32")(**arguments).logits
+    start = load_policy(paths["sft_model"], "fp32")(**arguments).logits
     assert torch.equal(models.reference(**arguments).logits, start)
 
 
@@ -388,8 +304,8 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(inputs, world, tmp_path)
 def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(make_model, on_ranks):
     pytest.importorskip("bitsandbytes", reason="the extra `quantization` is not installed")
     checkpoint = make_model("llama")
-    argument = {"quantized": checkpoint}
-    results = on_ranks(__file__, argument, ranks=1, accelerator="cuda")  # the tests have the CPU
+    # The tests have the CPU.
+    results = on_ranks(__file__, checkpoint, ranks=1, accelerator="cuda")
     weights = load_file(results / "export" / "model.safetensors")
     start = load_policy(checkpoint, "bf16").state_dict()
     assert weights.keys() <= start.keys() and {weight.dtype for weight in weights.values()} == {
@@ -404,7 +320,7 @@ def train_quantized(checkpoint: Path, folder: Path) -> None:
     from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.distributed.world import join
     from rlhf_pipeline.models.loading import load_tokenizer
-    from rlhf_pipeline.training.best_models import BestModels
+    from rlhf_pipeline.training.checkpoints import BestModels
     from rlhf_pipeline.training.sft import SFTTask
 
     world = join(0, timeout_s=600)
@@ -422,8 +338,4 @@ def train_quantized(checkpoint: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    given, results_folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    if "quantized" in given:
-        train_quantized(Path(given["quantized"]), results_folder)
-    else:
-        main(given, results_folder)
+    train_quantized(Path(json.loads(sys.argv[1])), Path(sys.argv[2]))

@@ -7,7 +7,6 @@ Pinned copies and what the allocator of a GPU gains are left to the test marked 
 
 import gc
 import json
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
+from rank_lab import ON_GPU
 from strict_device import StrictDevice
 from tiny_jobs import logged, tiny_job, trained
 
 from rlhf_pipeline.runtime.program import DETERMINISTIC
+from rlhf_pipeline.training import ppo
 from rlhf_pipeline.training.rollouts import in_main_memory
 
 AVERAGED = {"ema": {"decay": 0.9}, "evaluation_prompts": 4}
@@ -31,6 +32,7 @@ CASES = {
     "fp32, ZeRO 0 and 3": ("fp32", 0, 3, {}),
     "bf16, ZeRO 3": ("bf16", 3, 3, AVERAGED | {"gather_for_generation": False}),
     "LoRA": ("fp32", 1, 2, {"lora": {}}),
+    "on a GPU": (),
 }
 SHORT = ("bf16, ZeRO 1", "fp32, ZeRO 0 and 3")
 """DeepSpeed's three optimizers, both precisions, and an average; the other cases are long."""
@@ -90,8 +92,8 @@ def planned(inputs, parameters) -> int:
 
 
 def case(lab, *settings):
-    from rlhf_pipeline.training import ppo
-
+    if not settings:
+        return on_gpu(lab)
     sizes: list[list[int]] = []
     with StrictDevice(), watching(sizes):
         results = []
@@ -120,7 +122,11 @@ def case(lab, *settings):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+    [
+        name if name in SHORT else pytest.param(name, marks=pytest.mark.long)
+        for name in CASES
+        if CASES[name]
+    ],
 )
 def test_training_and_resuming_are_the_same_bit_for_bit(cells, name):
     """Three steps, each with a rollout and a held-out one, of the average as well."""
@@ -132,39 +138,30 @@ def test_training_and_resuming_are_the_same_bit_for_bit(cells, name):
     assert found["equal"] and found["resumed"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing can leave it")
-def test_a_gpu_uses_less_while_it_samples(on_ranks, program_inputs, monkeypatch):
+@pytest.mark.parametrize("name", [pytest.param("on a GPU", marks=ON_GPU)])
+def test_a_gpu_uses_less_while_it_samples(cells, name):
     """By what the plan counts, in blocks of 512 bytes; training is the same bit for bit."""
-    monkeypatch.setenv(DETERMINISTIC, "1")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    folder = on_ranks(__file__, program_inputs, ranks=1, accelerator="cuda")
-    found = json.loads((folder / "found.json").read_text())
+    found = cells[name]
     before, during, after = found["used"]
     assert found["planned"] <= before - during <= found["planned"] + 512 * 100
     assert after >= before and found["equal"]
 
 
-def main(inputs: dict[str, Path], folder: Path) -> None:
-    """Train at ZeRO 1 in bf16 on a GPU, without and with the option."""
-    from rlhf_pipeline.training import ppo
+def on_gpu(lab):
+    """Train at ZeRO 1 in bf16, without and with the option."""
 
     def used() -> int:
         gc.collect()
         return torch.cuda.memory_allocated()
 
     sizes: list[list[int]] = []
-    with watching(sizes, used):
-        results = []
+    results = []
+    with watching(sizes, used), mock.patch.dict("os.environ", {DETERMINISTIC: "1"}):
         for offload in (False, True):
-            own = folder / str(offload)
-            job = tiny_job("ppo", inputs, own, parameters("bf16", 1, 1, {}, offload=offload))
+            own = lab.folder / str(offload)
+            job = tiny_job("ppo", lab.inputs, own, parameters("bf16", 1, 1, {}, offload=offload))
             ppo.main(job)
+            lab.world.barrier()
             results.append(outcome(own))
-    equal = results[0] == results[1]
-    found = {"used": sizes[-1], "planned": planned(inputs, job.config), "equal": equal}
-    (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main({name: Path(path) for name, path in json.loads(sys.argv[1]).items()}, Path(sys.argv[2]))
+    planned_bytes = planned(lab.inputs, job.config)
+    return {"used": sizes[-1], "planned": planned_bytes, "equal": results[0] == results[1]}

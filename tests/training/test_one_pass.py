@@ -5,7 +5,7 @@ import torch
 from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.models import forward
-from rlhf_pipeline.training import experience, ppo_update
+from rlhf_pipeline.training import experience, ppo_update, rollouts
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def passes(monkeypatch):
 
     for name in ("response_logprobs", "response_logprobs_and_entropy", "response_values"):
         function = counted(getattr(forward, name))
-        for module in (experience, ppo_update):
+        for module in (experience, rollouts, ppo_update):
             monkeypatch.setattr(module, name, function, raising=False)
     return counts
 

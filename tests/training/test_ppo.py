@@ -13,12 +13,9 @@ from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rl import losses
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.training import ppo
-
-ONE = torch.tensor(1)
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +48,13 @@ def generator(ppo_inputs):
     return FixedGenerator(TokenContract.read(ppo_inputs["sft_model"]))
 
 
-@pytest.mark.parametrize("name", ["reference", "reward_model"])
-def test_frozen_models_do_not_change_by_one_bit(trained, name):
-    after = trained.weights(name)
-    assert all(torch.equal(after[key], value) for key, value in trained.start[name].items())
-    parameters = getattr(trained.setup.models, name).parameters()
-    assert not any(parameter.requires_grad for parameter in parameters)
-
-
-@pytest.mark.parametrize("name", ["actor", "critic"])
-def test_trained_models_change_in_every_parameter(trained, name):
+@pytest.mark.parametrize(
+    ("name", "trains"),
+    [("actor", True), ("critic", True), ("reference", False), ("reward_model", False)],
+)
+def test_every_weight_changes_and_none_of_a_frozen_model(trained, name, trains):
     before, after = trained.start[name], trained.weights(name)
-    assert not [key for key, value in before.items() if torch.equal(after[key], value)]
+    assert {torch.equal(after[key], value) for key, value in before.items()} == {not trains}
 
 
 def test_at_the_first_step_the_ratio_is_one_and_the_kl_zero(trained):
@@ -105,16 +97,7 @@ def test_the_responses_come_from_the_generator(generator, ppo_inputs, world, tmp
     )
     assert [line["rollout/response_tokens"] for line in run.lines] == [2.5, 2.5]
     assert [line["validation/response_tokens"] for line in run.lines] == [2.5, 2.5]
-    for name in ("actor", "critic"):
-        before, after = run.start[name], run.weights(name)
-        assert not any(torch.equal(after[key], value) for key, value in before.items())
-
-
-def test_the_generator_gets_the_seed_step_and_slot_of_each_row(
-    generator, ppo_inputs, world, tmp_path
-):
-    """Training and evaluation take turns; every evaluation has the same seeds."""
-    run_ppo(ppo_config(maximum_logprob_gap=None), ppo_inputs, world, tmp_path, generator=generator)
+    # It gets the seed, step and slot of each row. Training and evaluation take turns.
     first, held_out, second, held_out_again = (seeds for _, seeds, _ in generator.calls)
     assert first == [(1, 1, slot) for slot in range(8)]
     assert second == [(1, 2, slot) for slot in range(8)]
@@ -252,14 +235,6 @@ def test_the_adaptive_coefficient_follows_the_kl(ppo_inputs, world, tmp_path):
     config = ppo_config(kl={"coef": 0.1, "target": 6.0, "horizon": 16})
     lines = run_ppo(config, ppo_inputs, world, tmp_path).lines
     assert [line["objective/kl_coef"] for line in lines] == pytest.approx([0.1, 0.09])
-
-
-def test_a_loss_that_is_not_finite_ends_the_stage_at_once(ppo_inputs, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        losses, "policy_loss", lambda logprobs, *_, **__: (logprobs.sum() * float("nan"), ONE)
-    )
-    with pytest.raises(StageError, match=r"policy/loss is nan at step 1: training has diverged"):
-        run_ppo(ppo_config(evaluations=1, log_every=2), ppo_inputs, world, tmp_path)
 
 
 def test_a_reward_model_with_another_tokenizer_fails_before_anything_is_loaded(

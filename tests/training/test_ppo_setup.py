@@ -7,8 +7,8 @@ from ppo_runs import ppo_config, run_ppo
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.experience import score_sequences
 from rlhf_pipeline.training.ppo_setup import load_ppo_models
+from rlhf_pipeline.training.rollouts import score_sequences
 
 SEQUENCES = collate([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]], 0)
 

@@ -1,15 +1,17 @@
 """The optimizer steps that PPO takes on one rollout."""
 
 import functools
+from itertools import chain
 
 import pytest
 import torch
 from ppo_runs import ppo_config, run_ppo
 
+from rlhf_pipeline.generation.records import Experience
+from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl import losses
-from rlhf_pipeline.training import experience, ppo_update
-
-ONE = torch.tensor(1)
+from rlhf_pipeline.training.experience import in_micro_batches, only_trained
+from rlhf_pipeline.training.ppo_update import terms_of
 
 
 @pytest.fixture(scope="module")
@@ -35,42 +37,37 @@ def test_every_minibatch_of_every_epoch_is_an_optimizer_step(ppo_inputs, world, 
         assert [line[name] for line in run.lines] == pytest.approx([1e-3, 5e-4])
 
 
-def test_every_epoch_trains_on_other_minibatches(ppo_inputs, world, tmp_path, monkeypatch):
-    """Each epoch has all rows once, in another division."""
-    original, seen = ppo_update.update_minibatch, []
-
-    def update_minibatch(models, pieces, *args, **options):
-        rows = torch.cat([piece.advantages[:, 0] for piece in pieces])
-        seen.append(tuple(sorted(rows.tolist())))
-        return original(models, pieces, *args, **options)
-
-    monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
-    config = ppo_config(steps=1, evaluations=1, minibatch_size=2, ppo_epochs=3)
-    run_ppo(config, ppo_inputs, world, tmp_path)
-    epochs = [seen[start : start + 4] for start in (0, 4, 8)]
-    assert len({tuple(sorted(sum(epoch, ()))) for epoch in epochs}) == 1
-    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 3
+def minibatches(trained, world, **changes):
+    """The prompts of each minibatch, of eight rows whose prompts are 5, 6, and so on."""
+    config = ppo_config(**changes)
+    of_prompts = 8 // config.responses_per_prompt
+    prompts = [[5 + row % of_prompts] for row in range(8)]
+    sequences = collate(prompts, [[20, 1]] * 8, 0)
+    rows = Experience(sequences, torch.zeros(8, 2), torch.zeros(8, 2))
+    found = in_micro_batches(trained.setup.models, rows, config, world, key=(1, 1))
+    return [
+        [ids for piece in pieces for ids in piece.sequences.prompt_ids.flatten().tolist()]
+        for pieces in found
+    ]
 
 
-def test_a_minibatch_has_all_responses_to_its_prompts(ppo_inputs, world, tmp_path, monkeypatch):
+def test_every_epoch_has_all_rows_once_in_another_division(trained, world):
+    found = list(map(sorted, minibatches(trained, world, minibatch_size=2, ppo_epochs=3)))
+    epochs = [sorted(found[start : start + 4]) for start in (0, 4, 8)]
+    assert all(sorted(chain(*epoch)) == list(range(5, 13)) for epoch in epochs)
+    assert len({str(epoch) for epoch in epochs}) == 3
+
+
+def test_a_minibatch_has_all_responses_to_its_prompts(trained, world):
     """They share the prompt's tokens in a forward pass."""
-    original, seen = ppo_update.update_minibatch, []
-
-    def update_minibatch(models, pieces, *args, **options):
-        rows = [row for piece in pieces for row in piece.sequences.prompt_ids.tolist()]
-        seen.append([tuple(token for token in row if token) for row in rows])
-        return original(models, pieces, *args, **options)
-
-    monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
-    config = ppo_config(
-        steps=1, evaluations=1, minibatch_size=4, ppo_epochs=2, responses_per_prompt=2,
+    found = minibatches(
+        trained, world, minibatch_size=4, ppo_epochs=2, responses_per_prompt=2,
         advantage="rloo", critic=None, rewards=[{"regex": "."}],
     )  # fmt: skip
-    run_ppo(config, ppo_inputs, world, tmp_path)
-    assert len(seen) == 4
-    for prompts in seen:
+    assert len(found) == 4
+    for prompts in found:
         assert sorted(map(prompts.count, {*prompts})) == [2, 2]
-    assert {*seen[0], *seen[1]} == {*seen[2], *seen[3]}
+    assert {*found[0], *found[1]} == {*found[2], *found[3]}
 
 
 def test_pooled_batches_equal_one_large_batch(trained, ppo_inputs, world, tmp_path):
@@ -99,74 +96,60 @@ def test_an_entropy_bonus_raises_the_entropy(trained, ppo_inputs, world, tmp_pat
     assert bonus[1]["policy/entropy"] > trained.lines[1]["policy/entropy"] + 1e-4
 
 
-@pytest.mark.parametrize(("coef", "place", "norms"), [(0.2, "loss", 2.0), (0.1, "reward", 0.0)])
-def test_the_kl_reaches_the_loss_with_its_coefficient(
-    ppo_inputs, world, tmp_path, monkeypatch, coef, place, norms
-):
-    """A loss that is nothing but the KL has twice the gradient with twice the coefficient.
+def test_the_kl_is_either_in_the_loss_or_in_the_reward(ppo_inputs, world, tmp_path):
+    """With rewards of 0, nothing but the KL trains, from the second step on. In the loss, twice the
+    coefficient is twice its gradient; in the reward, the advantages contain it instead."""
 
-    With a clip of gradients at 1, the norms before the clip are compared.
-    """
-
-    def first_norm(folder, **kl):
-        config = ppo_config(steps=1, evaluations=1, kl=kl)
-        return run_ppo(config, ppo_inputs, world, folder).lines[0]["optim/actor_grad_norm"]
-
-    monkeypatch.setattr(losses, "policy_loss", lambda logprobs, *_, **__: (0 * logprobs.sum(), ONE))
-    monkeypatch.setattr(
-        ppo_update,
-        "kl_loss",
-        lambda logprobs, old, ref, mask, **_: (torch.where(mask, logprobs, 0.0).sum(), mask.sum()),
-    )
-    unit = first_norm(tmp_path / "unit", coef=0.1, place="loss")
-    found = first_norm(tmp_path / "changed", coef=coef, place=place)
-    assert unit > 1e-3 and found == pytest.approx(norms * unit, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "largest",
-    [{}, {"entropy_coef": 1000.0}, {"kl": {"place": "loss", "coef": 1000.0}}],
-    ids=["policy", "entropy", "kl"],
-)
-def test_the_denominator_holds_for_each_loss_and_counts_what_trains(
-    ppo_inputs, world, tmp_path, monkeypatch, largest
-):
-    """Seven responses train. `constant` divides by 7 * 110 in place of their tokens."""
-    original, seen = ppo_update.update_minibatch, []
-
-    def update_minibatch(models, pieces, *args, **options):
-        seen.append([piece.sequences.action_mask for piece in pieces])
-        return original(models, pieces, *args, **options)
-
-    def norm(denominator):
+    def lines(coef, place):
         config = ppo_config(
-            steps=1, evaluations=1, advantage="reinforce", critic=None, truncated="mask",
-            denominator=denominator, sampling={"max_response_tokens": 110}, **largest,
+            advantage="reinforce", reinforce_baseline="none", critic=None, missing_eos_penalty=0.0,
+            rewards=[{"regex": "."} | {"weight": 0.0}], kl={"coef": coef, "place": place},
+            entropy_coef=0.01,
+        )  # fmt: skip
+        return run_ppo(config, ppo_inputs, world, tmp_path / f"{coef} {place}").lines
+
+    off, reward = lines(0.0, "reward")[1], lines(100.0, "reward")[1]
+    once, twice = lines(100.0, "loss")[1], lines(200.0, "loss")[1]
+    # The losses of the policy are 0 unless the reward has the penalty.
+    assert off["policy/loss"] == once["policy/loss"] == 0 != reward["policy/loss"]
+    norms = [line["optim/actor_grad_norm"] for line in (off, reward, once, twice)]
+    assert norms[0] * 10 < norms[1] and norms[0] * 10 < norms[2]
+    assert norms[3] == pytest.approx(2 * norms[2], rel=0.2)
+
+
+def test_the_denominator_counts_what_trains(world):
+    """Three responses of 2, 5 and no tokens, in two micro batches; cut at 110."""
+    rows = [torch.arange(6)[None] < torch.tensor(lengths)[:, None] for lengths in ([2, 5], [0])]
+    expected = {"tokens": 7, "sequences": 2, "constant": 2 * 110}
+    for denominator, count in expected.items():
+        config = ppo_config(denominator=denominator, sampling={"max_response_tokens": 110})
+        assert [float(each) for each in terms_of(rows, config, world)] == [7, count, count]
+    none = terms_of([torch.zeros(1, 6, dtype=torch.bool)], ppo_config(), world)
+    assert [float(each) for each in none] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("largest", [{}, {"entropy_coef": 1000.0}], ids=["policy", "entropy"])
+def test_the_denominator_holds_for_each_loss(ppo_inputs, world, tmp_path, largest):
+    """`constant` divides by 8 * 110 in place of the tokens; the gradients differ by that factor."""
+
+    def line(denominator):
+        config = ppo_config(
+            advantage="reinforce", critic=None, denominator=denominator, steps=1, evaluations=1,
+            sampling={"max_response_tokens": 110}, **largest,
         )  # fmt: skip
         return run_ppo(config, ppo_inputs, world, tmp_path / denominator).lines[0]
 
-    monkeypatch.setattr(ppo_update, "update_minibatch", update_minibatch)
-    monkeypatch.setattr(experience, "trained_rows", lambda *_: torch.arange(8) > 0)
-    # The policy is the reference, so that the KL itself has no gradient.
-    monkeypatch.setattr(
-        ppo_update, "kl_loss", lambda logprobs, old, ref, mask, reduce: reduce(logprobs, mask)
-    )
-    lines = {name: norm(name) for name in ("tokens", "constant")}
-    rows = [int(mask.any(1).sum()) for mask in seen[0]]
-    assert sum(rows) == sum(map(len, seen[0])) == 7
-    tokens = sum(int(mask.sum()) for mask in seen[0])
-    assert 7 < tokens < 7 * 110 and len(seen[0]) > 1
-    by_tokens, by_constant = (line["optim/actor_grad_norm"] for line in lines.values())
-    assert by_constant == pytest.approx(by_tokens * tokens / (7 * 110), rel=2e-5)
-    assert lines["constant"]["policy/entropy"] == pytest.approx(lines["tokens"]["policy/entropy"])
+    by_tokens, by_constant = line("tokens"), line("constant")
+    factor = by_tokens["rollout/response_tokens"] / 110
+    norms = [each["optim/actor_grad_norm"] for each in (by_tokens, by_constant)]
+    assert norms[1] == pytest.approx(norms[0] * factor, rel=1e-4)
+    assert by_constant["policy/entropy"] == pytest.approx(by_tokens["policy/entropy"])
 
 
 def test_a_rank_with_fewer_rows_that_train_computes_others(on_threads):
     trained = torch.tensor([True, False, True, True]), torch.tensor([False, False, False, True])
     drawn = [torch.tensor([0, 1]), torch.tensor([3, 2])]
-    first, second = on_threads(
-        2, lambda world: ppo_update._only_trained(drawn, trained[world.rank], world)
-    )
+    first, second = on_threads(2, lambda world: only_trained(drawn, trained[world.rank], world))
     assert [rows.tolist() for rows in first] == [[0], [3, 2]]
     assert [rows.tolist() for rows in second] == [[0], [3, 2]]
 

@@ -8,9 +8,9 @@ from rlhf_pipeline.config.sample import IterativeDPOConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.preferences import (
-    Pairs,
     chosen_and_rejected,
     load_reference,
+    pairs,
     ranking_sums,
 )
 
@@ -21,9 +21,9 @@ ROWS = {
 }
 
 
-def texts(pairs):
+def texts(batch):
     """Prompt and answer of each row, without padding."""
-    answers = pairs.answers
+    answers = batch.answers
     return [
         (
             answers.prompt_ids[row][answers.prompt_mask[row]].tolist(),
@@ -34,9 +34,9 @@ def texts(pairs):
 
 
 def test_the_two_answers_of_a_prompt_are_adjacent_rows():
-    pairs = Pairs.collate(ROWS, pad_id=0)
-    assert len(pairs) == 3
-    assert texts(pairs) == [
+    batch = pairs(ROWS, pad_id=0)
+    assert len(batch) == 3
+    assert texts(batch) == [
         ([5, 6, 7], [20, 1]), ([5, 6, 7], [30, 31, 1]),
         ([8], [21, 22, 23, 1]), ([8], [1]),
         ([9, 10], [24, 1]), ([9, 10], [32, 33, 34, 35, 1]),
@@ -44,13 +44,13 @@ def test_the_two_answers_of_a_prompt_are_adjacent_rows():
 
 
 def test_the_lengths_of_a_pair_are_those_of_both_of_its_rows():
-    assert Pairs.collate(ROWS, pad_id=0).lengths.tolist() == [
+    assert pairs(ROWS, pad_id=0).lengths.tolist() == [
         [[3, 2], [3, 3]], [[1, 4], [1, 1]], [[2, 2], [2, 5]]
     ]  # fmt: skip
 
 
 def test_selected_pairs_remain_pairs():
-    selected = Pairs.collate(ROWS, pad_id=0).rows(torch.tensor([1, 0])).to(torch.device("cpu"))
+    selected = pairs(ROWS, pad_id=0).rows(torch.tensor([1, 0])).to(torch.device("cpu"))
     assert texts(selected) == [
         ([8], [21, 22, 23, 1]),
         ([8], [1]),

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import deepspeed
-import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -12,14 +11,15 @@ from ppo_runs import run_ppo
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import load_rows, micro_batches
-from rlhf_pipeline.distributed.deepspeed_config import training_settings
+from rlhf_pipeline.distributed.engine import training_settings
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.generation.records import Experience
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.ppo_setup import TextBatches, load_ppo_models
+from rlhf_pipeline.training.ppo_setup import load_ppo_models
 from rlhf_pipeline.training.ppo_update import update_minibatch, update_models
+from rlhf_pipeline.training.prompts import FurtherRows
 
 BLOCKS = [[(5 + 7 * row + column * column) % 280 + 2 for column in range(8)] for row in range(6)]
 PROMPTS = [[5, 6, 7], [10], [11, 12], [13, 14, 15, 16]]
@@ -139,7 +139,7 @@ def steps(inputs, world, tmp_path_factory, on_threads):
                     logprobs = token_logprobs(policies[rank], prompt + response, 0.7)
                 old[row, : len(response)] = logprobs[-len(response) :]
             experience = Experience(sequences, old, ADVANTAGES[own, :width])
-            text = TextBatches(table, options, world, 1).batch(0)
+            text = FurtherRows(table, 6, 1, options, world, 1).batch(0)
             own_models = replace(models, actor=engines[rank])
             (groups,) = micro_batches(
                 [experience.sequences.lengths], tokens, own_models.actor, world
@@ -181,8 +181,8 @@ def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
     with torch.no_grad():
         models.actor.module.lm_head.weight.zero_()
     experience = Experience(collate(PROMPTS, RESPONSES, 0), torch.zeros(4, 4), ADVANTAGES)
-    batches = TextBatches(
-        load_rows(inputs["pretraining"] / "train.arrow", world), options, world, 1
+    batches = FurtherRows(
+        load_rows(inputs["pretraining"] / "train.arrow", world), 6, 1, options, world, 1
     )
     metrics = update_models(
         models,
@@ -198,10 +198,9 @@ def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
     assert metrics["ptx/perplexity"] == pytest.approx(288.0, rel=1e-5)
 
 
-def text(inputs, world, **changes) -> TextBatches:
-    return TextBatches(
-        load_rows(inputs["pretraining"] / "train.arrow", world), config(**changes), world, 1
-    )
+def text(inputs, world, **changes) -> FurtherRows:
+    rows, options = load_rows(inputs["pretraining"] / "train.arrow", world), config(**changes)
+    return FurtherRows(rows, options.ptx.batch_size, 1, options, world, 1)
 
 
 def test_all_tokens_of_a_block_but_the_first_are_predicted(inputs, world):
@@ -240,9 +239,9 @@ def test_ranks_divide_a_batch(inputs, world):
 
 
 def test_updates_that_are_skipped_skip_their_batches(inputs, world, tmp_path, monkeypatch):
-    taken, batch = [], TextBatches.batch
+    taken, batch = [], FurtherRows.batch
     monkeypatch.setattr(
-        TextBatches, "batch", lambda self, number: taken.append(number) or batch(self, number)
+        FurtherRows, "batch", lambda self, number: taken.append(number) or batch(self, number)
     )
     run_ppo(config(ppo_epochs=4, kl={"stop_update": 1e-8}), inputs, world, tmp_path)
     assert taken == [0, 1, 4, 5]
@@ -256,59 +255,3 @@ def test_text_is_trained_on_only_while_the_actor_trains(inputs, world, tmp_path)
     expected = text_loss_by_hand(load_policy(inputs["sft_model"], "fp32")).item()
     assert run.lines[1]["ptx/loss"] == pytest.approx(expected, rel=1e-5)  # the first update
     assert run.setup.models.actor.global_steps == 1
-
-
-def chain(rows, seed):
-    """Blocks of a language with perplexity 2: two tokens may follow each of 40, equally likely."""
-    draw = np.random.default_rng(seed)
-    blocks = []
-    for _ in range(rows):
-        state, block = int(draw.integers(40)), []
-        for _ in range(16):
-            block.append(state + 100)
-            state = (3 * state + 1 + 5 * int(draw.integers(2))) % 40
-        blocks.append(block)
-    return blocks
-
-
-def perplexity(model, blocks):
-    with torch.no_grad():
-        return (
-            torch.cat([token_logprobs(model, block, 1.0) for block in blocks])
-            .mean()
-            .neg()
-            .exp()
-            .item()
-        )
-
-
-def test_ptx_preserves_a_language_that_ppo_alone_forgets(inputs, world, tmp_path):
-    """The reward prefers other tokens than the language, and no KL penalty holds the policy."""
-    learned, text = tmp_path / "learned", tmp_path / "text"
-    model, blocks, held_out = load_policy(inputs["sft_model"], "fp32"), chain(512, 0), chain(16, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for start in range(0, 4 * 512, 16):
-        batch = torch.tensor(blocks[start % 512 :][:16])
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(learned)
-    load_tokenizer(inputs["sft_model"]).save_pretrained(learned)
-    text.mkdir()
-    write(text / "train.arrow", {"input_ids": blocks})
-    for folder in (learned, text):
-        TokenContract.read(inputs["sft_model"]).write(folder)
-
-    after = {}
-    for name, ptx in (("with", {"batch_size": 16}), ("without", None)):
-        options = config(
-            steps=16, rollout_batch_size=16, minibatch_size=16, micro_batch_tokens=256,
-            kl={"coef": 0.0}, actor={"optimizer": {"learning_rate": 1e-2}},
-            missing_eos_penalty=0.0, ptx=ptx,
-        )  # fmt: skip
-        given = inputs | {"sft_model": learned, "pretraining": text}
-        run = run_ppo(options, given, world, tmp_path / name)
-        after[name] = perplexity(run.setup.models.actor.module, held_out)
-        assert run.lines[-1]["objective/kl"] > 1.0  # both policies have moved
-    assert perplexity(model, held_out) < 2.5 and after["with"] < 3
-    assert after["without"] > 6

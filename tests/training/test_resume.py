@@ -5,11 +5,13 @@ The ranks pause at a known point until the signal has taken effect, however fast
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow as pa
@@ -19,6 +21,9 @@ from rank_fixtures import as_artifact, pause_before_checkpoint, write_table
 
 import rlhf_pipeline
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.errors import Interrupted, StageError
+from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import (
     checkpoint_path,
     list_checkpoints,
@@ -27,6 +32,7 @@ from rlhf_pipeline.runtime.job import (
 )
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines, truncate_after
+from rlhf_pipeline.training.checkpoints import Checkpoints
 
 SOURCE = Path(rlhf_pipeline.__file__).parents[1]
 DRIVER = """
@@ -340,12 +346,6 @@ def test_resuming_removes_later_lines_and_half_a_line_of_metrics(tmp_path):
 def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
     world, tmp_path, monkeypatch
 ):
-    import shutil
-    from types import SimpleNamespace
-
-    from rlhf_pipeline.errors import StageError
-    from rlhf_pipeline.training.resume import Checkpoints
-
     checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
     for step in (1, 2, 3):
         checkpoints.step_ended(step, due=True, loop={"kl_coef": 0.5})
@@ -359,8 +359,6 @@ def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
 
 
 def test_a_later_checkpoint_that_is_damaged_does_not_displace_a_new_one(world, tmp_path):
-    from rlhf_pipeline.training.resume import Checkpoints
-
     for step in (900, 1000):
         make_checkpoint(tmp_path, step)
     truncate(checkpoint_path(tmp_path, 1000))
@@ -373,9 +371,6 @@ def test_a_later_checkpoint_that_is_damaged_does_not_displace_a_new_one(world, t
 
 
 def test_sigterm_saves_a_checkpoint_after_the_step_and_interrupts(world, tmp_path):
-    from rlhf_pipeline.errors import Interrupted
-    from rlhf_pipeline.training.resume import Checkpoints
-
     checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Interrupted, match=r"after step 7\. Run the same command again"):
@@ -385,9 +380,6 @@ def test_sigterm_saves_a_checkpoint_after_the_step_and_interrupts(world, tmp_pat
 
 def test_no_rank_ends_by_sigterm_before_the_checkpoint_is_sealed(world, tmp_path, monkeypatch):
     """DeepSpeed's launcher kills the other ranks 30 seconds after the first one has ended."""
-    from rlhf_pipeline.distributed.world import World
-    from rlhf_pipeline.errors import Interrupted
-    from rlhf_pipeline.training.resume import Checkpoints
 
     sealed_at_barrier = []
     checkpoints = Checkpoints(tmp_path, world, {}, keep=2)
@@ -401,8 +393,6 @@ def test_no_rank_ends_by_sigterm_before_the_checkpoint_is_sealed(world, tmp_path
 
 
 def test_the_seal_of_a_checkpoint_is_progress(tmp_path):
-    from rlhf_pipeline.runtime import heartbeat
-
     heartbeat.at("saving", 2)
     make_checkpoint(tmp_path, 2)
     assert heartbeat._here.ticks == 2  # files

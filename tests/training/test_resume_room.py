@@ -19,7 +19,7 @@ def test_space_is_required_for_each_rank_only_if_the_engine_is_sharded(
     from rlhf_pipeline.config.training import TrainedModelConfig
     from rlhf_pipeline.distributed.engine import train_engine
     from rlhf_pipeline.models.loading import load_policy
-    from rlhf_pipeline.training.resume import Checkpoints
+    from rlhf_pipeline.training.checkpoints import Checkpoints
 
     config = TrainedModelConfig.model_validate(
         {

@@ -73,31 +73,10 @@ def test_another_process_computes_the_same_logits_with_transformers_alone(
     torch.testing.assert_close(read, scores, rtol=1e-5, atol=1e-6)  # the scores that PPO uses
 
 
-def change_a_bit(weights):
-    weights["model.norm.weight"][3] = torch.nextafter(
-        weights["model.norm.weight"][3], torch.tensor(9.0)
-    )
-
-
-def remove_a_weight(weights):
-    del weights["model.norm.weight"]
-
-
-def add_a_weight(weights):
-    weights["model.norm.other"] = torch.zeros(2)
-
-
-@pytest.mark.parametrize(
-    ("damage", "reported"),
-    [
-        (change_a_bit, "norm.weight"),
-        (remove_a_weight, "norm.weight"),
-        (add_a_weight, "norm.other"),
-    ],
-)
 def test_a_model_that_is_written_wrongly_fails_and_keeps_the_earlier_one(
-    ppo_inputs, tmp_path, monkeypatch, damage, reported
+    ppo_inputs, tmp_path, monkeypatch
 ):
+    """One number is the next one that float32 has."""
     model, tokenizer = (
         load_policy(ppo_inputs["sft_model"], "fp32"),
         load_tokenizer(ppo_inputs["sft_model"]),
@@ -109,13 +88,12 @@ def test_a_model_that_is_written_wrongly_fails_and_keeps_the_earlier_one(
     def write_wrongly(self, folder: Path, **kwargs):
         write(self, folder, **kwargs)
         weights = load_file(folder / "model.safetensors")
-        damage(weights)
+        norm = weights["model.norm.weight"]
+        norm[3] = torch.nextafter(norm[3], torch.tensor(9.0))
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr(type(model), "save_pretrained", write_wrongly)
-    with pytest.raises(
-        ArtifactError,
-        match=rf"the saved model differs from the model in memory: model\.{reported}",
-    ):
+    differs = r"the saved model differs from the model in memory: model\.norm\.weight"
+    with pytest.raises(ArtifactError, match=differs):
         save_model(model, tokenizer, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").stat().st_ino == before

@@ -12,7 +12,7 @@ from rlhf_pipeline.models.forward import response_logprobs, response_values, seq
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.training.experience import score_sequences
+from rlhf_pipeline.training.rollouts import score_sequences
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 RESPONSES = [[20, 1], [21, 22, 23, 24], [25, 26, 1]]

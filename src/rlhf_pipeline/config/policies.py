@@ -1,6 +1,6 @@
-"""The kinds of PPO without a critic: GRPO, and distillation from a teacher."""
+"""The kinds of PPO without a critic: GRPO, and distillation from a teacher; and all kinds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -133,3 +133,11 @@ class DistillConfig(PPOConfig):
     def _faults(self) -> Iterator[str]:
         yield from self._given_but_unused("a distillation has neither scores nor advantages")
         yield from super()._faults()
+
+
+POLICIES: Mapping[str, type[PPOConfig]] = {
+    "ppo": PPOConfig,
+    "grpo": GRPOConfig,
+    "distill": DistillConfig,
+}
+"""The blocks of the stages that run the program of PPO."""

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
+from rlhf_pipeline.config.policies import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 from rlhf_pipeline.config.rewards import as_judges, uses_trained
@@ -16,12 +16,6 @@ from rlhf_pipeline.errors import ConfigError
 SupervisedStage = SFTConfig | RewardModelConfig | DPOConfig | KTOConfig
 StageConfig = SupervisedStage | PPOConfig | EvaluateConfig
 
-POLICIES: Mapping[str, type[PPOConfig]] = {
-    "ppo": PPOConfig,
-    "grpo": GRPOConfig,
-    "distill": DistillConfig,
-}
-"""The blocks of the stages that run the program of PPO."""
 SELF_TRAINING: Mapping[str, type[Any]] = {
     "rejection": RejectionConfig,
     "iterative_dpo": IterativeDPOConfig,

@@ -1,9 +1,17 @@
-"""Loading models: into a DeepSpeed engine that trains them, or frozen as they are used."""
+"""Loading models: into a DeepSpeed engine that trains them, or frozen as they are used.
+
+DeepSpeed's options that change numbers, act on the whole process, or had other defaults in earlier
+releases are set explicitly: a new release cannot change them, and what is stored with an artifact
+is complete.
+"""
 
 import ctypes
 import gc
+import json
 import math
-from collections.abc import Callable
+import os
+import tomllib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,16 +23,26 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_pipeline.config.block import Kernels, Precision
-from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
-from rlhf_pipeline.distributed.deepspeed_config import BUCKET, inference_settings, training_settings
+from rlhf_pipeline.config.training import (
+    BUCKET,
+    LIVE,
+    DeepSpeedConfig,
+    FrozenDeepSpeedConfig,
+    OptimizerConfig,
+    TrainedModelConfig,
+)
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed, get_accelerator
-from rlhf_pipeline.distributed.lean_step import LeanStep
+from rlhf_pipeline.distributed.optimizer_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
 from rlhf_pipeline.distributed.zero import gathered, sharded_loading, whole_shape
 from rlhf_pipeline.models.forward import warn_of_padding
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, pretrained
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.job import LaunchedJob
+
+FIXED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+"""The DeepSpeed settings that every engine has."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,7 +77,14 @@ def train_engine(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings
         )
-    _reduce_lean(engine)
+    # At stage 0, DeepSpeed 0.19 copies up to 500 million gradients into one tensor, reduces it, and
+    # copies the result back, also with one rank. It has no setting for either.
+    engine.allreduce_gradients = partial(engine.allreduce_gradients, bucket_size=BUCKET)
+    if torch.distributed.get_world_size() == 1:
+        engine.allreduce_and_copy = lambda *_, **__: None
+        offloads, stage = engine.zero_use_cpu_optimizer(), config.deepspeed.zero_stage
+        if stage in (1, 2) and engine.device.type == "cpu" and not offloads:
+            LeanStep(engine)
     engine.train()
     warn_of_padding(engine)  # the first look at the model, before training waits for it
     _fuse(engine, config.deepspeed.kernels, config.deepspeed.precision, own_device())
@@ -80,20 +105,59 @@ def untrained(sft_model: Path, precision: Precision, **how: Any) -> TokenScores:
     return model
 
 
-def _reduce_lean(engine: DeepSpeedEngine) -> None:
-    """Reduce the gradients of stage 0 in buckets, and none with one rank.
+def training_settings(
+    config: TrainedModelConfig, *, hidden_size: int, on_gpu: bool
+) -> dict[str, Any]:
+    """DeepSpeed settings for a trainable model.
 
-    Written for DeepSpeed 0.19: at stage 0 it copies up to 500 million gradients into one tensor,
-    reduces it, and copies the result back, also with one rank. It has no setting for either.
+    Its batch sizes stay at 1, because `optimizer_step` decides how many micro batches a step has.
     """
-    engine.allreduce_gradients = partial(engine.allreduce_gradients, bucket_size=BUCKET)
-    if torch.distributed.get_world_size() > 1:
-        return
-    engine.allreduce_and_copy = lambda *_, **__: None
-    offloads = engine.zero_use_cpu_optimizer()
-    on_cpu = engine.device.type == "cpu"
-    if engine.zero_optimization_stage() in (1, 2) and on_cpu and not offloads:
-        LeanStep(engine)
+    deepspeed = config.deepspeed
+    settings = inference_settings(deepspeed, hidden_size=hidden_size, on_gpu=on_gpu)
+    settings["gradient_clipping"] = config.optimizer.max_grad_norm
+    if deepspeed.precision == "bf16":
+        settings["data_types"]["grad_accum_dtype"] = deepspeed.accumulate
+    if deepspeed.offload_optimizer:
+        memory = {"device": "cpu", "pin_memory": on_gpu}
+        settings["zero_optimization"]["offload_optimizer"] = memory
+        # Without a GPU, torch's AdamW is already on the CPU.
+        settings["zero_force_ds_cpu_optimizer"] = on_gpu
+    return settings
+
+
+def inference_settings(
+    config: FrozenDeepSpeedConfig | DeepSpeedConfig, *, hidden_size: int, on_gpu: bool
+) -> dict[str, Any]:
+    """DeepSpeed settings for a model that is not trained; see `training_settings`."""
+    precision, memory = config.precision, {"device": "cpu", "pin_memory": on_gpu}
+    return FIXED | {
+        "data_types": {"grad_accum_dtype": None, **FIXED["data_types"]},  # that of the weights
+        "bf16": {"enabled": precision == "bf16", **FIXED["bf16"]},
+        "fp16": {"enabled": precision == "fp16", **FIXED["fp16"]},
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            # Below stage 3 it lost gradients until 2026: DeepSpeed's 5606, 7371, 7805, 7965, 8061.
+            "overlap_comm": config.zero_stage == 3,
+            **FIXED["zero_optimization"],
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            # Biases and norms stay whole, matrices are sharded.
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+            "stage3_max_live_parameters": LIVE,
+            "stage3_max_reuse_distance": LIVE,
+            **({"offload_param": memory} if config.offload_parameters else {}),
+        },
+    }
+
+
+def store_settings(models: Mapping[str, nn.Module], job: LaunchedJob) -> None:
+    """Write the settings of the engines among the models, for the manifest of the artifact."""
+    if os.environ["RANK"] == "0":
+        found = {
+            n: model.config for n, model in models.items() if isinstance(model, DeepSpeedEngine)
+        }
+        job.deepspeed_file.write_text(json.dumps(found, indent=2))
 
 
 def schedule_factor(config: OptimizerConfig, total_steps: int, step: int) -> float:
@@ -121,17 +185,13 @@ def _optimizer(model: nn.Module, config: TrainedModelConfig) -> torch.optim.Opti
     compiles its own optimizers at their first use, which needs a compiler.
     """
     settings = config.optimizer
-    adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+    groups = _parameter_groups(model, settings.weight_decay)
+    how: Any = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
     if config.deepspeed.offload_optimizer and on_gpu():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        adam = DeepSpeedCPUAdam
-    return adam(
-        _parameter_groups(model, settings.weight_decay),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
+        return DeepSpeedCPUAdam(groups, **how)
+    return torch.optim.AdamW(groups, fused=True, **how)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -139,13 +199,12 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
 
     Decay pulls toward zero, which is right for matrices; the scale of a norm rests at one.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if weight_decay == 0:
-        return [{"params": trained, "weight_decay": 0.0}]
-    matrices = [parameter for parameter in trained if len(whole_shape(parameter)) >= 2]
-    vectors = [parameter for parameter in trained if len(whole_shape(parameter)) < 2]
-    groups = ((matrices, weight_decay), (vectors, 0.0))
-    return [{"params": group, "weight_decay": decay} for group, decay in groups if group]
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decay = weight_decay if len(whole_shape(parameter)) >= 2 else 0.0
+            groups.setdefault(decay, []).append(parameter)
+    return [{"params": groups[decay], "weight_decay": decay} for decay in sorted(groups)[::-1]]
 
 
 def frozen_model(

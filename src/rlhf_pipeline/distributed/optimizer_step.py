@@ -1,4 +1,11 @@
-"""One optimizer step of a DeepSpeed engine, for any number of micro batches and ranks."""
+"""One optimizer step of a DeepSpeed engine, for any number of micro batches and ranks.
+
+DeepSpeed copies gradients into buckets, reduces them, flattens them, converts them, scales them and
+then updates: each is a pass over main memory, which is what limits a CPU. A single rank has nothing
+to reduce. So with `LeanStep` its gradients stay where the backward pass wrote them, one pass
+computes their norm, and one pass over small pieces, which stay in the cache, does the rest. It is
+written for ZeRO 1 and 2 of DeepSpeed 0.19 and torch's fused AdamW.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_pipeline.distributed.engine_state import start_optimizer
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import fp32_shards, pieces
 from rlhf_pipeline.runtime import heartbeat
 
 Sums = dict[str, Tensor]
@@ -17,6 +26,9 @@ Sums = dict[str, Tensor]
 
 Loss = Callable[[], tuple[Tensor, Sums]]
 """Computes the loss of one micro batch and its sums."""
+
+SIZE = 2**18
+"""Numbers of a piece. The five float32 arrays of an update of it take 5 MiB."""
 
 
 def optimizer_step(
@@ -72,15 +84,23 @@ def add_sums(sums: Sums, other: Sums) -> Sums:
     return sums | added
 
 
-def step_together(engines: Sequence[DeepSpeedEngine]) -> None:
-    """Take the optimizer steps of fp16 engines: all of them, or none if a gradient overflows.
+def optimizer_steps(
+    steps: Sequence[tuple[DeepSpeedEngine, Sequence[Loss]]], world: World, sums: Sums
+) -> Sums:
+    """Take a step of each engine; fp16 engines take all of them, or none if a gradient overflows.
 
-    The gradients are accumulated already. By itself, DeepSpeed skips the step and the schedule of
-    the one engine whose gradients overflow and lowers the loss scale of that engine. Here the other
-    engines skip their steps, too, and keep their loss scales.
+    By itself, DeepSpeed skips the step and the schedule of the one engine whose gradients overflow
+    and lowers the loss scale of that engine. Here the other engines skip their steps, too, and keep
+    their loss scales.
     """
-    overflows = [engine.optimizer.has_overflow() for engine in engines]  # equal on all ranks
-    for engine, own_overflow in zip(engines, overflows, strict=True):
+    if not all(engine.fp16_enabled() for engine, _ in steps):
+        for engine, losses in steps:
+            sums = optimizer_step(engine, world, losses, sums)
+        return sums
+    for engine, losses in steps:
+        sums = accumulate(engine, world, losses, sums)
+    overflows = [engine.optimizer.has_overflow() for engine, _ in steps]  # equal on all ranks
+    for (engine, _), own_overflow in zip(steps, overflows, strict=True):
         optimizer = engine.optimizer
         before = dict(vars(optimizer.loss_scaler))
         # Written for DeepSpeed 0.19: `step()` asks this method once, skips the update if the result
@@ -92,6 +112,7 @@ def step_together(engines: Sequence[DeepSpeedEngine]) -> None:
             del optimizer.has_overflow
         if any(overflows) and not own_overflow:
             vars(optimizer.loss_scaler).update(before)
+    return sums
 
 
 def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
@@ -102,15 +123,6 @@ def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
         "loss_scale": float(engine.optimizer.loss_scale),
         "skipped_steps": float(engine.skipped_steps),
     }
-
-
-def skip_optimizer_steps(engine: DeepSpeedEngine, count: int) -> None:
-    """Advance the learning-rate schedule by `count` steps that are not taken.
-
-    The schedule then still ends with the last step.
-    """
-    for _ in range(count):
-        engine.lr_scheduler.step()
 
 
 def grad_norm(engine: DeepSpeedEngine) -> Tensor | None:
@@ -132,3 +144,76 @@ def grad_norm(engine: DeepSpeedEngine) -> Tensor | None:
     if isinstance(norm, Tensor):  # in main memory if the optimizer is there
         return norm.to(engine.device, non_blocking=True)
     return torch.full((), norm, dtype=torch.float64, device=engine.device)
+
+
+class LeanStep:
+    """Takes the place of what the engine and its optimizer do after the backward pass."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine, self._zero = engine, engine.optimizer
+        self._adam: torch.optim.AdamW = self._zero.optimizer
+        self._parameters: dict[str, Any] = dict(engine.module.named_parameters())
+        engine.allreduce_gradients = lambda *_, **__: None
+        self._zero.process_gradients = self._keep
+        self._zero.backward_epilogue = lambda: None
+        self._zero.step = self.step
+
+    def _keep(self, parameter: Any, group: int) -> None:
+        """Add the gradient of a micro batch to those before, in the precision of `accumulate`.
+
+        The only one of a step, which is the usual case, stays as it is.
+        """
+        is_only = self._zero.is_gradient_accumulation_boundary() and parameter.grad_accum is None
+        if not is_only and self._zero.use_separate_grad_accum:
+            self._zero._fill_param_grad_accum_attribute(parameter)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip the gradients, update the float32 weights, and round them to the model's own."""
+        found = {name: _gradient(own) for name, own in self._parameters.items()}
+        gradients = [gradient for gradient in found.values() if gradient is not None]
+        norm = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm()
+        is_finite, limit = math.isfinite(norm), self._zero.clip_grad
+        self._zero.overflow, self._zero._global_grad_norm = not is_finite, norm
+        if is_finite:
+            # DeepSpeed's formula: at most 1, and no division by zero.
+            self._update(found, min(1.0, limit / (float(norm) + 1e-6)) if limit else 1.0)
+        self._zero.zero_grad(set_to_none=True)
+
+    def _update(self, gradients: dict[str, Tensor | None], scale: float) -> None:
+        """One step of AdamW by gradients that still have to be multiplied by `scale`."""
+        shards, adam = fp32_shards(self._engine), self._adam
+        if not adam.state:
+            start_optimizer(self._engine, 0)
+        states = [adam.state[shard] for shard in shards]
+        settings: dict[int, dict[str, Any]] = {}
+        for parameters, group, state in zip(
+            self._zero.round_robin_bit16_groups, adam.param_groups, states, strict=True
+        ):
+            state["step"] += 1
+            own = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            own |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+            settings |= dict.fromkeys(map(id, parameters), own | {"state_steps": [state["step"]]})
+        means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        views = (pieces(self._engine, each) for each in (shards, means, squares))
+        for (name, _, weights), (*_, mean), (*_, square) in zip(*views, strict=True):
+            heartbeat.tick()
+            parameter, gradient = self._parameters[name], gradients[name]
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            arrays = (weights, mean, square, gradient.view(-1), parameter.detach().view(-1))
+            for exact, first, second, part, rounded in zip(
+                *(array.detach().split(SIZE) for array in arrays), strict=True
+            ):
+                scaled = part.float() * scale
+                torch._fused_adamw_(
+                    [exact], [scaled], [first], [second], [],
+                    **settings[id(parameter)], amsgrad=False, maximize=False,
+                )  # fmt: skip
+                rounded.copy_(exact)
+
+
+def _gradient(parameter: Any) -> Tensor | None:
+    """The gradient of all micro batches of a step; None if none reached the parameter."""
+    accumulated: Tensor | None = getattr(parameter, "grad_accum", None)
+    return parameter.grad if accumulated is None else accumulated

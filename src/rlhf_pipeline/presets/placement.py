@@ -3,8 +3,9 @@ from itertools import product
 from typing import Any, Literal
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.policies import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig
+from rlhf_pipeline.config.stages import BLOCKS, StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.sizing.fit import Changes, changed, fits
 from rlhf_pipeline.sizing.hardware import Hardware

@@ -1,6 +1,6 @@
 """Memory of a model in training or frozen, on one rank.
 
-The terms follow DeepSpeed 0.19.8 with the settings of `distributed.deepspeed_config`, and what
+The terms follow DeepSpeed 0.19.8 with the settings of `distributed.engine`, and what
 autograd saves in transformers 5 with packed attention. docs/planning.md compares them with measured
 peaks.
 """

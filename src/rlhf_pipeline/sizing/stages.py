@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.policies import DistillConfig
+from rlhf_pipeline.config.policies import POLICIES, DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.config.stages import BLOCKS, POLICIES, StageConfig
+from rlhf_pipeline.config.stages import BLOCKS, StageConfig
 from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import Hardware

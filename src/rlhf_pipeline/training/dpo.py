@@ -21,7 +21,6 @@ from rlhf_pipeline.rl.preference_losses import chosen_nll, log_ratios
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.preferences import (
-    Pairs,
     PairTask,
     answer_logprobs,
     chosen_and_rejected,
@@ -29,7 +28,7 @@ from rlhf_pipeline.training.preferences import (
     ranking_sums,
     reference_logprobs,
 )
-from rlhf_pipeline.training.supervised import train
+from rlhf_pipeline.training.supervised import Batch, train
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class DPOTask(PairTask):
     config: DPOConfig
     name: str = "dpo"
 
-    def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Batch, pairs: Tensor) -> tuple[Tensor, Sums]:
         config, answers = self.config, batch.answers
         lengths = answers.action_mask.sum(1)
         ref_logprobs = torch.zeros(len(answers), device=lengths.device)

@@ -1,8 +1,9 @@
-"""From a rollout to PPO's experience: scores by all models, then the advantage of every token.
+"""PPO's experience: the advantage of every token of a scored rollout, and its minibatches.
 
 Shapes: B responses of this rank, R response tokens (right-padded).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,81 +13,16 @@ from torch import Tensor
 from rlhf_pipeline.config.doors import ADVANTAGE, call_with
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import clip_of
-from rlhf_pipeline.distributed.batches import by_micro_batches
+from rlhf_pipeline.distributed.batches import micro_batches, minibatch_rows
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Experience, Scored, TrainingPass, ended
-from rlhf_pipeline.models.forward import (
-    response_logprobs,
-    response_logprobs_and_entropy,
-    response_values,
-    sequence_scores,
-)
+from rlhf_pipeline.generation.records import Experience, Scored
+from rlhf_pipeline.models.forward import response_logprobs_and_entropy
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.advantages import gae, to_tokens
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
 from rlhf_pipeline.rl.rewards import per_token_rewards, sampler_weights, shaped_scores
-from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.training.ppo_setup import PPOModels
-
-
-@torch.no_grad()
-def score_sequences(
-    sequences: Sequences,
-    models: PPOModels,
-    config: PPOConfig,
-    world: World,
-    *,
-    with_critic: bool = True,
-    logprobs: Tensor | None = None,
-    trains: bool = False,
-) -> Scored:
-    """Score sequences by a forward pass of each model.
-
-    `logprobs` (B, R) are those of the actor, if they are known. `trains` keeps the graphs of actor
-    and critic for the loss, in one forward pass for all rows.
-    """
-    logprobs_of = partial(
-        response_logprobs,
-        vocab_size=models.contract.vocab_size,
-        temperature=config.sampling.temperature,
-    )
-    run = partial(
-        by_micro_batches, sequences=sequences, tokens=config.micro_batch_tokens, world=world
-    )
-    if config.has_teacher and with_critic:  # the loss compares with the teacher
-        ref_logprobs = torch.full(sequences.response_ids.shape, torch.nan)
-    else:
-        ref_logprobs = run(logprobs_of, models.reference)
-    scores = torch.zeros(len(sequences))
-    if models.reward_model is not None:
-        scores = run(sequence_scores, models.reward_model)
-    # Last, because an actor with adapters is its own reference.
-    kept = _with_graphs(sequences, models, config, world) if trains else None
-    if logprobs is None:
-        logprobs = run(logprobs_of, models.actor) if kept is None else kept.logprobs.detach().cpu()
-    values = None
-    if kept is not None and kept.values is not None:
-        values = kept.values.detach().cpu()
-    elif with_critic and models.critic is not None:
-        values = run(response_values, models.critic)
-    is_ended = ended(sequences.response_ids, models.contract)
-    return Scored(
-        sequences=sequences, logprobs=logprobs, ref_logprobs=ref_logprobs, values=values,
-        scores=scores, ended=is_ended, training_pass=kept,
-    )  # fmt: skip
-
-
-@torch.enable_grad()
-def _with_graphs(
-    sequences: Sequences, models: PPOModels, config: PPOConfig, world: World
-) -> TrainingPass:
-    batch = sequences.to(world.device)
-    logprobs, entropy = actor_pass(models, batch, config)
-    heartbeat.tick()
-    values = None if models.critic is None else response_values(models.critic, batch)
-    heartbeat.tick()
-    return TrainingPass(logprobs, entropy, values)
 
 
 def actor_pass(models: PPOModels, batch: Sequences, config: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -102,6 +38,7 @@ def make_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of a scored rollout.
 
+    `kl_coef` is that of the KL penalty in the reward, see `kl_coefs`.
     Moments and means are over the rows of all ranks. Advantages of a critic are whitened over what
     trains; the others keep the unit of the score, or of its standard deviation. What does not train
     is left out of the action mask. Raises StageError if `ppo.advantage` returns something else.
@@ -119,7 +56,8 @@ def make_experience(
     if config.has_teacher:
         return experience(advantages=torch.zeros_like(scored.logprobs))
     scores, weights = training_scores(scored, config), sampler_weights_of(scored, config)
-    penalties = coef_in_reward(kl_coef, config) * scored.kl
+    in_reward, _ = kl_coefs(kl_coef, config)
+    penalties = in_reward * scored.kl
     by_prompt = groups(scores, config)
     found = call_with(
         ADVANTAGE.load(config.advantage),
@@ -223,17 +161,19 @@ def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: Wo
 def token_rewards(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> Tensor:
     """The reward of each token, (B, R): its KL penalty, and the score at the end."""
     mask, scores = scored.sequences.action_mask, training_scores(scored, config)
+    in_reward, _ = kl_coefs(kl_coef, config)
     rewards = per_token_rewards(
-        scores, scored.logprobs, scored.ref_logprobs, mask, kl_coef=coef_in_reward(kl_coef, config)
+        scores, scored.logprobs, scored.ref_logprobs, mask, kl_coef=in_reward
     )
     if not config.whiten_rewards:
         return rewards
     return whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)
 
 
-def coef_in_reward(kl_coef: float, config: PPOConfig) -> float:
-    """The coefficient of the KL penalty in the reward: 0 if the loss contains the penalty."""
-    return kl_coef if config.kl.place == "reward" else 0.0
+def kl_coefs(kl_coef: float, config: PPOConfig) -> tuple[float, float]:
+    """The coefficient of the KL penalty in the reward, and that in the loss: one of them is 0."""
+    in_loss = config.has_teacher or config.kl.place == "loss"
+    return (0.0, kl_coef) if in_loss else (kl_coef, 0.0)
 
 
 def training_scores(scored: Scored, config: PPOConfig) -> Tensor:
@@ -256,6 +196,45 @@ def groups(x: Tensor, config: PPOConfig) -> Tensor:
     Rows are a first response to every prompt, then a second one to every prompt, and so on.
     """
     return x.view(config.responses_per_prompt, -1)
+
+
+def in_micro_batches(
+    models: PPOModels, experience: Experience, config: PPOConfig, world: World, key: tuple[int, int]
+) -> Iterator[list[Experience]]:
+    """The micro batches of each minibatch, epoch after epoch.
+
+    A minibatch has all responses to its prompts if its size allows it, because they share the
+    tokens of the prompt in a forward pass.
+    """
+    if experience.training_pass is not None:
+        yield [experience]
+        return
+    rows = torch.arange(len(experience.sequences))
+    together = config.responses_per_prompt
+    if config.minibatch_size % (together * world.size):
+        together = 1
+    units, size = rows.view(together, -1), config.minibatch_size // together
+    drawn = [
+        units[:, torch.from_numpy(chosen)].flatten()
+        for epoch in range(1, config.ppo_epochs + 1)
+        for chosen in minibatch_rows(units.shape[1] * world.size, size, world, (*key, epoch))
+    ]
+    if config.equal_groups != "keep" or config.truncated == "mask":
+        drawn = only_trained(drawn, experience.sequences.action_mask.any(1), world)
+    lengths = [experience.sequences.lengths[rows] for rows in drawn]
+    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
+    for rows, own in zip(drawn, groups, strict=True):
+        yield [experience.rows(rows[index]) for index in own]
+
+
+def only_trained(drawn: list[Tensor], trains: Tensor, world: World) -> list[Tensor]:
+    """The rows of each minibatch that train, and others for ranks that have fewer of them.
+
+    ZeRO needs all ranks in each forward pass.
+    """
+    first = [rows[trains[rows].argsort(descending=True, stable=True)] for rows in drawn]
+    counts = world.most([max(1, int(trains[rows].sum())) for rows in drawn])
+    return [rows[:count] for rows, count in zip(first, counts, strict=True)]
 
 
 def _moments(x: Tensor, mask: Tensor, world: World) -> Tensor:

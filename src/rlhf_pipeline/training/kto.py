@@ -30,30 +30,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.preferences import answer_logprobs, load_reference, reference_logprobs
-from rlhf_pipeline.training.supervised import BLOCK, Setup, Task, train
-
-
-@dataclass(frozen=True)
-class LabelledAnswers:
-    """Answers that are known to be good or bad."""
-
-    sequences: Sequences
-    is_good: Tensor  # (N,) bool
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def lengths(self) -> Tensor:
-        """(N, 1, 2) tokens of prompt and response."""
-        return self.sequences.lengths
-
-    def rows(self, index: Tensor) -> "LabelledAnswers":
-        return LabelledAnswers(self.sequences.rows(index), self.is_good[index])
-
-    def to(self, device: torch.device) -> "LabelledAnswers":
-        is_good = self.is_good.to(device, non_blocking=True)
-        return LabelledAnswers(self.sequences.to(device), is_good)
+from rlhf_pipeline.training.supervised import BLOCK, Batch, Setup, Task, train
 
 
 @dataclass(frozen=True)
@@ -67,9 +44,9 @@ class KTOTask(Task):
     """0-dim, from `at_step`; a negative one counts as 0."""
     name: str = "kto"
 
-    def collate(self, rows: dict[str, list[Any]]) -> LabelledAnswers:
-        sequences = collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id)
-        return LabelledAnswers(sequences, torch.tensor(rows["label"]))
+    def collate(self, rows: dict[str, list[Any]]) -> Batch:
+        answers = collate(rows["prompt_ids"], rows["response_ids"], self.contract.pad_id)
+        return Batch(answers, is_good=torch.tensor(rows["label"]))
 
     @torch.no_grad()
     def at_step(self, setup: Setup, table: Rows, rows: np.ndarray) -> "KTOTask":
@@ -96,16 +73,15 @@ class KTOTask(Task):
             (groups,) = micro_batches([pairs.lengths], tokens, engine, world)
             for index in groups:
                 is_own = (index < own - start).to(world.device, non_blocking=True)
-                ratios = self.log_ratios(engine, pairs.rows(index).to(world.device).sequences)
+                ratios = self.log_ratios(engine, pairs.rows(index).to(world.device).answers)
                 total += ratios.double().where(is_own, 0.0).sum()
                 heartbeat.tick()
         return replace(self, kl=(world.sum(total) / len(rows)).float())
 
-    def loss(
-        self, model: nn.Module, batch: LabelledAnswers, answers: Tensor
-    ) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Batch, answers: Tensor) -> tuple[Tensor, Sums]:
         config, is_good = self.config, batch.is_good
-        ratios, kl = self.log_ratios(model, batch.sequences), self.kl.clamp(min=0)
+        assert is_good is not None, "`collate` has made the batch"
+        ratios, kl = self.log_ratios(model, batch.answers), self.kl.clamp(min=0)
         total, count = call_with(kto_loss, config, log_ratios=ratios, is_good=is_good, kl=kl)
         rewards = config.beta * ratios.detach().double()
         side = (rewards - config.beta * kl).sign()

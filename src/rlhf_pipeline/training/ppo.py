@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_pipeline.config.policies import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
-from rlhf_pipeline.config.stages import POLICIES
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows
 from rlhf_pipeline.distributed.world import join

@@ -6,14 +6,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.scoring.chat_model import dialogue
-from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.training.experience import equal_groups, sampler_weights_of, training_scores
 from rlhf_pipeline.training.ppo_setup import Setup, ppo_advice
 
@@ -83,6 +80,10 @@ def quality_metrics(
 ) -> dict[str, float]:
     """Gold score, and strict and lenient accuracy (`rollout.true_answers.accuracy`), as means over
     all ranks; each of them only if it is known for every prompt."""
+    # Only an evaluation needs them, so a rank starts without them.
+    from rlhf_pipeline.data.sources.synthetic import gold_score
+    from rlhf_pipeline.scoring.true_answers import accuracy
+
     texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
     right = [each or (None, None) for each in map(accuracy, rows["reference"], texts)]
     columns = {
@@ -101,6 +102,8 @@ def sampled_answers(
 ) -> list[dict[str, Any]]:
     """The answers to the first `count` prompts of all ranks, in order, as JSON types; the scores
     are named like the metrics."""
+    from rlhf_pipeline.scoring.chat_model import dialogue
+
     world, tokenizer = setup.world, setup.models.tokenizer
     texts = tokenizer.batch_decode(scored.sequences.response_ids, skip_special_tokens=True)
     values = {"score": scored.scores} if setup.config.rewards else {}

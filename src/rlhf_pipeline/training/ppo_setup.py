@@ -1,6 +1,6 @@
 """What PPO works with: models, data, text of ptx, and the state that a checkpoint restores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,29 +14,28 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import trained_weight
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import Rows, load_rows, own_share, step_rows
-from rlhf_pipeline.distributed.deepspeed_config import store_settings
-from rlhf_pipeline.distributed.engine import frozen_model, train_engine, untrained
+from rlhf_pipeline.distributed.batches import Rows, load_rows
+from rlhf_pipeline.distributed.engine import (
+    frozen_model,
+    store_settings,
+    train_engine,
+    untrained,
+)
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA
 from rlhf_pipeline.generation.generator import Generator, load_generator
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
-from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.scoring.reward_sources import RewardSum, load_rewards
-from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.prompts import PromptStream
-from rlhf_pipeline.training.resume import Checkpoints
+from rlhf_pipeline.training.checkpoints import BestModels, Checkpoints
+from rlhf_pipeline.training.prompts import TEXT_STREAM, FurtherRows, PromptStream
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
 
 VALIDATION, VALIDATION_EMA = "validation", "validation_ema"
 """Prefixes of held-out metrics: of the actor, and of the average of its weights."""
-TEXT_STREAM = 2**31
-"""Stream of the permutations of ptx's blocks, different from that of the prompts. Demonstrations
-have the next one."""
 
 
 @dataclass(frozen=True)
@@ -66,46 +65,6 @@ class PPOModels:
 
 
 @dataclass(frozen=True)
-class TextBatches:
-    """Blocks of plain text: the n-th update of a run takes the n-th batch, resumed or not."""
-
-    blocks: Rows  # column `input_ids`: token lists of equal length, at least 2
-    config: PPOConfig
-    world: World
-    seed: int
-
-    def of_step(self, step: int) -> Iterator[Sequences]:
-        """This rank's share of the batch of each update in `step` (from 1), read lazily.
-
-        Steps of the critic's warm-up have no update of the actor and no batch. If `kl.stop_update`
-        skips an update, its batch is skipped, too.
-        """
-        updates = self.config.ppo_epochs * self.config.updates_per_epoch
-        first = (step - 1 - self.config.critic_warmup_steps) * updates
-        return map(self.batch, range(first, first + updates))
-
-    def batch(self, number: int) -> Sequences:
-        """This rank's share of batch `number` (from 0). The prompt is the first token."""
-        assert self.config.ptx is not None
-        size = self.config.ptx.batch_size
-        rows = step_rows(self.blocks.num_rows, size, number, self.seed, stream=TEXT_STREAM)
-        ids = self.blocks.columns(own_share(rows, self.world))["input_ids"]
-        return collate([row[:1] for row in ids], [row[1:] for row in ids], pad_id=0)
-
-
-class GivenBatches(TextBatches):
-    """The same with demonstrations, for `distill.given_batch_size`."""
-
-    def batch(self, number: int) -> Sequences:
-        """This rank's share of batch `number` (from 0), with the tokens that SFT learns."""
-        assert isinstance(self.config, DistillConfig)
-        size = self.config.given_batch_size
-        rows = step_rows(self.blocks.num_rows, size, number, self.seed, stream=TEXT_STREAM + 1)
-        own = self.blocks.columns(own_share(rows, self.world))
-        return collate(own["prompt_ids"], own["response_ids"], 0, actions=own["loss_mask"])
-
-
-@dataclass(frozen=True)
 class Setup:
     """What PPO works with, from its first step or from the step after a checkpoint."""
 
@@ -113,8 +72,8 @@ class Setup:
     models: PPOModels
     prompts: Rows
     validation: Rows
-    text: TextBatches | None  # for `ppo.ptx`; None if it is off
-    given: GivenBatches | None  # for `distill.given_batch_size`; None if it is 0
+    text: FurtherRows | None  # for `ppo.ptx`; None if it is off
+    given: FurtherRows | None  # for `distill.given_batch_size`; None if it is 0
     world: World
     seed: int
     best: dict[str, BestModels]  # by prefix of the metrics: one for each policy of `policies`
@@ -149,42 +108,46 @@ def policies(models: PPOModels) -> dict[str, Callable[[], AbstractContextManager
 
 def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: World) -> Setup:
     """Load models and data; restore the checkpoint if resuming."""
-    text, given = None, None
+
+    def rows(source: str, name: str = "train") -> Rows:
+        return load_rows(job.inputs[source] / f"{name}.arrow", world)
+
+    def further(source: str, size: int, stream: int) -> FurtherRows:
+        return FurtherRows(rows(source), size, stream, config, world, job.seed)
+
+    text = given = None
     if config.ptx is not None:
-        blocks = load_rows(job.inputs["pretraining"] / "train.arrow", world)
-        text = TextBatches(blocks, config, world, job.seed)
-    if (folder := job.inputs.get("demonstrations")) is not None:
-        rows = load_rows(folder / "train.arrow", world)
-        given = GivenBatches(rows, config, world, job.seed)
+        text = further("pretraining", config.ptx.batch_size, TEXT_STREAM)
+    if "demonstrations" in job.inputs:
+        assert isinstance(config, DistillConfig)
+        given = further("demonstrations", config.given_batch_size, TEXT_STREAM + 1)
     models = load_ppo_models(job, config, contract, world)
-    engines = {n: m for n, m in models.engines().items() if isinstance(m, DeepSpeedEngine)}
-    store_settings({name: engine.config for name, engine in engines.items()}, job)
+    store_settings(models.engines(), job)
     load = partial(load_policy, job.inputs["sft_model"], trust_remote_code=job.trust_remote_code)
-    kept = partial(
-        BestModels, job, world, models.tokenizer, config.actor, load, keep=config.keep_best
-    )
-    best = {VALIDATION: kept()}
-    if models.ema is not None:
-        best[VALIDATION_EMA] = kept(variant="ema")
+    best = {
+        prefix: BestModels(
+            job, world, models.tokenizer, config.actor, load, keep=config.keep_best,
+            variant="ema" if prefix == VALIDATION_EMA else "",
+        )
+        for prefix in policies(models)
+    }  # fmt: skip
     trained = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
     averages = {} if models.ema is None else {"actor": models.ema.shards}
     checkpoints = Checkpoints(job.checkpoints, world, trained, averages, keep=config.keep_last)
-    loop = checkpoints.restore(job.resume_from)
-    for name, state in loop.get("best", {}).items():
-        best[name].restored(state)
+    prompts, done = rows("prompts"), job.resume_from
+    stream = PromptStream(prompts.num_rows, job.seed, config.curriculum)
+    if loop := checkpoints.restore(done):
+        stream.restored(loop["prompts"])
+        for name, state in loop["best"].items():
+            best[name].restored(state)
     if models.critic is not None:
         models.critic.module.offset = loop.get("value_offset", 0.0)
-    prompts = load_rows(job.inputs["prompts"] / "train.arrow", world)
-    stream = PromptStream(prompts.num_rows, job.seed, config.curriculum)
-    if loop:
-        stream.restored(loop["prompts"])
-    done = job.resume_from
     writer = MetricsFile(job.metrics_file, config.steps, rank=world.rank, resumed_from=done)
     return Setup(
         config=config,
         models=models,
         prompts=prompts,
-        validation=load_rows(job.inputs["prompts"] / "validation.arrow", world),
+        validation=rows("prompts", "validation"),
         text=text,
         given=given,
         world=world,

@@ -1,7 +1,10 @@
+"""The update of PPO: minibatches, and the losses of actor and critic in each optimizer step."""
+
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,17 +12,14 @@ from torch import Tensor
 from rlhf_pipeline.config.doors import POLICY_LOSS, call_with
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.distributed.batches import micro_batches, minibatch_rows
+from rlhf_pipeline.distributed.batches import micro_batches
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
-    accumulate,
     fp16_metrics,
     grad_norm,
-    optimizer_step,
-    skip_optimizer_steps,
-    step_together,
+    optimizer_steps,
 )
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.generation.records import Experience
@@ -37,8 +37,16 @@ from rlhf_pipeline.rl.losses import (
 )
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.training.experience import actor_pass
+from rlhf_pipeline.training.experience import actor_pass, in_micro_batches, kl_coefs
 from rlhf_pipeline.training.ppo_setup import PPOModels
+
+
+class Terms(NamedTuple):
+    """What divides the sums of the losses: numbers of a whole optimizer step, on all ranks."""
+
+    tokens: Tensor  # that the policy chose; divides the value loss
+    policy: Tensor  # divides `ppo.policy_loss`
+    others: Tensor  # divides KL and entropy
 
 
 def update_models(
@@ -58,7 +66,7 @@ def update_models(
     Args:
         experience: the rows of this rank.
         key: seed and step, which draw the minibatches.
-        kl_coef: weight of the KL penalty, if the loss contains it.
+        kl_coef: weight of the KL penalty, if the loss contains it (`experience.kl_coefs`).
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
         given: the same for demonstrations of a distillation.
@@ -83,77 +91,44 @@ def update_models(
             names = ("policy/approx_kl", "policy/count")
             own = world.sums({name: sums[name] - before.get(name, 0) for name in names})
             if own["policy/approx_kl"] / max(1.0, own["policy/count"]) > config.kl.stop_update:
-                for engine in engines.values():
-                    remaining = config.ppo_epochs - epoch
-                    skip_optimizer_steps(engine, remaining * config.updates_per_epoch)
+                # The schedules still end with the last step.
+                skipped = (config.ppo_epochs - epoch) * config.updates_per_epoch
+                for _ in range(skipped):
+                    for engine in engines.values():
+                        engine.lr_scheduler.step()
                 break
-    explained: dict[str, Tensor] = {}
+    equal: dict[str, Tensor] = {}
     if experience.old_values is not None and experience.returns is not None:
         mask = experience.sequences.action_mask
         moments = world.sum(value_sums(experience.old_values, experience.returns, mask))
-        explained["value/explained_variance"] = explained_variance(moments)
-    norms = {f"optim/{name}_grad_norm": grad_norm(engine) for name, engine in engines.items()}
-    known = {name: norm for name, norm in norms.items() if norm is not None}
-    totals = world.sums(sums, equal=explained | known)
-    return (
-        metrics
-        | _means({name: totals[name] for name in sums})
-        # Equal returns, for example if all responses are cut, have no variance to explain.
-        | {name: totals[name] for name in explained if not math.isnan(totals[name])}
-        | {name: totals[name] for name in known}
-        | {
-            f"optim/{name}_{key}": value
-            for name, engine in engines.items()
-            for key, value in fp16_metrics(engine).items()
-        }
-    )
+        equal["value/explained_variance"] = explained_variance(moments)
+    for name, engine in engines.items():
+        if (norm := grad_norm(engine)) is not None:
+            equal[f"optim/{name}_grad_norm"] = norm
+    totals = world.sums(sums, equal=equal)
+    metrics |= _means({name: totals[name] for name in sums})
+    metrics |= {name: totals[name] for name in equal}
+    # Equal returns, for example if all responses are cut, have no variance to explain.
+    if math.isnan(metrics.get("value/explained_variance", 0.0)):
+        del metrics["value/explained_variance"]
+    for name, engine in engines.items():
+        metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
+    return metrics
 
 
-def in_micro_batches(
-    models: PPOModels, experience: Experience, config: PPOConfig, world: World, key: tuple[int, int]
-) -> Iterator[list[Experience]]:
-    """The micro batches of each minibatch, epoch after epoch.
-
-    A minibatch has all responses to its prompts if its size allows it, because they share the
-    tokens of the prompt in a forward pass.
-    """
-    if experience.training_pass is not None:
-        yield [experience]
-        return
-    rows = torch.arange(len(experience.sequences))
-    together = config.responses_per_prompt
-    if config.minibatch_size % (together * world.size):
-        together = 1
-    units, size = rows.view(together, -1), config.minibatch_size // together
-    drawn = [
-        units[:, torch.from_numpy(chosen)].flatten()
-        for epoch in range(1, config.ppo_epochs + 1)
-        for chosen in minibatch_rows(units.shape[1] * world.size, size, world, (*key, epoch))
-    ]
-    if config.equal_groups != "keep" or config.truncated == "mask":
-        drawn = _only_trained(drawn, experience.sequences.action_mask.any(1), world)
-    lengths = [experience.sequences.lengths[rows] for rows in drawn]
-    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
-    for rows, own in zip(drawn, groups, strict=True):
-        yield [experience.rows(rows[index]) for index in own]
-
-
-def _only_trained(drawn: list[Tensor], trains: Tensor, world: World) -> list[Tensor]:
-    """The rows of each minibatch that train, and others for ranks that have fewer of them.
-
-    ZeRO needs all ranks in each forward pass.
-    """
-    first = [rows[trains[rows].argsort(descending=True, stable=True)] for rows in drawn]
-    counts = world.most([max(1, int(trains[rows].sum())) for rows in drawn])
-    return [rows[:count] for rows, count in zip(first, counts, strict=True)]
+def chunks_of(
+    rows: Sequences, models: PPOModels, config: PPOConfig, world: World
+) -> list[Sequences]:
+    """Rows that train beside the responses, as micro batches."""
+    (groups,) = micro_batches([rows.lengths], config.micro_batch_tokens, models.actor, world)
+    return [rows.rows(index) for index in groups]
 
 
 def demonstrations(
     rows: Sequences, models: PPOModels, config: PPOConfig, world: World
 ) -> list[Experience]:
     """Demonstrations as micro batches of the minibatch that they are added to."""
-    (groups,) = micro_batches([rows.lengths], config.micro_batch_tokens, models.actor, world)
-    chunks = [rows.rows(index) for index in groups]
+    chunks = chunks_of(rows, models, config, world)
     none = [torch.zeros(chunk.response_ids.shape) for chunk in chunks]
     pairs = zip(chunks, none, strict=True)
     return [Experience(chunk, zeros, zeros, given=True) for chunk, zeros in pairs]
@@ -177,63 +152,56 @@ def update_minibatch(
     to the actor's, each a mean over its own tokens. `is_sampler`: the actor still is the policy
     that sampled.
     """
-    masks = [piece.sequences.action_mask for piece in pieces]
-    counts = [
-        torch.stack([mask.sum(), number_of_terms(config, mask), reduction(config)(mask, mask)[1]])
-        for mask in masks
-    ]
-    count = torch.stack(counts).sum(0).double()
-    # All responses may be left out.
-    totals = world.sum(count.to(world.device, non_blocking=True)).clamp(min=1)
-    tokens, policy_terms, other_terms = totals
+    terms = terms_of([piece.sequences.action_mask for piece in pieces], config, world)
     steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
-        loss_of = partial(
-            actor_loss, config=config, tokens=tokens, kl_coef=kl_coef,
-            policy_terms=policy_terms, other_terms=other_terms, is_sampler=is_sampler,
-        )  # fmt: skip
-        losses: list[Loss] = [partial(loss_of, models, piece) for piece in pieces]
+        losses: list[Loss] = [
+            partial(
+                actor_loss, models, piece, config, terms, kl_coef=kl_coef, is_sampler=is_sampler
+            )
+            for piece in pieces
+        ]
         if text is not None:
             length = text.response_ids.numel() * world.size  # every rank has equally many blocks
-            limit = config.micro_batch_tokens
-            (groups,) = micro_batches([text.lengths], limit, models.actor, world)
-            chunks = [text.rows(index) for index in groups]
+            chunks = chunks_of(text, models, config, world)
             losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
         steps.append((models.actor, losses))
     if (critic := models.critic) is not None:
-        losses = [partial(critic_loss, critic, piece, config, tokens) for piece in pieces]
+        losses = [partial(critic_loss, critic, piece, config, terms.tokens) for piece in pieces]
         steps.append((critic, losses))
-    if config.actor.deepspeed.precision == "fp16":  # then the critic's is fp16 too, see PPOConfig
-        for engine, own in steps:
-            sums = accumulate(engine, world, own, sums)
-        step_together([engine for engine, _ in steps])
-    else:
-        for engine, own in steps:
-            sums = optimizer_step(engine, world, own, sums)
+    sums = optimizer_steps(steps, world, sums)
     # An overflow in fp16 skips the step.
     if train_actor and models.ema is not None and models.actor.was_step_applied():
         models.ema.update()
     return sums
 
 
+@torch.no_grad()
+def terms_of(masks: Sequence[Tensor], config: PPOConfig, world: World) -> Terms:
+    """What divides the losses of the micro batches with these masks, on which alone it depends."""
+    counts = []
+    for mask in masks:
+        none = torch.zeros(mask.shape)
+        tensors = {"logprobs": none, "old_logprobs": none, "advantages": none, "mask": mask}
+        _, policy = policy_loss(config, **tensors)
+        _, others = reduction(config)(none, mask)
+        counts.append(torch.stack([mask.sum(), torch.as_tensor(policy), others]))
+    count = torch.stack(counts).sum(0).double().to(world.device, non_blocking=True)
+    return Terms(*world.sum(count).clamp(min=1))  # all responses may be left out
+
+
 def actor_loss(
     models: PPOModels,
     piece: Experience,
     config: PPOConfig,
-    tokens: Tensor,
-    kl_coef: float,
+    terms: Terms,
     *,
-    policy_terms: Tensor,
-    other_terms: Tensor,
+    kl_coef: float,
     is_sampler: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """The policy loss of a micro batch, plus KL penalty and entropy loss if they are on.
-
-    Three numbers are those of the whole optimizer step: `tokens`, those that the policy chose;
-    `policy_terms`, what divides `ppo.policy_loss`; `other_terms`, what divides KL and entropy.
-    """
+    """The policy loss of a micro batch, plus KL penalty and entropy loss if they are on."""
     piece = piece.to(models.actor.device)
-    mask = piece.sequences.action_mask
+    mask, (_, in_loss) = piece.sequences.action_mask, kl_coefs(kl_coef, config)
     old, reduce, sums = piece.old_logprobs, reduction(config), Sums()
     if isinstance(config, DistillConfig):
         logprobs, entropy, away, of_teacher = response_divergences(
@@ -241,7 +209,7 @@ def actor_loss(
             entropy_trains=config.entropy_coef > 0, vocab_size=models.contract.vocab_size,
             temperature=config.sampling.temperature,
         )  # fmt: skip
-        total, _ = reduce(kl_coef * away, mask)
+        total, _ = reduce(in_loss * away, mask)
         kl, k3 = (masked_sum(kl_estimate(old, of_teacher, kind), mask) for kind in ("k1", "k3"))
         sums = {"objective/kl": kl, "objective/kl_k3": k3, "objective/count": mask.any(1).sum()}
     else:
@@ -252,9 +220,9 @@ def actor_loss(
         total, _ = policy_loss(
             config, logprobs=logprobs, old_logprobs=old, advantages=piece.advantages, mask=mask
         )
-    loss, count = total / policy_terms, mask.sum()
+    loss, count = total / terms.policy, mask.sum()
     if piece.given:
-        return loss, {"given/loss": loss * tokens, "given/count": count}
+        return loss, {"given/loss": loss * terms.tokens, "given/count": count}
     diagnostics = call_with(
         policy_diagnostics, config, logprobs=logprobs.detach(), old_logprobs=old, mask=mask
     )
@@ -262,17 +230,17 @@ def actor_loss(
         del diagnostics["clip_fraction"]
     sums |= {f"policy/{name}": value for name, value in diagnostics.items()}
     entropies = masked_sum(entropy, mask)
-    sums |= {"policy/loss": loss * tokens, "policy/entropy": entropies, "policy/count": count}
+    sums |= {"policy/loss": loss * terms.tokens, "policy/entropy": entropies, "policy/count": count}
     if is_sampler and piece.sampler_logprobs is not None:
         gap = (logprobs.detach() - piece.sampler_logprobs).abs()
         sums |= {"rollout/logprob_gap": masked_sum(gap, mask), "rollout/count": count}
-    if config.kl.place == "loss":
+    if in_loss and not config.has_teacher:
         assert piece.ref_logprobs is not None
         total, _ = kl_loss(logprobs, old, piece.ref_logprobs, mask, reduce=reduce)
-        loss = loss + kl_coef * (total / other_terms)
+        loss = loss + in_loss * (total / terms.others)
     if config.entropy_coef > 0:
         total, _ = entropy_loss(entropy, mask, reduce=reduce)
-        loss = loss + config.entropy_coef * (total / other_terms)
+        loss = loss + config.entropy_coef * (total / terms.others)
     return loss, sums
 
 
@@ -289,18 +257,10 @@ def reduction(config: PPOConfig) -> Reduce:
     return partial(reduced, denominator=config.denominator, max_response_tokens=longest)
 
 
-@torch.no_grad()
-def number_of_terms(config: PPOConfig, mask: Tensor) -> Tensor:
-    """The terms of the policy loss under a mask, on which alone their number depends."""
-    none = torch.zeros(mask.shape, device=mask.device)
-    _, terms = policy_loss(config, logprobs=none, old_logprobs=none, advantages=none, mask=mask)
-    return torch.as_tensor(terms)
-
-
 def critic_loss(
     critic: DeepSpeedEngine, piece: Experience, config: PPOConfig, tokens: Tensor
 ) -> tuple[Tensor, Sums]:
-    """The clipped value loss of a micro batch; `tokens` as in `actor_loss`."""
+    """The clipped value loss of a micro batch; `tokens` as in `Terms`."""
     piece = piece.to(critic.device)
     assert piece.old_values is not None and piece.returns is not None
     if (done := piece.training_pass) is None or done.values is None:

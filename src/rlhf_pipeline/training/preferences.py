@@ -19,36 +19,18 @@ from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.rl.masking import masked_row_sums
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.supervised import Task
+from rlhf_pipeline.training.supervised import Batch, Task
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Two answers to each prompt, processed in one forward pass."""
+def pairs(rows: dict[str, list[Any]], pad_id: int) -> Batch:
+    """Two answers to each prompt of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`.
 
-    answers: Sequences  # row 2i is the chosen answer of pair i, row 2i + 1 the rejected one
-
-    @classmethod
-    def collate(cls, rows: dict[str, list[Any]], pad_id: int) -> "Pairs":
-        """Make a batch of the columns `prompt_ids`, `chosen_ids` and `rejected_ids`."""
-        prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
-        numbers = [pair for pair in range(len(rows["prompt_ids"])) for _ in range(2)]
-        answers = list(chain(*zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)))
-        return cls(collate(prompts, answers, pad_id, prompt_numbers=numbers))
-
-    def __len__(self) -> int:
-        return len(self.answers) // 2
-
-    @property
-    def lengths(self) -> Tensor:
-        """(N, 2, 2) tokens of prompt and response in both rows of each pair."""
-        return self.answers.lengths.view(-1, 2, 2)
-
-    def rows(self, index: Tensor) -> "Pairs":
-        return Pairs(self.answers.rows(torch.stack([2 * index, 2 * index + 1], dim=1).flatten()))
-
-    def to(self, device: torch.device) -> "Pairs":
-        return Pairs(self.answers.to(device))
+    Both are processed in one forward pass, the chosen one first.
+    """
+    prompts = [ids for ids in rows["prompt_ids"] for _ in range(2)]
+    numbers = [pair for pair in range(len(rows["prompt_ids"])) for _ in range(2)]
+    answers = list(chain(*zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)))
+    return Batch(collate(prompts, answers, pad_id, prompt_numbers=numbers), size=2)
 
 
 @dataclass(frozen=True)
@@ -60,12 +42,12 @@ class PairTask(Task):
 
     contract: TokenContract
 
-    def collate(self, rows: dict[str, list[Any]]) -> Pairs:
-        return Pairs.collate(rows, self.contract.pad_id)
+    def collate(self, rows: dict[str, list[Any]]) -> Batch:
+        return pairs(rows, self.contract.pad_id)
 
 
 def chosen_and_rejected(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split one value per answer of `Pairs`, (2N,), into chosen and rejected, (N,) each."""
+    """Split one value per answer of `pairs`, (2N,), into chosen and rejected, (N,) each."""
     chosen, rejected = values.view(-1, 2).unbind(1)
     return chosen, rejected
 

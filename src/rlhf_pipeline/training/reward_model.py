@@ -31,16 +31,14 @@ from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.preferences import Pairs, PairTask, chosen_and_rejected, ranking_sums
-from rlhf_pipeline.training.supervised import BLOCK, train
+from rlhf_pipeline.training.preferences import PairTask, chosen_and_rejected, pairs, ranking_sums
+from rlhf_pipeline.training.supervised import BLOCK, Batch, as_validation, train
 from rlhf_pipeline.verdict.statistics import (
     calibration,
     difference,
     rank_correlation,
     rate_interval,
 )
-
-REPORT = "reward_report.json"
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class RewardModelTask(PairTask):
     config: RewardModelConfig
     name: str = "reward_model"
 
-    def loss(self, model: nn.Module, batch: Pairs, pairs: Tensor) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Batch, pairs: Tensor) -> tuple[Tensor, Sums]:
         chosen, rejected = chosen_and_rejected(sequence_scores(model, batch.answers))
         loss = REWARD_LOSS.load(self.config.loss)
         total, _ = call_with(loss, self.config, chosen_scores=chosen, rejected_scores=rejected)
@@ -80,11 +78,11 @@ def main(job: LaunchedJob) -> dict[str, float]:
     config = job.block("reward_model", RewardModelConfig)
     task = RewardModelTask(common_contract(job.inputs), config)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
-    read: Callable[[Path], Rows] = Rows.read
-    if "fold" in job.config:
-        read = partial(rows_of_fold, job.block("fold", FoldConfig))
-    how = {"start": "sft_model", "rows": "comparisons"}
-    metrics = train(job, config, task, untrained, world, **how, read=read)
+    is_fold = "fold" in job.config
+    read = partial(rows_of_fold, job.block("fold", FoldConfig)) if is_fold else Rows.read
+    metrics = train(
+        job, config, task, untrained, world, start="sft_model", rows="comparisons", read=read
+    )
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics | write_report(job, config, task.contract, world, read)
@@ -117,18 +115,18 @@ def write_report(
     model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens
     table = load_rows(job.inputs["comparisons"] / "validation.arrow", world, read)
     report = describe(*held_out(model, table, contract, tokens, world))
-    metrics = {
-        "validation/accuracy_lower": report["accuracy"]["lower"],
-        "validation/accuracy_upper": report["accuracy"]["upper"],
-        "validation/accuracy_over_length": report["over_length"]["difference"],
-        "validation/calibration_error": report["calibration"]["error"],
-        "validation/length_correlation": report["length_correlation"],
-        "validation/accuracy_half_1": report["halves"][0],
-        "validation/accuracy_half_2": report["halves"][1],
-    }
     if world.rank == 0:
-        (job.export / REPORT).write_text(json.dumps(report, indent=2))
-    return {name: value for name, value in metrics.items() if value is not None}
+        (job.export / "reward_report.json").write_text(json.dumps(report, indent=2))
+    metrics = {
+        "accuracy_lower": report["accuracy"]["lower"],
+        "accuracy_upper": report["accuracy"]["upper"],
+        "accuracy_over_length": report["over_length"]["difference"],
+        "calibration_error": report["calibration"]["error"],
+        "length_correlation": report["length_correlation"],
+        "accuracy_half_1": report["halves"][0],
+        "accuracy_half_2": report["halves"][1],
+    }
+    return as_validation({name: value for name, value in metrics.items() if value is not None})
 
 
 def held_out(
@@ -142,12 +140,12 @@ def held_out(
     for start in range(0, len(own), BLOCK):
         rows = own[start : start + BLOCK]
         columns = table.columns(rows)
-        answers = Pairs.collate(columns, contract.pad_id).answers
+        answers = pairs(columns, contract.pad_id).answers
         sources = [name.rpartition(":")[0] for name in columns["id"]]
         scores = by_micro_batches(sequence_scores, model, answers, tokens, world)
         lengths = answers.action_mask.sum(1)
-        pairs = (each.view(-1, 2).tolist() for each in (scores, lengths))
-        found += zip(rows.tolist(), sources, *pairs, strict=True)
+        both = (each.view(-1, 2).tolist() for each in (scores, lengths))
+        found += zip(rows.tolist(), sources, *both, strict=True)
     by_row = {row: result for part in world.gather(found) for row, *result in part}
     results = [by_row[row] for row in range(table.num_rows)]
     of_source, of_score, of_length = zip(*results, strict=True)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,16 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.distributed.batches import Rows, micro_batches, own_share
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, micro_batches, own_share
 from rlhf_pipeline.distributed.engine import free_memory, release_freed
 from rlhf_pipeline.distributed.engine_state import saved_tensors
 from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
-from rlhf_pipeline.distributed.world import on_gpu
+from rlhf_pipeline.distributed.world import World, on_gpu
 from rlhf_pipeline.generation.generator import Seed, row_seeds
-from rlhf_pipeline.generation.records import Rollout, Scored
+from rlhf_pipeline.generation.records import Rollout, Scored, TrainingPass, ended
+from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
+from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.training.experience import equal_groups, groups, score_sequences, training_scores
-from rlhf_pipeline.training.ppo_setup import Setup
+from rlhf_pipeline.training.experience import actor_pass, equal_groups, groups, training_scores
+from rlhf_pipeline.training.ppo_setup import PPOModels, Setup
 
 Columns = dict[str, list[Any]]
 """Columns of the prompts' table, and `prompt_number`, the row of the table."""
@@ -131,6 +135,66 @@ def score(
         with_critic=not held_out, logprobs=known, trains=trains,
     )  # fmt: skip
     return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
+
+
+@torch.no_grad()
+def score_sequences(
+    sequences: Sequences,
+    models: PPOModels,
+    config: PPOConfig,
+    world: World,
+    *,
+    with_critic: bool = True,
+    logprobs: Tensor | None = None,
+    trains: bool = False,
+) -> Scored:
+    """Score sequences by a forward pass of each model.
+
+    `logprobs` (B, R) are those of the actor, if they are known. `trains` keeps the graphs of actor
+    and critic for the loss, in one forward pass for all rows.
+    """
+    logprobs_of = partial(
+        response_logprobs,
+        vocab_size=models.contract.vocab_size,
+        temperature=config.sampling.temperature,
+    )
+    run = partial(
+        by_micro_batches, sequences=sequences, tokens=config.micro_batch_tokens, world=world
+    )
+    if config.has_teacher and with_critic:  # the loss compares with the teacher
+        ref_logprobs = torch.full(sequences.response_ids.shape, torch.nan)
+    else:
+        ref_logprobs = run(logprobs_of, models.reference)
+    scores = torch.zeros(len(sequences))
+    if models.reward_model is not None:
+        scores = run(sequence_scores, models.reward_model)
+    # Last, because an actor with adapters is its own reference.
+    kept = with_graphs(sequences, models, config, world) if trains else None
+    if logprobs is None:
+        logprobs = run(logprobs_of, models.actor) if kept is None else kept.logprobs.detach().cpu()
+    values = None
+    if kept is not None and kept.values is not None:
+        values = kept.values.detach().cpu()
+    elif with_critic and models.critic is not None:
+        values = run(response_values, models.critic)
+    is_ended = ended(sequences.response_ids, models.contract)
+    return Scored(
+        sequences=sequences, logprobs=logprobs, ref_logprobs=ref_logprobs, values=values,
+        scores=scores, ended=is_ended, training_pass=kept,
+    )  # fmt: skip
+
+
+@torch.enable_grad()
+def with_graphs(
+    sequences: Sequences, models: PPOModels, config: PPOConfig, world: World
+) -> TrainingPass:
+    """The outputs of actor and critic for their losses, for all rows in one forward pass."""
+    batch = sequences.to(world.device)
+    logprobs, entropy = actor_pass(models, batch, config)
+    heartbeat.tick()
+    values = None if models.critic is None else response_values(models.critic, batch)
+    heartbeat.tick()
+    return TrainingPass(logprobs, entropy, values)
 
 
 def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:

@@ -15,11 +15,11 @@ from rlhf_pipeline.distributed.optimizer_step import Sums
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.models.sequences import Sequences, collate
+from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl.losses import sft_loss
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.training.supervised import Task, train
+from rlhf_pipeline.training.supervised import Batch, Task, train
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,22 @@ class SFTTask(Task):
     contract: TokenContract
     name: str = "sft"
 
-    def collate(self, rows: dict[str, list[Any]]) -> Sequences:
+    def collate(self, rows: dict[str, list[Any]]) -> Batch:
         prompts, responses, pad_id = rows["prompt_ids"], rows["response_ids"], self.contract.pad_id
-        return collate(prompts, responses, pad_id, actions=rows["loss_mask"])
+        return Batch(collate(prompts, responses, pad_id, actions=rows["loss_mask"]))
 
-    def weight(self, batch: Sequences) -> Tensor:
-        return batch.action_mask.sum().double()
+    def weight(self, batch: Batch) -> Tensor:
+        return batch.answers.action_mask.sum().double()
 
-    def loss(self, model: nn.Module, batch: Sequences, tokens: Tensor) -> tuple[Tensor, Sums]:
-        logprobs = response_logprobs(model, batch, vocab_size=self.contract.vocab_size)
-        total, count = sft_loss(logprobs, batch.action_mask)
+    def loss(self, model: nn.Module, batch: Batch, tokens: Tensor) -> tuple[Tensor, Sums]:
+        logprobs = response_logprobs(model, batch.answers, vocab_size=self.contract.vocab_size)
+        total, count = sft_loss(logprobs, batch.answers.action_mask)
         return total / tokens, {"nll": total, "tokens": count}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Loss in nats per token, perplexity, and number of tokens."""
         loss = sums["nll"] / sums["tokens"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": sums["tokens"]}
-
-    def selection_score(self, metrics: dict[str, float]) -> float:
-        return -metrics["perplexity"]
 
 
 def main(job: LaunchedJob) -> dict[str, float]:

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
-from rlhf_pipeline.training.best_models import BestModels
+from rlhf_pipeline.training.checkpoints import BestModels
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,19 @@ class DivergenceGuard:
     advice: Callable[[str], str]
     """The fix for a metric that is not finite, in terms of the parameters."""
 
-    def require_finite(self, step: int, metrics: dict[str, float]) -> None:
-        """Raise `StageError` for the first metric that is not a finite number."""
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                start = ", or the initial model is damaged" if step <= 1 else ""
-                cause = f"training has diverged{start}"
-                fault = f"{name} is {value} at step {step}: {cause}. Fix: {self.advice(name)}"
-                self.fail(step, metrics, fault)
-
-    def fail(self, step: int, metrics: dict[str, float], fault: str) -> NoReturn:
-        """Write the metrics of the step, then raise `StageError`. All ranks call this together."""
-        self.writer.write(step, metrics)
-        # The first rank that exits ends the others, perhaps before the line is written.
-        self.world.barrier()
-        raise StageError(f"{fault}. {self.best.kept}")
+    def check(self, step: int, metrics: dict[str, float], fault: str | None) -> None:
+        """For a fault, or a metric that is not a finite number, write the metrics of the step and
+        raise `StageError`. All ranks call this together."""
+        unsound = (name for name, value in metrics.items() if not math.isfinite(value))
+        if fault is None and (name := next(unsound, None)) is not None:
+            start = ", or the initial model is damaged" if step <= 1 else ""
+            cause = f"training has diverged{start}"
+            fault = f"{name} is {metrics[name]} at step {step}: {cause}. Fix: {self.advice(name)}"
+        if fault is not None:
+            self.writer.write(step, metrics)
+            # The first rank that exits ends the others, perhaps before the line is written.
+            self.world.barrier()
+            raise StageError(f"{fault}. {self.best.kept}")
 
 
 class StepLog:
@@ -57,9 +55,7 @@ class StepLog:
     def add(self, metrics: Mapping[str, float], fault: str | None = None) -> None:
         """Add metrics; raise StageError if one is not finite, or for a fault."""
         self.metrics |= metrics
-        if fault is not None:
-            self._guard.fail(self.step, self.metrics, fault)
-        self._guard.require_finite(self.step, self.metrics)
+        self._guard.check(self.step, self.metrics, fault)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.distributed.batches import Rows, load_rows, micro_batches, own_share, step_rows
-from rlhf_pipeline.distributed.deepspeed_config import store_settings
-from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.engine import store_settings, train_engine
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
@@ -25,11 +24,11 @@ from rlhf_pipeline.distributed.optimizer_step import (
 )
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
-from rlhf_pipeline.training.best_models import BestModels
-from rlhf_pipeline.training.resume import Checkpoints
+from rlhf_pipeline.training.checkpoints import BestModels, Checkpoints
 from rlhf_pipeline.training.step_log import (
     DivergenceGuard,
     StepLog,
@@ -40,16 +39,30 @@ from rlhf_pipeline.training.step_log import (
 BLOCK = 1024  # held-out rows of a rank that are in memory together
 
 
-class Batch(Protocol):
-    """Rows of one batch: `Sequences`, `Pairs` or `LabelledAnswers`."""
+@dataclass(frozen=True)
+class Batch:
+    """Rows of answers: one each, or two to compare; single ones may have a label."""
+
+    answers: Sequences  # those of row i are at size * i, size * i + 1, ...
+    size: int = 1  # answers of a row
+    is_good: Tensor | None = None  # (N,) bool: the label
+
+    def __len__(self) -> int:
+        return len(self.answers) // self.size
 
     @property
     def lengths(self) -> Tensor:
-        """(N, S, 2) tokens of prompt and response in the S sequences of each row."""
+        """(N, size, 2) tokens of prompt and response in the answers of each row."""
+        return self.answers.lengths.view(-1, self.size, 2)
 
-    def rows(self, index: Tensor) -> Self: ...
+    def rows(self, index: Tensor) -> "Batch":
+        places = self.size * index[:, None] + torch.arange(self.size)
+        labels = None if self.is_good is None else self.is_good[index]
+        return replace(self, answers=self.answers.rows(places.flatten()), is_good=labels)
 
-    def to(self, device: torch.device) -> Self: ...
+    def to(self, device: torch.device) -> "Batch":
+        labels = None if self.is_good is None else self.is_good.to(device, non_blocking=True)
+        return replace(self, answers=self.answers.to(device), is_good=labels)
 
 
 class Task(Protocol):
@@ -62,8 +75,8 @@ class Task(Protocol):
     def collate(self, rows: dict[str, list[Any]]) -> Batch:
         """Columns of a prepared table as a batch."""
 
-    def weight(self, batch: Any) -> Tensor:
-        """The number of terms of the loss: by default, of pairs or answers."""
+    def weight(self, batch: Batch) -> Tensor:
+        """The number of terms of the loss: by default, of rows."""
         return torch.tensor(len(batch), dtype=torch.float64)
 
     def at_step(self, setup: "Setup", table: Rows, rows: np.ndarray, /) -> "Task":
@@ -73,7 +86,7 @@ class Task(Protocol):
         """
         return self
 
-    def loss(self, model: nn.Module, batch: Any, terms: Tensor, /) -> tuple[Tensor, Sums]:
+    def loss(self, model: nn.Module, batch: Batch, terms: Tensor, /) -> tuple[Tensor, Sums]:
         """Loss of a micro batch, and its contribution to the metrics as additive sums.
 
         The sum of the loss is divided by `terms`, those of the whole step on all ranks.
@@ -82,17 +95,10 @@ class Task(Protocol):
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics from sums over all micro batches and ranks; names without prefix."""
 
-    def selection_score(self, metrics: dict[str, float]) -> float:
-        """The score of a model with these held-out metrics; the highest one is exported.
-
-        By default, the lower loss is better.
-        """
-        return -metrics["loss"]
-
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a supervised stage works with."""
+    """What the steps and evaluations of a supervised stage work with."""
 
     engine: DeepSpeedEngine
     task: Task
@@ -101,10 +107,6 @@ class Setup:
     validation: Rows
     world: World
     seed: int
-    best: BestModels
-    guard: DivergenceGuard
-    checkpoints: Checkpoints
-    done: int  # steps that an earlier attempt has taken
 
 
 def train(
@@ -118,7 +120,7 @@ def train(
     rows: str,
     read: Callable[[Path], Rows] = Rows.read,
 ) -> dict[str, float]:
-    """Train the model on prepared rows; export the evaluated model with the best selection score.
+    """Train the model on prepared rows; export the evaluated model with the lowest held-out loss.
 
     Args:
         job: contains the seed, the inputs, and the places of metrics and checkpoints.
@@ -127,8 +129,9 @@ def train(
         rows: the input with `train.arrow` and `validation.arrow`.
         read: reads one of these files.
 
-    Returns:
-        The metrics of the exported model's step.
+    Returns the metrics of the exported model's step. Raises Interrupted after a signal, with the
+    checkpoint of the last step, and StageError if a metric of a step, its gradient norm included,
+    is not finite.
     """
     start_model, trust = job.inputs[start], job.trust_remote_code
     load = partial(load, start_model, trust_remote_code=trust)
@@ -139,62 +142,39 @@ def train(
     )
     steps = optimizer_steps(config, training.num_rows)
     engine = train_engine(load, config, steps)
-    store_settings({task.name: engine.config}, job)
+    store_settings({task.name: engine}, job)
+    setup = Setup(engine, task, config, training, validation, world, job.seed)
     best = BestModels(job, world, tokenizer, config, load, keep=config.keep_best)
     checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine}, keep=config.keep_last)
-    loop = checkpoints.restore(job.resume_from)
-    if loop:
+    if loop := checkpoints.restore(job.resume_from):
         best.restored(loop["best"])
     writer = MetricsFile(job.metrics_file, steps, rank=world.rank, resumed_from=job.resume_from)
     advice = stability_advice(f"{task.name}.", config)
-    setup = Setup(
-        engine=engine,
-        task=task,
-        config=config,
-        training=training,
-        validation=validation,
-        world=world,
-        seed=job.seed,
-        best=best,
-        guard=DivergenceGuard(world, writer, best, lambda metric: advice),
-        checkpoints=checkpoints,
-        done=job.resume_from or 0,
-    )
-    fit(setup)
+    guard = DivergenceGuard(world, writer, best, lambda metric: advice)
+    evaluated = evaluation_steps(steps, config.evaluations)
+    done = job.resume_from or 0
+    if config.evaluate_at_start and not done:
+        log = StepLog(0, guard)
+        log.add(as_validation(evaluate(setup)))
+        log.write(due=True)
+    for step in range(done + 1, steps + 1):
+        heartbeat.at("update", step)
+        log = StepLog(step, guard)
+        log.add(train_step(setup, step))
+        if step in evaluated:
+            held_out = evaluate(setup)
+            log.add(as_validation(held_out))
+            best.offer(engine, step, -held_out["loss"], dict(log.metrics))
+        log.write(due=step in evaluated or step % config.log_every == 0)
+        due = config.checkpoint_due(step, last=steps, evaluated=step in evaluated)
+        if checkpoints.step_ended(step, due=due, loop={"best": best.state()}):
+            best.forget_the_rest()
     return best.finish()
 
 
 def optimizer_steps(config: SupervisedConfig, rows: int) -> int:
     """Optimizer steps in `config.epochs` passes over the rows; at least one."""
     return max(1, int(config.epochs * rows) // config.batch_size)
-
-
-def fit(setup: Setup) -> None:
-    """Train for the configured passes; evaluate on the way and offer the models to `setup.best`.
-
-    Raises Interrupted after a signal, with the checkpoint of the last step, and StageError if a
-    metric of a step, its gradient norm included, is not finite.
-    """
-    config, best = setup.config, setup.best
-    total = optimizer_steps(config, setup.training.num_rows)
-    evaluated = evaluation_steps(total, config.evaluations)
-    if config.evaluate_at_start and not setup.done:
-        log = StepLog(0, setup.guard)
-        log.add(as_validation(evaluate(setup)))
-        log.write(due=True)
-    for step in range(setup.done + 1, total + 1):
-        heartbeat.at("update", step)
-        log = StepLog(step, setup.guard)
-        log.add(train_step(setup, step))
-        if step in evaluated:
-            held_out = evaluate(setup)
-            log.add(as_validation(held_out))
-            score = setup.task.selection_score(held_out)
-            best.offer(setup.engine, step, score, dict(log.metrics))
-        log.write(due=step in evaluated or step % config.log_every == 0)
-        due = config.checkpoint_due(step, last=total, evaluated=step in evaluated)
-        if setup.checkpoints.step_ended(step, due=due, loop={"best": best.state()}):
-            best.forget_the_rest()
 
 
 def train_step(setup: Setup, step: int) -> dict[str, float]:
@@ -207,11 +187,11 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     learning_rate = engine.get_lr()[0]
     sums = optimizer_step(engine, world, micro_batch_losses(setup, batch, terms))
     norm = grad_norm(engine)
-    norms = {} if norm is None else {"optim/grad_norm": norm}
-    totals = world.sums(sums, equal=norms)
+    totals = world.sums(sums, equal={} if norm is None else {"grad_norm": norm})
     metrics = {f"{task.name}/{name}": value for name, value in task.metrics(totals).items()}
     metrics["optim/lr"] = learning_rate
-    metrics |= {name: totals[name] for name in norms}
+    if norm is not None:
+        metrics["optim/grad_norm"] = totals["grad_norm"]
     return metrics | {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
 
 

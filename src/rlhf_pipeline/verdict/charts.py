@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlhf_pipeline.config.stages import POLICIES
+from rlhf_pipeline.config.policies import POLICIES
 from rlhf_pipeline.verdict.comparison import baseline_of, reward_title
 from rlhf_pipeline.verdict.words import titles
 

@@ -1,25 +1,112 @@
-"""Keeping the best evaluated models of a stage, and exporting the best one."""
+"""What a training keeps in its work directory: checkpoints to resume from, and the best models.
 
+`rlhf_pipeline.runtime.job` has the layout of a checkpoint.
+"""
+
+import json
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.training import TrainedModelConfig
+from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
+from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.model_files import save_adapter, save_model, unwrapped
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.errors import ArtifactError, Interrupted
 from rlhf_pipeline.models.loading import DTYPES
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.digests import FileEntry
+from rlhf_pipeline.runtime.files import put_in_place, require_space
+from rlhf_pipeline.runtime.job import LaunchedJob, checkpoint_path, list_checkpoints, seal
 from rlhf_pipeline.runtime.manifest import copy_folder, folder_digest
 
-_BEST = "best-"
+
+@dataclass
+class Checkpoints:
+    """Saves and restores the state of one training program; obeys SIGTERM after a whole step."""
+
+    directory: Path  # all ranks write the checkpoints there: machines share it
+    world: World
+    engines: Mapping[str, DeepSpeedEngine]  # by the model's name
+    averages: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    """Averages of their weights (`save_engine`), by the model's name."""
+    keep: int = field(kw_only=True)  # number of checkpoints to keep
+
+    def __post_init__(self) -> None:
+        self._received_sigterm = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def restore(self, step: int | None) -> dict[str, Any]:
+        """Load the checkpoint of a step; return the state of its training loop, {} without one."""
+        if step is None:
+            return {}
+        checkpoint = checkpoint_path(self.directory, step)
+        for name, engine in self.engines.items():
+            load_engine(engine, checkpoint / name, average=self.averages.get(name))
+        return dict(json.loads((checkpoint / "loop.json").read_text()))
+
+    def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> bool:
+        """Save a checkpoint if one is due or a rank received SIGTERM; obey SIGTERM after that.
+
+        All ranks call this together, with the state of the training loop as JSON. Returns whether
+        there is a checkpoint of this step. Raises Interrupted if a rank received SIGTERM, and
+        StageError if the disk has too little space.
+        """
+        interrupted = self.world.any(self._received_sigterm)
+        if due or interrupted:
+            self.save(step, loop)
+        if interrupted:
+            # DeepSpeed's launcher kills the others 30 seconds after the first rank has ended, and
+            # rank 0 may take longer to seal the checkpoint.
+            self.world.barrier()
+            raise Interrupted(
+                f"ended by SIGTERM after step {step}. Run the same command again to resume"
+            )
+        return due
+
+    def save(self, step: int, loop: Mapping[str, Any]) -> None:
+        """Write a checkpoint, complete or not at all; remove the oldest ones beyond `keep`."""
+        heartbeat.at("saving", step)
+        final = checkpoint_path(self.directory, step)
+        partial = final.with_name(final.name + ".partial")
+        own: dict[str, FileEntry] = {}  # the files that this rank writes
+        if self.world.rank == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            needed = sum(
+                bytes_needed(engine, self.averages.get(name))
+                * (self.world.size if engine.zero_optimization_stage() else 1)
+                for name, engine in self.engines.items()
+            )
+            require_space(self.directory, needed, f"the checkpoint of step {step}")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for name in self.engines:
+                (partial / name).mkdir()
+            (partial / "loop.json").write_text(json.dumps(loop))
+            own["loop.json"] = FileEntry.of(partial / "loop.json")
+        self.world.barrier()
+        for name, engine in self.engines.items():
+            files = save_engine(engine, partial / name, average=self.averages.get(name))
+            own |= {f"{name}/{file}": entry for file, entry in files.items()}
+        written = self.world.gather({name: asdict(entry) for name, entry in own.items()})
+        if self.world.rank == 0:
+            seal(partial, {name: FileEntry(**e) for files in written for name, e in files.items()})
+            put_in_place(partial, final)
+            # Later ones are damaged: training did not resume from them.
+            saved = [path for path in list_checkpoints(self.directory) if path <= final]
+            for old in saved[: -self.keep]:
+                shutil.rmtree(old)
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self._received_sigterm = True
 
 
 @dataclass
@@ -69,7 +156,7 @@ class BestModels:
         ranking = sorted(ranking, key=lambda each: -each.selection_score)[: self.keep]
         if offered in ranking:
             folder = self._folder(offered)
-            self._save(model, folder.name)
+            self._save(model, folder)
             if self.world.rank == 0:
                 offered.digest = folder_digest(folder)
             self._ranking = ranking
@@ -82,7 +169,7 @@ class BestModels:
         """
         if self.world.rank == 0:
             kept = set(map(self._folder, self._ranking))
-            for folder in set(self._directory.glob(f"{_BEST}*")) - kept:
+            for folder in set(self._directory.glob("best-*")) - kept:
                 shutil.rmtree(folder)
 
     def state(self) -> list[dict[str, Any]]:
@@ -114,17 +201,17 @@ class BestModels:
         return {"step": self.best.step} | self.best.metrics
 
     def _folder(self, model: EvaluatedModel) -> Path:
-        return self._directory / f"{_BEST}{model.step:08d}"
+        return self._directory / f"best-{model.step:08d}"
 
-    def _save(self, model: nn.Module, name: str) -> None:
+    def _save(self, model: nn.Module, folder: Path) -> None:
         heartbeat.at("saving")
         if self.config.lora is None:
-            save_model(model, self.tokenizer, self._directory / name)
+            save_model(model, self.tokenizer, folder)
         else:
             # The input that the model was loaded from: unlike a path, its name holds anywhere.
             path = Path(pretrained(unwrapped(model)).name_or_path)
             base = next(key for key, source in self.job.inputs.items() if source == path)
-            save_adapter(model, base, self._directory / name)
+            save_adapter(model, base, folder)
 
     def _export(self, best: EvaluatedModel) -> None:
         folder, lora = self._folder(best), self.config.lora
