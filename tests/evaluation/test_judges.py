@@ -7,7 +7,7 @@ import pytest
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.evaluation.judges import evaluate, load_judges
-from rlhf_pipeline.generation.records import Answered
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.scoring.true_answers import AGREES
 
 

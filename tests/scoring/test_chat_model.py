@@ -13,7 +13,7 @@ from chat_server import chat_server
 
 from rlhf_pipeline.config.rewards import RubricReward
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.scoring.chat_model import ChatModel, RubricSource
 
 

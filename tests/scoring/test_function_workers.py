@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered
+from rlhf_pipeline.scoring.answers import Answered
 
 FILE = """
 import asyncio, os, sys, time

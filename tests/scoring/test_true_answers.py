@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered
 from rlhf_pipeline.scoring import true_answers
-from rlhf_pipeline.scoring.function_reward import FunctionSource
+from rlhf_pipeline.scoring.answers import Answered
+from rlhf_pipeline.scoring.sources import FunctionSource
 from rlhf_pipeline.scoring.true_answers import AGREES, accuracy, agreement
 
 

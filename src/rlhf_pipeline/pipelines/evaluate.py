@@ -14,7 +14,7 @@ from rlhf_pipeline.config.evaluate import (
     RegisterConfig,
     task_inputs,
 )
-from rlhf_pipeline.config.rewards import Judge, ModelReward, as_judges
+from rlhf_pipeline.config.rewards import ModelReward, Scorer, as_judges
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import ArtifactError, PipelineError
@@ -124,7 +124,7 @@ def _run(
     return stages.run(Job(spec, blocks, {**inputs, **judges}, seed, identities))
 
 
-def judge_inputs(judges: Sequence[Judge]) -> tuple[dict[str, Path], dict[str, str]]:
+def judge_inputs(judges: Sequence[Scorer]) -> tuple[dict[str, Path], dict[str, str]]:
     """Inputs of the judges, like `reward_inputs`; for a reward model on the hub, its commit.
 
     Raises ArtifactError if the hub cannot be reached, or has no such model.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.rewards import uses_trained
 from rlhf_pipeline.config.sample import (
@@ -12,7 +13,6 @@ from rlhf_pipeline.config.sample import (
     TableConfig,
 )
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, SupervisedConfig
-from rlhf_pipeline.pipelines.evaluate import judge_inputs
 from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.pipelines.supervised import supervised
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
@@ -50,7 +50,7 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
         assert config is not None, "checked before the run"
         model, own = sft_model, config.model_dump(include={*block.model_fields})
         rewards, known = reward_inputs(config.rewards)
-        judges, identities = judge_inputs(config.sample.judging(config.sampler).judges)
+        judges, identities = reward_inputs(config.rewards, JUDGE_PREFIX)
         if uses_trained(config.rewards):
             judges["reward_model"] = reward_model
         spec = SAMPLE.answering_by(config.sample.generator)

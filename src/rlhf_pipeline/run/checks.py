@@ -23,6 +23,7 @@ from rlhf_pipeline.config.rewards import (
     RubricReward,
     as_judges,
     check_model,
+    name_faults,
 )
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
@@ -123,12 +124,9 @@ def _misfits(blocks: Mapping[str, Any], gpus: int, *, elsewhere: bool) -> Iterat
     yield from length_faults(positions(base_model.configuration), split, policies, evaluate)
     judge_too = blocks["reward_model"] is None and not evaluate.judges
     for policy in policies:
-        is_sampled = isinstance(policy, SampledConfig)  # its rewards judge its answers
-        if judge_too or is_sampled:
-            judges = as_judges(policy.rewards, penalties=is_sampled)
-            named = evaluate.model_copy(update={"judges": judges})
-            _, found = validated("evaluate", EvaluateConfig, named.model_dump(mode="json"))
-            yield from (f.replace("evaluate.judges", f"{policy.sampler}.rewards") for f in found)
+        if judge_too:
+            faults = name_faults(as_judges(policy.rewards))
+            yield from (f"{policy.sampler}.rewards: {fault}" for fault in faults)
         yield from judge_faults(policy.rewards, f"{policy.sampler}.rewards", hub=False)
         for name in ("prompts", "validation_prompts"):  # each rank needs a row
             value = getattr(policy.sample, name) if isinstance(policy, SampledConfig) else None

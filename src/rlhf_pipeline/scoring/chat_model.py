@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -13,22 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import torch
-from torch import Tensor
-
 from rlhf_pipeline.config.rewards import ChatConfig, RubricReward, reads_references
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.generation.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import JUDGE_REPLIES, LaunchedJob
 from rlhf_pipeline.runtime.manifest import json_digest
-from rlhf_pipeline.scoring.function_reward import require_references
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.verdict.text_statistics import refuses
 
 if TYPE_CHECKING:
     from httpx2 import Response
     from openai import OpenAI
+
+    from rlhf_pipeline.generation.records import Scored
 
 TOKENS = ("prompt_tokens", "completion_tokens")
 REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
@@ -176,18 +175,19 @@ class RubricSource:
     reward: RubricReward
     model: ChatModel
 
-    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        """Scores from 0 to 1, (B,); 0 for an answer whose reply has none. Errors: `verdicts`."""
+    def __call__(self, scored: "Scored", answered: Answered) -> list[float]:
+        """Scores from 0 to 1; 0 for an answer whose reply has none. Errors: `verdicts`."""
         if reads_references(self.reward):
-            require_references(self.model.place, answered)
+            answered.true_answers(self.model.place)
         template, scale = self.reward.rubric, self.reward.scale
         if "{response}" not in template:
             numbers = {"scale": f"{scale:g}", "example": f"{0.7 * scale:g}"}
             template = filled(RUBRIC, rubric=template, **numbers)
 
         def score(reply: str) -> float | None:
-            found = [float(number) / scale for number in _SCORE.findall(reply)[-1:]]
-            return found[0] if found and 0 <= found[0] <= 1 else None
+            numbers = _SCORE.findall(reply)
+            share = float(numbers[-1]) / scale if numbers else math.nan
+            return share if 0 <= share <= 1 else None
 
         rows = zip(answered.prompts, answered.responses, answered.references, strict=True)
         questions = [
@@ -195,7 +195,7 @@ class RubricSource:
             for prompt, response, true in rows
         ]
         verdicts = self.model.verdicts(questions, score)
-        return torch.tensor([verdicts[question] or 0.0 for question in questions])
+        return [verdicts[question] or 0.0 for question in questions]
 
     def counted(self) -> dict[str, int]:
         """The `REPLIES` since the last call."""

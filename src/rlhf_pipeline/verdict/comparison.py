@@ -15,8 +15,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rlhf_pipeline.config.evaluate import GOLD, JUDGE_MODEL, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.rewards import PairwiseJudge, ReferenceReward
+from rlhf_pipeline.config.evaluate import EvaluateConfig
+from rlhf_pipeline.config.rewards import (
+    GOLD,
+    JUDGE_MODEL,
+    REWARD_MODEL,
+    PairwiseJudge,
+    ReferenceReward,
+)
 from rlhf_pipeline.data.sources.synthetic import gold_parts
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.runtime.manifest import verified

@@ -15,11 +15,11 @@ import pytest
 
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.scoring.code_reward import CodeSource
-from rlhf_pipeline.scoring.function_reward import FunctionSource
+from rlhf_pipeline.scoring.sources import FunctionSource
 
 LONGEST_S = 20
 """Also on a machine that is busy; the limit of a case that hangs is 1 or 2 seconds."""

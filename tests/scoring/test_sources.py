@@ -8,7 +8,7 @@ from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.function_reward import FunctionSource, import_function, matches
+from rlhf_pipeline.scoring.sources import FunctionSource, import_function, matches
 
 
 def function(source: str) -> FunctionSource:
