@@ -1,13 +1,9 @@
 """Judges by true answers, and judged lists of texts."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.evaluation.judges import evaluate, load_judges
-from rlhf_pipeline.scoring.answers import Answered
+from rlhf_pipeline.evaluation.judges import evaluate
 from rlhf_pipeline.scoring.true_answers import AGREES
 
 
@@ -26,13 +22,6 @@ from rlhf_pipeline.scoring.true_answers import AGREES
 )
 def test_what_agrees_with_the_true_answer(kind, true, given, agrees):
     assert AGREES[kind](true, given) is agrees
-
-
-def test_a_row_without_a_true_answer_has_no_score():
-    config = EvaluateConfig(judges=[{"reference": "contains", "name": "facts"}])
-    judges = load_judges(SimpleNamespace(inputs={}), config)
-    texts = Answered([[], [], []], ["a", None, "b"], ["an a", "an a", "an a"])
-    assert judges["facts"](SimpleNamespace(text=texts)) == [1.0, None, 0.0]
 
 
 PROMPTS = ["1 + 1?", "2 + 2?", [{"role": "user", "content": "3 + 3?"}], "4 + 4?"]

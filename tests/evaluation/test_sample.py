@@ -157,11 +157,6 @@ def test_messages_name_the_reward_of_the_sample(inputs, world, tmp_path):
         rewards = [{"reference": "exact"}, chat | {"rubric": "Short."}]
         with pytest.raises(StageError, match=r"^iterative_dpo\.sample\.rewards\.1: found .* of m "):
             run(inputs, tmp_path / "w" / "s" / "f", rewards=rewards)
-    rewards = ["trained", {"path": "./other"}, chat]
-    judging = SampleConfig(rewards=rewards).judging("rejection.sample")
-    assert [judging.place_of(judge) for judge in judging.judges] == [
-        "rejection.sample.rewards.1", "rejection.sample.rewards.2"
-    ]  # fmt: skip
 
 
 # --- the best and the worst of a field, by a judge of pairs ---------------------------------------

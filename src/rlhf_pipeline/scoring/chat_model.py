@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,10 @@ from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import JUDGE_REPLIES, LaunchedJob
-from rlhf_pipeline.runtime.manifest import json_digest
 from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.verdict.text_statistics import refuses
 
 if TYPE_CHECKING:
-    from httpx2 import Response
     from openai import OpenAI
 
     from rlhf_pipeline.generation.records import Scored
@@ -34,7 +33,6 @@ REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
 """What is counted: replies that refuse or contain no verdict; requests, and replies known from
 earlier; tokens of the requests."""
 RETRIES, TIMEOUT_S = 6, 120  # of a request that the server refuses for a while (429, 5xx)
-LARGEST = 2**20  # bytes of a reply
 
 RUBRIC = """\
 Score the answer to the prompt by the rubric, from 0 to {scale}. The length of the answer does not \
@@ -77,30 +75,25 @@ class ChatModel:
 
         Raises StageError if the server fails, or most replies have none.
         """
-        from openai import DefaultHttpxClient, OpenAI, OpenAIError
+        from openai import OpenAI, OpenAIError
 
         config, url, key = self.config, self.config.base_url, self.config.api_key_env
         secret = os.environ[key] if key else "none"
-        hooks = {"response": [self._read]}
-        client = OpenAI(
-            base_url=url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S,
-            http_client=DefaultHttpxClient(event_hooks=hooks),
-            default_headers={"Accept-Encoding": "identity"},
-        )  # fmt: skip
+        client = OpenAI(base_url=url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S)
         self.cache.mkdir(parents=True, exist_ok=True)
         os.utime(self.cache)  # the time of the last use
 
-        distinct, found, unusable = [*dict.fromkeys(questions)], dict[str, float | None](), []
+        distinct, verdicts, unusable = [*dict.fromkeys(questions)], dict[str, float | None](), []
         try:
             with ThreadPoolExecutor(config.concurrency) as pool:
                 replies = pool.map(partial(self._reply, client), distinct)
                 for question, (answer, known) in zip(distinct, replies, strict=True):
                     heartbeat.tick()
                     text = answer["text"]
-                    found[question] = verdict(text)
+                    verdicts[question] = verdict(text)
                     self.counts["cached" if known else "calls"] += 1
                     self.counts.update({} if known else {name: answer[name] for name in TOKENS})
-                    if found[question] is None:
+                    if verdicts[question] is None:
                         unusable.append(text)
                         self.counts["refusals" if refuses(text) else "unparsable"] += 1
         except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -117,7 +110,7 @@ class ChatModel:
                 "use another model, rubric or openai.template, or allow longer replies "
                 f"(openai.request); to ask again, remove {self.cache}"
             )
-        return found
+        return verdicts
 
     def _reply(self, client: "OpenAI", question: str) -> tuple[dict[str, Any], bool]:
         """The text and the tokens of a reply, and whether it was known already."""
@@ -126,46 +119,19 @@ class ChatModel:
         request["extra_body"] = self.config.request
         text = json.dumps([self.config.base_url, request], sort_keys=True)
         path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-        if (known := _stored(path)) is not None:
+        with suppress(FileNotFoundError, ValueError):  # a file that was cut
+            known: dict[str, Any] = json.loads(path.read_text())
             return known, True
         completion = client.chat.completions.create(**request)
         message = completion.choices[0].message
-        counts = {name: getattr(completion.usage, name, 0) for name in TOKENS}
-        found: dict[str, Any] = {n: x if isinstance(x, int) else 0 for n, x in counts.items()}
+        reply = {name: getattr(completion.usage, name, None) or 0 for name in TOKENS}
         text, secret = str(message.content or message.refusal or ""), client.api_key
-        found["text"] = text if len(secret) < 8 else text.replace(secret, "...")
+        reply["text"] = text if len(secret) < 8 else text.replace(secret, "...")
         own = path.with_name(uuid4().hex)  # another rank may ask the same
         own.parent.mkdir(exist_ok=True)  # `kedro rlhf clean` may have removed it
-        write_atomically(own, json.dumps(found | {"sha256": json_digest([path.stem, found])}))
+        write_atomically(own, json.dumps(reply))
         own.replace(path)
-        return found, False
-
-    def _read(self, response: "Response") -> None:
-        """Read the body of a response. Raises StageError if it would fill the memory."""
-        from httpx2 import ByteStream, SyncByteStream
-
-        body, encoding = bytearray(), response.headers.get("Content-Encoding", "plain")
-        stream = response.stream
-        assert isinstance(stream, SyncByteStream)
-        for piece in stream:
-            body += piece
-            if len(body) > LARGEST or encoding not in ("plain", "identity"):
-                raise StageError(
-                    f"{self.place}: found {len(body)} {encoding} bytes or more as a reply of "
-                    f"{self.config.model}, expected at most {LARGEST} plain ones. Fix: allow "
-                    "shorter replies (openai.request: {max_tokens: 1000}), or correct base_url"
-                )
-        stream.close()
-        response.stream = ByteStream(bytes(body))
-
-
-def _stored(path: Path) -> dict[str, Any] | None:
-    """A stored reply; None without one, or if the file is not as it was written."""
-    try:
-        found = json.loads(path.read_text())
-        return found if found.pop("sha256") == json_digest([path.stem, found]) else None
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+        return reply, False
 
 
 @dataclass(frozen=True)
