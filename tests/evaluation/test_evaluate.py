@@ -434,17 +434,20 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
     assert gathers == [False] * 3  # both policies, and the second draw of SFT
 
 
-def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
+def test_one_model_at_a_time_is_loaded_in_the_precision_that_it_was_saved_in(
     inputs, world, tmp_path, monkeypatch
 ):
     policy = tmp_path / "policy"
     shutil.copytree(inputs["ppo_model"], policy)
     load_policy(inputs["ppo_model"], "bf16").save_pretrained(policy)
-    precisions = []
+    precisions, loaded = [], []
 
     def frozen(load, settings, world):
+        assert [model for model in loaded if model() is not None] == []  # one at a time
         precisions.append(settings.precision)
-        return frozen_model(load, settings, world)
+        model = frozen_model(load, settings, world)
+        loaded.append(weakref.ref(model))
+        return model
 
     monkeypatch.setattr(answering, "frozen_model", frozen)
     changed = inputs | {"ppo_model": policy}

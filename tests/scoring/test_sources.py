@@ -59,7 +59,7 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [1.0]", "my.py:f: found 1 results, expected a list of 3 numbers, one for each "
+        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each "
          "response. Fix: return one finite number for each response"),
         ("return 1.0", "my.py:f: found 1.0, expected a list of 3 numbers, one for each response"),
         ("return 'abc'", "my.py:f: found 'abc', expected a list of 3 numbers, one for each"),
@@ -73,7 +73,7 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
         ("return [1.0, float('-inf'), 2.0]", "found -inf, expected a finite number"),
         ("return [int(r) for r in responses]", f"my.py:f failed at the response 'five' to the "
          f"{SECOND}: ValueError: invalid literal"),
-        ("prompts.clear(); responses.clear(); return []", "found 0 results, expected a list of 3"),
+        ("prompts.clear(); responses.clear(); return []", "found 0 results, expected 3, one for"),
         ("raise SystemExit(0)",
          f"my.py:f failed at the response '4' to the {FIRST}: SystemExit: 0"),
         ("\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",

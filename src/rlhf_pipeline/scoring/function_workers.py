@@ -122,11 +122,12 @@ def _results(function: Callable[..., Any], call: Call) -> list[float]:
     with suppress(TypeError):  # a number, None, or a tensor without a dimension
         items = None if isinstance(result, str | bytes | Mapping | Set) else [*result]
     if items is None or len(items) != len(rows):
-        found = repr(result)[:LONGEST_TEXT] if items is None else f"{len(items)} results"
-        expected = f"a list of {len(rows)} numbers, one for each response"
-        if len(rows) == 1:
-            expected = f"a list of one number, for {_row(*rows[0])}"
-        raise ResultError(f"found {found}, expected {expected}")
+        found, expected = f"{len(items or ())} results", f"{len(rows)}"
+        if items is None:
+            found = repr(result)[:LONGEST_TEXT]
+            expected = f"a list of {f'{len(rows)} numbers' if len(rows) > 1 else 'one number'}"
+        each = "one for each response" if len(rows) > 1 else f"for {_row(*rows[0])}"
+        raise ResultError(f"found {found}, expected {expected}, {each}")
     for row, item in zip(rows, items, strict=True):
         number = math.nan
         if not isinstance(item, str | bytes):
