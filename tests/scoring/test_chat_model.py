@@ -1,5 +1,6 @@
 """A chat model that scores answers by a rubric: a local server answers and fails like real ones."""
 
+import gzip
 import json
 import re
 from collections import Counter
@@ -59,16 +60,19 @@ def test_the_requests_run_at_the_same_time(tmp_path):
         assert source(None, answers("a", "b", "c", "d")) == [0.5] * 4
 
 
-def test_a_resumed_step_asks_nothing_twice_unless_a_reply_was_cut(load, scored, rows, tmp_path):
+def test_a_resumed_step_asks_nothing_twice_unless_a_reply_has_changed(load, scored, rows, tmp_path):
     """The counts are metrics, but no source of rewards."""
     with chat_server(lambda *_: "[[10]]") as (url, requests):
         reward = {"rubric": "Good.", "openai": {"base_url": url, "model": "m"}, "name": "good"}
         first, again = (load(reward)(scored, rows) for _ in range(2))
         assert len(requests) == 3
         file, *_ = sorted(tmp_path.rglob("*.json"))
-        file.write_text(file.read_text()[:20])
-        third = load(reward)(scored, rows)
-    assert first.scores.tolist() == again.scores.tolist() == third.scores.tolist() == [1.0] * 3
+        whole = file.read_text()
+        for damaged in ("[]", whole.replace("[[10]]", "[[3]]"), whole[:20]):
+            file.write_text(damaged)
+            third = load(reward)(scored, rows)
+            assert third.scores.tolist() == [1.0] * 3
+    assert first.scores.tolist() == again.scores.tolist() == [1.0] * 3
     assert first.replies == {
         "good/calls": 3, "good/cached": 0, "good/refusals": 0, "good/unparsable": 0,
         "good/prompt_tokens": 300, "good/completion_tokens": 21,
@@ -129,6 +133,24 @@ def test_a_rubric_may_be_the_whole_question_and_read_the_true_answer(tmp_path):
         ):
             source(None, replace(given, references=[None]))
     assert seen == ["User: Say a letter.|{reference} {x}|a"]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b'{"choices": "' + b" " * 2**20 + b'"}', r"found 1\d{6} plain bytes or more"),
+        (gzip.compress(b"0" * 2**24), r"found \d+ gzip bytes or more"),
+    ],
+    ids=["long", "compressed"],
+)
+@pytest.mark.parametrize("code", [200, 400])
+def test_a_reply_that_would_fill_the_memory_is_refused(tmp_path, body, fault, code):
+    with (
+        chat_server(lambda *_: "", lambda _: code, lambda *_: body) as (url, asked),
+        pytest.raises(StageError, match=rf"^ppo\.rewards\.0: {fault} as a reply of org/judge-1, "),
+    ):
+        rubric(url, tmp_path)(None, answers("a"))
+    assert len(asked) == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("code", [400, 200])

@@ -20,10 +20,12 @@ from rlhf_pipeline.errors import StageError, without_secrets
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import JUDGE_REPLIES, LaunchedJob
+from rlhf_pipeline.runtime.manifest import json_digest
 from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.verdict.text_statistics import refuses
 
 if TYPE_CHECKING:
+    from httpx2 import Response
     from openai import OpenAI
 
     from rlhf_pipeline.generation.records import Scored
@@ -33,6 +35,7 @@ REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
 """What is counted: replies that refuse or contain no verdict; requests, and replies known from
 earlier; tokens of the requests."""
 RETRIES, TIMEOUT_S = 6, 120  # of a request that the server refuses for a while (429, 5xx)
+LARGEST = 2**20  # bytes of a reply
 
 RUBRIC = """\
 Score the answer to the prompt by the rubric, from 0 to {scale}. The length of the answer does not \
@@ -75,11 +78,16 @@ class ChatModel:
 
         Raises StageError if the server fails, or most replies have none.
         """
-        from openai import OpenAI, OpenAIError
+        from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
         config, url, key = self.config, self.config.base_url, self.config.api_key_env
         secret = os.environ[key] if key else "none"
-        client = OpenAI(base_url=url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S)
+        hooks = {"response": [self._read]}
+        client = OpenAI(
+            base_url=url, api_key=secret, max_retries=RETRIES, timeout=TIMEOUT_S,
+            http_client=DefaultHttpxClient(event_hooks=hooks),
+            default_headers={"Accept-Encoding": "identity"},
+        )  # fmt: skip
         self.cache.mkdir(parents=True, exist_ok=True)
         os.utime(self.cache)  # the time of the last use
 
@@ -119,9 +127,10 @@ class ChatModel:
         request["extra_body"] = self.config.request
         text = json.dumps([self.config.base_url, request], sort_keys=True)
         path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-        with suppress(FileNotFoundError, ValueError):  # a file that was cut
+        with suppress(FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
             known: dict[str, Any] = json.loads(path.read_text())
-            return known, True
+            if known.pop("sha256") == json_digest([path.stem, known]):  # as it was written
+                return known, True
         completion = client.chat.completions.create(**request)
         message = completion.choices[0].message
         reply = {name: getattr(completion.usage, name, None) or 0 for name in TOKENS}
@@ -129,9 +138,27 @@ class ChatModel:
         reply["text"] = text if len(secret) < 8 else text.replace(secret, "...")
         own = path.with_name(uuid4().hex)  # another rank may ask the same
         own.parent.mkdir(exist_ok=True)  # `kedro rlhf clean` may have removed it
-        write_atomically(own, json.dumps(reply))
+        write_atomically(own, json.dumps(reply | {"sha256": json_digest([path.stem, reply])}))
         own.replace(path)
         return reply, False
+
+    def _read(self, response: "Response") -> None:
+        """Read the body of a response. Raises StageError if it would fill the memory."""
+        from httpx2 import ByteStream, SyncByteStream
+
+        body, encoding = bytearray(), response.headers.get("Content-Encoding", "plain")
+        stream = response.stream
+        assert isinstance(stream, SyncByteStream)
+        for piece in stream:
+            body += piece
+            if len(body) > LARGEST or encoding not in ("plain", "identity"):
+                raise StageError(
+                    f"{self.place}: found {len(body)} {encoding} bytes or more as a reply of "
+                    f"{self.config.model}, expected at most {LARGEST} plain ones. Fix: allow "
+                    "shorter replies (openai.request: {max_tokens: 1000}), or correct base_url"
+                )
+        stream.close()
+        response.stream = ByteStream(bytes(body))
 
 
 @dataclass(frozen=True)
