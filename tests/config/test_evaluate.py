@@ -96,6 +96,14 @@ def test_a_function_whose_name_is_taken_gets_that_of_its_file_as_well(functions,
     assert [source.label for source in sources] == labels
 
 
+def test_only_what_a_policy_maximizes_judges_in_its_place():
+    given = [{"reference": "exact", "weight": weight} for weight in (2, 0, -1)]
+    names = ("good", "idle", "bad")
+    rewards = [one | {"name": name} for one, name in zip(given, names, strict=True)]
+    (judge,) = as_judges(ppo_config(rewards=["trained", *rewards]).rewards)
+    assert (judge.label, judge.weight) == ("good", 1.0)
+
+
 def test_rewards_of_a_sample_stand_beside_our_own_judges():
     given = {"rewards": ["trained", {"reference": "exact", "name": "gold"}]}
     (fault,) = validated("rejection.sample", SampleConfig, given)[1]
