@@ -1,5 +1,8 @@
 """Judges by true answers, and judged lists of texts."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rlhf_pipeline.errors import ConfigError, StageError
@@ -98,6 +101,15 @@ def test_a_judge_may_be_named_by_its_place(tmp_path):
     assert found.win_rate["losses"] == 2 and list(found["win_rates"]) == ["longer"]
     with pytest.raises(ConfigError, match=r"agreement cannot be called with \(prompts, responses"):
         evaluate(PROMPTS, OURS, THEIRS, places[1:])
+
+
+def test_judges_of_texts_import_no_torch():
+    program = (
+        "import sys; from rlhf_pipeline import evaluate\n"
+        "evaluate(['a', 'b'], ['c', 'd'], ['e', 'f'], [{'regex': 'c'}])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
 def test_judges_run_programs_and_functions_in_processes(tmp_path):
