@@ -34,7 +34,8 @@ from panels import panels
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL, RegisterConfig
+from rlhf_pipeline.config.evaluate import RegisterConfig
+from rlhf_pipeline.config.rewards import GOLD, REWARD_MODEL
 from rlhf_pipeline.verdict.answers import read_answers
 from rlhf_pipeline.verdict.comparison import Standing, read_evaluation
 from rlhf_pipeline.verdict.gate import Evidence, decide

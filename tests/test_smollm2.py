@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.function_reward import import_function
+from rlhf_pipeline.scoring.sources import import_function
 
 FILE = Path(__file__).parents[1] / "conf" / "smollm2" / "rewards.py"
 

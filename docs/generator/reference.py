@@ -20,7 +20,7 @@ from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands.command import CONFIGURATION
 from rlhf_pipeline.commands.params import Parameter, top_level
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.reward_blocks import RewardSource
+from rlhf_pipeline.config.rewards import RewardSource
 from rlhf_pipeline.config.training import SavingConfig
 
 DOCS = Path(__file__).parents[1]

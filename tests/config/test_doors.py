@@ -14,7 +14,7 @@ from rlhf_pipeline.cli import COMMAND, rlhf
 from rlhf_pipeline.config import doors
 from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, call_with
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.reward_blocks import CallableReward
+from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.pipelines import table

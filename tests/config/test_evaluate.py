@@ -15,6 +15,7 @@ from rlhf_pipeline.config.evaluate import (
 )
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
+from rlhf_pipeline.config.sample import SampleConfig
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 
@@ -23,7 +24,7 @@ CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
     ("judge", "label"),
     [
         ({"model": "org/reward-model", "retokenize": True}, "reward-model"),
-        ({"model": "/models/other/"}, "other"),
+        ({"path": "/models/other/"}, "other"),
         ({"reference": "last_number"}, "last_number"),
         ("my.py:f", "f"),
         ({"callable": "package.module:g", "name": "short"}, "short"),
@@ -37,13 +38,6 @@ def test_other_kinds_of_judges_and_their_names(judge, label):
     assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_a_model_that_judges_is_a_path_or_a_model():
-    by_path, by_model = (
-        EvaluateConfig.model_validate({"judges": [{key: "a/b"}]}) for key in ("path", "model")
-    )
-    assert by_path == by_model
-
-
 def test_a_name_with_one_slash_is_on_the_hub_unless_it_is_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ModelReward(path="org/model").on_hub
@@ -52,11 +46,9 @@ def test_a_name_with_one_slash_is_on_the_hub_unless_it_is_a_folder(tmp_path, mon
         assert not ModelReward(path=name).on_hub
 
 
-@pytest.mark.parametrize(("number", "works"), [(0, True), (8, True), (1, False), (6, False)])
-def test_best_of_n_is_a_power_of_two(number, works):
-    if works:
-        assert EvaluateConfig(best_of_n=number).best_of_n == number
-    else:
+def test_best_of_n_is_a_power_of_two():
+    assert [EvaluateConfig(best_of_n=number).best_of_n for number in (0, 8)] == [0, 8]
+    for number in (1, 6):
         with pytest.raises(ValidationError, match=f"found {number}, expected 0, 2, 4, 8"):
             EvaluateConfig(best_of_n=number)
 
@@ -67,13 +59,9 @@ def test_best_of_n_is_a_power_of_two(number, works):
         (["trained"], "expected FILE.py:FUNCTION"),
         ([{"paths": "/models/other"}], "a block with one of callable, path, reference, regex, rub"),
         ([{"model": "a/b", "weight": 2.0}], "found weight 2.0 of judge b, expected none"),
-        ([{"reference": "near"}], "Input should be 'exact', 'final_answer', 'contains', 'last_"),
         ([{"reference": "exact"}, {"reference": "exact"}], "found two called 'exact'"),
         ([{"openai": {"base_url": "ftp://x", "model": "m"}}], "String should match pattern"),
-        ([{"openai": CHAT | {"base_url": "http://a:b@x/v1"}}], "String should match pattern"),
         ([{"openai": CHAT | {"template": "{first}"}}], "expected text with {prompt}, {first}, {se"),
-        ([{"openai": CHAT | {"model": "a:b"}}], "found label 'a:b', expected letters"),
-        ([{"callable": "my.py:f", "weight": 2.0}], "found weight 2.0 of judge f, expected none"),
         ([{"callable": "my.py:f", "name": "gold"}], "found label 'gold', expected another: sc"),
         (["a/my.py:f", "b/my.py:f"], "found two called 'my.f', expected unique names. Fix: set t"),
         ([{"callable": "my.py:f", "name": "a b"}], "found label 'a b', expected letters"),
@@ -91,7 +79,6 @@ def test_other_judges_are_refused(judges, message):
     ("functions", "labels"),
     [
         (["my.py:score"], ["my.score"]),
-        (["my.py:judge_model"], ["my.judge_model"]),
         (["my.py:gold", "my.py:short"], ["my.gold", "short"]),
         (["./a.py:f", "folder/b.py:f", "package.module:f"], ["a.f", "b.f", "module.f"]),
         ([{"callable": "my.py:score", "name": "mine"}, "my.py:score"], ["mine", "my.score"]),
@@ -109,10 +96,27 @@ def test_a_function_whose_name_is_taken_gets_that_of_its_file_as_well(functions,
     assert [source.label for source in sources] == labels
 
 
+def test_only_what_a_policy_maximizes_judges_in_its_place():
+    given = [{"reference": "exact", "weight": weight} for weight in (2, 0, -1)]
+    names = ("good", "idle", "bad")
+    rewards = [one | {"name": name} for one, name in zip(given, names, strict=True)]
+    (judge,) = as_judges(ppo_config(rewards=["trained", *rewards]).rewards)
+    assert (judge.label, judge.weight) == ("good", 1.0)
+
+
+def test_rewards_of_a_sample_stand_beside_our_own_judges():
+    given = {"rewards": ["trained", {"reference": "exact", "name": "gold"}]}
+    (fault,) = validated("rejection.sample", SampleConfig, given)[1]
+    assert fault.startswith("rejection.sample.rewards: found label 'gold', expected another: score")
+
+
 def test_evaluation_may_be_greedy_and_training_may_not():
     assert EvaluateConfig(sampling={"temperature": 0}).sampling.temperature == 0
     with pytest.raises(ValidationError, match="greater than 0"):
         PPOConfig(sampling={"temperature": 0})
+    for several in ({"answers_per_prompt": 2}, {"best_of_n": 2}):
+        with pytest.raises(ValidationError, match="the same answer every time"):
+            EvaluateConfig(sampling={"temperature": 0}, **several)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +131,6 @@ def test_a_careful_file_has_no_secret_in_its_place(path, message):
     assert fault.startswith(f"evaluate.judge_model.path: {message}")
     allowed = {"judge_model": {"path": "https://host/a.jsonl?$NAME"}}
     assert validated("evaluate", EvaluateConfig, allowed)[1] == []
-
-
-@pytest.mark.parametrize("several", [{"answers_per_prompt": 2}, {"best_of_n": 2}])
-def test_greedy_answers_are_one_to_each_prompt(several):
-    with pytest.raises(ValidationError, match="the same answer every time"):
-        EvaluateConfig(sampling={"temperature": 0}, **several)
 
 
 @pytest.mark.parametrize(("answers", "temperature", "draws"), [(1, 1, 2), (4, 1, 4), (1, 0, 1)])

@@ -15,7 +15,6 @@ from rlhf_pipeline.config.rewards import (
     RubricReward,
     TrainedReward,
     reads_references,
-    uses_trained,
 )
 from rlhf_pipeline.run.faults import judge_faults
 
@@ -34,6 +33,7 @@ EXTRA = "Extra inputs are not permitted"
 
 
 def test_each_form():
+    assert PPOConfig.model_validate(PPO).rewards == (TrainedReward(weight=1.0),)
     rewards = [
         "trained",
         "my.py:f",
@@ -57,25 +57,10 @@ def test_each_form():
         RubricReward(rubric="Short.", openai=ChatConfig(**CHAT), scale=5.0),
         CodeReward(code="python", timeout_s=2.0),
     )
-    assert [reward.label for reward in config.rewards] == [
-        "trained",
-        "f",
-        "g",
-        "again",
-        "h",
-        "other",
-        "regex",
-        "judge-1",
-        "code",
-    ]
+    labels = "trained f g again h other regex judge-1 code"
+    assert [reward.label for reward in config.rewards] == labels.split()
     # The round trip through job.json.
     assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-def test_the_trained_reward_model_alone_is_the_default():
-    assert PPOConfig.model_validate(PPO).rewards == (TrainedReward(weight=1.0),)
-    assert uses_trained(PPOConfig.model_validate(PPO).rewards)
-    assert not uses_trained((CallableReward(callable="my.py:f"),))
 
 
 @pytest.mark.parametrize(
@@ -88,13 +73,10 @@ def test_the_trained_reward_model_alone_is_the_default():
         ([{"model": "other"}], (0, "model", "model"), "Input should be 'trained'"),
         ([{"callable": "my.py"}], (0, "callable", "callable"),
          "expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
-        (["my file:f"], (0, "callable", "callable"), "expected FILE.py:FUNCTION"),
         ([{"callable": "my.py:f", "retokenize": True}], (0, "callable", "retokenize"), EXTRA),
         ([{"callable": "my.py:f", "timeout_s": 5}], (0, "callable"),
          "timeout_s: found 5, which needs processes of its own. Fix: set processes to 1 or more"),
-        ([{"code": "perl"}], (0, "code", "code"), "Input should be 'python'"),
         ([{"code": "python", "memory_mib": 8}], (0, "code", "memory_mib"), "equal to 64"),
-        ([{"path": "/x", "wait": 1}], (0, "path", "wait"), EXTRA),
         ([{"path": "/x", "weight": float("nan")}], (0, "path", "weight"), "finite number"),
         ([{"regex": "yes|(no"}], (0, "regex"),
          "found 'yes|(no', expected a regular expression: missing ) at position 7"),
@@ -166,19 +148,14 @@ ONE_LABEL = '{"id2label": {"0": "a"}}'
     [
         ("def reward(prompts, responses, references): ...", True),
         ("def reward(prompts, responses, *, references=()): ...", True),
-        ("def reward(prompts, responses): ...", False),
         ("def reward(prompts, responses, reference=None): ...", False),
-        ("def other(references): ...\ndef reward(prompts, responses): ...", False),
         # The last definition counts.
         ("def reward(references): ...\ndef reward(prompts, responses): ...", False),
         ("def reward(prompts, responses):\n    def inner(references): ...", False),
-        ("@cache\ndef reward(prompts, responses, references): ...", True),
         ("def exact(prompts, responses, references): ...\nreward: object = exact", True),
         ("from scores import exact as reward, brief", True),
-        ("from scores import exact, brief as reward", False),
         ("from scores import again as reward", True),
         ("from scores import call as reward", True),
-        ("from scores import no_such as reward", False),
         ("from no_such import reward", False),
         ("reward = reward", False),
         ("async def reward(prompts, responses, references): ...", True),
@@ -187,7 +164,6 @@ ONE_LABEL = '{"id2label": {"0": "a"}}'
             "reward = Exact()",
             True,
         ),
-        ("class Brief:\n    def __call__(self, prompts, responses): ...\nreward = Brief()", False),
     ],
 )
 def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, source, reads):
@@ -197,13 +173,13 @@ def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, s
     assert reads_references(CallableReward(callable=f"{tmp_path}/my.py:reward")) is reads
 
 
-def test_judges_that_read_true_answers():
-    chat = {"base_url": "http://here/v1", "model": "m"}
-    assert reads_references(ReferenceReward(reference="exact"))
-    assert reads_references(CodeReward(code="python"))
-    assert reads_references(RubricReward(rubric="As good as {reference}.", openai=chat))
-    assert not reads_references(RubricReward(rubric="Good.", openai=chat))
-    assert not reads_references(TrainedReward())
+def test_scorers_that_read_true_answers():
+    good, as_good = (
+        RubricReward(rubric=text, openai=ChatConfig(**CHAT))
+        for text in ("Good.", "As good as {reference}.")
+    )
+    scorers = [ReferenceReward(reference="exact"), CodeReward(code="python"), as_good, good]
+    assert [*map(reads_references, scorers)] == [True, True, True, False]
 
 
 def test_a_relative_import_is_followed(tmp_path, monkeypatch):
@@ -226,8 +202,6 @@ def test_modules_that_import_a_name_from_each_other_tell_nothing(tmp_path, monke
     [
         ("nowhere/my.py:f", "found no file"),
         ("no_such_package.module:f", "found no module no_such_package.module. Fix: install it"),
-        ("statistics.module:f", "found no module statistics.module"),
-        ("itertools:chain", "found no Python source of module itertools, expected a .py file"),
     ],
 )
 def test_a_missing_source_is_reported(place, message):

@@ -154,15 +154,6 @@ def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path
     assert evaluation["accuracy"]["score"]["over_length"] == {"lower": 0.25}
 
 
-def test_the_gold_score_has_parts(inputs, world, tmp_path):
-    metrics, _ = run(inputs, tmp_path / "run")
-    parts = ("core", "hint", "courtesy", "surplus")
-    for policy in ("sft", "ppo"):
-        whole = sum(metrics[f"{policy}/gold_{part}"] for part in parts)
-        assert whole == pytest.approx(metrics[f"{policy}/gold_score"])
-        assert 0 <= metrics[f"{policy}/gold_right_answers"] <= 1
-
-
 def test_all_policies_have_the_same_draws(inputs, world, tmp_path):
     """A candidate with the weights of SFT gives SFT's answers, as random as they are."""
     metrics, lines = run(inputs | {"ppo_model": inputs["sft_model"]}, tmp_path / "run")
@@ -344,9 +335,9 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
     tokenizer.save_pretrained(text)
     loaded, load = [], ModelSource.load
 
-    def recorded(*arguments):
+    def recorded(*arguments, **reading):
         assert [model() for model in loaded] == [None] * len(loaded)
-        source = load(*arguments)
+        source = load(*arguments, **reading)
         loaded.append(weakref.ref(source.model))
         return source
 
@@ -414,20 +405,6 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
     assert written == pytest.approx(expected, abs=1e-4)
 
 
-def test_one_model_at_a_time_is_in_memory(inputs, world, tmp_path, monkeypatch):
-    loaded = []
-
-    def frozen(*arguments):
-        assert [name for name, model in loaded if model() is not None] == []
-        model = frozen_model(*arguments)
-        loaded.append((type(model).__name__, weakref.ref(model)))
-        return model
-
-    monkeypatch.setattr(answering, "frozen_model", frozen)
-    run(inputs, tmp_path / "run")
-    assert [name for name, _ in loaded] == ["LlamaForCausalLM"] * 2 + ["TokenScores"]
-
-
 def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_path, monkeypatch):
     sharded = {}
     for name, folder in inputs.items():
@@ -457,17 +434,20 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
     assert gathers == [False] * 3  # both policies, and the second draw of SFT
 
 
-def test_models_are_evaluated_in_the_precision_that_they_were_saved_in(
+def test_one_model_at_a_time_is_loaded_in_the_precision_that_it_was_saved_in(
     inputs, world, tmp_path, monkeypatch
 ):
     policy = tmp_path / "policy"
     shutil.copytree(inputs["ppo_model"], policy)
     load_policy(inputs["ppo_model"], "bf16").save_pretrained(policy)
-    precisions = []
+    precisions, loaded = [], []
 
     def frozen(load, settings, world):
+        assert [model for model in loaded if model() is not None] == []  # one at a time
         precisions.append(settings.precision)
-        return frozen_model(load, settings, world)
+        model = frozen_model(load, settings, world)
+        loaded.append(weakref.ref(model))
+        return model
 
     monkeypatch.setattr(answering, "frozen_model", frozen)
     changed = inputs | {"ppo_model": policy}

@@ -1,13 +1,10 @@
 """A chat model as a judge: a local server answers, counts, and fails like real ones do."""
 
-import json
 from dataclasses import replace
 
-import pytest
 from chat_server import chat_server, longer
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.judges import judge_pairs
 from rlhf_pipeline.verdict.answers import Answer
 from rlhf_pipeline.verdict.comparison import Standing, compare
@@ -81,41 +78,11 @@ def test_refusals_and_replies_without_a_verdict_are_ties_and_counted(tmp_path):
     assert (counts["refusals"], counts["unparsable"], counts["inconsistent"]) == (1, 1, 0)
 
 
-def test_a_judge_that_mostly_says_nothing_is_an_error(tmp_path):
-    with (
-        chat_server(lambda *_: "Hm.") as (url, _),
-        pytest.raises(
-            StageError, match=r"judges\.0: found 6 of 6 replies of .* without a verdict.*'Hm\.'"
-        ),
-    ):
-        judge_answers(policies(**TEXTS), config(url), tmp_path)
-
-
 def test_a_busy_server_is_asked_again(tmp_path):
     with chat_server(longer, lambda number: 429 if number == 0 else 200) as (url, requests):
         judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
     assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
     assert (len(requests), reports["chat"]["calls"]) == (7, 6)
-
-
-def test_a_failure_keeps_the_replies_so_far(tmp_path):
-    down = True
-    with chat_server(longer, lambda number: 401 if down and number >= 4 else 200) as (url, asked):
-        with pytest.raises(StageError, match=r"org/judge-1 at http.*did not judge.*401.*Fix:"):
-            judge_answers(policies(**TEXTS), config(url, concurrency=1), tmp_path)
-        down, before = False, len(asked)
-        _, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
-        assert (reports["chat"]["cached"], len(asked) - before) == (4, 2)
-
-
-def test_the_key_is_sent_and_stored_nowhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "sk-canary")
-    with chat_server(longer) as (url, requests):
-        chat = config(url, api_key_env="JUDGE_KEY")
-        judge_answers(policies(**TEXTS), chat, tmp_path)
-    assert {request["key"] for request in requests} == {"Bearer sk-canary"}
-    assert not any("sk-canary" in path.read_text() for path in tmp_path.rglob("*.json"))
-    assert "JUDGE_KEY" not in json.dumps(chat.recipe())
 
 
 def test_an_answer_with_the_name_of_a_field_stays_as_it_is(tmp_path):

@@ -6,11 +6,12 @@ from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.rewards import Rewards
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.generation.records import Answered, Scored
+from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.scoring.reward_sources import load_rewards
 
 PROMPTS = [[{"role": "user", "content": f"Question {n}?"}] for n in range(3)]
@@ -67,8 +68,8 @@ def load_one(load):
     """Loads a single source."""
 
     def make(reward, **options):
-        ((*_, source),) = load(reward, **options).sources.values()
-        return source
+        (source,) = load(reward, **options).sources.values()
+        return source.score
 
     return make
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_pipeline.config.rewards import CodeReward
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.scoring.code_reward import CodeSource, program_of
 from rlhf_pipeline.scoring.reward_sources import RewardSum
 

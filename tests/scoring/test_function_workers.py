@@ -1,4 +1,4 @@
-"""Functions in processes of their own, and functions that are async."""
+"""Functions in processes of their own, and functions that are async, hang, crash or spread."""
 
 import os
 import signal
@@ -6,15 +6,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from uuid import uuid4
 
 import psutil
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered
+from rlhf_pipeline.scoring.answers import Answered
 
 FILE = """
-import asyncio, os, sys, time
+import asyncio, ctypes, math, os, signal, sys, threading, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Score:
 
     def __float__(self):
         return self.value
+
+class Unpicklable(Exception): pass
 
 def reads(prompts, responses, references, level=0):
     assert len(prompts) == len(responses) == len(references) == len(level) == 1
@@ -53,9 +56,6 @@ def slow(prompts, responses):
     time.sleep(0.3)
     return [1.0]
 
-def inner(text):
-    return int(text)
-
 def forks(prompts, responses):
     return [0.0 if os.fork() else 1.0]
 
@@ -63,8 +63,8 @@ def hangs(prompts, responses):
     Path(__file__).with_name("pid").write_text(f"{os.getpid()}\\n")
     time.sleep(99)
 
-def fails(prompts, responses):
-    return [inner(response) for response in responses]
+def hostile(prompts, responses):
+    BODY
 """
 
 
@@ -72,10 +72,10 @@ def fails(prompts, responses):
 def make(load_one, tmp_path):
     """Loads a function of the file above; its processes end with the test."""
     file = tmp_path / "my.py"
-    file.write_text(FILE)
     made = []
 
-    def function(name, processes=2, **fields):
+    def function(name, processes=2, body="pass", **fields):
+        file.write_text(FILE.replace("BODY", body))
         block = {"callable": f"{file}:{name}", "processes": processes} | fields
         made.append(load_one(block, files={"rewards.0": file}))
         return made[-1]
@@ -88,25 +88,21 @@ def make(load_one, tmp_path):
 
 def test_a_process_gets_one_row_with_its_columns(make, scored, answered):
     given = replace(answered, columns={"level": [100, 200, 300]})
-    assert make("reads")(scored, given).tolist() == [115.0, 216.0, 317.0]
+    assert make("reads")(scored, given) == [115.0, 216.0, 317.0]
 
 
 def test_the_processes_work_at_the_same_time_and_stay(make, scored, answered):
     source = make("together", processes=3, timeout_s=60)
-    first = source(scored, answered).tolist()
+    first = source(scored, answered)
     assert len({*first}) == 3
     for process in first:  # a scheduler's, which the rank obeys at the end of its step
         os.kill(int(process), signal.SIGTERM)
-    assert {*source(scored, answered).tolist()} <= {*first}
-
-
-def test_a_process_imports_the_function_and_no_library_of_the_rank(make, scored, answered):
-    assert make("modules", processes=1)(scored, answered).tolist() == [0.0] * 3
+    assert {*source(scored, answered)} <= {*first}
 
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_an_async_function_is_awaited(make, processes, scored, answered):
-    assert make("later", processes)(scored, answered).tolist() == [1.0, 4.0, 1.0]
+    assert make("later", processes)(scored, answered) == [1.0, 4.0, 1.0]
 
 
 def test_an_async_function_has_the_same_limit(make, scored, answered):
@@ -114,25 +110,66 @@ def test_an_async_function_has_the_same_limit(make, scored, answered):
         make("never", timeout_s=0.5)(scored, answered)
 
 
-def test_a_failure_names_the_response_and_the_line(make, scored, answered):
-    source = make("fails")
-    with pytest.raises(StageError) as failure:
-        source(scored, answered)
-    line = 1 + FILE.splitlines().index("    return int(text)")
-    assert "my.py:fails failed with ValueError: invalid literal" in failure.value.message
-    assert f"my.py, line {line}) at the response 'five' to the prompt" in failure.value.message
+MANY = Answered([[]] * 5, [None] * 5, ["a"] * 5)
 
 
 def test_the_limit_is_that_of_one_response(make, scored):
-    many = Answered([[]] * 5, [None] * 5, ["a"] * 5)
-    began = time.monotonic()
-    assert make("slow", processes=1, timeout_s=1)(scored, many).tolist() == [1.0] * 5
-    assert time.monotonic() - began > 1.5
+    """Five calls of 0.3 s take longer than the limit of one."""
+    assert make("slow", processes=1, timeout_s=1)(scored, MANY) == [1.0] * 5
 
 
 def test_a_fork_that_returns_from_the_function_gives_no_further_result(make, scored):
-    many = Answered([[]] * 5, [None] * 5, ["a"] * 5)
-    assert make("forks", processes=1)(scored, many).tolist() == [0.0] * 5
+    assert make("forks", processes=1)(scored, MANY) == [0.0] * 5
+
+
+HOSTILE = {
+    "never_ends": ("while True: pass", " took longer than 1 s (timeout_s) at"),
+    "ignores_sigterm": (
+        "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)]\n"
+        "    while True: time.sleep(1)",
+        " took longer than 1 s (timeout_s) at",
+    ),
+    "exits_well": ("os._exit(0)", " ended its process with code 0 at"),
+    "exits_in_a_thread": (
+        "threading.Timer(0.2, os._exit, (5,)).start(); time.sleep(99)",
+        " ended its process with code 5 at",
+    ),
+    "leaves": ("sys.exit(0)", " failed at"),
+    "reads_nowhere": ("ctypes.string_at(0)", " ended its process by SIGSEGV at"),
+    "calls_itself": ("f = lambda: f()\n    f()", " failed at"),
+    "returns_none": ("return None", ": found None, expected a list of one number, for"),
+    "returns_nan": ("return [math.nan]", ": found nan, expected a finite number, for"),
+    "returns_a_function": ("return [lambda: 1.0]", ": found <function"),
+    "raises_what_cannot_be_sent": ("raise Unpicklable(lambda: 0)", " failed at"),
+    "forks_children_that_fork": (
+        "[(os.fork(), time.sleep(0.2)) for _ in range(6)]; time.sleep(60); os._exit(0)",
+        " took longer than 1 s (timeout_s) at",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_function_ends_the_stage_with_its_response_and_leaves_no_process(
+    make, name, scored, answered, monkeypatch
+):
+    body, message = HOSTILE[name]
+    monkeypatch.setenv("HOSTILE_TEST", mark := uuid4().hex)
+    limit = 1 if "longer" in message else 15
+    source = make("hostile", processes=1, body=body, timeout_s=limit)
+    with pytest.raises(StageError) as failure:
+        source(scored, answered)
+    assert failure.value.message.startswith(f"{source.place}{message}")
+    assert f"the response '4' to the prompt {answered.prompts[0]}" in failure.value.message
+    remains = [each for each in psutil.process_iter() if _has(each, mark)]
+    _, alive = psutil.wait_procs(remains, timeout=5)
+    assert alive == []
+
+
+def _has(process, mark):
+    try:
+        return process.environ().get("HOSTILE_TEST") == mark and process.pid != os.getpid()
+    except psutil.Error:  # it has ended, or belongs to another user
+        return False
 
 
 PROGRAM = """
@@ -143,7 +180,7 @@ print(workers([Call([[]], ["a"], {})]))
 """
 
 
-def test_the_processes_end_with_the_program(make, tmp_path):
+def test_the_processes_end_with_the_program_and_import_no_library_of_the_rank(make, tmp_path):
     """Also of one without the guard `if __name__ == "__main__"`."""
     make("later", 0)  # writes the file
     program = tmp_path / "program.py"

@@ -5,16 +5,16 @@ import importlib.util
 import pytest
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered
 from rlhf_pipeline.scoring import true_answers
-from rlhf_pipeline.scoring.function_reward import FunctionSource
+from rlhf_pipeline.scoring.answers import Answered
+from rlhf_pipeline.scoring.sources import FunctionSource
 from rlhf_pipeline.scoring.true_answers import AGREES, accuracy, agreement
 
 
 def test_a_right_response_gets_1_and_a_wrong_one_0():
     source = FunctionSource("last_number", agreement("last_number"))
     answered = Answered([[], []], ["1,000", "4"], ["It is 1000.", "3"])
-    assert source(None, answered).tolist() == [1.0, 0.0]
+    assert source(None, answered) == [1.0, 0.0]
 
 
 def test_a_prompt_without_a_true_answer_is_refused():
@@ -83,7 +83,7 @@ def test_equal_as_mathematics(true, given, agrees):
 def test_an_answer_without_an_end_is_wrong_and_the_next_one_is_compared(monkeypatch, caplog):
     """The power tower keeps SymPy busy in code that no signal handler interrupts."""
     monkeypatch.setattr(true_answers, "_processes", [])
-    monkeypatch.setattr(true_answers, "LIMIT_S", 1)
+    monkeypatch.setattr(true_answers, "LIMIT_S", 3)
     assert AGREES["math"]("5", "$9^{9^{9^{9}}}$") is False
     assert "the answer counts as wrong" in caplog.text
     assert AGREES["math"]("5", "$2 + 3$") is True

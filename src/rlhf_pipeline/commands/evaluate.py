@@ -16,8 +16,7 @@ from rlhf_pipeline.commands.command import ENV, Command
 from rlhf_pipeline.config.base_model import positions, saved_config
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
-from rlhf_pipeline.config.reward_blocks import Agreement
-from rlhf_pipeline.config.rewards import Judge
+from rlhf_pipeline.config.rewards import Agreement, Scorer
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
 from rlhf_pipeline.data.sources.registry import first_rows
 from rlhf_pipeline.data.split_report import require_true_answers
@@ -117,7 +116,7 @@ def evaluate(
     print_results(results, console, click.get_current_context().meta[ENV])
 
 
-def try_out(judges: Mapping[str, Judge], source: BlendedSourceConfig, bad: float) -> Rows:
+def try_out(judges: Mapping[str, Scorer], source: BlendedSourceConfig, bad: float) -> Rows:
     """The first prompts of a source, some of which may be bad, for judges by place.
 
     Raises DataError for its file, and ConfigError if judges read true answers that it lacks.

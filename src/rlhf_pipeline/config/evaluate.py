@@ -1,6 +1,5 @@
 """Evaluation and registration, with the names and files of tasks."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from glob import escape, glob
 from itertools import product
@@ -14,20 +13,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    PrivateAttr,
     field_validator,
 )
 
 from rlhf_pipeline.config.block import Block, Precision, operational
 from rlhf_pipeline.config.doors import GENERATOR
-from rlhf_pipeline.config.rewards import (
-    GOLD,
-    JUDGE_MODEL,
-    REWARD_MODEL,
-    Judge,
-    RewardSource,
-    distinct,
-)
+from rlhf_pipeline.config.rewards import JUDGE_MODEL, REWARD_MODEL, Judges
 from rlhf_pipeline.config.split import BlendedSourceConfig, ColumnMap, DataPath
 from rlhf_pipeline.config.training import (
     DeepSpeedConfig,
@@ -49,7 +40,6 @@ SFT_MODEL = "sft_model"
 """Input of the evaluation: the baseline, which is the base model if `sft` is null."""
 SFT_ROWS = "sft_rows"
 """Input of the evaluation: the rows of SFT, whose validation rows are held-out answers."""
-_NAME = re.compile(r"[\w.-]+(?<!_lower)(?<!_upper)")
 
 
 class TasksConfig(Block):
@@ -148,7 +138,7 @@ class EvaluateConfig(AnsweringConfig):
     """Answers of each policy to each prompt, which narrow intervals less than further prompts."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Decoding of both policies."""
-    judges: tuple[Judge, ...] = ()
+    judges: Judges = ()
     """Judges beside the reward model and the gold score, in the forms of `config.rewards`; without
     any and with `reward_model: null`, the rewards of training judge. The first independent one
     decides about a promotion, unless the gold score does; without one, `judge_model`."""
@@ -160,12 +150,6 @@ class EvaluateConfig(AnsweringConfig):
     reward model, or without it by the first judge, as a bound for PPO. 0: no such report."""
     tasks: TasksConfig | None = None
     """Benchmark tasks that each policy also solves. None: no tasks."""
-
-    _places: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    def place_of(self, judge: Judge) -> str:
-        """The parameter of a judge, for messages; for stage `sample`, that of the reward."""
-        return self._places.get(judge.label, f"evaluate.{JUDGE_PREFIX}{self.judges.index(judge)}")
 
     def models(self, trained: Sequence[DeepSpeedConfig]) -> list[FrozenModel]:
         """The models that the stage loads one after the other, as they were `trained`."""
@@ -193,28 +177,6 @@ class EvaluateConfig(AnsweringConfig):
         if value and (value == 1 or value & (value - 1)):
             raise ValueError(f"found {value}, expected 0, 2, 4, 8 or another power of two")
         return value
-
-    @field_validator("judges")
-    @classmethod
-    def check_judges(cls, judges: tuple[Judge, ...]) -> tuple[Judge, ...]:
-        found: tuple[Judge, ...] = distinct(judges)
-        for judge in found:
-            if isinstance(judge, RewardSource) and judge.weight != 1.0:
-                raise ValueError(
-                    f"found weight {judge.weight} of judge {judge.label}, expected none, because "
-                    "judges are not summed. Fix: remove weight"
-                )
-            if not _NAME.fullmatch(judge.label):
-                raise ValueError(
-                    f"found label {judge.label!r}, expected letters, digits, '.', '_' and '-', and "
-                    "neither _lower nor _upper at the end. Fix: set name"
-                )
-            if judge.label in (REWARD_MODEL, JUDGE_MODEL, GOLD):
-                raise ValueError(
-                    f"found label {judge.label!r}, expected another: {REWARD_MODEL} is that of the "
-                    f"reward model, {GOLD} that of the true quality. Fix: set another name"
-                )
-        return found
 
 
 class CandidateConfig(Block):

@@ -1,151 +1,266 @@
-"""Sources of PPO's score; judges of an evaluation beside the reward model and the gold score."""
+"""What scores answers: rewards of a training, and judges of an evaluation beside the reward model
+and the gold score. A field that no other kind has tells the kind of a block.
+"""
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag
-
-from rlhf_pipeline.config.base_model import saved_config
-from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.doors import parameters
-from rlhf_pipeline.config.reward_blocks import (
-    REWARD,
-    CallableReward,
-    ChatConfig,
-    CodeReward,
-    ModelReward,
-    ReferenceReward,
-    RegexReward,
-    RewardSource,
-    RubricReward,
-    TrainedReward,
+import regex
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    field_validator,
 )
+
+from rlhf_pipeline.config.base_model import TEMPLATE_DATE, saved_config
+from rlhf_pipeline.config.block import Block, Precision, operational
+from rlhf_pipeline.config.doors import Door, parameters
 from rlhf_pipeline.errors import ConfigError
 
 INPUT_PREFIX = "rewards."
 """Prefix of the PPO job's inputs: `ppo.rewards.0` is the input `rewards.0`."""
-
 REWARD_MODEL = "score"
 """The judge that is the reward model, and its scores."""
 JUDGE_MODEL = "judge_model"
 """The judge that is the second reward model, its stage and its parameter block."""
 GOLD = "gold"
 """The judge that knows the true quality."""
-_NAME = re.compile(r"[\w.-]+")
-_REWARD_FORMS = (
-    "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
-    "model, callable, path, reference, regex, rubric and code; beside openai, add a rubric: "
-    "without one a chat model compares answers, and scores none"
+REWARD = Door("reward", {})
+"""Functions that score responses: rewards, and judges."""
+_SECRET = re.compile(
+    r"(?!prompt_cache_key|(bos|eos|pad|unk)_token)"
+    r"(\w*keys?|(\w*_)?(token|secret|password|auth|authorization|headers?))"
 )
+"""The name of a field with a secret."""
+_CALLABLE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 
-def _short_form(value: Any) -> Any:
-    if value == "trained":
-        return {"model": value}
-    is_function = isinstance(value, str) and (":" in value or value in REWARD.names())
-    return {"callable": value} if is_function else value
+class RewardSource(Block):
+    """Fields of every reward source."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Factor of the centred score in the sum. 0: the source is reported without effect."""
+    name: str | None = None
+    """Name in the metric `reward/<name>`. None: "trained", the name of the function, folder or chat
+    model, the kind of agreement, "regex" or "code". A function called score or gold, or like
+    another source, is `my.score`: the name of its file, then its own."""
 
 
-_SCORERS = ("callable", "path", "reference", "regex", "rubric", "code")
-"""The fields that tell the kinds of `_Scorer`, which are rewards and judges."""
-_Scorer = (
-    Annotated[CallableReward, Tag("callable")]
-    | Annotated[ModelReward, Tag("path")]
-    | Annotated[ReferenceReward, Tag("reference")]
-    | Annotated[RegexReward, Tag("regex")]
-    | Annotated[RubricReward, Tag("rubric")]
-    | Annotated[CodeReward, Tag("code")]
-)
+class TrainedReward(RewardSource):
+    """The reward model trained by stage reward_model."""
+
+    model: Literal["trained"] = "trained"
+    """Tells the kind."""
+
+    @property
+    def label(self) -> str:
+        return self.name or "trained"
 
 
-def _kind(*kinds: str) -> Callable[[Any], str | None]:
-    def kind(value: Any) -> str | None:
-        given = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        return next((kind for kind in kinds if kind in given), None)
+class CallableReward(RewardSource):
+    """A Python function `reward(prompts, responses)`; see `scoring.sources`."""
 
-    return kind
+    callable: str
+    """`path/to/file.py:function`, `package.module:function`, or the name of an installed one. The
+    recipe contains the digest of this file, but not of its imports."""
+    processes: NonNegativeInt = operational(0)
+    """Processes of each rank that call the function with one response each. 0: the rank itself
+    calls it with all of its responses."""
+    timeout_s: PositiveFloat | None = operational(None)
+    """Longest call for one response, in seconds, before the stage ends. It needs `processes`."""
 
-
-Reward = Annotated[
-    Annotated[TrainedReward, Tag("model")] | _Scorer,
-    Discriminator(
-        _kind("model", *_SCORERS),
-        custom_error_type="reward",
-        custom_error_message=_REWARD_FORMS,
-    ),
-    BeforeValidator(_short_form),
-]
-
-
-def distinct(sources: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Rewards or judges with one label each: a function whose name is taken, by another one or by
-    our own judges, also gets the name of its file. Raises ValueError if two labels are equal."""
-    labels = [source.label for source in sources]
-    taken = {label for label in labels if labels.count(label) > 1}
-    taken |= {REWARD_MODEL, JUDGE_MODEL, GOLD}
-    found = tuple(
-        source.model_copy(update={"name": source.full_name})
-        if isinstance(source, CallableReward) and not source.name and source.label in taken
-        else source
-        for source in sources
-    )
-    labels = [source.label for source in found]
-    if same := [label for label in labels if labels.count(label) > 1]:
-        raise ValueError(
-            f"found two called {same[0]!r}, expected unique names. Fix: set the name of one of them"
-        )
-    return found
-
-
-def _check_labels(rewards: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not rewards:
-        raise ValueError(
-            "found no reward source, expected at least one. "
-            "Fix: add one, or remove rewards to use the trained reward model"
-        )
-    found = distinct(rewards)
-    for label in (reward.label for reward in found):
-        if not _NAME.fullmatch(label):
-            raise ValueError(
-                f"found label {label!r}, expected letters, digits, '.', '_' and '-'. "
-                "Fix: set the source's name"
+    def _faults(self) -> Iterator[str]:
+        if self.timeout_s is not None and not self.processes:
+            yield (
+                f"timeout_s: found {self.timeout_s:g}, which needs processes of its own. Fix: set "
+                "processes to 1 or more"
             )
-    return found
+
+    @field_validator("callable")
+    @classmethod
+    def _has_function(cls, value: str) -> str:
+        place = REWARD.names().get(value, value) if ":" not in value else value
+        if not _CALLABLE.fullmatch(place):
+            raise ValueError("expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION")
+        return place
+
+    @property
+    def location(self) -> str:
+        return self.callable.rpartition(":")[0]
+
+    @property
+    def function(self) -> str:
+        return self.callable.rpartition(":")[2]
+
+    @property
+    def full_name(self) -> str:
+        """The name of the file or module, and that of the function: `my.score`."""
+        return f"{re.split('[/.]', self.location.removesuffix('.py'))[-1]}.{self.function}"
+
+    @property
+    def label(self) -> str:
+        return self.name or self.function
 
 
-Rewards = Annotated[tuple[Reward, ...], AfterValidator(_check_labels)]
+class ModelReward(RewardSource):
+    """Another reward model: a sequence classifier with one label and a linear head `score`."""
+
+    path: str
+    """Local folder; of a judge, also a name on the hub. The recipe contains the digest of its
+    bytes, or the commit."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub. None: the newest commit of the default branch."""
+    retokenize: bool = False
+    """Whether the model reads text in its own template and tokens, which need not be the
+    policy's."""
+    template_date: date = TEMPLATE_DATE
+    """With `retokenize`: as in `base_model.template_date`, for its own chat template."""
+    mean: float | None = Field(default=None, allow_inf_nan=False)
+    """Mean that is subtracted from its scores. None: the `score_mean` in its config.json, or 0."""
+    precision: Precision = "fp32"
+    """Precision of weights and activations."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path).expanduser()
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether a judge is a model on the hub: its name is like `owner/model`."""
+        is_path = self.path.startswith((".", "/", "~")) or self.path.count("/") != 1
+        return not is_path and not self.folder.is_dir()
+
+    @property
+    def label(self) -> str:
+        return self.name or self.folder.resolve().name
 
 
-def uses_trained(rewards: Sequence[Block]) -> bool:
-    """Whether the trained reward model is one of the sources."""
-    return any(isinstance(reward, TrainedReward) for reward in rewards)
+Agreement = Literal["exact", "final_answer", "contains", "last_number", "math"]
 
 
-def trained_weight(rewards: Sequence[RewardSource]) -> float:
-    """The weight of the trained reward model in the score; 1 if it has no effect on the score."""
-    weights = [reward.weight for reward in rewards if isinstance(reward, TrainedReward)]
-    return sum(weights) or 1.0
+class ReferenceReward(RewardSource):
+    """1 for a response that agrees with the true answer of its prompt (`columns.reference`)."""
+
+    reference: Agreement
+    """What must agree, but for case, white space and a final full stop. exact: the answer;
+    final_answer: the result after its last "answer is", "answer:", `####` or boxed in TeX;
+    contains: the true answer in it; last_number: its last number; math: its value, by
+    math-verify."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.reference
 
 
-def clip_of(reward: RewardSource, score_clip: float | None) -> float:
-    """The clip range of a source's centred scores, in which only reward models have one."""
-    is_model = isinstance(reward, TrainedReward | ModelReward)
-    return score_clip if is_model and score_clip else math.inf
+class RegexReward(RewardSource):
+    """1 for a response in which a regular expression is found, else 0."""
+
+    regex: str
+    """The pattern, in the syntax of Python's `re`."""
+
+    def _faults(self) -> Iterator[str]:
+        try:
+            regex.compile(self.regex)
+        except regex.error as error:
+            yield f"found {self.regex!r}, expected a regular expression: {error}"
+
+    @property
+    def label(self) -> str:
+        return self.name or "regex"
 
 
-_JUDGE_FORMS = (
-    "expected 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of callable, "
-    "path, reference, regex, rubric, code and openai"
-)
+class ChatConfig(Block):
+    """A chat model behind an OpenAI-compatible server, and what it is asked."""
+
+    base_url: str = Field(pattern=r"^https?://[^@?\s]+$")
+    """Address of the server, for example http://localhost:8000/v1, without user and query."""
+    model: str
+    """Name of the model on that server."""
+    api_key_env: str | None = operational(None)
+    """Environment variable with the key. None: the server needs none."""
+    template: str | None = None
+    """The question, with {prompt}, {first} and {second}. The model answers with [[A]] if the first
+    answer is better, [[B]] if the second one is, and [[C]] for a tie."""
+    request: dict[str, Any] = Field(default_factory=lambda: {"temperature": 0})
+    """Further fields of every request, such as max_tokens."""
+    concurrency: PositiveInt = operational(8)
+    """Requests at the same time."""
+
+    def _faults(self) -> Iterator[str]:
+        for name in _texts(self.request):
+            if any(map(_SECRET.fullmatch, name.lower().replace("-", "_").split("."))):
+                yield (
+                    f"request.{name}: found a field for a secret, expected none: parameters are "
+                    "recorded. Fix: set openai.api_key_env to the name of an environment variable "
+                    "with the key"
+                )
+
+    @field_validator("template")
+    @classmethod
+    def _has_fields(cls, value: str | None) -> str | None:
+        fields = "{prompt}", "{first}", "{second}"
+        if value is not None and any(field not in value for field in fields):
+            raise ValueError(f"expected text with {', '.join(fields)}")
+        return value
 
 
-def _judge_form(value: Any) -> Any:
-    if isinstance(value, dict) and "model" in value:  # another name of `path`
-        return {"path" if name == "model" else name: own for name, own in value.items()}
-    return {"callable": value} if isinstance(value, str) else value
+def _texts(request: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """The places of the texts in a request, but for the fields that a JSON schema describes."""
+    for name, value in request.items():
+        inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inner, Mapping) and name not in ("properties", "$defs"):
+            yield from _texts(inner, f"{prefix}{name}.")
+        elif isinstance(inner, str):
+            yield f"{prefix}{name}"
+
+
+class RubricReward(RewardSource):
+    """A chat model that scores each answer alone, from 0 to 1."""
+
+    rubric: str = Field(min_length=1)
+    """What a good answer is, with {prompt}, {response} and {reference} (the true answer) for these
+    texts. A text with {response} is the whole question, and must ask for a score like [[7]]."""
+    openai: ChatConfig
+    """The chat model."""
+    scale: PositiveFloat = 10.0
+    """The best score, which divides the last [[number]] of a reply."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.openai.template is not None:
+            yield "openai.template: found a text, expected none: the rubric is the question"
+
+    @property
+    def label(self) -> str:
+        return self.name or self.openai.model.rpartition("/")[2]
+
+
+class CodeReward(RewardSource):
+    """1 for a response whose program passes the tests in the true answer of its prompt, else 0."""
+
+    code: Literal["python"]
+    """Language of the program: the last fenced block of the response, or all of it. The true answer
+    raises an error if the program is wrong, such as lines of `assert`."""
+    timeout_s: PositiveFloat = 10.0
+    """Longest run of a program with its tests, in seconds."""
+    memory_mib: PositiveInt = Field(default=512, ge=64)
+    """Largest address space of a program, and room for its files, in MiB."""
+    processes: PositiveInt = operational(4)
+    """Programs that each rank runs at the same time."""
+
+    @property
+    def label(self) -> str:
+        return self.name or "code"
 
 
 class PairwiseJudge(Block):
@@ -162,38 +277,168 @@ class PairwiseJudge(Block):
         return self.name or self.openai.model.rpartition("/")[2]
 
 
+_Single = (
+    Annotated[CallableReward, Tag("callable")]
+    | Annotated[ModelReward, Tag("path")]
+    | Annotated[ReferenceReward, Tag("reference")]
+    | Annotated[RegexReward, Tag("regex")]
+    | Annotated[RubricReward, Tag("rubric")]
+    | Annotated[CodeReward, Tag("code")]
+)
+_Trained = Annotated[TrainedReward, Tag("model")]
+_OfPairs = Annotated[PairwiseJudge, Tag("openai")]
+Scorer = _Trained | _Single | _OfPairs
+"""What scores an answer, or compares it with others. `Reward`, `SampleReward` and `Judge` are the
+forms of it that a list of parameters accepts."""
+_KINDS = ("callable", "path", "reference", "regex", "rubric", "code")  # rewards and judges
+
+
+def _told_by(*kinds: str, error: str, message: str) -> Discriminator:
+    """The first of these fields that a block has tells its kind."""
+
+    def kind(value: Any) -> str | None:
+        fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        return next((kind for kind in kinds if kind in fields), None)
+
+    return Discriminator(kind, custom_error_type=error, custom_error_message=message)
+
+
+def _reward_form(value: Any) -> Any:
+    if value == "trained":
+        return {"model": value}
+    is_function = isinstance(value, str) and (":" in value or value in REWARD.names())
+    return {"callable": value} if is_function else value
+
+
+def _judge_form(value: Any) -> Any:
+    if isinstance(value, dict) and "model" in value:  # another name of `path`
+        return {"path" if name == "model" else name: own for name, own in value.items()}
+    return {"callable": value} if isinstance(value, str) else value
+
+
+_REWARD_FORMS = (
+    "expected 'trained', 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of "
+    "model, callable, path, reference, regex, rubric and code; beside openai, add a rubric: "
+    "without one a chat model compares answers, and scores none"
+)
+_JUDGE_FORMS = (
+    "expected 'FILE.py:FUNCTION', 'PACKAGE.MODULE:FUNCTION', or a block with one of callable, "
+    "path, reference, regex, rubric, code and openai"
+)
+Reward = Annotated[
+    _Trained | _Single,
+    _told_by("model", *_KINDS, error="reward", message=_REWARD_FORMS),
+    BeforeValidator(_reward_form),
+]
+SampleReward = Annotated[
+    Scorer,
+    _told_by("model", *_KINDS, "openai", error="reward", message=_REWARD_FORMS),
+    BeforeValidator(_reward_form),
+]
 Judge = Annotated[
-    _Scorer | Annotated[PairwiseJudge, Tag("openai")],
-    Discriminator(
-        _kind(*_SCORERS, "openai"),
-        custom_error_type="judge",
-        custom_error_message=_JUDGE_FORMS,
-    ),
+    _Single | _OfPairs,
+    _told_by(*_KINDS, "openai", error="judge", message=_JUDGE_FORMS),
     BeforeValidator(_judge_form),
 ]
 
 
-SampleReward = Annotated[
-    Annotated[Reward, Tag("reward")] | Annotated[PairwiseJudge, Tag("openai")],
-    Discriminator(
-        lambda value: "openai" if _kind("rubric", "openai")(value) == "openai" else "reward"
-    ),
-]
-SampleRewards = Annotated[tuple[SampleReward, ...], AfterValidator(_check_labels)]
+def _distinct(scorers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Scorers with one label each: a function whose name is taken, by another one or by our own
+    judges, also gets the name of its file. Raises ValueError if two labels are equal."""
+    labels = [scorer.label for scorer in scorers]
+    taken = {label for label in labels if labels.count(label) > 1}
+    taken |= {REWARD_MODEL, JUDGE_MODEL, GOLD}
+    renamed = tuple(
+        scorer.model_copy(update={"name": scorer.full_name})
+        if isinstance(scorer, CallableReward) and not scorer.name and scorer.label in taken
+        else scorer
+        for scorer in scorers
+    )
+    labels = [scorer.label for scorer in renamed]
+    if same := [label for label in labels if labels.count(label) > 1]:
+        raise ValueError(
+            f"found two called {same[0]!r}, expected unique names. Fix: set the name of one of them"
+        )
+    return renamed
+
+
+def _check_rewards(rewards: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not rewards:
+        raise ValueError(
+            "found no reward source, expected at least one. "
+            "Fix: add one, or remove rewards to use the trained reward model"
+        )
+    renamed = _distinct(rewards)
+    for label in (reward.label for reward in renamed):
+        if not re.fullmatch(r"[\w.-]+", label):
+            raise ValueError(
+                f"found label {label!r}, expected letters, digits, '.', '_' and '-'. "
+                "Fix: set the source's name"
+            )
+    return renamed
+
+
+def _check_judges(judges: tuple[Any, ...]) -> tuple[Any, ...]:
+    renamed = _distinct(judges)
+    for judge in renamed:
+        if judge.weight != 1.0:
+            raise ValueError(
+                f"found weight {judge.weight} of judge {judge.label}, expected none, because "
+                "judges are not summed. Fix: remove weight"
+            )
+    for fault in name_faults(renamed):
+        raise ValueError(fault)
+    return renamed
+
+
+def name_faults(scorers: Sequence[Scorer]) -> Iterator[str]:
+    """Labels that cannot stand beside our own judges among the scores of an answer."""
+    for label in [each.label for each in scorers if not isinstance(each, TrainedReward)]:
+        if not re.fullmatch(r"[\w.-]+(?<!_lower)(?<!_upper)", label):
+            yield (
+                f"found label {label!r}, expected letters, digits, '.', '_' and '-', and "
+                "neither _lower nor _upper at the end. Fix: set name"
+            )
+        if label in (REWARD_MODEL, JUDGE_MODEL, GOLD):
+            yield (
+                f"found label {label!r}, expected another: {REWARD_MODEL} is that of the "
+                f"reward model, {GOLD} that of the true quality. Fix: set another name"
+            )
+
+
+Rewards = Annotated[tuple[Reward, ...], AfterValidator(_check_rewards)]
+SampleRewards = Annotated[tuple[SampleReward, ...], AfterValidator(_check_rewards)]
 """Rewards of PPO, and chat models that compare the answers to a prompt."""
+Judges = Annotated[tuple[Judge, ...], AfterValidator(_check_judges)]
 
 
-def as_judges(rewards: Sequence[SampleReward], *, penalties: bool = False) -> tuple[Judge, ...]:
-    """The rewards that a policy maximizes as judges, without the trained reward model; with
-    `penalties`, also those without a positive weight."""
-    found: list[Judge] = []
+def uses_trained(rewards: Sequence[Scorer]) -> bool:
+    """Whether the trained reward model is one of the sources."""
+    return any(isinstance(reward, TrainedReward) for reward in rewards)
+
+
+def trained_weight(rewards: Sequence[Scorer]) -> float:
+    """The weight of the trained reward model in the score; 1 if it has no effect on the score."""
+    weights = [reward.weight for reward in rewards if isinstance(reward, TrainedReward)]
+    return sum(weights) or 1.0
+
+
+def clip_of(reward: Scorer, score_clip: float | None) -> float:
+    """The clip range of a source's centred scores, in which only reward models have one."""
+    is_model = isinstance(reward, TrainedReward | ModelReward)
+    return score_clip if is_model and score_clip else math.inf
+
+
+def as_judges(rewards: Sequence[Scorer]) -> tuple[Scorer, ...]:
+    """The rewards that a policy maximizes as judges, without the trained reward model."""
+    judges: list[Scorer] = []
     for reward in rewards:
-        if isinstance(reward, PairwiseJudge):
-            found.append(reward)
-        elif not isinstance(reward, TrainedReward) and (reward.weight > 0 or penalties):
-            own = {"mean": None} if isinstance(reward, ModelReward) else {}
-            found.append(reward.model_copy(update={"weight": 1.0, **own}))
-    return tuple(found)
+        if not isinstance(reward, TrainedReward) and reward.weight > 0:
+            # A judge has no weight, and subtracts the mean that is stored with it.
+            unset = {"weight": 1.0, "mean": None}
+            own = {name: unset[name] for name in unset.keys() & type(reward).model_fields.keys()}
+            judges.append(reward.model_copy(update=own))
+    return tuple(judges)
 
 
 def reads_references(source: Block) -> bool:
@@ -248,13 +493,11 @@ def check_model(reward: ModelReward) -> None:
     labels = len(config.get("id2label") or "  ")
     if labels != 1:
         raise ConfigError(f"{reward.path} is not a reward model: found {labels} labels, expected 1")
-    if reward.retokenize and not (reward.folder / "tokenizer_config.json").is_file():
+    file, whose = "token_contract.json", "policy"
+    fix = "set retokenize to true to pass texts in the model's own chat template"
+    if reward.retokenize:
+        file, whose, fix = "tokenizer_config.json", "model", "save the tokenizer in the same folder"
+    if not (reward.folder / file).is_file():
         raise ConfigError(
-            f"{reward.path}: found no tokenizer_config.json, expected the model's tokenizer. "
-            "Fix: save the tokenizer in the same folder"
-        )
-    if not reward.retokenize and not (reward.folder / "token_contract.json").is_file():
-        raise ConfigError(
-            f"{reward.path}: found no token_contract.json, expected the policy's tokenizer. "
-            "Fix: set retokenize to true to pass texts in the model's own chat template"
+            f"{reward.path}: found no {file}, expected the {whose}'s tokenizer. Fix: {fix}"
         )

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.evaluate import AnsweringConfig, EvaluateConfig
 from rlhf_pipeline.config.preferences import DPOConfig
-from rlhf_pipeline.config.rewards import ModelReward, SampleRewards, TrainedReward, as_judges
+from rlhf_pipeline.config.rewards import ModelReward, SampleRewards, TrainedReward, name_faults
 from rlhf_pipeline.config.training import OptimizerConfig, SamplingConfig, SFTConfig
 
 Kind = Literal["demonstrations", "comparisons"]
@@ -44,16 +44,14 @@ class SampleConfig(AnsweringConfig):
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How answers are sampled."""
 
-    def judging(self, place: str = "sample") -> EvaluateConfig:
-        """The same for the code of the evaluation, with the rewards as judges of `place`."""
-        shared = self.model_dump(include={*AnsweringConfig.model_fields, "sampling"})
-        judges = as_judges(self.rewards, penalties=True)
-        config = EvaluateConfig.model_validate(shared | {"judges": judges})
-        for index, one in enumerate(self.rewards):
-            config._places[one.label] = f"{place}.rewards.{index}"
-        return config
+    @property
+    def answering(self) -> EvaluateConfig:
+        """How an evaluation would answer, whose memory is the same."""
+        shared = {*AnsweringConfig.model_fields, "sampling"}
+        return EvaluateConfig.model_validate(self.model_dump(include=shared))
 
     def _faults(self) -> Iterator[str]:
+        yield from (f"rewards: {fault}" for fault in name_faults(self.rewards))
         for index, reward in enumerate(self.rewards):
             if isinstance(reward, ModelReward) and reward.mean is not None:
                 yield (

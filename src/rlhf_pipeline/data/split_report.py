@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_pipeline.config.rewards import Judge, SampleReward, reads_references
+from rlhf_pipeline.config.rewards import Scorer, reads_references
 from rlhf_pipeline.errors import DataError
 
 
@@ -68,9 +68,7 @@ def print_summary(report: dict[str, Any], console: Console) -> None:
         console.print(f"WARNING: training includes {near:,} near duplicates of held-out prompts")
 
 
-def require_true_answers(
-    split: Path, rewards: Sequence[SampleReward], judges: Sequence[Judge]
-) -> None:
+def require_true_answers(split: Path, rewards: Sequence[Scorer], judges: Sequence[Scorer]) -> None:
     """Raise DataError if prompts of the prepared files lack true answers that somebody reads."""
     given: dict[str, Sequence[Any]] = {"ppo": rewards, "evaluation": judges}
     readers = {name: [one.label for one in g if reads_references(one)] for name, g in given.items()}

@@ -1,7 +1,7 @@
 """How policies answer and judges score: one model at a time is in memory."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, EvaluateConfig, own_models
-from rlhf_pipeline.config.rewards import ModelReward
+from rlhf_pipeline.config.evaluate import EvaluateConfig, own_models
+from rlhf_pipeline.config.rewards import GOLD
+from rlhf_pipeline.config.sample import SampleConfig
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig
+from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model
 from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.evaluation.judges import AnswerBatch, Judge, by_source
 from rlhf_pipeline.generation.generator import Generator, load_generator, row_seeds
-from rlhf_pipeline.generation.records import Answered, Scored, ended
+from rlhf_pipeline.generation.records import Scored, ended
 from rlhf_pipeline.models.forward import response_logprobs, sequence_scores
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import load_policy, saved_precision
@@ -34,13 +34,16 @@ from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
+from rlhf_pipeline.scoring.answers import Answered, Source
 from rlhf_pipeline.scoring.chat_model import dialogue
-from rlhf_pipeline.scoring.reward_sources import ModelSource
 from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.verdict.answers import Answer
 
 Draw = tuple[str, int]  # a policy, and the number of its answer to each prompt
+Scores = Sequence[float | None]
+"""The scores of the answers of one draw; None for a prompt that the judge cannot judge."""
 M = TypeVar("M", bound=nn.Module)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Setup:
     """What the evaluation of a policy needs."""
 
     seed: int
-    config: EvaluateConfig
+    config: EvaluateConfig | SampleConfig
     contract: TokenContract
     tokenizer: PreTrainedTokenizerBase
     rows: np.ndarray  # of this rank in the table of prompts; the last may repeat the first of all
@@ -59,8 +62,8 @@ class Setup:
 
 
 def with_model(
-    load: Callable[..., M], folder: Path, setup: Setup, work: Callable[[M | DeepSpeedEngine], None]
-) -> None:
+    load: Callable[..., M], folder: Path, setup: Setup, work: Callable[[M | DeepSpeedEngine], R]
+) -> R:
     """Load a frozen model, let `work` use it, and free its memory: one model at a time.
 
     The model has the precision that it was saved in and is sharded as it was trained, unless the
@@ -77,7 +80,7 @@ def with_model(
         partial(load, folder, trust_remote_code=setup.trust), settings, setup.world
     )
     try:
-        work(model)
+        return work(model)
     finally:
         if isinstance(model, DeepSpeedEngine):
             model.destroy()
@@ -95,21 +98,21 @@ def logprobs(
     return by_micro_batches(function, policy, sequences, tokens, setup.world)
 
 
-def perplexity(policy: nn.Module, folder: Path, setup: Setup) -> float | None:
+def perplexity(policy: nn.Module, folder: Path, setup: Setup, prompts: int) -> float | None:
     """exp of the mean negative log-likelihood per token, as `validation/perplexity` of SFT.
 
-    It is that of at most `evaluate.prompts` validation rows of SFT, which no policy was trained on:
+    It is that of at most `prompts` validation rows of SFT, which no policy was trained on:
     what training for the judge costs. None if there are fewer rows than ranks.
     """
     table, world = Rows.read(folder / "validation.arrow"), setup.world
     if table.num_rows < world.size:
         return None
-    rows = even_share(sampled_rows(table.num_rows, setup.config.prompts, setup.seed), world)
+    rows = even_share(sampled_rows(table.num_rows, prompts, setup.seed), world)
     columns = table.columns(rows)
     ids = columns["prompt_ids"], columns["response_ids"]
     sequences = collate(*ids, setup.contract.pad_id, actions=columns["loss_mask"])
-    mask, found = sequences.action_mask, logprobs(policy, sequences, setup, temperature=1.0)
-    losses = -found.where(mask, 0.0).double().sum(1)
+    mask, own_logprobs = sequences.action_mask, logprobs(policy, sequences, setup, temperature=1.0)
+    losses = -own_logprobs.where(mask, 0.0).double().sum(1)
     own = zip(rows.tolist(), losses.tolist(), mask.sum(1).tolist(), strict=True)
     by_row = {row: (loss, n) for part in world.gather([*own]) for row, loss, n in part}
     total, tokens = (sum(values) for values in zip(*by_row.values(), strict=True))
@@ -119,16 +122,18 @@ def perplexity(policy: nn.Module, folder: Path, setup: Setup) -> float | None:
 def answer_all(
     folders: dict[str, Path],
     setups: Mapping[str, Setup],
+    draws: int,
     baseline_draws: int,
     measure: Callable[[nn.Module, str], None] = lambda policy, name: None,
 ) -> dict[Draw, Scored]:
     """Let every policy answer the prompts of this rank; log-probabilities by it and the baseline.
 
+    `draws` are the answers of each policy to a prompt, and `baseline_draws` those of the baseline.
     The baseline comes last: it also reads the answers of the others, if they have its tokens.
     `measure` may use each policy, too.
     """
     baseline = next(iter(folders))
-    found: dict[Draw, tuple[Sequences, Tensor]] = {}
+    answers: dict[Draw, tuple[Sequences, Tensor]] = {}
     scored: dict[Draw, Scored] = {}
 
     def answer_and_read(policy: PreTrainedModel | DeepSpeedEngine, name: str) -> None:
@@ -139,16 +144,16 @@ def answer_all(
             policy=policy, contract=setup.contract, world=setup.world, hybrid=None,
             gather=config.gather_for_generation, place=f"{setup.place}.generator",
         )  # fmt: skip
-        for draw in range(baseline_draws if name == baseline else config.answers_per_prompt):
+        for draw in range(baseline_draws if name == baseline else draws):
             sequences = answer(generator, setup, draw)
-            found[name, draw] = sequences, read(policy, sequences)
+            answers[name, draw] = sequences, read(policy, sequences)
         measure(policy, name)
-        for given, (sequences, own) in found.items() if name == baseline else ():
-            contract, reference = setups[given[0]].contract, own
-            if given[0] != name:
+        for answered, (sequences, own) in answers.items() if name == baseline else ():
+            contract, reference = setups[answered[0]].contract, own
+            if answered[0] != name:
                 has_its_tokens = contract == setup.contract
                 reference = read(policy, sequences) if has_its_tokens else own * math.nan
-            scored[given] = Scored(
+            scored[answered] = Scored(
                 sequences,
                 logprobs=own,
                 ref_logprobs=reference,
@@ -173,78 +178,79 @@ def answer(generator: Generator, setup: Setup, draw: int) -> Sequences:
 def judge_all(
     scored: Mapping[Draw, Scored],
     job: LaunchedJob,
-    judges: Mapping[str, Judge],
+    judges: tuple[Mapping[str, Source], Mapping[str, Callable[..., Any]]],
     setups: Mapping[str, Setup],
 ) -> dict[Draw, list[Answer]]:
-    """The judged answers of all ranks, by draw. One model at a time is in memory."""
-    batches = {draw: _as_text(given, setups[draw[0]]) for draw, given in scored.items()}
-    setup = next(iter(setups.values()))
-    scores: dict[Draw, dict[str, Sequence[float | None]]] = {draw: {} for draw in batches}
+    """The judged answers of all ranks, by draw, with judges from `load_judges`. One model at a time
+    is in memory."""
+    setup, (sources, models) = next(iter(setups.values())), judges
+    texts = {draw: _as_text(one, setups[draw[0]]) for draw, one in scored.items()}
+    scores: dict[str, list[Scores]] = {}  # by judge, of each draw
 
-    def judge_by(name: str, judge: Judge) -> None:
-        for step, (draw, batch) in enumerate(batches.items(), start=1):
+    def by_draw(name: str, judge: Callable[[Draw], Scores]) -> list[Scores]:
+        judged = []
+        for step, draw in enumerate(scored, start=1):
             heartbeat.at("scoring", step)
             with heartbeat.scored_by(name):
-                scores[draw][name] = judge(batch)
+                judged.append(judge(draw))
+        return judged
+
+    def by_source(name: str, source: Source) -> list[Scores]:
+        return by_draw(name, lambda draw: source(scored[draw], texts[draw]))
+
+    def by_own(model: TokenScores | DeepSpeedEngine, name: str) -> list[Scores]:
+        return by_draw(name, lambda draw: _by_reward_model(scored[draw], model, setup))
 
     for name, places in own_models(job.inputs).items():
-        by_model = []
-        for place in places:
-
-            def by_own(model: nn.Module, name: str = name) -> None:
-                judge_by(name, partial(_by_reward_model, model=model, setup=setup))
-
-            with_model(load_scores, job.inputs[place], setup, by_own)
-            by_model.append([scores[draw][name] for draw in batches])
-        for draw, given in zip(batches, np.mean(np.array(by_model, float), axis=0), strict=True):
-            scores[draw][name] = given.tolist()
-    for name, judge in chain(judges.items(), _model_judges(job, [*setups.values()])):
-        judge_by(name, judge)
-        del judge
+        work = partial(by_own, name=name)
+        by_model = [with_model(load_scores, job.inputs[place], setup, work) for place in places]
+        scores[name] = np.mean(np.array(by_model, float), axis=0).tolist()
+    scores[GOLD] = by_draw(GOLD, lambda draw: _by_gold(texts[draw], setups[draw[0]]))
+    for name, source in sources.items():
+        scores[name] = by_source(name, source)
+    reading: Any = {"micro_batch_tokens": setup.config.micro_batch_tokens, "world": setup.world}
+    contracts = [each.contract for each in setups.values()]
+    for name, load in models.items():
+        scores[name] = by_source(name, load(contracts=contracts, **reading))
         free_memory()
-    return {draw: _judged(batch, scores[draw], draw[1], setup) for draw, batch in batches.items()}
+    return {
+        draw: _judged(
+            one,
+            texts[draw],
+            {name: judged[place] for name, judged in scores.items()},
+            draw[1],
+            setup,
+        )
+        for place, (draw, one) in enumerate(scored.items())
+    }
 
 
-def _as_text(scored: Scored, setup: Setup) -> AnswerBatch:
-    prompts, ids = setup.prompts, scored.sequences.response_ids
+def _as_text(scored: Scored, setup: Setup) -> Answered:
+    ids = scored.sequences.response_ids
     texts = setup.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    responses = [text.strip() for text in texts]
-    return AnswerBatch(scored, Answered.of(prompts, responses), prompts["source"])
+    return Answered.of(setup.prompts, texts)
+
+
+def _by_gold(texts: Answered, setup: Setup) -> Scores:
+    """The true quality of each answer."""
+    rows = zip(setup.prompts["source"], texts.prompts, texts.responses, strict=True)
+    return [gold_score(*row) for row in rows]
 
 
 @torch.no_grad()
 def _by_reward_model(
-    answers: AnswerBatch, model: TokenScores | DeepSpeedEngine, setup: Setup
+    scored: Scored, model: TokenScores | DeepSpeedEngine, setup: Setup
 ) -> list[float]:
     """The score minus the model's mean on the chosen answers of held-out comparisons."""
-    sequences, tokens = answers.scored.sequences, setup.config.micro_batch_tokens
-    scores = by_micro_batches(sequence_scores, model, sequences, tokens, setup.world)
+    tokens = setup.config.micro_batch_tokens
+    scores = by_micro_batches(sequence_scores, model, scored.sequences, tokens, setup.world)
     return [score - model.score_mean for score in scores.tolist()]
 
 
-def _model_judges(job: LaunchedJob, setups: Sequence[Setup]) -> Iterator[tuple[str, Judge]]:
-    """Load the further reward models, one after the other, with their names. Raises ArtifactError
-    if one reads other tokens than the policies, and `retokenize` is off."""
-    setup, contracts = setups[0], [setup.contract for setup in setups]
-    for index, judge in enumerate(setup.config.judges):
-        if isinstance(judge, ModelReward):
-            place, on_hub = f"{JUDGE_PREFIX}{index}", judge.on_hub
-            folder = job.inputs.get(place, judge.folder)
-            if on_hub:
-                folder = Path(snapshot_download(judge.path, revision=job.digests[place]))
-            where, tokens = setup.config.place_of(judge), setup.config.micro_batch_tokens
-            model = ModelSource.load(judge, folder, where, contracts, tokens, setup.world)
-            if not on_hub and place not in job.inputs:
-                job.expect_unchanged(place, folder)
-            yield judge.label, partial(by_source, source=model)
-            del model  # before the next one is loaded
-
-
 def _judged(
-    batch: AnswerBatch, scores: Mapping[str, Sequence[float | None]], draw: int, setup: Setup
+    scored: Scored, text: Answered, scores: Mapping[str, Scores], draw: int, setup: Setup
 ) -> list[Answer]:
     """The answers of all ranks with their scores, in the order of the prompts, each row once."""
-    scored, text = batch.scored, batch.text
     mask = scored.sequences.action_mask
     log_ratios = kl_estimate(scored.logprobs, scored.ref_logprobs, "k1").where(mask, 0.0)
     if setup.config.sampling.temperature == 0:  # no policy samples the most likely tokens
@@ -260,12 +266,12 @@ def _judged(
             response=text.responses[i],
             draw=draw,
             prompt=dialogue(text.prompts[i]),
-            scores={name: given[i] for name, given in scores.items()},
+            scores={name: judged[i] for name, judged in scores.items()},
             kl=known(log_ratios[i].sum()),
             sft_logprob=known(sft_logprobs[i].sum()),
             response_tokens=int(mask[i].sum()),
             ended=bool(scored.ended[i]),
-            source=batch.sources[i],
+            source=setup.prompts["source"][i],
             messages=text.prompts[i],
             right=accuracy(text.references[i], text.responses[i]),
         )

@@ -9,7 +9,6 @@ again with other randomness, because a win rate is about independent answers.
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.scoring.chat_model import REPLIES, reply_folder
+from rlhf_pipeline.scoring.chat_model import REPLIES, RubricSource, reply_folder
 from rlhf_pipeline.verdict.answers import write_answers
 from rlhf_pipeline.verdict.comparison import (
     BASE_MODEL,
@@ -63,27 +62,28 @@ def main(job: LaunchedJob) -> dict[str, float]:
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     folders, setups = load(job, config, candidate, world)
     baseline = next(iter(folders))
-    counts: dict[str, Counter[str]] = {}
-    judges = load_judges(job, config, counts=counts)
+    judges = load_judges(job, config.judges, "evaluate.judges")
     rows, perplexities = job.inputs.get(SFT_ROWS), dict.fromkeys(folders, 0.0)
 
     def measure(policy: nn.Module, name: str) -> None:
         if rows is not None:
-            perplexities[name] = perplexity(policy, rows, setups[baseline]) or 0.0
+            perplexities[name] = perplexity(policy, rows, setups[baseline], config.prompts) or 0.0
 
     # Beside the champion none: the evaluation of the candidate has the same curve.
     best = 0 if CHAMPION in folders else config.best_of_n
-    scored = answer_all(folders, setups, max(config.baseline_draws, best), measure)
+    each = config.answers_per_prompt
+    scored = answer_all(folders, setups, each, max(config.baseline_draws, best), measure)
     draws = judge_all(scored, job, judges, setups)
-    counted = world.gather(counts)
+    rubrics = {name: one for name, one in judges[0].items() if isinstance(one, RubricSource)}
+    counted = world.gather({name: source.counted() for name, source in rubrics.items()})
     if world.rank != 0:
         return {}
     curve = best_of_n([draws[baseline, draw] for draw in range(best)]) if best else None
-    answers = {name: in_order(name, draws, config.answers_per_prompt) for name in folders}
+    answers = {name: in_order(name, draws, each) for name in folders}
     drawn = in_order(baseline, draws, config.baseline_draws)
     answers, drawn, replies = judge_pairs(answers, drawn, config, reply_folder(job))
-    for name in counts:
-        replies[name] = {one: sum(own[name].get(one, 0) for own in counted) for one in REPLIES}
+    for name in rubrics:
+        replies[name] = {one: sum(own[name][one] for own in counted) for one in REPLIES}
     compared = {name: folders[name] for name in (baseline, candidate.name)}
     stand, rewards = standings(job, compared, config), own_rewards(folders[candidate.name])
     evaluation = compare(answers, config, stand, drawn, rewards)
@@ -105,7 +105,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     }
     job.export.mkdir(exist_ok=True)
     (job.export / "evaluation.json").write_text(json.dumps(evaluation, indent=2))
-    further = [answer for answer in drawn if answer.draw >= config.answers_per_prompt]
+    further = [answer for answer in drawn if answer.draw >= each]
     write_answers(answers | {f"{baseline}{FURTHER}": further}, job.export)
     return headline(evaluation)
 

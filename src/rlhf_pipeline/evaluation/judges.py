@@ -1,112 +1,54 @@
-"""The judges, each of which scores the answers of every policy, and what training has optimized.
+"""The judges, each of which scores the answers of every policy; `rlhf_pipeline.evaluate`.
 
-A judge of another package is a function, see docs/extending.md; one of ours is a function and a
-case in `load_judges`. Reward models are loaded in `answering`, because this module must import
-neither transformers nor DeepSpeed, whose imports take seconds.
+This module imports no torch, whose import takes seconds: texts need none.
 """
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.doors import parameters, source_file
-from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, EvaluateConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
-    CodeReward,
     ModelReward,
     PairwiseJudge,
-    ReferenceReward,
-    RegexReward,
     RubricReward,
+    Scorer,
+    reads_references,
 )
 from rlhf_pipeline.data.records import Conversation
-from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ConfigError, suggestion
-from rlhf_pipeline.generation.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.chat_model import REPLIES, ChatModel, RubricSource, filled, reply_folder
-from rlhf_pipeline.scoring.code_reward import CodeSource
-from rlhf_pipeline.scoring.function_reward import FunctionSource, matches
-from rlhf_pipeline.scoring.true_answers import AGREES, accuracy
+from rlhf_pipeline.scoring.answers import Answered, Source
+from rlhf_pipeline.scoring.chat_model import REPLIES, ChatModel, filled
+from rlhf_pipeline.scoring.sources import FunctionSource, load_source
+from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.verdict.answers import Answer, opponents
 from rlhf_pipeline.verdict.comparison import Standing, compare
 from rlhf_pipeline.verdict.words import Evaluation
 
 
-@dataclass(frozen=True)
-class AnswerBatch:
-    """The answers of one policy to the prompts of this rank, B rows."""
-
-    scored: Scored
-    text: Answered
-    sources: list[str]  # name of each prompt's source
-
-
-Judge = Callable[[AnswerBatch], Sequence[float | None]]
-"""Scores each answer; higher is better. None for a prompt that it cannot judge."""
-
-
-def by_gold(answers: AnswerBatch) -> list[float | None]:
-    """The true quality of each answer."""
-    rows = zip(answers.sources, answers.text.prompts, answers.text.responses, strict=True)
-    return [gold_score(*row) for row in rows]
-
-
-def by_source(answers: AnswerBatch, source: Callable[[Scored, Answered], Tensor]) -> list[float]:
-    """The score of a source of rewards."""
-    return list(source(answers.scored, answers.text).tolist())
-
-
-def by_reference(answers: AnswerBatch, agrees: Callable[[str, str], bool]) -> list[float | None]:
-    """1 for an answer that agrees with the true answer, else 0."""
-    rows = zip(answers.text.references, answers.text.responses, strict=True)
-    return [None if true is None else float(agrees(true, given)) for true, given in rows]
-
-
 def load_judges(
-    job: LaunchedJob,
-    config: EvaluateConfig,
-    functions: Mapping[int, Callable[..., Any]] | None = None,
-    counts: dict[str, Counter[str]] | None = None,
-) -> dict[str, Judge]:
-    """The judges that need no model, by name; `functions` are those of their places at hand.
-    `counts` gets the `REPLIES` to each rubric, which grow as it judges.
-
-    Raises StageError if a function cannot be imported, or does not take prompts and responses.
-    """
-    judges: dict[str, Judge] = {GOLD: by_gold}
-    for index, judge in enumerate(config.judges):
-        source: Callable[[Scored, Answered], Tensor]
-        match judge:
-            case ReferenceReward():
-                judges[judge.label] = partial(by_reference, agrees=AGREES[judge.reference])
-                continue
-            case CallableReward():
-                function = (functions or {}).get(index)
-                source = FunctionSource.load(judge, job, f"{JUDGE_PREFIX}{index}", function)
-            case RegexReward():
-                source = matches(judge.regex)
-            case RubricReward():
-                model = ChatModel(judge.openai, reply_folder(job), config.place_of(judge))
-                source = RubricSource(judge, model)
-                (counts if counts is not None else {})[judge.label] = model.counts
-            case CodeReward():
-                source = CodeSource(judge, config.place_of(judge))
-            case _:  # reward models and judges of pairs have their own time
-                continue
-        judges[judge.label] = partial(by_source, source=source)
-    return judges
+    job: LaunchedJob, scorers: Sequence[Scorer], place: str
+) -> tuple[dict[str, Source], dict[str, Callable[..., Any]]]:
+    """The judges that need no model, by name; and what loads the reward models, one at a time, with
+    the arguments of `ModelSource.load`. `place` is the parameter of the list."""
+    sources, models = dict[str, Source](), dict[str, Callable[..., Any]]()
+    for index, scorer in enumerate(scorers):
+        load = partial(load_source, scorer, f"{place}.{index}", f"{JUDGE_PREFIX}{index}", job)
+        if isinstance(scorer, ModelReward):
+            models[scorer.label] = load
+        elif (source := load()) is not None:
+            sources[scorer.label] = source
+    return sources, models
 
 
 TEMPLATE = """\
@@ -151,18 +93,18 @@ def judge_pairs(
     ours = {(name, a.row, a.draw): a for name in [*answers][1:] for a in answers[name]}
     met = opponents([*ours.values()], drawn)
     pairs = [(a.prompt, a.response, b.response) for a, b in zip(ours.values(), met, strict=True)]
-    for judge in config.judges:
+    for index, judge in enumerate(config.judges):
         if not isinstance(judge, PairwiseJudge):
             continue
-        name, model = judge.label, ChatModel(judge.openai, cache, config.place_of(judge))
+        name, model = judge.label, ChatModel(judge.openai, cache, f"evaluate.judges.{index}")
         with heartbeat.scored_by(name):
             outcomes = dict(zip(ours, outcomes_of(pairs, model), strict=True))
         answers = {
             policy: [
                 replace(a, scores=a.scores | {name: outcomes.get((policy, a.row, a.draw), 0.0)})
-                for a in given
+                for a in own
             ]
-            for policy, given in answers.items()
+            for policy, own in answers.items()
         }
         drawn = [replace(a, scores=a.scores | {name: 0.0}) for a in drawn]
         reports[name] = {count: model.counts[count] for count in COUNTS}
@@ -193,8 +135,8 @@ def outcomes_of(pairs: Sequence[tuple[str, str, str]], model: ChatModel) -> list
 
 
 def _verdict(reply: str) -> float | None:
-    found = re.findall(r"\[\[([ABC])\]\]", reply)
-    return {"A": 1.0, "B": -1.0, "C": 0.0}[found[-1]] if found else None
+    letters = re.findall(r"\[\[([ABC])\]\]", reply)
+    return {"A": 1.0, "B": -1.0, "C": 0.0}[letters[-1]] if letters else None
 
 
 def evaluate(
@@ -208,9 +150,9 @@ def evaluate(
 ) -> Evaluation:
     """Whether judges prefer `answers` to `baseline_answers`, one of each to every prompt.
 
-    The statistics are those of stage `evaluate` for equal draws, without what only a model knows;
-    lengths are words. Raises ConfigError if a list has another length, or a judge reads more than
-    it gets, and StageError if a judge fails.
+    The statistics are those of stage `evaluate` for equal draws, without metrics that need a model,
+    such as KL; lengths are in words. Raises ConfigError if a list has another length, or a judge
+    reads more than it gets, and StageError if a judge fails.
 
     Args:
         prompts: messages of the user, or conversations.
@@ -231,29 +173,29 @@ def evaluate(
     if len(turns) < 2:
         raise ConfigError("prompts: found 1, expected at least 2, for an interval")
     true: list[Any] = lists.get("references", [None] * len(turns))
-    config, found = _text_judges(judges, {*lists})
+    config, sources = _text_judges(judges, {*lists})
+    no_tokens: Any = None
 
     def judged(name: str) -> list[Answer]:
         text = Answered(turns, true, [each.strip() for each in lists[name]])
-        batch = AnswerBatch(None, text, [""] * len(turns))  # type: ignore[arg-type]
-        scores = {label: judge(batch) for label, judge in found.items()}
-        found_answers = []
+        scores = {label: source(no_tokens, text) for label, source in sources.items()}
+        answers = []
         for row, answer in enumerate(text.responses):
-            own = {label: given[row] for label, given in scores.items()}
+            own: dict[str, Any] = {label: by_row[row] for label, by_row in scores.items()}
             words, right = len(answer.split()), accuracy(true[row], answer)
-            found_answers.append(Answer(row, "", answer, own, response_tokens=words, right=right))
-        return found_answers
+            answers.append(Answer(row, "", answer, own, response_tokens=words, right=right))
+        return answers
 
     policies = {"baseline": judged("baseline_answers"), "candidate": judged("answers")}
     standing = Standing("independent")
     if trained_on is None:
         standing = Standing("unknown", {"baseline": "unknown", "candidate": "unknown"})
-    standings = dict.fromkeys(found, standing)
+    standings = dict.fromkeys(sources, standing)
     for name in trained_on or ():
-        if name not in found:
+        if name not in sources:
             raise ConfigError(
-                f"trained_on: found {name!r}{suggestion(name, found)}, expected names of the "
-                f"judges: {', '.join(found)}"
+                f"trained_on: found {name!r}{suggestion(name, sources)}, expected names of the "
+                f"judges: {', '.join(sources)}"
             )
         standings[name] = Standing("optimized", {"candidate": "rewards"})
     evaluation = compare(policies, config, standings, rewards=sorted(trained_on or ()))
@@ -263,8 +205,8 @@ def evaluate(
 
 def _text_judges(
     given: Sequence[Any], offered: set[str]
-) -> tuple[EvaluateConfig, dict[str, Judge]]:
-    """The judges as parameters and as functions; `offered` is what there is beside the texts."""
+) -> tuple[EvaluateConfig, dict[str, Source]]:
+    """The judges as parameters, and loaded; `offered` is what there is beside the texts."""
     blocks = [dict(one) if isinstance(one, Mapping) else {"callable": one} for one in given]
     functions = {i: b["callable"] for i, b in enumerate(blocks) if callable(b.get("callable"))}
     for index, function in functions.items():
@@ -273,23 +215,24 @@ def _text_judges(
     config, faults = validated("evaluate", EvaluateConfig, {"judges": blocks})
     if not isinstance(config, EvaluateConfig) or not config.judges:
         raise ConfigError("\n".join(faults or ["judges: found none, expected at least one"]))
-    inputs = {}
+    job, sources = LaunchedJob("evaluate", "", 0, {}, {}, {}, Path(), 0.0), dict[str, Source]()
     for index, judge in enumerate(config.judges):
-        asked: set[str] = set()
-        match judge:
-            case CallableReward() if index in functions:
-                asked |= inspect.signature(functions[index]).parameters.keys()
-            case CallableReward():
-                inputs[f"{JUDGE_PREFIX}{index}"] = source_file(judge.callable)
-                asked |= parameters(judge.callable)
-            case ReferenceReward() | CodeReward():
-                asked = {"references"}
-            case RubricReward() | ModelReward() | PairwiseJudge():
-                asked = {"a model"}
-        if lacking := asked & {"references", "scored", "a model"} - offered:
+        name = f"{JUDGE_PREFIX}{index}"
+        needs = {"references"} if reads_references(judge) else set[str]()
+        if isinstance(judge, RubricReward | ModelReward | PairwiseJudge):
+            needs = {"a model"}
+        elif index in functions:
+            needs |= inspect.signature(functions[index]).parameters.keys()
+        elif isinstance(judge, CallableReward):
+            job.inputs[name] = source_file(judge.callable)
+            needs |= parameters(judge.callable)
+        if lacking := needs & {"references", "scored", "a model"} - offered:
             raise ConfigError(
-                f"evaluate.judges.{index}: found {judge.label}, which needs {lacking.pop()}, "
+                f"evaluate.{name}: found {judge.label}, which needs {lacking.pop()}, "
                 "expected a judge of texts. Fix: pass references, or let stage evaluate ask it"
             )
-    job = LaunchedJob("evaluate", "", 0, {}, inputs, {}, Path(), 0.0)
-    return config, load_judges(job, config, functions)
+        if isinstance(judge, CallableReward) and index in functions:
+            sources[judge.label] = FunctionSource.load(judge, functions[index], job, name)
+        elif (source := load_source(judge, f"evaluate.{name}", name, job)) is not None:
+            sources[judge.label] = source
+    return config, sources

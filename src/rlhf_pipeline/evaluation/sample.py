@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL, EvaluateConfig
-from rlhf_pipeline.config.rewards import PairwiseJudge, SampleReward, TrainedReward
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL
+from rlhf_pipeline.config.rewards import PairwiseJudge, Scorer, TrainedReward
 from rlhf_pipeline.config.sample import Kind, SampleConfig, TableConfig
 from rlhf_pipeline.data.phase_files import COMPARISON, DEMONSTRATION
 from rlhf_pipeline.data.record_files import ArrowWriter
@@ -62,28 +62,28 @@ def main(job: LaunchedJob) -> dict[str, float]:
     held_out = count + sampled_rows(others, config.validation_prompts, job.seed)
     own = np.concatenate([even_share(rows, world) for rows in (np.unique(drawn), held_out)])
     together = pa.Table.from_batches([batch for file in files for batch in file.batches])
-    prompts, judging = Rows.of(together).columns(own), config.judging(place)
-    seed, judges = job.seed + table.round - 1, load_judges(job, judging)
-    setup = Setup(seed, judging, contract, tokenizer, own, prompts, trust, world, place)
-    scored = answer_all({"policy": job.inputs["policy"]}, {"policy": setup}, config.n)
+    prompts, seed = Rows.of(together).columns(own), job.seed + table.round - 1
+    judges = load_judges(job, config.rewards, f"{place}.rewards")
+    setup = Setup(seed, config, contract, tokenizer, own, prompts, trust, world, place)
+    scored = answer_all({"policy": job.inputs["policy"]}, {"policy": setup}, 0, config.n)
     draws = judge_all(scored, job, judges, {"policy": setup})
     shared = {}
     for i, row in enumerate(own.tolist()):
-        given = [each.sequences for each in scored.values()]
-        ids = [one.response_ids[i][one.real_mask[i]].tolist() for one in given]
+        sequences = [each.sequences for each in scored.values()]
+        ids = [one.response_ids[i][one.real_mask[i]].tolist() for one in sequences]
         prompt = {name: prompts[name][i] for name in ("id", "prompt_ids", "messages")}
         shared[row] = {"part": PARTS[row >= count], **prompt, "response_ids": ids}
     gathered = world.gather(shared)
     if world.rank != 0:
         return {}
-    answers, cut = in_order("policy", draws, config.n), config.cut_answers == "keep"
-    answers = judge_groups(answers, judging, reply_folder(job), cut=cut)
+    answers = in_order("policy", draws, config.n)
+    answers = judge_groups(answers, config, place, reply_folder(job))
     samples: dict[int, Sample] = {int(row): one for part in gathered for row, one in part.items()}
     for row, group in groupby(answers, lambda answer: answer.row):
-        found = list(group)
-        scores, finished = totals(found, config), [bool(one.ended) for one in found]
+        own_answers = list(group)
+        scores, finished = totals(own_answers, config), [bool(one.ended) for one in own_answers]
         chosen = choose(scores, finished, table.kind, config)
-        texts = [one.response for one in found]
+        texts = [one.response for one in own_answers]
         if chosen is not None and len({texts[n] for n in chosen}) < len(chosen):
             chosen = None  # equal answers, which were scored apart
         samples[row] |= {"responses": texts, "scores": scores, "ended": finished, "chosen": chosen}
@@ -95,19 +95,19 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 
 def judge_groups(
-    drawn: Sequence[Answer], config: EvaluateConfig, cache: Path, *, cut: bool
+    drawn: Sequence[Answer], config: SampleConfig, place: str, cache: Path
 ) -> list[Answer]:
     """Let chat models compare the answers of a policy to the same prompt, on rank 0 alone.
 
     An answer gets 1 for each win and -1 for each loss, as in `judge_pairs`, which raises the same.
-    Answers that were cut play only if `cut` is set.
+    Answers that were cut play only if they are kept.
     """
-    playing = [i for i, one in enumerate(drawn) if cut or one.ended]
+    playing = [i for i, one in enumerate(drawn) if one.ended or config.cut_answers == "keep"]
     fields = [list(own) for _, own in groupby(playing, key=lambda i: drawn[i].row)]
     texts, answers = [(one.prompt, one.response) for one in drawn], list(drawn)
-    for judge in config.judges:
+    for index, judge in enumerate(config.rewards):
         if isinstance(judge, PairwiseJudge):
-            model = ChatModel(judge.openai, cache, config.place_of(judge))
+            model = ChatModel(judge.openai, cache, f"{place}.rewards.{index}")
             with heartbeat.scored_by(judge.label):
                 points = knock_out(fields, partial(_decide, texts, model))
             answers = [
@@ -155,7 +155,7 @@ def knock_out(
 def totals(answers: Sequence[Answer], config: SampleConfig) -> list[float]:
     """The score of each answer to a prompt: the weighted sum of all sources of rewards."""
 
-    def score(answer: Answer, reward: SampleReward) -> float:
+    def score(answer: Answer, reward: Scorer) -> float:
         name = REWARD_MODEL if isinstance(reward, TrainedReward) else reward.label
         return reward.weight * (answer.scores[name] or 0.0)
 

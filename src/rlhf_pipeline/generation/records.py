@@ -8,15 +8,13 @@ Shapes: B responses of this rank, R response tokens (right-padded). Log-probabil
 undefined where `sequences.action_mask` is false, unless the record says otherwise.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.sequences import Sequences, tensors, wide
 from rlhf_pipeline.rl.masking import masked_row_sums
@@ -29,25 +27,6 @@ class Rollout:
 
     sequences: Sequences
     logprobs: Tensor  # (B, R) float32: log pi(token) according to the sampler
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A rollout as text, for functions and judges that read text; lists of B."""
-
-    prompts: list[Conversation]
-    references: list[str | None]  # true answers, where they are known
-    responses: list[str]  # without special tokens and surrounding white space
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    """Further columns of the sources, see `ColumnMap.extra`."""
-
-    @classmethod
-    def of(cls, rows: Mapping[str, list[Any]], responses: list[str]) -> Self:
-        """The responses to rows of the prepared files."""
-        extra = [json.loads(text or "{}") for text in rows.get("extra", ())]
-        names = dict.fromkeys(name for row in extra for name in row)
-        columns = {name: [row.get(name) for row in extra] for name in names}
-        return cls(rows["messages"], rows["reference"], responses, columns)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ def _in_rounds(policy: StageSpec, block: type[SupervisedConfig], start: str) -> 
         assert isinstance(config, SampledConfig), "checked before the run"
         model, own = sft_model, config.model_dump(include={*block.model_fields})
         rewards, known = reward_inputs(config.rewards)
-        judging = config.sample.judging(config.sampler)
-        judges, identities = reward_inputs(judging.judges, JUDGE_PREFIX)
+        judges, identities = reward_inputs(config.rewards, JUDGE_PREFIX)
         if uses_trained(config.rewards):
             judges["reward_model"] = reward_model
         spec = SAMPLE.answering_by(config.sample.generator)

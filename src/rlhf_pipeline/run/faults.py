@@ -23,6 +23,7 @@ from rlhf_pipeline.config.rewards import (
     RubricReward,
     as_judges,
     check_model,
+    name_faults,
 )
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
@@ -196,13 +197,10 @@ def length_faults(
 
 def policy_faults(policy: Any, blocks: Mapping[str, Any], ranks: int) -> Iterator[str]:
     """Faults of a policy that answers prompts: its rewards, its text, its teacher."""
-    place, is_sampled = f"{policy.sampler}.rewards", isinstance(policy, SampledConfig)
+    place = f"{policy.sampler}.rewards"
     yield from judge_faults(policy.rewards, place, hub=False)
-    if is_sampled or (blocks["reward_model"] is None and not blocks["evaluate"].judges):
-        try:  # the rewards are also the judges of its answers
-            EvaluateConfig.check_judges(as_judges(policy.rewards, penalties=is_sampled))
-        except ValueError as error:
-            yield f"{place}: {error}"
+    if blocks["reward_model"] is None and not blocks["evaluate"].judges:  # rewards judge, too
+        yield from (f"{place}: {fault}" for fault in name_faults(as_judges(policy.rewards)))
     if isinstance(policy, SampledConfig):
         for name in ("prompts", "validation_prompts"):
             rows = getattr(policy.sample, name)

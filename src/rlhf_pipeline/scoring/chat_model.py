@@ -2,33 +2,33 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import torch
-from torch import Tensor
-
 from rlhf_pipeline.config.rewards import ChatConfig, RubricReward, reads_references
 from rlhf_pipeline.errors import StageError, without_secrets
-from rlhf_pipeline.generation.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import JUDGE_REPLIES, LaunchedJob
 from rlhf_pipeline.runtime.manifest import json_digest
-from rlhf_pipeline.scoring.function_reward import require_references
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.verdict.answers import refuses
 
 if TYPE_CHECKING:
     from httpx2 import Response
     from openai import OpenAI
+
+    from rlhf_pipeline.generation.records import Scored
 
 TOKENS = ("prompt_tokens", "completion_tokens")
 REPLIES = ("refusals", "unparsable", "calls", "cached", *TOKENS)
@@ -91,17 +91,17 @@ class ChatModel:
         self.cache.mkdir(parents=True, exist_ok=True)
         os.utime(self.cache)  # the time of the last use
 
-        distinct, found, unusable = [*dict.fromkeys(questions)], dict[str, float | None](), []
+        distinct, verdicts, unusable = [*dict.fromkeys(questions)], dict[str, float | None](), []
         try:
             with ThreadPoolExecutor(config.concurrency) as pool:
                 replies = pool.map(partial(self._reply, client), distinct)
                 for question, (answer, known) in zip(distinct, replies, strict=True):
                     heartbeat.tick()
                     text = answer["text"]
-                    found[question] = verdict(text)
+                    verdicts[question] = verdict(text)
                     self.counts["cached" if known else "calls"] += 1
                     self.counts.update({} if known else {name: answer[name] for name in TOKENS})
-                    if found[question] is None:
+                    if verdicts[question] is None:
                         unusable.append(text)
                         self.counts["refusals" if refuses(text) else "unparsable"] += 1
         except (OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -118,7 +118,7 @@ class ChatModel:
                 "use another model, rubric or openai.template, or allow longer replies "
                 f"(openai.request); to ask again, remove {self.cache}"
             )
-        return found
+        return verdicts
 
     def _reply(self, client: "OpenAI", question: str) -> tuple[dict[str, Any], bool]:
         """The text and the tokens of a reply, and whether it was known already."""
@@ -127,19 +127,20 @@ class ChatModel:
         request["extra_body"] = self.config.request
         text = json.dumps([self.config.base_url, request], sort_keys=True)
         path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-        if (known := _stored(path)) is not None:
-            return known, True
+        with suppress(FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+            known: dict[str, Any] = json.loads(path.read_text())
+            if known.pop("sha256") == json_digest([path.stem, known]):  # as it was written
+                return known, True
         completion = client.chat.completions.create(**request)
         message = completion.choices[0].message
-        counts = {name: getattr(completion.usage, name, 0) for name in TOKENS}
-        found: dict[str, Any] = {n: x if isinstance(x, int) else 0 for n, x in counts.items()}
+        reply = {name: getattr(completion.usage, name, None) or 0 for name in TOKENS}
         text, secret = str(message.content or message.refusal or ""), client.api_key
-        found["text"] = text if len(secret) < 8 else text.replace(secret, "...")
+        reply["text"] = text if len(secret) < 8 else text.replace(secret, "...")
         own = path.with_name(uuid4().hex)  # another rank may ask the same
         own.parent.mkdir(exist_ok=True)  # `kedro rlhf clean` may have removed it
-        write_atomically(own, json.dumps(found | {"sha256": json_digest([path.stem, found])}))
+        write_atomically(own, json.dumps(reply | {"sha256": json_digest([path.stem, reply])}))
         own.replace(path)
-        return found, False
+        return reply, False
 
     def _read(self, response: "Response") -> None:
         """Read the body of a response. Raises StageError if it would fill the memory."""
@@ -160,15 +161,6 @@ class ChatModel:
         response.stream = ByteStream(bytes(body))
 
 
-def _stored(path: Path) -> dict[str, Any] | None:
-    """A stored reply; None without one, or if the file is not as it was written."""
-    try:
-        found = json.loads(path.read_text())
-        return found if found.pop("sha256") == json_digest([path.stem, found]) else None
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
 @dataclass(frozen=True)
 class RubricSource:
     """A chat model as a source of rewards; each rank asks about its own rows."""
@@ -176,18 +168,19 @@ class RubricSource:
     reward: RubricReward
     model: ChatModel
 
-    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        """Scores from 0 to 1, (B,); 0 for an answer whose reply has none. Errors: `verdicts`."""
+    def __call__(self, scored: "Scored", answered: Answered) -> list[float]:
+        """Scores from 0 to 1; 0 for an answer whose reply has none. Errors: `verdicts`."""
         if reads_references(self.reward):
-            require_references(self.model.place, answered)
+            answered.true_answers(self.model.place)
         template, scale = self.reward.rubric, self.reward.scale
         if "{response}" not in template:
             numbers = {"scale": f"{scale:g}", "example": f"{0.7 * scale:g}"}
             template = filled(RUBRIC, rubric=template, **numbers)
 
         def score(reply: str) -> float | None:
-            found = [float(number) / scale for number in _SCORE.findall(reply)[-1:]]
-            return found[0] if found and 0 <= found[0] <= 1 else None
+            numbers = _SCORE.findall(reply)
+            share = float(numbers[-1]) / scale if numbers else math.nan
+            return share if 0 <= share <= 1 else None
 
         rows = zip(answered.prompts, answered.responses, answered.references, strict=True)
         questions = [
@@ -195,7 +188,7 @@ class RubricSource:
             for prompt, response, true in rows
         ]
         verdicts = self.model.verdicts(questions, score)
-        return torch.tensor([verdicts[question] or 0.0 for question in questions])
+        return [verdicts[question] or 0.0 for question in questions]
 
     def counted(self) -> dict[str, int]:
         """The `REPLIES` since the last call."""

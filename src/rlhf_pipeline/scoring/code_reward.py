@@ -5,16 +5,15 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, get_args
 
 from rlhf_pipeline.config.rewards import CodeReward
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Answered, Scored
 from rlhf_pipeline.runtime import heartbeat, sandbox
-from rlhf_pipeline.scoring.function_reward import require_references
+from rlhf_pipeline.scoring.answers import Answered
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.generation.records import Scored
 
 FAULTS = tuple(each for each in get_args(sandbox.Outcome) if each != "passed")
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -37,13 +36,12 @@ class CodeSource:
         """Raises StageError if the machine does not offer the sandbox."""
         sandbox.check(self.reward.timeout_s, self.reward.memory_mib)
 
-    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
-        """1 for each program that passes the tests in its true answer, else 0, (B,).
+    def __call__(self, scored: "Scored", answered: Answered) -> list[float]:
+        """1 for each program that passes the tests in its true answer, else 0.
 
         Raises StageError if a true answer is missing or is no Python, or the sandbox fails.
         """
-        require_references(self.place, answered)
-        tests = [str(each) for each in answered.references]
+        tests = answered.true_answers(self.place)
         for prompt, text in zip(answered.prompts, tests, strict=True):
             try:
                 compile(text, "<tests>", "exec")
@@ -60,7 +58,7 @@ class CodeSource:
                 if outcome != "passed":
                     self.counts[outcome] += 1
                 scores.append(float(outcome == "passed"))
-        return torch.tensor(scores)
+        return scores
 
     def counted(self) -> dict[str, int]:
         """Programs that did not pass since the last call, by `FAULTS`."""

@@ -25,15 +25,10 @@ from queue import Queue
 from subprocess import DEVNULL, Popen
 from types import ModuleType
 from typing import Any, NamedTuple
-from uuid import uuid4
-
-import psutil
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime import heartbeat
 
-MARK = "RLHF_REWARD_WORKERS"
-"""Environment variable of the processes of one function. Whatever they start has it, too."""
 _PROGRAM = "from rlhf_pipeline.scoring.function_workers import work; work()"
 LONGEST_TEXT = 2000  # characters of a fault
 
@@ -46,7 +41,7 @@ class Call(NamedTuple):
     more: dict[str, Any]
 
     def row(self, row: int) -> "Call":
-        """The call for one response alone; `more` has lists."""
+        """The call for one response alone."""
         more = {name: column[row : row + 1] for name, column in self.more.items()}
         return Call(self.prompts[row : row + 1], self.responses[row : row + 1], more)
 
@@ -66,14 +61,12 @@ def loaded(place: str, location: str, name: str) -> Callable[..., Any]:
             f"{place} cannot be imported: {type(error).__name__}: {error}. "
             "Fix: correct it; add the folders of its modules to PYTHONPATH, also the working folder"
         ) from error
-    if function is None:
+    if not callable(function):
         known = sorted(each for each, one in vars(module).items() if inspect.isroutine(one))
         raise StageError(
             f"{place}: found functions {', '.join(known) or 'none'} in {location}, "
             f"expected {name}. Fix: correct the name"
         )
-    if not callable(function):
-        raise StageError(f"{place} is {function!r}, not a function")
     return function
 
 
@@ -93,71 +86,67 @@ def scores(place: str, function: Callable[..., Any], call: Call) -> list[float]:
     """The numbers for the responses; StageError, which names `place` and if possible the response,
     if the function fails or returns something else."""
     try:
-        return results(function, call)
+        return _results(function, call)
     except ResultError as error:
         fix = "Fix: return one finite number for each response"
         raise StageError(f"{place}: {error.message}. {fix}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = _where(function, call)
-        raise StageError(f"{place} failed {where}: {described(error)}") from error
+        raise StageError(f"{place} failed {where}: {_described(error)}") from error
 
 
 def _where(function: Callable[..., Any], call: Call) -> str:
     """The first row on which the function also fails alone, for the message."""
-    for row in range(0 if "scored" in call.more else len(call.responses)):  # tokens are not by row
-        one = call.row(row)
+    rows = 0 if "scored" in call.more else len(call.responses)  # tokens are not by row
+    for one in map(call.row, range(rows)):
+        row = f"at {_row(one.prompts[0], one.responses[0])}"
+        if rows == 1:
+            return row
         try:
-            results(function, one)
-        except Exception:  # the user's function may raise anything
-            return f"at the response {one.responses[0]!r} to the prompt {one.prompts[0]}"
+            _results(function, one)
+        except (Exception, SystemExit):  # the user's function may raise anything
+            return row
     return f"at {len(call.prompts)} responses together, the first to the prompt {call.prompts[0]}"
 
 
-def results(function: Callable[..., Any], call: Call) -> list[float]:
+def _row(prompt: Any, response: str) -> str:
+    return f"the response {response!r} to the prompt {prompt}"
+
+
+def _results(function: Callable[..., Any], call: Call) -> list[float]:
     """The finite number for each response. The function may be async. Raises ResultError."""
-    prompts, responses = [*call.prompts], [*call.responses]  # the function may change its own
-    found = function(call.prompts, call.responses, **call.more)
-    found = asyncio.run(found) if inspect.iscoroutine(found) else found
-    count, each = len(responses), None
+    rows = [*zip(call.prompts, call.responses, strict=True)]  # the function may empty its lists
+    result = function(call.prompts, call.responses, **call.more)
+    result = asyncio.run(result) if inspect.iscoroutine(result) else result
+    items, numbers = None, []
     with suppress(TypeError):  # a number, None, or a tensor without a dimension
-        each = None if isinstance(found, str | bytes | Mapping | Set) else iter(found)
-    if each is None:
-        what = f"{count} numbers, one for each response" if count > 1 else "one number"
-        raise ResultError(f"found {_shown(found)}, expected a list of {what}")
-    if len(listed := [*each]) != count:
-        what = f"{count}, one for each response" if count > 1 else "one"
-        raise ResultError(f"found {len(listed)} results, expected {what}")
-    numbers = [*map(_number, listed)]
-    for prompt, response, number, result in zip(prompts, responses, numbers, listed, strict=True):
-        if number is None:
-            row = f", for the response {response!r} to the prompt {prompt}" if count > 1 else ""
-            raise ResultError(f"found {_shown(result)}, expected a finite number{row}")
-    return [number for number in numbers if number is not None]
+        items = None if isinstance(result, str | bytes | Mapping | Set) else [*result]
+    if items is None or len(items) != len(rows):
+        found, expected = f"{len(items or ())} results", f"{len(rows)}"
+        if items is None:
+            found = repr(result)[:LONGEST_TEXT]
+            expected = f"a list of {f'{len(rows)} numbers' if len(rows) > 1 else 'one number'}"
+        each = "one for each response" if len(rows) > 1 else f"for {_row(*rows[0])}"
+        raise ResultError(f"found {found}, expected {expected}, {each}")
+    for row, item in zip(rows, items, strict=True):
+        number = math.nan
+        if not isinstance(item, str | bytes):
+            with suppress(TypeError, ValueError):
+                number = float(item)
+        if not math.isfinite(number):
+            found = repr(item)[:LONGEST_TEXT]
+            raise ResultError(f"found {found}, expected a finite number, for {_row(*row)}")
+        numbers.append(number)
+    return numbers
 
 
-def _number(result: Any) -> float | None:
-    with suppress(Exception):  # of a method of the user, too
-        found = math.nan if isinstance(result, str | bytes) else float(result)
-        return found if math.isfinite(found) else None
-    return None
-
-
-def _shown(result: Any) -> str:
-    try:
-        return repr(result)[:LONGEST_TEXT]
-    except Exception:
-        return f"an object of the type {type(result).__name__}"
-
-
-def described(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     """An error of a reward function with its place: the innermost one outside of libraries."""
     libraries, place = ("<", sys.prefix, sys.base_prefix), ""
     for frame in traceback.extract_tb(error.__traceback__)[2:]:
         if not frame.filename.startswith(libraries):
             place = f" ({frame.filename}, line {frame.lineno})"
-    with suppress(Exception):  # of a method of the user
-        return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
-    return f"{type(error).__name__}{place}"
+    return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
 
 
 class Workers:
@@ -166,19 +155,19 @@ class Workers:
     def __init__(
         self, place: str, location: str, name: str, processes: int, timeout_s: float | None
     ) -> None:
-        self.place, self.timeout_s, mark = place, timeout_s, uuid4().hex
-        workers = [_Worker((place, location, name), mark) for _ in range(processes)]
+        self.place, self.timeout_s = place, timeout_s
         self._idle: Queue[_Worker] = Queue()
+        workers = [_Worker(place, location, name) for _ in range(processes)]
         for worker in workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(processes)  # each waits for one process
-        self.stop = weakref.finalize(self, _stop, workers, mark)
+        self.stop = weakref.finalize(self, _stop, workers)
 
     def __call__(self, calls: Sequence[Call]) -> list[float]:
         """The number of each call, which has one response.
 
         Raises StageError if a call takes longer than `timeout_s`, fails, ends its process, or does
-        not return one finite number. All processes, and what they have started, then end.
+        not return one finite number. All processes then end.
         """
         try:
             numbers = [self._threads.submit(self._number, call) for call in calls]
@@ -191,34 +180,34 @@ class Workers:
             raise
 
     def _number(self, call: Call) -> float:
-        worker = self._idle.get()
+        worker, row = self._idle.get(), _row(call.prompts[0], call.responses[0])
         try:
             worker.receive(None)  # it is ready: the limit is that of the call alone
             worker.pipe.send(call)
             result: float | str = worker.receive(self.timeout_s)
         except TimeoutError:
-            result = f"took longer than {self.timeout_s:g} s (timeout_s)"
+            result = f"{self.place} took longer than {self.timeout_s:g} s (timeout_s) at {row}"
         except (EOFError, OSError):
             code = worker.process.wait()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-            result = f"ended its process {how}"
-        self._idle.put(worker)
-        if isinstance(result, float):
-            return result
-        at = f"at the response {call.responses[0]!r} to the prompt {call.prompts[0]}"
-        raise StageError(f"{self.place} {result} {at}")
+            result = f"{self.place} ended its process {how} at {row}"
+        finally:
+            self._idle.put(worker)
+        if isinstance(result, str):
+            raise StageError(result)
+        return result
 
 
 class _Worker:
     """A process that calls the function, and the rank's end of its pipe."""
 
-    def __init__(self, function: tuple[str, str, str], mark: str) -> None:
+    def __init__(self, *function: str) -> None:
         self.pipe, theirs = Pipe()
         with theirs:
             # A program of its own: no fork survives the threads and devices of a rank.
             command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno())]
-            how: Any = {"env": os.environ | {MARK: mark}, "stdin": DEVNULL}
-            self.process = Popen(command, pass_fds=[theirs.fileno()], **how)
+            how: Any = {"pass_fds": [theirs.fileno()], "start_new_session": True}
+            self.process = Popen(command, stdin=DEVNULL, **how)
         self.pipe.send((sys.path, function))
 
     def receive(self, limit_s: float | None) -> Any:
@@ -235,43 +224,32 @@ class _Worker:
 
 
 def work() -> None:
-    """The program of a process: for each call, it sends None when it is ready, and the result."""
+    """The program of a process: for each call, it sends None when it is ready, and then the number
+    or a fault: objects and errors of the user may not survive the way back."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PDEATHSIG: it ends with the rank
     for number in signal.SIGTERM, signal.SIGINT:  # of a scheduler: the rank decides when it ends
         signal.signal(number, lambda *_: None)
     pipe, own = Connection(int(sys.argv[1])), os.getpid()
     with suppress(EOFError):  # the rank has ended
-        sys.path, place = pipe.recv()
-        function = loaded(*place)
+        sys.path, (place, location, name) = pipe.recv()
+        function = loaded(place, location, name)
         while True:
             pipe.send(None)
-            result = _called(function, pipe.recv())
+            result: float | str
+            try:
+                (result,) = scores(place, function, pipe.recv())
+            except StageError as error:
+                result = error.message
             if os.getpid() != own:  # a fork that the function has left behind
                 os._exit(0)
             pipe.send(result)
 
 
-def _called(function: Callable[..., Any], call: Call) -> float | str:
-    """The number or a fault: objects and errors of the user may not survive the way back."""
-    try:
-        return results(function, call)[0]
-    except ResultError as error:
-        return f"failed: {error.message},"
-    except BaseException as error:
-        return f"failed with {described(error)}"
-
-
-def _stop(workers: Sequence[_Worker], mark: str) -> None:
-    """End the processes with a mark, and their children. It repeats while they start others."""
-    marked = True
-    while marked:
-        marked = False
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # it belongs to another user or has ended
-                if process.environ().get(MARK) == mark:
-                    marked = True
-                    for each in [*process.children(recursive=True), process]:
-                        each.kill()
+def _stop(workers: Sequence[_Worker]) -> None:
+    """End the processes and those that they have started, but for sessions of their own: these end
+    with the launch of the stage."""
     for worker in workers:
+        with suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.wait()

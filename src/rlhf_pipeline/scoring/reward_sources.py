@@ -4,41 +4,43 @@
 
 PPO maximizes the same sum with the centred scores of reward models clipped. Shapes: B responses of
 this rank.
-
-To add a source, write a class like `CodeSource`, its block in `config/reward_blocks.py`, its kind
-in `config/rewards.py`, and a case in `load_rewards`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config import rewards as blocks
+from rlhf_pipeline.config.rewards import (
+    INPUT_PREFIX,
+    ModelReward,
+    Scorer,
+    TrainedReward,
+    clip_of,
+)
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import encode
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.generation.records import Answered, Scored
+from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.chat_model import ChatModel, RubricSource, reply_folder
+from rlhf_pipeline.scoring.answers import Answered, Source
+from rlhf_pipeline.scoring.chat_model import RubricSource
 from rlhf_pipeline.scoring.code_reward import CodeSource
-from rlhf_pipeline.scoring.function_reward import FunctionSource, matches
-from rlhf_pipeline.scoring.true_answers import agreement
-
-Source = Callable[[Scored, Answered], Tensor]
-"""One source of rewards, loaded: the centred scores of a rollout, (B,) float32 on the CPU."""
+from rlhf_pipeline.scoring.sources import load_source
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,22 @@ class ModelSource:
     @classmethod
     def load(
         cls,
-        reward: blocks.ModelReward,
-        folder: Path,
+        reward: ModelReward,
         place: str,
+        name: str,
+        job: LaunchedJob,
+        *,
         contracts: Collection[TokenContract],
         micro_batch_tokens: int,
         world: World,
     ) -> "ModelSource":
-        """Load the model, which scores policies with these contracts.
+        """Load the model, which scores policies with these contracts; see `load_source`.
 
         Raises ArtifactError if its tokenizer is another one, and `retokenize` is off.
         """
+        folder = job.inputs.get(name, reward.folder)
+        if reward.on_hub:
+            folder = Path(snapshot_download(reward.path, revision=job.digests[name]))
         if not reward.retokenize and {TokenContract.read(folder)} != {*contracts}:
             raise ArtifactError(
                 f"{place}: {reward.path} uses a different tokenizer from the policy. Fix: set its "
@@ -78,12 +85,14 @@ class ModelSource:
         how: Any = {"foreign": reward.retokenize, "device": world.device}
         model = freeze(load_scores(folder, reward.precision, **how))
         assert_no_dropout(model)
+        if not reward.on_hub and name not in job.inputs:
+            job.expect_unchanged(name, folder)
         stored = float(getattr(model.config, "score_mean", 0.0))
         mean = stored if reward.mean is None else reward.mean
         return cls(reward.path, model, mean, tokenizer, micro_batch_tokens, world)
 
     @torch.no_grad()
-    def __call__(self, scored: Scored, answered: Answered) -> Tensor:
+    def __call__(self, scored: Scored, answered: Answered) -> list[float]:
         """Centred scores at the last real token; StageError if a dialogue is too long."""
         sequences = scored.sequences
         if self.tokenizer is not None:
@@ -92,7 +101,9 @@ class ModelSource:
             before, last = [ids[:-1] for ids in rows], [ids[-1:] for ids in rows]
             sequences = collate(before, last, self.tokenizer.pad_token_id or 0)
         how = self.micro_batch_tokens, self.world
-        return by_micro_batches(sequence_scores, self.model, sequences, *how) - self.mean
+        raw = by_micro_batches(sequence_scores, self.model, sequences, *how)
+        scores: list[float] = (raw - self.mean).tolist()
+        return scores
 
     def _retokenized(
         self, tokenizer: PreTrainedTokenizerBase, answered: Answered
@@ -113,11 +124,19 @@ class ModelSource:
 
 
 @dataclass(frozen=True)
-class RewardSum:
-    """All sources of rewards, loaded."""
+class WeightedSource:
+    """A source of rewards, loaded."""
 
-    sources: dict[str, tuple[float, float, Source]]
-    """Name to weight, clip range of the centred score, and source."""
+    weight: float
+    clip: float  # the range of the centred score; infinite if it has none
+    score: Source
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """All sources of rewards by name, loaded."""
+
+    sources: dict[str, WeightedSource]
     tokenizer: PreTrainedTokenizerBase | None  # the policy's; None: no source reads texts
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
@@ -130,18 +149,22 @@ class RewardSum:
             return replace(scored, clipped_scores=scored.scores)
         answered = self._as_text(scored, rows)
         parts, replies = dict[str, Tensor](), dict[str, float]()
-        for name, (*_, source) in self.sources.items():
+        for name, source in self.sources.items():
             with heartbeat.scored_by(name):
-                parts[name] = source(scored, answered)
-            if isinstance(source, RubricSource | CodeSource):
-                replies |= {f"{name}/{key}": n for key, n in source.counted().items()}
-        named = [(weight, clip, parts[name]) for name, (weight, clip, _) in self.sources.items()]
-        total = [weight * own for weight, _, own in named]
-        clipped = [weight * own.clamp(-clip, clip) for weight, clip, own in named]
-        scores, clipped_scores = (torch.stack(each).sum(0) for each in (total, clipped))
-        parts = parts if len(parts) > 1 else {}
+                parts[name] = torch.tensor(source.score(scored, answered))
+            if isinstance(source.score, RubricSource | CodeSource):
+                replies |= {f"{name}/{key}": n for key, n in source.score.counted().items()}
+        total = torch.stack([s.weight * parts[name] for name, s in self.sources.items()]).sum(0)
+        clipped = [
+            source.weight * parts[name].clamp(-source.clip, source.clip)
+            for name, source in self.sources.items()
+        ]
         return replace(
-            scored, scores=scores, clipped_scores=clipped_scores, parts=parts, replies=replies
+            scored,
+            scores=total,
+            clipped_scores=torch.stack(clipped).sum(0),
+            parts=parts if len(parts) > 1 else {},
+            replies=replies,
         )
 
     def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
@@ -150,13 +173,12 @@ class RewardSum:
         if missing := " and ".join(sorted({"messages", "reference"} - rows.keys())):
             raise ArtifactError(f"the prompts have no column {missing}. Fix: run stage split again")
         ids = scored.sequences.response_ids
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return Answered.of(rows, [text.strip() for text in texts])
+        return Answered.of(rows, self.tokenizer.batch_decode(ids, skip_special_tokens=True))
 
 
 def load_rewards(
     job: LaunchedJob,
-    rewards: blocks.Rewards,
+    rewards: Sequence[Scorer],
     contract: TokenContract,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
@@ -167,42 +189,23 @@ def load_rewards(
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
-    `trained_mean` is the mean score of the trained reward model; None if it is not a source. Raises
-    StageError if a function cannot be imported, or does not take prompts and responses, and
-    ArtifactError if a folder contains no reward model, or one of another tokenizer.
+    `trained_mean` is the mean score of the trained reward model, which has scored already; None if
+    it is not a source. Raises what `load_source` raises.
     """
-
-    def load(reward: blocks.RewardSource, name: str) -> Source:
-        place = f"{job.stage}.{name}"
-        match reward:
-            case blocks.TrainedReward():
-                assert trained_mean is not None, "the trained reward model is loaded as well"
-                return lambda scored, _: scored.scores - trained_mean  # it has scored already
-            case blocks.CallableReward():
-                return FunctionSource.load(reward, job, name)
-            case blocks.ReferenceReward():
-                return FunctionSource(reward.reference, agreement(reward.reference))
-            case blocks.RegexReward():
-                return matches(reward.regex)
-            case blocks.RubricReward():
-                return RubricSource(reward, ChatModel(reward.openai, reply_folder(job), place))
-            case blocks.CodeReward():
-                return CodeSource(reward, place)
-            case blocks.ModelReward():
-                folder = job.inputs.get(name, reward.folder)
-                model = ModelSource.load(
-                    reward, folder, place, [contract], micro_batch_tokens, world
-                )
-                if name not in job.inputs:
-                    job.expect_unchanged(name, folder)
-                return model
-            case _:
-                raise TypeError(f"{type(reward).__name__} is not a source of rewards")
-
-    sources, read_texts = dict[str, tuple[float, float, Source]](), False
+    sources, read_texts = dict[str, WeightedSource](), False
+    reading: Any = {"contracts": [contract], "micro_batch_tokens": micro_batch_tokens}
     for index, reward in enumerate(rewards):
-        source = load(reward, f"{blocks.INPUT_PREFIX}{index}")
-        sources[reward.label] = (reward.weight, blocks.clip_of(reward, score_clip), source)
-        is_text = not isinstance(reward, blocks.TrainedReward)
-        read_texts |= reward.retokenize if isinstance(reward, blocks.ModelReward) else is_text
+        name = f"{INPUT_PREFIX}{index}"
+        source = load_source(reward, f"{job.stage}.{name}", name, job, world=world, **reading)
+        if source is None:
+            assert trained_mean is not None, "the trained reward model is loaded as well"
+            source = partial(_by_trained, mean=trained_mean)
+        sources[reward.label] = WeightedSource(reward.weight, clip_of(reward, score_clip), source)
+        is_text = not isinstance(reward, TrainedReward)
+        read_texts |= reward.retokenize if isinstance(reward, ModelReward) else is_text
     return RewardSum(sources, tokenizer if read_texts else None)
+
+
+def _by_trained(scored: Scored, _: Answered, mean: float) -> list[float]:
+    scores: list[float] = (scored.scores - mean).tolist()
+    return scores

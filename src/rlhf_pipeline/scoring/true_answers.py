@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from threading import Lock
 
 from rlhf_pipeline.errors import StageError, install
 from rlhf_pipeline.runtime import heartbeat
@@ -26,7 +25,6 @@ from rlhf_pipeline.verdict.answers import FINAL, final_answer
 LIMIT_S, MEMORY = 10, 4 << 30
 """Longest time for one pair; bytes of the process's address space."""
 _processes: list[subprocess.Popen[bytes]] = []
-_turn = Lock()
 
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 _WORD = re.compile(r"\s[A-Za-z]{2,}|[A-Za-z]{2,}\s")
@@ -60,24 +58,23 @@ def _same_mathematics(true: str, given: str) -> bool:
     """
     heartbeat.tick()
     true, given = _as_tex(true), _as_tex(given)
-    with _turn:
-        if not _processes or _processes[0].poll() is not None:
-            pipe = subprocess.PIPE
-            command = [sys.executable, "-P", "-m", __name__, str(LIMIT_S)]
-            _processes[:] = [subprocess.Popen(command, stdin=pipe, stdout=pipe)]
-        (process,) = _processes
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps([true, given]).encode() + b"\n")
-        process.stdin.flush()
-        found = process.stdout.read(1)
-        if not found:
-            if process.wait() > 0:
-                raise StageError(f"math: math-verify failed, see the log. Fix: {install('math')}")
-            logging.getLogger(__name__).warning(
-                "math: status %d in the comparison with %r of %r; the answer counts as wrong",
-                process.returncode, true, given[-200:],
-            )  # fmt: skip
-        return found == b"1"
+    if not _processes or _processes[0].poll() is not None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-P", "-m", __name__, str(LIMIT_S)]
+        _processes[:] = [subprocess.Popen(command, stdin=pipe, stdout=pipe)]
+    (process,) = _processes
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([true, given]).encode() + b"\n")
+    process.stdin.flush()
+    verdict = process.stdout.read(1)
+    if not verdict:
+        if process.wait() > 0:
+            raise StageError(f"math: math-verify failed, see the log. Fix: {install('math')}")
+        logging.getLogger(__name__).warning(
+            "math: status %d in the comparison with %r of %r; the answer counts as wrong",
+            process.returncode, true, given[-200:],
+        )  # fmt: skip
+    return verdict == b"1"
 
 
 AGREES: dict[str, Callable[[str, str], bool]] = {

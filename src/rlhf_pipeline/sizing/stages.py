@@ -145,7 +145,7 @@ def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardw
     phases = tuple(phase for _, own in found for phase in own)
     memory = StageMemory(tuple(model for model, _ in found), phases, hardware.on_gpu)
     if isinstance(load.config, SampledConfig):  # it answers before it trains
-        answering = load.config.sample.judging().model_dump(mode="json")
+        answering = load.config.sample.answering.model_dump(mode="json")
         own = {**parameters, "evaluate": answering, "sft": parameters[stage]}
         sampling = plan_stage("evaluate", own, shape, hardware)
         return max(memory, sampling, key=lambda each: each.peak)

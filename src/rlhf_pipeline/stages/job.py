@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlhf_pipeline.config.block import Block
-from rlhf_pipeline.config.evaluate import GOLD, REWARD_MODEL
 from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
+from rlhf_pipeline.config.rewards import GOLD, REWARD_MODEL
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.heartbeat import Heartbeat

@@ -14,16 +14,17 @@ from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import source_file
-from rlhf_pipeline.config.evaluate import GOLD, JUDGE_PREFIX, EvaluateConfig, own_models
+from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, EvaluateConfig, own_models
 from rlhf_pipeline.config.rewards import (
+    GOLD,
     INPUT_PREFIX,
     CallableReward,
     ModelReward,
     PairwiseJudge,
     RegexReward,
     RubricReward,
-    SampleReward,
     SampleRewards,
+    Scorer,
     TrainedReward,
     reads_references,
 )
@@ -111,7 +112,7 @@ def _optimized(
     return None if _comparisons_of_policy(policy).keys().isdisjoint(learned) else "earlier"
 
 
-def _weighted(record: Record) -> Iterator[tuple[SampleReward, str | None]]:
+def _weighted(record: Record) -> Iterator[tuple[Scorer, str | None]]:
     """The rewards of a training that had an effect, with the digest of each one's content."""
     for index, reward in enumerate(_rewards(record)):
         prefix = JUDGE_PREFIX if record["stage"] == "sample" else INPUT_PREFIX
@@ -120,7 +121,7 @@ def _weighted(record: Record) -> Iterator[tuple[SampleReward, str | None]]:
             yield reward, record["inputs"].get(place)
 
 
-def _may_read_truth(reward: SampleReward, content: str | None) -> bool:
+def _may_read_truth(reward: Scorer, content: str | None) -> bool:
     """Whether a reward reads the true answers; a function whose file has changed may have."""
     try:
         if isinstance(reward, CallableReward) and (
@@ -132,10 +133,10 @@ def _may_read_truth(reward: SampleReward, content: str | None) -> bool:
     return reads_references(reward)
 
 
-def _rewards(record: Record) -> Sequence[SampleReward]:
+def _rewards(record: Record) -> Sequence[Scorer]:
     """The rewards of a training; none if it has none."""
     blocks = (block for block in record["config"].values() if block and block.get("rewards"))
-    adapter: TypeAdapter[Sequence[SampleReward]] = TypeAdapter(SampleRewards)
+    adapter: TypeAdapter[Sequence[Scorer]] = TypeAdapter(SampleRewards)
     return next((adapter.validate_python(block["rewards"]) for block in blocks), ())
 
 

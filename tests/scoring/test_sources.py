@@ -1,14 +1,12 @@
-"""Python functions of the user as sources of rewards."""
+"""Python functions of the user, and patterns, as sources of scores."""
 
 from dataclasses import replace
 
 import pytest
 
-from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.digests import file_digest
-from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.function_reward import FunctionSource, import_function, matches
+from rlhf_pipeline.scoring.sources import FunctionSource, matches
 
 
 def function(source: str) -> FunctionSource:
@@ -20,30 +18,21 @@ def function(source: str) -> FunctionSource:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (
-            "def f(prompts, responses, references):\n"
-            "    return [a == b for a, b in zip(responses, references)]",
-            [1.0, 0.0, 1.0],
-        ),
-        (
-            "def f(prompts, responses): return [float(p[-1]['content'][9]) for p in prompts]",
-            [0.0, 1.0, 2.0],
-        ),
-        (
-            "import torch\ndef f(prompts, responses): return torch.tensor([0.5] * len(responses))",
-            [0.5] * 3,
-        ),
+        ("def f(prompts, responses, references):\n"
+         "    return [a == b for a, b in zip(responses, references)]", [1.0, 0.0, 1.0]),
+        ("import torch\ndef f(prompts, responses):\n"
+         "    return torch.tensor([float(p[-1]['content'][9]) for p in prompts])", [0.0, 1.0, 2.0]),
     ],
-    ids=["references", "prompts", "tensor"],
-)
+    ids=["references", "prompts"],
+)  # fmt: skip
 def test_a_function_gets_prompts_responses_and_references(source, expected, scored, answered):
-    assert function(source)(scored, answered).tolist() == expected
+    assert function(source)(scored, answered) == expected
 
 
 def test_a_function_that_reads_true_answers_needs_one_for_each_prompt(scored, answered):
     """Also one that the check of a split does not know, as it is not defined by a `def`."""
     reads = function("f = lambda prompts, responses, references=(): [1.0] * len(responses)")
-    assert reads(scored, answered).tolist() == [1.0] * 3
+    assert reads(scored, answered) == [1.0] * 3
     with pytest.raises(
         StageError,
         match=r"^my\.py:f: found 1 of 3 prompts without a true answer, expected one for each\. "
@@ -51,11 +40,11 @@ def test_a_function_that_reads_true_answers_needs_one_for_each_prompt(scored, an
     ):
         reads(scored, replace(answered, references=["4", None, "6"]))
     blind = function("def f(prompts, responses): return [2.0] * len(responses)")
-    assert blind(scored, replace(answered, references=[None] * 3)).tolist() == [2.0] * 3
+    assert blind(scored, replace(answered, references=[None] * 3)) == [2.0] * 3
 
 
 def test_a_pattern_is_searched_and_its_search_has_an_end(scored, answered):
-    assert matches(r"^\d$")(scored, answered).tolist() == [1.0, 0.0, 1.0]
+    assert matches(r"^\d$")(scored, answered) == [1.0, 0.0, 1.0]
     slow = replace(answered, responses=["a", "a" * 60 + "b", ""])
     with pytest.raises(
         StageError, match=r"^regex '\(a\|aa\)\+\$' failed at the response 'aaa.*Timeout"
@@ -70,26 +59,23 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each response. Fix: return "
-         "one finite number for each response"),
-        ("return 1.0", "my.py:f: found 1.0, expected a list of 3 numbers, one for each response. "
-         "Fix: return one finite number for each response"),
-        ("return None", "my.py:f: found None, expected a list of 3 numbers, one for each"),
+        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each "
+         "response. Fix: return one finite number for each response"),
+        ("return 1.0", "my.py:f: found 1.0, expected a list of 3 numbers, one for each response"),
         ("return 'abc'", "my.py:f: found 'abc', expected a list of 3 numbers, one for each"),
+        ("return {1.0, 2.0, 3.0}", "my.py:f: found {1.0, 2.0, 3.0}, expected a list of 3 numbers"),
         ("import torch; return torch.tensor(0.5)", "my.py:f: found tensor(0.5000), expected a list "
          "of 3 numbers"),
-        ("return [1.0, 'x', 2.0]", "my.py:f: found 'x', expected a finite number, for the "
+        ("return [1.0, '3', 2.0]", "my.py:f: found '3', expected a finite number, for the "
          f"response 'five' to the {SECOND}"),
-        ("return [1.0, '3', 2.0]", "found '3', expected a finite number"),
         ("return [1.0, 2.0, None]", "found None, expected a finite number, for the response '6'"),
         ("return [float('nan'), 1.0, 2.0]", "found nan, expected a finite number"),
         ("return [1.0, float('-inf'), 2.0]", "found -inf, expected a finite number"),
         ("return [int(r) for r in responses]", f"my.py:f failed at the response 'five' to the "
          f"{SECOND}: ValueError: invalid literal"),
-        ("prompts.clear(); responses.clear(); return []", "my.py:f: found 0 results, expected 3, "
-         "one for each response. Fix: return one finite number for each response"),
-        ("\n    class Mute(Exception):\n        def __str__(self): raise OSError\n    raise Mute",
-         f"my.py:f failed at the response '4' to the {FIRST}: Mute"),
+        ("prompts.clear(); responses.clear(); return []", "found 0 results, expected 3, one for"),
+        ("raise SystemExit(0)",
+         f"my.py:f failed at the response '4' to the {FIRST}: SystemExit: 0"),
         ("\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",
          f"my.py:f failed at 3 responses together, the first to the {FIRST}: MemoryError: all"),
     ],
@@ -100,9 +86,7 @@ def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored
     assert message in str(failure.value)
 
 
-@pytest.mark.parametrize(
-    "parameters", ["", "responses", "prompts, responses, answers, /", "prompts, *, responses"]
-)
+@pytest.mark.parametrize("parameters", ["responses", "prompts, responses, answers, /"])
 def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
     with pytest.raises(
         ConfigError,
@@ -115,7 +99,7 @@ def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answer
     rated = replace(answered, columns={"difficulty": [1, 2, 3], "topic": ["a", "b", None]})
     source = function("def f(prompts, responses, difficulty, scored, weight=2): return "
                       "[weight * one + len(scored.sequences) for one in difficulty]")  # fmt: skip
-    assert source(scored, rated).tolist() == [5.0, 7.0, 9.0]
+    assert source(scored, rated) == [5.0, 7.0, 9.0]
     with pytest.raises(
         ConfigError, match=r"my\.py:f asks for difficulty, which the split does not"
     ):
@@ -127,8 +111,7 @@ def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answer
     [
         ("import no_such_module",
          r"my\.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("g = 1", "found functions none in "),
-        ("f = 1", r"my\.py:f is 1, not a function"),
+        ("def g(): ...\nf = 1", "found functions g in .*, expected f. Fix: correct the name"),
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_imported_fails(load, tmp_path, source, message):
@@ -144,7 +127,7 @@ def test_a_function_of_a_module_is_imported_by_name(
     module.write_text("def f(prompts, responses): return [2.0] * 3")
     monkeypatch.syspath_prepend(str(tmp_path))
     source = load_one("own_rewards:f", files={"rewards.0": module})
-    assert source(scored, answered).tolist() == [2.0] * 3
+    assert source(scored, answered) == [2.0] * 3
 
 
 def test_a_function_that_has_changed_since_the_plan_is_refused(load, tmp_path):
@@ -157,14 +140,16 @@ def test_a_function_that_has_changed_since_the_plan_is_refused(load, tmp_path):
         load(f"{file}:f", files={"rewards.0": file}, digests=planned)
 
 
-def test_a_failure_names_the_line_of_the_users_file(tmp_path, scored, answered):
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_failure_names_the_line_of_the_users_file(
+    load_one, tmp_path, scored, answered, processes
+):
     (tmp_path / "my.py").write_text(
         "import json\n\ndef parsed(text):\n    return json.loads(text)['score']\n\n"
         "def f(prompts, responses):\n    return [parsed('{') for _ in responses]\n"
     )
-    reward = CallableReward(callable=f"{tmp_path}/my.py:f")
-    job = LaunchedJob("ppo", "f", 1, {}, {"rewards.0": tmp_path / "my.py"}, {}, tmp_path, 60.0)
-    source = FunctionSource("my.py:f", import_function(reward, job, "rewards.0"))
+    reward = {"callable": f"{tmp_path}/my.py:f", "processes": processes}
+    source = load_one(reward, files={"rewards.0": tmp_path / "my.py"})
     with pytest.raises(StageError) as failure:
         source(scored, answered)
     assert failure.value.message.endswith(f"({tmp_path}/my.py, line 4)")

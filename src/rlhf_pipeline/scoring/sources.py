@@ -1,0 +1,144 @@
+"""What scores answers, loaded by `load_source`, for rewards and judges alike.
+
+Most often it is a Python function of the user, which each rank calls once per rollout:
+
+    def reward(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]
+
+`prompts` are messages ({"role": ..., "content": ...}). `responses` are texts without special tokens
+and without surrounding white space. A parameter `references` gets the true answers, one for each
+row; `scored` gets the tokens, a `Scored`; any other one the column of its name that the sources
+carry (`columns.extra`). With `CallableReward.processes`, processes of the rank call it with one row
+at a time.
+
+To add a kind, write a class like `CodeSource`, its block and its place in `Scorer` in
+`config/rewards.py`, and a case in `load_source`.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+from rlhf_pipeline.config.rewards import (
+    CallableReward,
+    CodeReward,
+    ModelReward,
+    ReferenceReward,
+    RegexReward,
+    RubricReward,
+    Scorer,
+    check_signature,
+)
+from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.answers import Answered, Source
+from rlhf_pipeline.scoring.chat_model import ChatModel, RubricSource, reply_folder
+from rlhf_pipeline.scoring.code_reward import CodeSource
+from rlhf_pipeline.scoring.function_workers import Call, Workers, loaded, scores
+from rlhf_pipeline.scoring.true_answers import agreement
+
+if TYPE_CHECKING:
+    from rlhf_pipeline.generation.records import Scored
+
+
+def load_source(
+    scorer: Scorer, place: str, name: str, job: LaunchedJob, **reading: Any
+) -> Source | None:
+    """Load what scores single answers; None for the trained reward model and a judge of pairs.
+
+    `place` is its parameter, and `name` the input with its content. A reward model needs the
+    further arguments of `ModelSource.load`. Raises StageError if a function cannot be imported, or
+    the machine has no sandbox, ConfigError if a function does not take prompts and responses, and
+    ArtifactError if the content has changed since the stage was planned, or a folder contains no
+    reward model, or one of another tokenizer.
+    """
+    match scorer:
+        case CallableReward():
+            return FunctionSource.load(scorer, import_function(scorer, job, name), job, name)
+        case ReferenceReward():
+            return FunctionSource(scorer.reference, agreement(scorer.reference))
+        case RegexReward():
+            return matches(scorer.regex)
+        case RubricReward():
+            return RubricSource(scorer, ChatModel(scorer.openai, reply_folder(job), place))
+        case CodeReward():
+            return CodeSource(scorer, place)
+        case ModelReward():
+            from rlhf_pipeline.scoring.reward_sources import ModelSource
+
+            return ModelSource.load(scorer, place, name, job, **reading)
+    return None
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """A Python function of the user as a source of scores."""
+
+    place: str  # the function as written in the parameters, for messages
+    function: Callable[..., Any]
+    workers: Workers | None = None  # None: the function is called in this process
+
+    def __post_init__(self) -> None:
+        # The dry run knows what the sources carry, and that processes get no tokens.
+        check_signature(self.place, self._signature, {"the split": self._signature.parameters})
+
+    @classmethod
+    def load(
+        cls, reward: CallableReward, function: Callable[..., Any], job: LaunchedJob, name: str
+    ) -> "FunctionSource":
+        """The function with its processes, which import it themselves."""
+        source = cls(reward.callable, function)
+        if not reward.processes:
+            return source
+        target = reward.callable, _location(reward, job, name), reward.function
+        return replace(source, workers=Workers(*target, reward.processes, reward.timeout_s))
+
+    def __call__(self, scored: "Scored", answered: Answered) -> list[float]:
+        """Call the function.
+
+        Raises ConfigError if the prompts lack a column that it asks for, and StageError if a true
+        answer is missing, or it does not return one finite number per response.
+        """
+        parameters = self._signature.parameters
+        check_signature(self.place, self._signature, {"the split": answered.columns})
+        offered: dict[str, Any] = {**answered.columns, "scored": scored}
+        if "references" in parameters:
+            offered["references"] = answered.true_answers(self.place)
+        further = [name for name in [*parameters][2:] if name in offered]  # two get the texts
+        # The function may empty its lists.
+        call = Call(
+            [*answered.prompts], [*answered.responses], {name: offered[name] for name in further}
+        )
+        if self.workers is None:
+            return scores(self.place, self.function, call)
+        return self.workers([call.row(row) for row in range(len(call.responses))])
+
+    @property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+
+def matches(pattern: str, limit_s: float = 5.0) -> FunctionSource:
+    """1 for a response in which a regular expression is found, else 0. A search of a response that
+    takes longer than the limit, because the pattern backtracks, fails like a function."""
+    search = partial(regex.compile(pattern).search, timeout=limit_s)
+    name = f"regex {pattern!r}"
+    return FunctionSource(name, lambda prompts, responses: [bool(search(r)) for r in responses])
+
+
+def import_function(reward: CallableReward, job: LaunchedJob, name: str) -> Callable[..., Any]:
+    """Import the function from a file, which is the input `name`, or from an installed module.
+
+    Raises StageError if it cannot be imported or is not a function, and ArtifactError if the file
+    has changed since the stage was planned.
+    """
+    function = loaded(reward.callable, _location(reward, job, name), reward.function)
+    job.expect_unchanged(name, job.inputs[name])
+    return function
+
+
+def _location(reward: CallableReward, job: LaunchedJob, name: str) -> str:
+    """The file of the plan, or the module."""
+    return str(job.inputs[name]) if reward.location.endswith(".py") else reward.location
