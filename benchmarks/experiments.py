@@ -23,11 +23,11 @@ from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.pipelines.evaluate import evaluate
 from rlhf_pipeline.pipelines.ppo import PPO, ppo
 from rlhf_pipeline.pipelines.preparation import base_model, split
 from rlhf_pipeline.pipelines.supervised import reward_model, sft
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner

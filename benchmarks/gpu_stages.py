@@ -25,12 +25,12 @@ from omegaconf import OmegaConf
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError
+from rlhf_pipeline.kedro_run.checks import check
 from rlhf_pipeline.pipelines.evaluate import evaluate
 from rlhf_pipeline.pipelines.ppo import PPO, ppo
 from rlhf_pipeline.pipelines.preparation import base_model, split
 from rlhf_pipeline.pipelines.supervised import DPO, dpo, reward_model, sft
 from rlhf_pipeline.pipelines.table import parameter_blocks
-from rlhf_pipeline.run.checks import check
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun, Status
 from rlhf_pipeline.stages.launch.resources import visible_gpus

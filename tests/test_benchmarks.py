@@ -14,8 +14,8 @@ from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 from rlhf_pipeline.data.sources.synthetic import asked, measured
-from rlhf_pipeline.run.checks import check
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.checks import check
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.hardware import named

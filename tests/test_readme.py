@@ -22,8 +22,8 @@ from test_tutorials import PROJECT, copy_of_the_project, run
 
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.config.stages import OPTIONAL
+from rlhf_pipeline.kedro_run.checks import before_node
 from rlhf_pipeline.pipelines.table import RUN, parameter_blocks
-from rlhf_pipeline.run.checks import before_node
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
 from rlhf_pipeline.runtime.program import write_manifest
 from rlhf_pipeline.stages.cache.fingerprint import identify

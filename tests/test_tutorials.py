@@ -16,8 +16,8 @@ import yaml
 from documented_commands import SHELL, as_status, commands
 from ports import reserved_port
 
-from rlhf_pipeline.run.checks import check
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.checks import check
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 PROJECT = Path(__file__).parents[1]

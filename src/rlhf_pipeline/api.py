@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import CHAMPION, JUDGE_MODEL
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.run.explain import explained_errors
+from rlhf_pipeline.kedro_run.explain import explained_errors
 from rlhf_pipeline.runtime.metrics_file import read_curves
 from rlhf_pipeline.verdict.answers import ANSWERS, Answer, read_answers
 from rlhf_pipeline.verdict.comparison import read_evaluation
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kedro.framework.session import KedroSession
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rlhf_pipeline.run.artifacts import Ledger, Policy
+    from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
 
 Folder = str | Path
 Params = Mapping[str, Any] | None
@@ -147,7 +147,7 @@ def _opened(
         from kedro.framework.session import KedroSession
         from kedro.framework.startup import bootstrap_project
 
-        from rlhf_pipeline.run.artifacts import Ledger
+        from rlhf_pipeline.kedro_run.artifacts import Ledger
 
         bootstrap_project(found)
         with KedroSession.create(found, env=env, runtime_params=changed) as session:

@@ -6,8 +6,8 @@ import warnings
 from omegaconf.resolvers import oc
 from rich.console import Console
 
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.hooks import CheckHook, RecordHook, RunHook
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.hooks import CheckHook, RecordHook, RunHook
 
 # Imports create many objects and no garbage. Garbage collection took a sixth of a cached run
 # during the imports, and a fifth at the end of the interpreter.

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rlhf_pipeline.commands.clean import clean
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
-from rlhf_pipeline.run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.stages.cache.workspace import recipe_lock
 
@@ -37,7 +37,7 @@ class Shelf:
     def clean(self, monkeypatch, **options):
         """Clean; return what is printed."""
         names = SimpleNamespace(all_outputs=lambda: {"ppo_model"})
-        monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": names})
+        monkeypatch.setattr("rlhf_pipeline.kedro_run.artifacts.pipelines", {"all": names})
         version = Version(None, "2026-02-01T00.00.00.000Z")
         catalog = DataCatalog(
             {

@@ -13,7 +13,7 @@ from rlhf_pipeline.commands.compare import (
     recipes,
     verdicts,
 )
-from rlhf_pipeline.run.artifacts import Policy
+from rlhf_pipeline.kedro_run.artifacts import Policy
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.verdict.answers import write_answers
 from rlhf_pipeline.verdict.comparison import summary

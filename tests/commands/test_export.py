@@ -22,10 +22,10 @@ from rlhf_pipeline.commands.export import SUMS, publish
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.models import export as export_program
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.lora import add_adapters, merged, trained_names, write_adapter
-from rlhf_pipeline.run.artifacts import Ledger
 
 PROJECT = Path(__file__).parents[2]
 LOGITS = """

@@ -9,7 +9,7 @@ from kedro.io import DataCatalog, MemoryDataset
 from rlhf_pipeline.commands.label import label
 from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import ConfigError, DataError
-from rlhf_pipeline.run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 
 
 @pytest.fixture

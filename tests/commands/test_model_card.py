@@ -8,7 +8,7 @@ from made_by_hand import sealed
 from stand_in_hub import serving
 
 from rlhf_pipeline.commands.export import model_card
-from rlhf_pipeline.run.artifacts import Policy
+from rlhf_pipeline.kedro_run.artifacts import Policy
 from rlhf_pipeline.runtime.manifest import Manifest
 
 DIGEST = "d" * 64

@@ -16,7 +16,7 @@ from rich.console import Console
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands.plan import make_plan, show, to_json
 from rlhf_pipeline.config.stages import BLOCKS
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.hardware import named

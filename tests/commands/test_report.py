@@ -14,7 +14,7 @@ from rlhf_pipeline.commands.report import report, runs
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries, json_digest
 from rlhf_pipeline.verdict.answers import write_answers
 from rlhf_pipeline.verdict.comparison import Standing, compare
@@ -33,7 +33,7 @@ GREEDY = 0.7
 def outputs(monkeypatch):
     """The artifacts that pipelines publish."""
     pipeline = SimpleNamespace(all_outputs=lambda: {*NAMES})
-    monkeypatch.setattr("rlhf_pipeline.run.artifacts.pipelines", {"all": pipeline})
+    monkeypatch.setattr("rlhf_pipeline.kedro_run.artifacts.pipelines", {"all": pipeline})
 
 
 @pytest.fixture

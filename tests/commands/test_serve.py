@@ -23,7 +23,7 @@ from waiting import wait_until
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import serve as module
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = {"PYTHONPATH": str(PROJECT / "src")}

@@ -17,10 +17,10 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.kedro_run.checks import check
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.dry_run import code_faults, function_faults
 from rlhf_pipeline.pipelines import table
-from rlhf_pipeline.run.checks import check
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.dry_run import code_faults, function_faults
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.training.ppo_update import number_of_terms

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.training import FrozenModel
-from rlhf_pipeline.run.faults import batch_faults, policy_faults
+from rlhf_pipeline.kedro_run.faults import batch_faults, policy_faults
 
 LORA = {"optimizer": {"learning_rate": 1e-4}, "lora": {}}
 

@@ -16,7 +16,7 @@ from rlhf_pipeline.config.rewards import (
     TrainedReward,
     reads_references,
 )
-from rlhf_pipeline.run.faults import judge_faults
+from rlhf_pipeline.kedro_run.faults import judge_faults
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 PPO = {

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_pipeline.run.checks import check
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.checks import check
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 PROJECT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from rlhf_pipeline.config.stages import (
     unused_rows,
 )
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.run.checks import check, check_values
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.checks import check, check_values
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -18,10 +18,10 @@ from kedro.io import CatalogProtocol
 
 from rlhf_pipeline.commands.status import planned_rows
 from rlhf_pipeline.data.records import RowCounts
+from rlhf_pipeline.kedro_run import checks
+from rlhf_pipeline.kedro_run.hooks import run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines import table
-from rlhf_pipeline.run import checks
-from rlhf_pipeline.run.hooks import run_context
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.stages import run
@@ -266,8 +266,8 @@ RERUNS_NOTHING = {
     "docstring of a program": ("training/ppo.py", *DOCSTRING),
     "comment and blank line": ("rl/losses.py", r"\n    return ", "\n\n    # Text.\n    return "),
     "launcher": ("stages/launch/launcher.py", r"\Z", "CHANGED = True\n"),
-    "hooks": ("run/hooks.py", r"\Z", "CHANGED = True\n"),
-    "checks": ("run/checks.py", r"\Z", "CHANGED = True\n"),
+    "hooks": ("kedro_run/hooks.py", r"\Z", "CHANGED = True\n"),
+    "checks": ("kedro_run/checks.py", r"\Z", "CHANGED = True\n"),
     "registry": ("pipelines/table.py", r"OWN = \{", "OWN = {'another': None,"),
     "fields of a spec": ("pipelines/ppo.py", r"headline_metrics=\(", 'headline_metrics=("x",'),
     "program of another pipeline": ("training/dpo.py", r"\Z", "CHANGED = True\n"),

@@ -237,7 +237,7 @@ def test_an_unchanged_run_launches_nothing_and_imports_no_training_stack(project
         len(project.client().search_model_versions("name = 'rlhf-policy-tiny'")) <= 3
     )  # none was added by this run
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", output, re.MULTILINE))
-    assert "rlhf_pipeline.run.hooks" in imported
+    assert "rlhf_pipeline.kedro_run.hooks" in imported
     assert (
         imported
         & {"torch", "transformers", "deepspeed", "datasets", "peft", "matplotlib", "mlflow.server"}

@@ -13,9 +13,9 @@ from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
+from rlhf_pipeline.kedro_run.hooks import run_context
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines.table import RUN
-from rlhf_pipeline.run.hooks import run_context
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.job import Stages

@@ -7,9 +7,9 @@ import pytest
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
+from rlhf_pipeline.kedro_run.checks import check
 from rlhf_pipeline.pipeline_registry import register_pipelines
 from rlhf_pipeline.pipelines.table import stage_specs
-from rlhf_pipeline.run.checks import check
 
 PROJECT = Path(__file__).parents[2]
 ORDER = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "register", "report"]

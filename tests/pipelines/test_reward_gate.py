@@ -14,7 +14,7 @@ from tiny_jobs import MAIN, tiny_job, trained
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.run.checks import check_gate
+from rlhf_pipeline.kedro_run.checks import check_gate
 from rlhf_pipeline.runtime.manifest import Manifest
 
 DEFAULT = RewardModelConfig.model_fields["gate"].default

@@ -73,7 +73,7 @@ def test_a_signal_ends_the_program_and_its_children(drill, recorder):
 def test_the_driver_imports_neither_torch_nor_mlflow():
     heavy = "('torch', 'mlflow', 'deepspeed', 'transformers')"
     code = (
-        "import sys, rlhf_pipeline.stages.run, rlhf_pipeline.run.hooks; "
+        "import sys, rlhf_pipeline.stages.run, rlhf_pipeline.kedro_run.hooks; "
         f"print([m for m in {heavy} if m in sys.modules])"
     )
     source = Path(run.__file__).parents[2]

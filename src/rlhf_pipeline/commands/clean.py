@@ -8,8 +8,8 @@ from rich.filesize import decimal
 
 from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.errors import as_typed
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.pipelines.table import stage_specs
-from rlhf_pipeline.run.artifacts import Ledger
 from rlhf_pipeline.runtime.job import DRY_RUNS, JUDGE_REPLIES
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads

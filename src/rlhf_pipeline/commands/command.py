@@ -72,7 +72,7 @@ class Command(click.Command):
         )
 
     def invoke(self, ctx: click.Context) -> Any:
-        from rlhf_pipeline.run.explain import explained_errors
+        from rlhf_pipeline.kedro_run.explain import explained_errors
 
         show_traceback = ctx.params.pop("traceback")
         with explained_errors(show_traceback=show_traceback), ExitStack() as sessions:
@@ -87,7 +87,7 @@ class Command(click.Command):
             if self._reads:
                 from kedro.framework.session import KedroSession
 
-                from rlhf_pipeline.run.artifacts import Ledger
+                from rlhf_pipeline.kedro_run.artifacts import Ledger
 
                 env, source, params = (ctx.params.pop(str(each.name)) for each in CONFIGURATION)
                 ctx.meta[ENV] = env

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlhf_pipeline.commands.command import Command, plain_table
-from rlhf_pipeline.run.artifacts import Ledger, Policy
+from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
 from rlhf_pipeline.tracking.registration import conditions
 from rlhf_pipeline.verdict.answers import (
     Answer,

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rlhf_pipeline.commands.command import Command, pipeline_option, plain_table
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.errors import PipelineError, as_typed, without_secrets
-from rlhf_pipeline.run.checks import before_run
+from rlhf_pipeline.kedro_run.checks import before_run
 from rlhf_pipeline.sizing.fit import size_text
 from rlhf_pipeline.sizing.hardware import GIB
 from rlhf_pipeline.stages.launch.failure import log_tail, logged_cause

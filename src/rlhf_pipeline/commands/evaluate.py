@@ -21,12 +21,12 @@ from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
 from rlhf_pipeline.data.sources.registry import first_rows
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
+from rlhf_pipeline.kedro_run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.dry_run import Rows, code_faults, function_faults, reference_faults
+from rlhf_pipeline.kedro_run.faults import judge_faults, length_faults, refuse
+from rlhf_pipeline.kedro_run.results import print_results
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.preparation import read_sources, split
-from rlhf_pipeline.run.artifacts import Ledger
-from rlhf_pipeline.run.dry_run import Rows, code_faults, function_faults, reference_faults
-from rlhf_pipeline.run.faults import judge_faults, length_faults, refuse
-from rlhf_pipeline.run.results import print_results
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS

@@ -22,7 +22,7 @@ from rlhf_pipeline.config.base_model import COMMIT
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
-from rlhf_pipeline.run.artifacts import Ledger, Policy
+from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
 from rlhf_pipeline.runtime.hub import UNKNOWN, license_of
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.storage.store import explained, open_store, upload

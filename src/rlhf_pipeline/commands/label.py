@@ -10,9 +10,9 @@ import uvicorn
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.data.files import read_rows
 from rlhf_pipeline.errors import ConfigError, printable
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.labelling.server import application
 from rlhf_pipeline.labelling.votes import distinct_pairs, evaluation_rows, locked
-from rlhf_pipeline.run.artifacts import Ledger
 
 
 @click.command(cls=Command)

@@ -12,7 +12,7 @@ from rich.tree import Tree
 from rlhf_pipeline.commands.command import Command
 from rlhf_pipeline.config.base_model import BYTES
 from rlhf_pipeline.errors import ArtifactError, printable, short_path
-from rlhf_pipeline.run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.runtime.manifest import (
     Manifest,
     artifact_of,

@@ -16,8 +16,8 @@ from rich.text import Text
 from rlhf_pipeline.commands.command import Command, plain_table
 from rlhf_pipeline.config.block import OPERATIONAL, Block, blocks_in
 from rlhf_pipeline.errors import ConfigError, suggestion
+from rlhf_pipeline.kedro_run.config_loader import PACKAGED
 from rlhf_pipeline.pipelines.table import parameter_blocks
-from rlhf_pipeline.run.config_loader import PACKAGED
 
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 TYPES = {"null": "`null`", "boolean": "true or false", "string": "text", "object": "mapping"}

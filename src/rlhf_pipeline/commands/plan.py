@@ -22,11 +22,11 @@ from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.stages import BLOCKS, prompt_policies
 from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.kedro_run.checks import check as check_parameters
+from rlhf_pipeline.kedro_run.checks import check_values
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader, check_environment
+from rlhf_pipeline.kedro_run.faults import batch_faults, length_faults, refuse
 from rlhf_pipeline.pipelines.table import blocks_of
-from rlhf_pipeline.run.checks import check as check_parameters
-from rlhf_pipeline.run.checks import check_values
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader, check_environment
-from rlhf_pipeline.run.faults import batch_faults, length_faults, refuse
 from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named

@@ -8,7 +8,7 @@ from rich.console import Console
 from rlhf_pipeline.commands.command import Command, plain_table, show_link
 from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.errors import ArtifactError, as_typed
-from rlhf_pipeline.run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest, verify
 from rlhf_pipeline.tracking.registration import read_registration

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, show_link
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.run.artifacts import Ledger
+from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.runtime.program import LOOPBACK
 from rlhf_pipeline.stages.launch.resources import free_port
 from rlhf_pipeline.tracking.store import (

@@ -13,9 +13,9 @@ from rich.console import Console
 from rlhf_pipeline.commands.command import Command, pipeline_option, plain_table
 from rlhf_pipeline.config.stages import shares_text
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
+from rlhf_pipeline.kedro_run.checks import before_run
+from rlhf_pipeline.kedro_run.hooks import run_context
 from rlhf_pipeline.pipelines.table import PASSES_ON, RUN, kinds_of_results, stage_specs
-from rlhf_pipeline.run.checks import before_run
-from rlhf_pipeline.run.hooks import run_context
 from rlhf_pipeline.runtime.manifest import NAME, Manifest
 from rlhf_pipeline.stages.cache.planning import PlannedStage, Planner, downstream
 from rlhf_pipeline.stages.cache.workspace import RECIPE

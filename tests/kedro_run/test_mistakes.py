@@ -21,8 +21,8 @@ from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.commands.doctor import examine, run
 from rlhf_pipeline.commands.status import planned_rows
-from rlhf_pipeline.run.explain import explain
-from rlhf_pipeline.run.hooks import CheckHook
+from rlhf_pipeline.kedro_run.explain import explain
+from rlhf_pipeline.kedro_run.hooks import CheckHook
 
 PROJECT = Path(__file__).parents[2]
 CSV = "prompt,better,worse\n" + "".join(f"hello {i},a good {i},a bad {i}\n" for i in range(40))

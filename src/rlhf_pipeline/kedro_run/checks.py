@@ -33,9 +33,8 @@ from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.datasets.artifact import PathDataset
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
-from rlhf_pipeline.pipelines.table import blocks_of, parameter_blocks, policy_stages, stage_specs
-from rlhf_pipeline.run.dry_run import CAREFUL, FEWEST, dry_run
-from rlhf_pipeline.run.faults import (
+from rlhf_pipeline.kedro_run.dry_run import CAREFUL, FEWEST, dry_run
+from rlhf_pipeline.kedro_run.faults import (
     Origin,
     batch_faults,
     block_faults,
@@ -50,6 +49,7 @@ from rlhf_pipeline.run.faults import (
     refuse,
     source_faults,
 )
+from rlhf_pipeline.pipelines.table import blocks_of, parameter_blocks, policy_stages, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import automatic, micro_batch_tokens

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import ConfigError, install
-from rlhf_pipeline.run.checks import check, check_values
-from rlhf_pipeline.run.faults import batch_faults, length_faults, path_faults
+from rlhf_pipeline.kedro_run.checks import check, check_values
+from rlhf_pipeline.kedro_run.faults import batch_faults, length_faults, path_faults
 
 FAULTS = [
     ("base_model.template_date", "today",
@@ -229,7 +229,7 @@ def test_a_choice_may_need_a_package(
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("task: own")
     installed = {package: object()}
-    monkeypatch.setattr("rlhf_pipeline.run.faults.find_spec", installed.get)
+    monkeypatch.setattr("rlhf_pipeline.kedro_run.faults.find_spec", installed.get)
     chosen = changed({place: value})
     check(chosen, gpus=2)
     installed.clear()

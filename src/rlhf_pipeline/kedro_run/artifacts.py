@@ -15,9 +15,9 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.kedro_run.faults import path_faults, refuse
 from rlhf_pipeline.pipelines.preparation import base_model
 from rlhf_pipeline.pipelines.table import kinds_of_results
-from rlhf_pipeline.run.faults import path_faults, refuse
 from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
@@ -111,7 +111,7 @@ class Ledger:
     @contextmanager
     def stages(self) -> Iterator[Stages]:
         """Runs stages as `kedro run` does; the end waits for the uploads to a store."""
-        from rlhf_pipeline.run.hooks import run_context
+        from rlhf_pipeline.kedro_run.hooks import run_context
         from rlhf_pipeline.stages.progress import ProgressDisplay
         from rlhf_pipeline.stages.run import StageRunner
 

@@ -7,10 +7,10 @@ import pytest
 
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.sources.registry import source_origin
+from rlhf_pipeline.kedro_run.checks import check
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.published_inputs import changes_since
 from rlhf_pipeline.pipelines.preparation import base_model_identity
-from rlhf_pipeline.run.checks import check
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.published_inputs import changes_since
 from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest

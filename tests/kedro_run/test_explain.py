@@ -8,7 +8,7 @@ import pytest
 from kedro.io.core import DatasetError
 
 from rlhf_pipeline.errors import Interrupted, PipelineError, StageError
-from rlhf_pipeline.run.explain import explain, explained_errors
+from rlhf_pipeline.kedro_run.explain import explain, explained_errors
 
 
 def test_an_explained_error_is_found_below_the_errors_that_wrap_it():

@@ -14,9 +14,9 @@ from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.sources.registry import FirstRows
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.run import dry_run
-from rlhf_pipeline.run.checks import check_values
-from rlhf_pipeline.run.dry_run import (
+from rlhf_pipeline.kedro_run import dry_run
+from rlhf_pipeline.kedro_run.checks import check_values
+from rlhf_pipeline.kedro_run.dry_run import (
     careful_faults,
     function_faults,
     model_faults,

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.errors import Interrupted, StageError, without_secrets
+from rlhf_pipeline.kedro_run.config_loader import check_environment
 from rlhf_pipeline.pipelines.table import (
     RUN,
     blocks_of,
@@ -28,7 +29,6 @@ from rlhf_pipeline.pipelines.table import (
     policy_stages,
     stage_specs,
 )
-from rlhf_pipeline.run.config_loader import check_environment
 from rlhf_pipeline.stages.job import (
     RunContext,
     StageListener,
@@ -117,7 +117,7 @@ class CheckHook:
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Check environment and parameters; nodes and commands get the blocks validated here."""
-        from rlhf_pipeline.run.checks import check, check_root, sized
+        from rlhf_pipeline.kedro_run.checks import check, check_root, sized
         from rlhf_pipeline.stages.launch.resources import gpu_count
 
         self.context, loader = context, context.config_loader
@@ -130,7 +130,7 @@ class CheckHook:
     @hook_impl
     def after_catalog_created(self, catalog: CatalogProtocol) -> None:
         """Let checks name the file that set a parameter."""
-        from rlhf_pipeline.run.checks import CONF
+        from rlhf_pipeline.kedro_run.checks import CONF
 
         catalog[CONF] = MemoryDataset(self.context.config_loader, copy_mode="assign")
 
@@ -139,8 +139,8 @@ class CheckHook:
         self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
         """Check what the chosen nodes need and read, and say what the user should know."""
-        from rlhf_pipeline.run.checks import before_run
-        from rlhf_pipeline.run.published_inputs import check_published
+        from rlhf_pipeline.kedro_run.checks import before_run
+        from rlhf_pipeline.kedro_run.published_inputs import check_published
         from rlhf_pipeline.verdict.statistics import smallest_visible_win_rate
 
         before_run(pipeline, catalog)
@@ -157,7 +157,7 @@ class CheckHook:
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, inputs: dict[str, Any]) -> None:
         """Check what the node reads."""
-        from rlhf_pipeline.run.checks import before_node
+        from rlhf_pipeline.kedro_run.checks import before_node
 
         before_node(node.name, inputs, self.nodes, self.blocks)
 
@@ -209,7 +209,7 @@ class RecordHook:
     @hook_impl(trylast=True)
     def on_pipeline_error(self, error: Exception) -> None:
         """Explain the error, and close the MLflow run with its real status and the reason."""
-        from rlhf_pipeline.run.explain import explain
+        from rlhf_pipeline.kedro_run.explain import explain
 
         explained = explain(error)
         status: Status = "KILLED" if isinstance(explained, Interrupted) else "FAILED"
@@ -231,7 +231,7 @@ class RunHook:
     @hook_impl
     def before_pipeline_run(self, catalog: CatalogProtocol) -> None:
         """Make the stage runner, which the display, the summary and MLflow follow."""
-        from rlhf_pipeline.run.results import StageSummary
+        from rlhf_pipeline.kedro_run.results import StageSummary
         from rlhf_pipeline.stages.progress import ProgressDisplay
         from rlhf_pipeline.stages.run import StageRunner
 
@@ -251,7 +251,7 @@ class RunHook:
         self, run_params: dict[str, Any], pipeline: Pipeline, catalog: CatalogProtocol
     ) -> None:
         """Print the results of this run and their paths, and wait for uploads."""
-        from rlhf_pipeline.run.results import print_results
+        from rlhf_pipeline.kedro_run.results import print_results
 
         results = {name: self._outputs[name] for name in sorted(pipeline.all_outputs())}
         for name, result in results.items():

@@ -4,7 +4,7 @@ import pytest
 from kedro.config import MissingConfigException
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.run.config_loader import PACKAGED, LayeredConfigLoader, check_environment
+from rlhf_pipeline.kedro_run.config_loader import PACKAGED, LayeredConfigLoader, check_environment
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 
 LAYERS = {

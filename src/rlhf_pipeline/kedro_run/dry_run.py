@@ -27,8 +27,8 @@ from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
+from rlhf_pipeline.kedro_run.faults import refuse
 from rlhf_pipeline.pipelines.table import blocks_of
-from rlhf_pipeline.run.faults import refuse
 from rlhf_pipeline.runtime import sandbox
 from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
 

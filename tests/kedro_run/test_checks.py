@@ -15,9 +15,8 @@ from kedro.framework.startup import bootstrap_project
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
-from rlhf_pipeline.pipelines.table import parameter_blocks
-from rlhf_pipeline.run import checks
-from rlhf_pipeline.run.checks import (
+from rlhf_pipeline.kedro_run import checks
+from rlhf_pipeline.kedro_run.checks import (
     before_node,
     before_run,
     check_gate,
@@ -26,7 +25,8 @@ from rlhf_pipeline.run.checks import (
     check_values,
     sized,
 )
-from rlhf_pipeline.run.faults import block_faults, memory_faults, phase_faults
+from rlhf_pipeline.kedro_run.faults import block_faults, memory_faults, phase_faults
+from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.hardware import GIB, Hardware

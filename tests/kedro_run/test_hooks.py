@@ -18,10 +18,10 @@ from rich.console import Console
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
 from rlhf_pipeline.errors import Interrupted, PipelineError, StageError
-from rlhf_pipeline.run.checks import CONF, check_stores, check_values
-from rlhf_pipeline.run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.run.explain import explained_errors
-from rlhf_pipeline.run.hooks import (
+from rlhf_pipeline.kedro_run.checks import CONF, check_stores, check_values
+from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
+from rlhf_pipeline.kedro_run.explain import explained_errors
+from rlhf_pipeline.kedro_run.hooks import (
     NAME_LENGTH,
     CheckHook,
     RecordHook,
@@ -29,7 +29,7 @@ from rlhf_pipeline.run.hooks import (
     run_name,
     whole_run,
 )
-from rlhf_pipeline.run.results import StageSummary, print_results
+from rlhf_pipeline.kedro_run.results import StageSummary, print_results
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.job import RunContext, StageRun
