@@ -102,7 +102,7 @@ def test_the_rehearsal_of_a_part_ends_in_a_page(tmp_path):
 
 
 def test_the_stages_of_every_row_are_valid_on_eight_gpus_and_in_a_rehearsal(stages, monkeypatch):
-    monkeypatch.setattr("rlhf_pipeline.kedro_run.checks.find_spec", lambda name: object())
+    monkeypatch.setattr("rlhf_pipeline.kedro_run.faults.find_spec", lambda name: object())
     for row in stages.ROWS.values():
         check(stages.row_parameters(row, rehearsal=False), gpus=8)
         check(stages.row_parameters(row, rehearsal=True), gpus=0)

@@ -23,7 +23,7 @@ from rlhf_pipeline.kedro_run.dry_run import code_faults, function_faults
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
-from rlhf_pipeline.training.ppo_update import number_of_terms
+from rlhf_pipeline.training.ppo_update import policy_loss
 
 CONF = Path(__file__).parents[2] / "conf"
 ROW = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
@@ -179,12 +179,10 @@ def test_the_code_of_a_name_counts_with_what_it_imports_from_its_package(install
 def test_a_loss_counts_its_own_terms(installed):
     """Three tokens in two sequences."""
     mask = torch.tensor([[True, True], [True, False]])
-    count = [
-        number_of_terms(PPOConfig.model_construct(policy_loss=name), mask)
-        for name in ("clip", "gspo")
-    ]
-    assert count == [3, 2]
     zeros = torch.zeros(2, 2)
+    none = dict.fromkeys(("logprobs", "old_logprobs", "advantages"), zeros)
+    configs = [PPOConfig.model_construct(policy_loss=name) for name in ("clip", "gspo")]
+    assert [policy_loss(config, **none, mask=mask)[1] for config in configs] == [3, 2]
     tensors = dict.fromkeys(("logprobs", "old_logprobs"), zeros)
     found = call_with(
         POLICY_LOSS.load("gspo"), PPOConfig.model_construct(), advantages=zeros + 2, mask=mask,
