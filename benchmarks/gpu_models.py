@@ -64,7 +64,7 @@ def make_model(settings: Tree, positions: int) -> Model:
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        from rlhf_pipeline.models.lean_transformers import AutoConfig, AutoModelForCausalLM
+        from rlhf_pipeline.models import AutoConfig, AutoModelForCausalLM
 
         fields |= {"pad_token_id": 0, "eos_token_id": vocabulary - 1, "bos_token_id": None}
         torch.manual_seed(SEED)

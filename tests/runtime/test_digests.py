@@ -6,8 +6,8 @@ import os
 import pytest
 
 from rlhf_pipeline.runtime import digests, heartbeat
-from rlhf_pipeline.runtime.digests import FileEntry, file_digest, read_pieces, write_pieces
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.manifest import FileEntry, file_digest, read_pieces, write_pieces
 
 ENTRY = FileEntry(8, "9c56cc51b374c3ba189210d5b6d4bf57790d351c96c47c02190ecf1e430635ab")
 """printf abcdefgh | sha256sum"""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_pipeline.errors import ArtifactError, ForeignFileError
-from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.manifest import (
     CURVES,
+    FileEntry,
     Manifest,
     artifact_of,
     content_digest,

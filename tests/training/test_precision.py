@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_jobs import logged, tiny_job, trained
 
-from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
-from rlhf_pipeline.distributed.zero import whole_state_dict
+from rlhf_pipeline.distributed.zero import get_accelerator, whole_state_dict
 from rlhf_pipeline.rl import losses
 from rlhf_pipeline.training import ppo, ppo_update
 

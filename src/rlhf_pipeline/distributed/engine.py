@@ -31,10 +31,16 @@ from rlhf_pipeline.config.training import (
     OptimizerConfig,
     TrainedModelConfig,
 )
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed, get_accelerator
 from rlhf_pipeline.distributed.optimizer_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
-from rlhf_pipeline.distributed.zero import gathered, sharded_loading, whole_shape
+from rlhf_pipeline.distributed.zero import (
+    DeepSpeedEngine,
+    deepspeed,
+    gathered,
+    get_accelerator,
+    sharded_loading,
+    whole_shape,
+)
 from rlhf_pipeline.models.forward import warn_of_padding
 from rlhf_pipeline.models.loading import freeze
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, pretrained

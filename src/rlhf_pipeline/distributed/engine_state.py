@@ -13,11 +13,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.zero import fp32_shards, pieces, spread_fp32_shards
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine, fp32_shards, pieces, spread_fp32_shards
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
+from rlhf_pipeline.runtime.manifest import PIECE, FileEntry, write_pieces
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.zero import whole_state_dict
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine, whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.loading import MLMODEL
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.distributed.engine_state import start_optimizer
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.distributed.zero import fp32_shards, pieces
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine, fp32_shards, pieces
 from rlhf_pipeline.runtime import heartbeat
 
 Sums = dict[str, Tensor]

@@ -16,14 +16,14 @@ from transformers.utils import find_adapter_config_file
 from rlhf_pipeline.config.block import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, PipelineError
-from rlhf_pipeline.models.forward import install_logprob_head
-from rlhf_pipeline.models.lean_transformers import (
+from rlhf_pipeline.models import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
 )
+from rlhf_pipeline.models.forward import install_logprob_head
 from rlhf_pipeline.models.packing import use_packed_attention
 
 M = TypeVar("M", bound=nn.Module)

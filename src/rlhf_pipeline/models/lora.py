@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ArtifactError, ConfigError, suggestion
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.loading import HEAD
 from rlhf_pipeline.models.scalar_head import TokenScores, pretrained
 

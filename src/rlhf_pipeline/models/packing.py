@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_pipeline.models.lean_transformers import (
+from rlhf_pipeline.models import (
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,

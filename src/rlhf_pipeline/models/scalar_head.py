@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.lean_transformers import (
+from rlhf_pipeline.models import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )

@@ -25,8 +25,8 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, micro_batches, own_share
 from rlhf_pipeline.distributed.engine import free_memory, release_freed
 from rlhf_pipeline.distributed.engine_state import saved_tensors
-from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
 from rlhf_pipeline.distributed.world import World, on_gpu
+from rlhf_pipeline.distributed.zero import get_accelerator
 from rlhf_pipeline.generation.generator import Seed, row_seeds
 from rlhf_pipeline.generation.records import Rollout, Scored, TrainingPass, ended
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores

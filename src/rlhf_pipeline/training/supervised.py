@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.distributed.batches import Rows, load_rows, micro_batches, own_share, step_rows
 from rlhf_pipeline.distributed.engine import store_settings, train_engine
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
@@ -23,6 +22,7 @@ from rlhf_pipeline.distributed.optimizer_step import (
     optimizer_step,
 )
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime import heartbeat
