@@ -28,7 +28,6 @@ def test_the_settings_are_accepted_on_any_number_of_ranks(settings):
     [
         ("zero_optimization", {"stage": 4}, "stage: Input should be 0, 1, 2, 3"),
         ("zero_optimization", {"bogus": 1}, "bogus: Extra inputs are not permitted"),
-        ("fp16", {"enabled": True}, "bfloat16 and fp16 modes cannot be simultaneously enabled"),
     ],
 )
 def test_other_settings_are_refused(settings, place, value, reason):

@@ -377,14 +377,6 @@ class PPOConfig(SavingConfig):
         else:
             yield from self.reference.faults_as_reference(self.actor)
         yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
-        actor = self.actor.deepspeed.precision
-        critic = actor if self.critic is None else self.critic.deepspeed.precision
-        if (actor == "fp16") != (critic == "fp16"):
-            yield (
-                f"found actor.deepspeed.precision {actor} and critic.deepspeed.precision {critic}, "
-                "expected fp16 in both or neither: both skip a step if the gradients of one "
-                "overflow. Fix: set both to fp16, or neither"
-            )
 
 
 _BY_ACTOR = ("auto", "transformers", "hybrid")

@@ -139,7 +139,6 @@ def inference_settings(
     return FIXED | {
         "data_types": {"grad_accum_dtype": None, **FIXED["data_types"]},  # that of the weights
         "bf16": {"enabled": precision == "bf16", **FIXED["bf16"]},
-        "fp16": {"enabled": precision == "fp16", **FIXED["fp16"]},
         "zero_optimization": {
             "stage": config.zero_stage,
             # Below stage 3 it lost gradients until 2026: DeepSpeed's 5606, 7371, 7805, 7965, 8061.

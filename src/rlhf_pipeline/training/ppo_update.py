@@ -16,9 +16,8 @@ from rlhf_pipeline.distributed.batches import micro_batches
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
-    fp16_metrics,
     grad_norm,
-    optimizer_steps,
+    optimizer_step,
 )
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
@@ -113,8 +112,6 @@ def update_models(
     # Equal returns, for example if all responses are cut, have no variance to explain.
     if math.isnan(metrics.get("value/explained_variance", 0.0)):
         del metrics["value/explained_variance"]
-    for name, engine in engines.items():
-        metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
     return metrics
 
 
@@ -155,7 +152,6 @@ def update_minibatch(
     that sampled.
     """
     terms = terms_of([piece.sequences.action_mask for piece in pieces], config, world)
-    steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses: list[Loss] = [
             partial(
@@ -167,14 +163,12 @@ def update_minibatch(
             length = text.response_ids.numel() * world.size  # every rank has equally many blocks
             chunks = chunks_of(text, models, config, world)
             losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
-        steps.append((models.actor, losses))
+        sums = optimizer_step(models.actor, world, losses, sums)
+        if models.ema is not None:
+            models.ema.update()
     if (critic := models.critic) is not None:
         losses = [partial(critic_loss, critic, piece, config, terms.tokens) for piece in pieces]
-        steps.append((critic, losses))
-    sums = optimizer_steps(steps, world, sums)
-    # An overflow in fp16 skips the step.
-    if train_actor and models.ema is not None and models.actor.was_step_applied():
-        models.ema.update()
+        sums = optimizer_step(critic, world, losses, sums)
     return sums
 
 

@@ -17,7 +17,6 @@ from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
     add_sums,
-    fp16_metrics,
     grad_norm,
     optimizer_step,
 )
@@ -192,7 +191,7 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     metrics["optim/lr"] = learning_rate
     if norm is not None:
         metrics["optim/grad_norm"] = totals["grad_norm"]
-    return metrics | {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
+    return metrics
 
 
 def micro_batch_losses(setup: Setup, batch: Batch, terms: Tensor) -> list[Loss]:
