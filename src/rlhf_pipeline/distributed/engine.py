@@ -41,9 +41,9 @@ from rlhf_pipeline.distributed.zero import (
     sharded_loading,
     whole_shape,
 )
-from rlhf_pipeline.models.forward import warn_of_padding
+from rlhf_pipeline.models.forward import network_of, warn_of_padding
 from rlhf_pipeline.models.loading import freeze
-from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, pretrained
+from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -70,7 +70,7 @@ def train_engine(
 
         add_adapters(model, config.lora)
     if config.gradient_checkpointing:
-        network = pretrained(model)
+        network = network_of(model)
         older = network.gradient_checkpointing_enable  # its name up to transformers 5.20
         # The reentrant method breaks ZeRO-2 and 3 when two forward passes precede a backward pass.
         getattr(network, "activation_checkpointing_enable", older)({"use_reentrant": False})
