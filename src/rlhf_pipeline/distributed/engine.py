@@ -59,8 +59,9 @@ def train_engine(
     """Load a model into a DeepSpeed engine with AdamW and a learning-rate schedule.
 
     `load` loads the model in a given precision. At ZeRO stage 3, the weights are sharded while they
-    are read; at the other stages, `load` also gets the argument `device` if that is a GPU. With
-    `lora.quantize`, it also gets `quantize`. The schedule ends after `total_steps` optimizer steps.
+    are read; at the other stages, `load` also gets the argument `device`, so that the ranks of a
+    machine never hold a copy each in its main memory. With `lora.quantize`, it also gets
+    `quantize`. The schedule ends after `total_steps` optimizer steps.
     """
     if config.lora is not None and config.lora.quantize is not None:
         load = partial(load, quantize=config.lora.quantize)
@@ -225,7 +226,7 @@ def frozen_model(
     found: M | DeepSpeedEngine
     if config.zero_stage == 0:
         _check_gpu(world.device, precision)
-        found = freeze(load(precision, **_placement(world.device))).to(world.device)
+        found = freeze(load(precision, device=world.device)).to(world.device)
     else:
         model, settings = loaded(load, precision, partial(inference_settings, config))
         found, *_ = deepspeed.initialize(model=freeze(model), config=settings)
@@ -243,7 +244,7 @@ def loaded(
     before = settings(hidden_size=0, on_gpu=on_gpu())
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):
-        model = load(precision, **({} if is_sharded else _placement(own_device())))
+        model = load(precision, **({} if is_sharded else {"device": own_device()}))
     _exact_frequencies(model)
     release_freed()  # weights that were whole until they were sharded
     heartbeat.tick()
@@ -280,14 +281,6 @@ def _exact_frequencies(model: nn.Module) -> None:
         if rounded is not None and rounded.dtype != torch.float32:
             for name, exact in type(module)(module.config).named_buffers():
                 module.register_buffer(name, exact.to(rounded.device), persistent=False)
-
-
-def _placement(device: torch.device) -> dict[str, torch.device]:
-    """The argument that makes `load` read weights onto a GPU, never whole into main memory.
-
-    The ranks of a machine would otherwise hold a copy each at the same time.
-    """
-    return {"device": device} if device.type == "cuda" else {}
 
 
 def free_memory() -> None:

@@ -1,7 +1,6 @@
 """The rollout of a step: prompts, sampled responses, and their scores by all models.
 
-A step has G prompts with K responses each. Slot g of a step is the place of its g-th prompt; rank r
-of W ranks has the slots r, r + W, r + 2 W, and so on, with all responses to their prompts.
+The slots of the prompts and the order of the rows are those of `training.prompts`.
 
 What sampling does not need can leave the GPU for main memory meanwhile. A storage gives up its
 memory and gets other memory later. It stays the same object, so DeepSpeed's own views of it stay
