@@ -64,7 +64,7 @@ def make_model(settings: Tree, positions: int) -> Model:
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        from rlhf_pipeline.models.lean_transformers import AutoConfig, AutoModelForCausalLM
+        from rlhf_pipeline.models import AutoConfig, AutoModelForCausalLM
 
         fields |= {"pad_token_id": 0, "eos_token_id": vocabulary - 1, "bos_token_id": None}
         torch.manual_seed(SEED)
@@ -86,12 +86,12 @@ def make_model(settings: Tree, positions: int) -> Model:
 def make_reward_model(model: Model) -> Path:
     """The folder of the same weights with a random scalar head."""
     from rlhf_pipeline.distributed.engine import untrained
-    from rlhf_pipeline.models.scalar_head import pretrained, store_score_mean
+    from rlhf_pipeline.models.scalar_head import store_score_mean
 
     folder = model.folder.with_name(f"{model.folder.name}-reward")
     if world().rank == 0 and not (folder / "token_contract.json").is_file():
         scores = untrained(model.folder, "bf16", device=world().device)
-        pretrained(scores).save_pretrained(folder)
+        scores.classifier.save_pretrained(folder)
         store_score_mean(folder, 0.0)
         model.contract.write(folder)
     world().barrier()

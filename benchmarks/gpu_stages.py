@@ -1,6 +1,6 @@
 """The rows of `gpu.py` that start what `kedro run` starts, and the tests marked `gpu`.
 
-All stages with the default model and with 1.2 billion weights; training in fp16, with adapters,
+All stages with the default model and with 1.2 billion weights; training with adapters,
 with 4-bit weights and with offload; and training that is killed and resumes. The large model is
 random and trains for a few steps on random words, 512 tokens of prompt and 512 of response: its
 figures show that it fits and runs, not how well it learns.
@@ -140,11 +140,6 @@ ROWS = {
     "default": Row("default model, fp32", environment="base", whole=True),
     "bf16": Row(
         "1.2B, bf16, ZeRO 2", merged(BILLION, engines("bf16"), reference("bf16")), whole=True
-    ),
-    "fp16": Row(
-        "1.2B, fp16, ZeRO 2",
-        merged(BILLION, engines("bf16"), reference("bf16")),
-        gpu_only=merged(engines("fp16"), reference("fp16")),
     ),
     "lora": Row("1.2B, bf16, LoRA", merged(BILLION, engines("bf16"), ADAPTERS)),
     "4-bit": Row(

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.training import TrainedModel
 from rlhf_pipeline.distributed.engine import inference_settings, training_settings
-from rlhf_pipeline.distributed.lean_deepspeed import deepspeed
+from rlhf_pipeline.distributed.zero import deepspeed
 
 
 def engine_settings(config, trained, **machine):

@@ -369,9 +369,6 @@ class StrictAccelerator(CPU_Accelerator):
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
 
-    def is_fp16_supported(self) -> bool:
-        return True
-
     def _new(self, dtype: torch.dtype) -> Callable[..., Tensor]:
         return lambda data: torch.tensor(data, dtype=dtype, device=self._device)
 

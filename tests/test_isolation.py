@@ -6,7 +6,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 EIGHT_GPUS = """
-import torch, rlhf_pipeline.models.lean_transformers  # which asks a GPU for its properties
+import torch, rlhf_pipeline.models  # which asks a GPU for its properties
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = torch._C._cuda_getDeviceCount = lambda: 8
 import conftest, rank_fixtures, rlhf_pipeline.distributed.world as world

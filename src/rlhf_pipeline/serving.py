@@ -9,8 +9,7 @@ from transformers import pipeline
 
 from rlhf_pipeline.data.token_contract import TokenContract, control_tokens
 from rlhf_pipeline.errors import DataError
-from rlhf_pipeline.models import loading
-from rlhf_pipeline.models.lean_transformers import AutoModelForCausalLM
+from rlhf_pipeline.models import AutoModelForCausalLM, loading
 from rlhf_pipeline.runtime.manifest import artifact_of, verify
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.tree import Tree
 
 from rlhf_pipeline.commands.lineage import Walk
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.manifest import (
     Manifest,
     content_digest,
+    file_digest,
     file_entries,
     folder_digest,
 )

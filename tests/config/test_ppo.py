@@ -31,9 +31,6 @@ def test_no_critic_is_needed(advantage):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (GAE | {"actor": MODEL | {"deepspeed": {"precision": "fp16"}}},
-         "found actor.deepspeed.precision fp16 and critic.deepspeed.precision fp32, expected "
-         "fp16 in both or neither"),
         (GAE | {"critic": None},
          "critic: found none, expected a block for advantage gae. Fix: add the block, or set "
          "advantage to rloo, grpo or reinforce"),

@@ -28,10 +28,6 @@ DEFAULTS = {
     "wall_clock_breakdown": False,
     "data_types": {"grad_accum_dtype": None, "keep_in_fp32_modules": "auto"},
     "bf16": {"enabled": False, "check_grad_overflow": True},
-    "fp16": {
-        "enabled": False, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000,
-        "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1,
-    },
     "zero_optimization": {
         "stage": 0,
         "overlap_comm": False,
@@ -72,7 +68,7 @@ def settings_with(stage=0, precision="fp32", **zero):
             settings_with(2, "bf16")
             | {"data_types": IN_FP32["data_types"] | {"grad_accum_dtype": "bf16"}},
         ),
-        ({"zero_stage": 3, "precision": "fp16"}, settings_with(3, "fp16")),
+        ({"zero_stage": 3, "precision": "bf16"}, settings_with(3, "bf16") | IN_FP32),
         (
             {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
             settings_with(3, offload_param=CPU, offload_optimizer=CPU)
@@ -111,10 +107,7 @@ def require_accepted(settings):
     read = DeepSpeedConfig(settings)
     assert read.gradient_clipping == settings["gradient_clipping"]
     assert read.zero_optimization_stage == settings["zero_optimization"]["stage"]
-    assert (
-        read.float16_config.consecutive_hysteresis is False
-        and read.bfloat16_config.check_grad_overflow is True
-    )
+    assert read.bfloat16_config.check_grad_overflow is True and not read.float16_config.enabled
     assert read.gradient_allreduce_op == "mean" and read.managed_gradient_accumulation is True
     zero = read.zero_config.model_dump(by_alias=True)
     for key, value in settings["zero_optimization"].items():

@@ -9,7 +9,7 @@ from ppo_runs import ppo_config, run_ppo
 from rank_lab import ON_GPU
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlhf_pipeline.distributed.optimizer_step import accumulate
+from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.generation import decoding
 from rlhf_pipeline.models.packing import use_packed_attention
@@ -33,6 +33,9 @@ class Engine:
         loss.register_hook(lambda grad: self.modes.append(is_on()))
         loss.backward()
 
+    def step(self):
+        pass
+
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_mode_is_on_in_forward_and_backward_passes_and_off_after_them(deterministic):
@@ -43,10 +46,10 @@ def test_the_mode_is_on_in_forward_and_backward_passes_and_off_after_them(determ
         return weight.sum(), {}
 
     world = SimpleNamespace(size=1, deterministic=deterministic)
-    accumulate(engine, world, [loss, loss])
+    optimizer_step(engine, world, [loss, loss])
     assert modes == engine.modes == [deterministic] * 2 and not is_on()
     with pytest.raises(ZeroDivisionError):
-        accumulate(engine, world, [lambda: 1 / 0])
+        optimizer_step(engine, world, [lambda: 1 / 0])
     assert not is_on()
 
 
@@ -99,7 +102,7 @@ def case(lab, dtype):
     gradients = []
     for _ in range(3):
         model.zero_grad()
-        accumulate(Engine(), replace(lab.world, deterministic=True), [loss, loss])
+        optimizer_step(Engine(), replace(lab.world, deterministic=True), [loss, loss])
         gradients.append([weight.grad.clone() for weight in model.parameters()])
     return all(
         torch.equal(one, other)

@@ -20,8 +20,8 @@ from rlhf_pipeline.distributed.zero import EMA, whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.digests import FileEntry, file_digest
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
+from rlhf_pipeline.runtime.manifest import FileEntry, file_digest
 
 CASES = {  # precision, stage that saves, stage that loads
     **{f"fp32, stage {stage}": ("fp32", stage, stage) for stage in range(4)},

@@ -165,7 +165,7 @@ def test_hidden_gpus_are_not_used(world, monkeypatch):
     model = nn.Module()
     model.config = SimpleNamespace(hidden_size=32)
     settings = partial(dict, zero_optimization={"stage": 0})
-    assert loaded(lambda precision: model, "fp32", settings)[1]["on_gpu"] is False
+    assert loaded(lambda precision, device: model, "fp32", settings)[1]["on_gpu"] is False
     assert not on_gpu()
 
 

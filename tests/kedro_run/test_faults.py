@@ -14,8 +14,8 @@ FAULTS = [
     ("split.sources", [{"name": "files", "path": "a.csv", "columns": {"answer": "output"}}],
      "split.sources.0.columns.answer: unknown parameter (did you mean response?)"),
     ("sft.deepspeed.precision", "fp16",
-     "sft.deepspeed.precision: found fp16, which needs a GPU; this machine has none. Fix: use "
-     "bf16 or fp32"),
+     "sft.deepspeed.precision: found 'fp16', expected 'fp32' or 'bf16'. Fix: use bf16, or fp32 on "
+     "GPUs older than Ampere"),
     ("ppo.actor.lora", {"quantize": "nf4"},
      "ppo.actor.lora.quantize: found 4-bit weights, which need a GPU; this machine has none. "
      "Fix: set it to null"),

@@ -11,9 +11,8 @@ from rlhf_pipeline.kedro_run.checks import check
 from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.kedro_run.published_inputs import changes_since
 from rlhf_pipeline.pipelines.preparation import base_model_identity
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import as_json
-from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.manifest import Manifest, file_digest
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 

@@ -13,7 +13,7 @@ from rlhf_pipeline.models.forward import (
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
-from rlhf_pipeline.rl.divergences import divergence
+from rlhf_pipeline.rl.logprobs import divergence
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
 RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]

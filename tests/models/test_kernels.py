@@ -18,6 +18,7 @@ from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import ConfigError, StageError
+from rlhf_pipeline.models import AttentionInterface
 from rlhf_pipeline.models.forward import (
     LogprobHead,
     install_logprob_head,
@@ -25,7 +26,6 @@ from rlhf_pipeline.models.forward import (
     response_logprobs,
 )
 from rlhf_pipeline.models.kernels import use_kernels
-from rlhf_pipeline.models.lean_transformers import AttentionInterface
 from rlhf_pipeline.models.loading import DTYPES, load_policy
 from rlhf_pipeline.models.packing import PACKED, use_packed_attention
 from rlhf_pipeline.models.sequences import collate

@@ -1,12 +1,16 @@
 """Where a model is loaded to, and what MLflow reads of it."""
 
+import json
+import shutil
 from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhf_pipeline.distributed.engine import untrained
-from rlhf_pipeline.models.loading import MLMODEL, load_policy, load_tokenizer
+from rlhf_pipeline.models import export
+from rlhf_pipeline.models.loading import MLMODEL, load_policy, load_tokenizer, saved_precision
 from rlhf_pipeline.models.scalar_head import load_scores
 
 LOADS = {
@@ -23,6 +27,30 @@ def test_weights_are_read_onto_the_device(make_model, load, family):
     model = load(make_model(family), "bf16", device=torch.device("meta"))
     tensors = [*model.parameters(), *model.buffers()]
     assert tensors and all(tensor.is_meta for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision"),
+    [
+        ({"dtype": "bfloat16"}, "bf16"),
+        ({"torch_dtype": "float16"}, "fp32"),  # which contains its numbers
+        ({}, "fp32"),
+    ],
+)
+def test_the_precision_in_which_a_model_computes_as_it_was_saved(tmp_path, fields, precision):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert saved_precision(tmp_path) == precision
+
+
+def test_an_export_may_be_in_fp16_and_stays_in_it(make_model, tmp_path):
+    folder, half = make_model("llama"), tmp_path / "half"
+    export.main(folder, half, "fp16", "5GB", None)
+    shutil.copy(folder / "token_contract.json", half)
+    export.main(half, tmp_path / "again", None, "5GB", None)
+    expected = load_policy(folder, "fp16").state_dict()
+    for target in (half, tmp_path / "again"):
+        found = load_file(target / "model.safetensors")
+        assert found and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.gpu

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.divergences import divergence
-from rlhf_pipeline.rl.logprobs import Teacher, logprobs_and_entropy
+from rlhf_pipeline.rl.logprobs import Teacher, divergence, logprobs_and_entropy
 
 STUDENT, TEACHER = [1.0, 2.0, 5.0], [4.0, 2.0, 2.0]
 BETAS = [0.0, 0.25, 0.5, 1.0]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
-from rlhf_pipeline.runtime.digests import file_digest
+from rlhf_pipeline.runtime.manifest import file_digest
 from rlhf_pipeline.scoring.sources import FunctionSource, matches
 
 

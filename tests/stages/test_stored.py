@@ -12,9 +12,8 @@ from s3_fixtures import serve_s3, store_at
 from waiting import wait_until
 
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.job import checkpoint_path, list_checkpoints, seal
-from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.runtime.manifest import FileEntry, Manifest, file_entries, verify
 from rlhf_pipeline.stages import stored as module
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory

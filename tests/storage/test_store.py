@@ -13,8 +13,7 @@ from s3_fixtures import serve_s3, store_at
 from waiting import once
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
-from rlhf_pipeline.runtime.digests import FileEntry
-from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
+from rlhf_pipeline.runtime.manifest import FileEntry, Manifest, file_entries, verify
 from rlhf_pipeline.storage.store import Store, open_store, upload
 
 # printf abc | sha256sum; printf d | sha256sum

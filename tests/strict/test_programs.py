@@ -54,7 +54,6 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
         },
         True,
     ),
-    "ppo in fp16": ("ppo", {"actor": trained(2, "fp16"), "critic": trained(3, "fp16")}, False),
     "evaluate": ("evaluate", {"best_of_n": 2}, False),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
-from rlhf_pipeline.runtime import digests
+from rlhf_pipeline.runtime import manifest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import file_entries
 from rlhf_pipeline.training.checkpoints import BestModels
@@ -91,10 +91,10 @@ def test_the_export_is_read_neither_for_its_manifest_nor_to_compare_it(
     policy, make_best_models, tmp_path, monkeypatch
 ):
     """The digest of a large file is computed once at each save, and while it is copied."""
-    weights, reads, read = "model.safetensors", [], digests.file_digest
-    monkeypatch.setattr(digests, "PIECE", 2**12)
+    weights, reads, read = "model.safetensors", [], manifest.file_digest
+    monkeypatch.setattr(manifest, "PIECE", 2**12)
     monkeypatch.setattr(
-        digests, "file_digest", lambda path: (reads.append(path.name), read(path))[1]
+        manifest, "file_digest", lambda path: (reads.append(path.name), read(path))[1]
     )
     best = make_best_models(1)
     best.offer(numbered(policy, 2), 2, 1.0, {})

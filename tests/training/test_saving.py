@@ -14,8 +14,9 @@ from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.models.forward import network_of
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
-from rlhf_pipeline.models.scalar_head import load_scores, pretrained
+from rlhf_pipeline.models.scalar_head import load_scores
 
 IDS = torch.arange(5, 17).view(2, 6)
 
@@ -39,7 +40,7 @@ def trained(load, **deepspeed):
         "deepspeed": deepspeed,
     }
     engine = train_engine(load, TrainedModelConfig.model_validate(config), 1)
-    engine.backward(pretrained(engine.module)(input_ids=IDS).logits.float().square().mean())
+    engine.backward(network_of(engine.module)(input_ids=IDS).logits.float().square().mean())
     engine.step()
     return engine
 
@@ -62,7 +63,7 @@ def test_another_process_computes_the_same_logits_with_transformers_alone(
     subprocess.run([sys.executable, "-c", READER, folders], check=True, cwd=tmp_path)
     for kind, engine in engines.items():
         with torch.no_grad():
-            live = pretrained(engine.module).eval()(input_ids=IDS).logits
+            live = network_of(engine.module).eval()(input_ids=IDS).logits
         read = torch.load(tmp_path / kind / "logits.pt")
         assert read.dtype == live.dtype and torch.equal(read, live)
     start = load_scores(reward_model, "fp32").classifier(input_ids=IDS).logits

@@ -3,9 +3,8 @@
 import pytest
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest
+from rlhf_pipeline.runtime.manifest import Manifest, file_digest
 from rlhf_pipeline.verdict.independence import own_rewards, standings
 
 RUBRIC = {"rubric": "Short.", "openai": {"base_url": "http://here/v1", "model": "m"}}

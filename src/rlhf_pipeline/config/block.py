@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from rlhf_pipeline.errors import suggestion
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16"]
 Quantization = Literal["nf4"]
 Kernels = Literal["liger", "compile"]
 
@@ -137,6 +137,8 @@ _EXPECTED = {
     "too_long": "at most {max_length} values",
 }
 """What is expected, by pydantic's name of an error or the name before its first underscore."""
+FIXES = {"'fp16'": "use bf16, or fp32 on GPUs older than Ampere"}
+"""What to use instead of a value that earlier versions had."""
 
 
 def validated(name: str, block: type[Block], value: Any) -> tuple[Block | None, list[str]]:
@@ -175,7 +177,9 @@ def _line(name: str, block: type[Block], detail: ErrorDetails) -> str:
             return f"{place}.{message}"
         is_shown = not (isinstance(value, Mapping) or message.startswith("found "))
         return f"{place}: {message}" + (f" (found {found})" if is_shown else "")
-    return f"{place}: found {found}, expected {expected.format(**detail.get('ctx', {}))}"
+    expected = expected.format(**detail.get("ctx", {}))
+    fix = FIXES.get(found) if kind == "literal_error" else None
+    return f"{place}: found {found}, expected {expected}" + (f". Fix: {fix}" if fix else "")
 
 
 def meant(word: str, known: Mapping[str, Any]) -> str:

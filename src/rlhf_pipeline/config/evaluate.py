@@ -73,7 +73,7 @@ class AnsweringConfig(Block):
     micro_batch_tokens: PositiveInt = 16384
     """Largest number of tokens in a forward pass that scores, on each rank."""
     precision: Precision | None = None
-    """Precision of all models. None: that in which each model was saved."""
+    """Precision of all models. None: that in which each model was saved; fp32 for one in fp16."""
     zero_stage: Literal[0, 3] | None = None
     """0: a whole copy of the model, one at a time, on every rank; 3: sharded over the ranks. None:
     3 for a model that was trained at stage 3, else 0."""

@@ -14,8 +14,7 @@ from pydantic import (
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.doors import ADVANTAGE
-from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
-from rlhf_pipeline.config.ppo_blocks import KLConfig
+from rlhf_pipeline.config.ppo import ADVANTAGE_OF, KLConfig, PPOConfig
 from rlhf_pipeline.config.rewards import Reward
 from rlhf_pipeline.config.training import (
     FrozenModelConfig,
@@ -81,7 +80,7 @@ class DistillConfig(PPOConfig):
     """On-policy distillation: the program of PPO with a teacher in place of rewards and critic.
 
     The student samples responses, and at each of their tokens its next-token distribution moves to
-    the teacher's: the loss is the mean of `rl.divergences.divergence`, over whole vocabularies.
+    the teacher's: the loss is the mean of `rl.logprobs.divergence`, over whole vocabularies.
 
     Source: GKD, Agarwal et al. 2024, https://arxiv.org/abs/2306.13649. The numbers of steps and the
     learning rate are those of Thinking Machines Lab 2025,

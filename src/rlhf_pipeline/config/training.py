@@ -71,7 +71,7 @@ class DeepSpeedConfig(Block):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     precision: Precision = "fp32"
-    """Precision of weights and activations beside fp32 master weights; fp16 requires a GPU."""
+    """Precision of weights and activations beside fp32 master weights."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Precision in which bf16 gradients of micro batches add up: fp32 takes 2 more bytes for each,
     bf16 loses what is below 2^-9 of the sum."""
@@ -88,12 +88,12 @@ class DeepSpeedConfig(Block):
     def _faults(self) -> Iterator[str]:
         if self.kernels == "compile" and self.zero_stage == 3:
             yield self._fault("kernels", "liger or null at zero_stage 3", "set zero_stage to 2")
-        if self.accumulate == "bf16" and self.precision != "bf16":
-            yield self._fault("accumulate", f"fp32 with {self.precision}", "leave it out")
-        if self.zero_stage == 0 and self.precision != "fp32":
+        if self.accumulate == "bf16" and self.precision == "fp32":
+            yield self._fault("accumulate", "fp32 with precision fp32", "leave it out")
+        if self.zero_stage == 0 and self.precision == "bf16":
             yield (
-                f"precision: found {self.precision} at zero_stage 0, expected fp32: DeepSpeed "
-                "takes a spurious first Adam step. Fix: set zero_stage to 1"
+                "precision: found bf16 at zero_stage 0, expected fp32: DeepSpeed takes a spurious "
+                "first Adam step. Fix: set zero_stage to 1"
             )
         needs = ("offload_optimizer", 1, "1 or higher"), ("offload_parameters", 3, "3")
         for name, least, stages in needs:
@@ -111,8 +111,8 @@ class FrozenDeepSpeedConfig(Block):
     """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 if the companion in
     training (the actor, or for the reward model the critic) is at stage 3, else 0."""
     precision: Precision | None = None
-    """Precision of weights and activations; fp16 requires a GPU. None: that of the companion, so
-    that the first KL to the reference is 0."""
+    """Precision of weights and activations. None: that of the companion, so that the first KL to
+    the reference is 0."""
     offload_parameters: bool = False
     """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
     kernels: Kernels | None = None

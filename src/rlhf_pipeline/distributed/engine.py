@@ -31,13 +31,19 @@ from rlhf_pipeline.config.training import (
     OptimizerConfig,
     TrainedModelConfig,
 )
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine, deepspeed, get_accelerator
 from rlhf_pipeline.distributed.optimizer_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
-from rlhf_pipeline.distributed.zero import gathered, sharded_loading, whole_shape
-from rlhf_pipeline.models.forward import warn_of_padding
+from rlhf_pipeline.distributed.zero import (
+    DeepSpeedEngine,
+    deepspeed,
+    gathered,
+    get_accelerator,
+    sharded_loading,
+    whole_shape,
+)
+from rlhf_pipeline.models.forward import network_of, warn_of_padding
 from rlhf_pipeline.models.loading import freeze
-from rlhf_pipeline.models.scalar_head import TokenScores, load_scores, pretrained
+from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 
@@ -53,8 +59,9 @@ def train_engine(
     """Load a model into a DeepSpeed engine with AdamW and a learning-rate schedule.
 
     `load` loads the model in a given precision. At ZeRO stage 3, the weights are sharded while they
-    are read; at the other stages, `load` also gets the argument `device` if that is a GPU. With
-    `lora.quantize`, it also gets `quantize`. The schedule ends after `total_steps` optimizer steps.
+    are read; at the other stages, `load` also gets the argument `device`, so that the ranks of a
+    machine never hold a copy each in its main memory. With `lora.quantize`, it also gets
+    `quantize`. The schedule ends after `total_steps` optimizer steps.
     """
     if config.lora is not None and config.lora.quantize is not None:
         load = partial(load, quantize=config.lora.quantize)
@@ -64,7 +71,7 @@ def train_engine(
 
         add_adapters(model, config.lora)
     if config.gradient_checkpointing:
-        network = pretrained(model)
+        network = network_of(model)
         older = network.gradient_checkpointing_enable  # its name up to transformers 5.20
         # The reentrant method breaks ZeRO-2 and 3 when two forward passes precede a backward pass.
         getattr(network, "activation_checkpointing_enable", older)({"use_reentrant": False})
@@ -133,7 +140,6 @@ def inference_settings(
     return FIXED | {
         "data_types": {"grad_accum_dtype": None, **FIXED["data_types"]},  # that of the weights
         "bf16": {"enabled": precision == "bf16", **FIXED["bf16"]},
-        "fp16": {"enabled": precision == "fp16", **FIXED["fp16"]},
         "zero_optimization": {
             "stage": config.zero_stage,
             # Below stage 3 it lost gradients until 2026: DeepSpeed's 5606, 7371, 7805, 7965, 8061.
@@ -220,7 +226,7 @@ def frozen_model(
     found: M | DeepSpeedEngine
     if config.zero_stage == 0:
         _check_gpu(world.device, precision)
-        found = freeze(load(precision, **_placement(world.device))).to(world.device)
+        found = freeze(load(precision, device=world.device)).to(world.device)
     else:
         model, settings = loaded(load, precision, partial(inference_settings, config))
         found, *_ = deepspeed.initialize(model=freeze(model), config=settings)
@@ -238,7 +244,7 @@ def loaded(
     before = settings(hidden_size=0, on_gpu=on_gpu())
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):
-        model = load(precision, **({} if is_sharded else _placement(own_device())))
+        model = load(precision, **({} if is_sharded else {"device": own_device()}))
     _exact_frequencies(model)
     release_freed()  # weights that were whole until they were sharded
     heartbeat.tick()
@@ -275,14 +281,6 @@ def _exact_frequencies(model: nn.Module) -> None:
         if rounded is not None and rounded.dtype != torch.float32:
             for name, exact in type(module)(module.config).named_buffers():
                 module.register_buffer(name, exact.to(rounded.device), persistent=False)
-
-
-def _placement(device: torch.device) -> dict[str, torch.device]:
-    """The argument that makes `load` read weights onto a GPU, never whole into main memory.
-
-    The ranks of a machine would otherwise hold a copy each at the same time.
-    """
-    return {"device": device} if device.type == "cuda" else {}
 
 
 def free_memory() -> None:

@@ -13,15 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.zero import fp32_shards, pieces, spread_fp32_shards
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine, fp32_shards, pieces, spread_fp32_shards
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.digests import PIECE, FileEntry, write_pieces
+from rlhf_pipeline.runtime.manifest import PIECE, FileEntry, write_pieces
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes of DeepSpeed's dynamic loss scaler."""
 
 
 def save_engine(
@@ -45,13 +42,10 @@ def save_engine(
         written[path.name] = write_tensors(path, tensors, starts)
     if rank == 0:
         shards, state = fp32_shards(engine), _adam(engine).state
-        scaler = getattr(engine.optimizer, "loss_scaler", None)
         counters = {
             "step": int(state[shards[0]]["step"]) if shards[0] in state else 0,
             "schedule": engine.lr_scheduler.state_dict(),
             "global_steps": engine.global_steps,
-            "skipped_steps": engine.skipped_steps,
-            "scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
         }
         path = directory / "engine.json"
         path.write_text(json.dumps(counters, indent=2))
@@ -83,11 +77,7 @@ def load_engine(
     rates = engine.lr_scheduler.get_last_lr()
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    for name, value in counters["scaler"].items():
-        if hasattr(scaler, name):  # stage 0 in fp32 has no scaler
-            setattr(scaler, name, value)
+    engine.global_steps = counters["global_steps"]
 
 
 def bytes_needed(engine: DeepSpeedEngine, average: list[Tensor] | None = None) -> int:

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
-from rlhf_pipeline.models.loading import MLMODEL
-from rlhf_pipeline.models.scalar_head import pretrained
+from rlhf_pipeline.models import PreTrainedModel
+from rlhf_pipeline.models.forward import network_of
+from rlhf_pipeline.models.loading import HEAD, MLMODEL
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import put_in_place, require_space
 
@@ -41,8 +40,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
     completely or not at all. All ranks call this together; the first one writes. `model` may be an
     engine. Raises the errors of `require_same`, and StageError if the disk has too little space.
     """
-    module = unwrapped(model)
-    saved = pretrained(module)
+    saved = network_of(model)
     weights = whole_state_dict(saved)
     if not _is_first():
         return
@@ -53,7 +51,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
         tokenizer.save_pretrained(partial)
         eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
         TokenContract.of(tokenizer, eos).write(partial)
-        if saved is module:  # a policy has no scalar head around it
+        if not hasattr(saved, HEAD):  # a policy
             (partial / "MLmodel").write_text(MLMODEL)
 
 
@@ -61,16 +59,10 @@ def save_adapter(model: nn.Module, base: str, directory: Path) -> None:
     """Write the weights that LoRA trains; see `save_model` and `write_adapter`."""
     from rlhf_pipeline.models.lora import trained_names, write_adapter
 
-    module = unwrapped(model)
-    weights = whole_state_dict(pretrained(module), trained_names(module))
+    weights = whole_state_dict(network_of(model), trained_names(model))
     if _is_first():
         with _replaced(directory, weights) as partial:
-            write_adapter(module, weights, base, partial)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside an engine; any other model unchanged."""
-    return model.module if isinstance(model, DeepSpeedEngine) else model
+            write_adapter(model, weights, base, partial)
 
 
 def _is_first() -> bool:

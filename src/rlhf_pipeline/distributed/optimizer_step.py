@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rlhf_pipeline.distributed.engine_state import start_optimizer
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.distributed.zero import fp32_shards, pieces
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine, fp32_shards, pieces
 from rlhf_pipeline.runtime import heartbeat
 
 Sums = dict[str, Tensor]
@@ -41,15 +40,6 @@ def optimizer_step(
     the factor `world.size` undoes that. Each loss is computed in its turn, so memory holds the
     activations of one micro batch at a time. The argument `sums` is added to, but not changed.
     """
-    sums = accumulate(engine, world, losses, sums)
-    engine.step()
-    return sums
-
-
-def accumulate(
-    engine: DeepSpeedEngine, world: World, losses: Sequence[Loss], sums: Sums | None = None
-) -> Sums:
-    """Do what `optimizer_step` does, without the step."""
     sums = sums or {}
     with _adding_in_order(world.deterministic):
         for number, compute in enumerate(losses, start=1):
@@ -60,6 +50,7 @@ def accumulate(
             engine.backward(loss * world.size)
             del loss
             heartbeat.tick()
+    engine.step()
     return sums
 
 
@@ -84,61 +75,14 @@ def add_sums(sums: Sums, other: Sums) -> Sums:
     return sums | added
 
 
-def optimizer_steps(
-    steps: Sequence[tuple[DeepSpeedEngine, Sequence[Loss]]], world: World, sums: Sums
-) -> Sums:
-    """Take a step of each engine; fp16 engines take all of them, or none if a gradient overflows.
-
-    By itself, DeepSpeed skips the step and the schedule of the one engine whose gradients overflow
-    and lowers the loss scale of that engine. Here the other engines skip their steps, too, and keep
-    their loss scales.
-    """
-    if not all(engine.fp16_enabled() for engine, _ in steps):
-        for engine, losses in steps:
-            sums = optimizer_step(engine, world, losses, sums)
-        return sums
-    for engine, losses in steps:
-        sums = accumulate(engine, world, losses, sums)
-    overflows = [engine.optimizer.has_overflow() for engine, _ in steps]  # equal on all ranks
-    for (engine, _), own_overflow in zip(steps, overflows, strict=True):
-        optimizer = engine.optimizer
-        before = dict(vars(optimizer.loss_scaler))
-        # Written for DeepSpeed 0.19: `step()` asks this method once, skips the update if the result
-        # is true, and clears the gradients. It has no argument for the result.
-        optimizer.has_overflow = lambda *_, **__: any(overflows)
-        try:
-            engine.step()
-        finally:
-            del optimizer.has_overflow
-        if any(overflows) and not own_overflow:
-            vars(optimizer.loss_scaler).update(before)
-    return sums
-
-
-def fp16_metrics(engine: DeepSpeedEngine) -> dict[str, float]:
-    """In fp16: the loss scale, and the number of steps skipped so far. Otherwise empty."""
-    if not engine.fp16_enabled():
-        return {}
-    return {
-        "loss_scale": float(engine.optimizer.loss_scale),
-        "skipped_steps": float(engine.skipped_steps),
-    }
-
-
 def grad_norm(engine: DeepSpeedEngine) -> Tensor | None:
     """Gradient norm of the newest optimizer step before clipping, equal on all ranks.
 
     It is 0-dim on the engine's device, so the host can read it together with other numbers. It is
     infinite once DeepSpeed has skipped a step because a gradient was not finite: such a step leaves
-    the weights unchanged and shows nowhere else. In fp16 a skipped step is normal, it finds the
-    loss scale; the norm of that step is None. The norm is also None if DeepSpeed reports none: at
-    stage 0.
+    the weights unchanged and shows nowhere else. It is None if DeepSpeed reports none: at stage 0.
     """
-    norm = engine.get_global_grad_norm()
-    if engine.fp16_enabled():
-        norm = norm if engine.was_step_applied() else None
-    elif engine.skipped_steps:
-        norm = math.inf
+    norm = math.inf if engine.skipped_steps else engine.get_global_grad_norm()
     if norm is None:
         return None
     if isinstance(norm, Tensor):  # in main memory if the optimizer is there

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore
 
-from rlhf_pipeline.distributed.lean_deepspeed import deepspeed, get_accelerator
+from rlhf_pipeline.distributed.zero import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS
 

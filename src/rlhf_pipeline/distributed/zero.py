@@ -1,22 +1,36 @@
-"""Whole weights under ZeRO-3, the shards of an optimizer, and their average, at any ZeRO stage.
+"""DeepSpeed, as all modules import it, and what it shards, at any ZeRO stage: weights, which a copy
+that samples gets whole and with adapters merged, the shards of an optimizer, and their average.
 
 All ranks call these functions together.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+from rlhf_pipeline.models import PreTrainedModel, hidden
+from rlhf_pipeline.runtime import heartbeat
+
+# Without two things that DeepSpeed imports and that no program uses: its autotuner imports MLflow,
+# which takes each rank a second and 90 MB; its Muon compiles three functions, and loading the
+# compiler takes two seconds.
+with hidden("mlflow"), patch.object(torch, "compile", lambda function: function):
+    import deepspeed
+
+    with suppress(ImportError):  # it is elsewhere in another version
+        import deepspeed.runtime.zero.muon.muon_optimizer
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from rlhf_pipeline.distributed.lean_deepspeed import (
-    DeepSpeedEngine,
-    deepspeed,
-    unwrap_model_for_generation,
-)
-from rlhf_pipeline.runtime import heartbeat
+__all__ = ["DeepSpeedEngine", "deepspeed", "get_accelerator"]
 
 
 @contextmanager
@@ -183,3 +197,45 @@ class EMA:
             shard.copy_(mean)
             mean.copy_(own)
         spread_fp32_shards(self._engine)
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model on the device `meta`, without adapters: its modules and their paths."""
+    with torch.device("meta"):
+        plain: PreTrainedModel = type(model)(deepcopy(model.config))
+    return plain.eval()
+
+
+def whole_weights(source: PreTrainedModel, layers: int = 1) -> Iterator[tuple[str, Tensor]]:
+    """All weights by their names without adapters, adapters merged.
+
+    All ranks iterate together. The weights of `layers` layers are gathered at a time.
+    """
+    plain = without_weights(source)
+    of_layer: dict[str, list[str]] = {}  # modules with parameters; outside of layers, one by one
+    for path, module in plain.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            number = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)
+            layer = path if number is None else ".".join(path.split(".")[: number + 1])
+            of_layer.setdefault(layer, []).append(path)
+    pieces = [*of_layer.values()]
+    for start in range(0, len(pieces), layers):
+        paths = [path for piece in pieces[start : start + layers] for path in piece]
+        owners = {path: source.get_submodule(path) for path in paths}
+        parameters = [p for module in owners.values() for p in module.parameters()]
+        with gathered(parameters, changes=False):
+            for path, module in owners.items():
+                for name, _ in plain.get_submodule(path).named_parameters(recurse=False):
+                    yield f"{path}.{name}".lstrip("."), with_adapters(module, name).detach()
+
+
+def with_adapters(module: nn.Module, name: str) -> Tensor:
+    """A parameter of a module; that of an adapted layer with its adapter added."""
+    adapted: Any = module
+    if not hasattr(module, "get_base_layer"):  # peft's layers have it
+        return module.get_parameter(name)
+    whole: Tensor = adapted.get_base_layer().get_parameter(name)
+    if name != "weight":
+        return whole
+    added = sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
+    return (whole + added).to(whole.dtype)

@@ -21,12 +21,12 @@ from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, sampled_rows
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.generation.generator import Generator, load_generator, row_seeds
 from rlhf_pipeline.generation.records import Scored, ended
+from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.forward import response_logprobs, sequence_scores
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.loading import load_policy, saved_precision
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import Sequences, collate

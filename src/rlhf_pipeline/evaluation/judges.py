@@ -27,9 +27,9 @@ from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import ConfigError, suggestion
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.answers import Answered, Source
+from rlhf_pipeline.scoring.answers import Answered, Source, load_source
 from rlhf_pipeline.scoring.chat_model import REPLIES, ChatModel, filled
-from rlhf_pipeline.scoring.sources import FunctionSource, load_source
+from rlhf_pipeline.scoring.sources import FunctionSource
 from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.verdict.answers import Answer, opponents
 from rlhf_pipeline.verdict.comparison import Standing, compare

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.models.lean_transformers import Cache, PreTrainedModel
+from rlhf_pipeline.models import Cache, PreTrainedModel
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.logprobs import sampled
 from rlhf_pipeline.runtime import heartbeat

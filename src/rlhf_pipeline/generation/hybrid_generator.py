@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World, gather_json, own_device
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine, whole_weights, without_weights
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.generation.generator import Seed
 from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
-from rlhf_pipeline.generation.whole_weights import whole_weights, without_weights
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.models import PreTrainedModel
 
 COLUMNS, ROWS, COLUMNS_AND_GATHER = "colwise", "rowwise", "colwise_gather_output"
 STYLES = {COLUMNS: 0, ROWS: 1, COLUMNS_AND_GATHER: 0}

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.zero import for_generation, is_sharded
+from rlhf_pipeline.distributed.zero import (
+    DeepSpeedEngine,
+    for_generation,
+    is_sharded,
+    with_adapters,
+)
 from rlhf_pipeline.generation.decoding import decode
 from rlhf_pipeline.generation.generator import Seed, uniform_draws
 from rlhf_pipeline.generation.records import Rollout
-from rlhf_pipeline.generation.whole_weights import with_adapters
+from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.forward import LogprobHead, probe_capabilities
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate, pad
 
 REPACKED_DTYPES = (torch.float32, torch.bfloat16)

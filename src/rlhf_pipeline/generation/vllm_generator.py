@@ -26,14 +26,13 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import free_memory
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import on_gpu
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine, whole_weights
 from rlhf_pipeline.errors import ConfigError, StageError
 from rlhf_pipeline.generation.generator import Generator, Seed
 from rlhf_pipeline.generation.records import Rollout
-from rlhf_pipeline.generation.whole_weights import whole_weights
+from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.forward import response_logprobs
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime import heartbeat
 

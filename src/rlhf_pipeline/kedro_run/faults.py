@@ -57,7 +57,6 @@ def refuse(faults: Iterable[str], origin: Origin = lambda name: None) -> None:
 
 
 _OF_A_GPU = {
-    ("precision", "fp16"): ("fp16, which needs", "use bf16 or fp32"),
     ("quantize", "nf4"): ("4-bit weights, which need", "set it to null"),
     ("kernels", "liger"): ("Liger's kernels, which need", "set it to null"),
 }

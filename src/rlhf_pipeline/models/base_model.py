@@ -15,7 +15,7 @@ from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
 from rlhf_pipeline.data.token_contract import TokenContract, end_tokens
 from rlhf_pipeline.data.tokenization import corpus
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.models.lean_transformers import (
+from rlhf_pipeline.models import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.errors import ArtifactError, PipelineError
-from rlhf_pipeline.models.loading import DTYPES, load_policy, load_tokenizer, saved_precision
+from rlhf_pipeline.models.loading import DTYPES, load_policy, load_tokenizer
 
 
 def main(
-    source: Path, target: Path, precision: Precision | None, max_shard_size: str, base: str | None
+    source: Path, target: Path, precision: str | None, max_shard_size: str, base: str | None
 ) -> None:
     """Write weights, configuration, tokenizer and chat template, or an adapter for `base`.
 
@@ -28,17 +27,16 @@ def main(
     if base is not None:
         write_adapter(source / "adapter", target, base, precision)
         return
-    precision = precision or saved_precision(source)
     model = load_policy(source, precision, trust_remote_code=trust)
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ArtifactError(
-                f"{name}: found weights beyond the range of {precision}. Fix: --dtype=bf16"
+                f"{name}: found weights beyond the range of {model.dtype}. Fix: --dtype=bf16"
             )
     model.save_pretrained(target, max_shard_size=max_shard_size)
 
 
-def write_adapter(source: Path, target: Path, base: str, precision: Precision | None) -> None:
+def write_adapter(source: Path, target: Path, base: str, precision: str | None) -> None:
     """Write a LoRA adapter in peft's format; `base` is where its readers find its base model."""
     config, weights = source / "adapter_config.json", source / "adapter_model.safetensors"
     if not weights.is_file():

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.packing import PACKED
 from rlhf_pipeline.models.sequences import Packed, Sequences, collate
 from rlhf_pipeline.rl.logprobs import Head, Teacher, logprobs_and_entropy, logprobs_of
@@ -152,7 +152,7 @@ def response_divergences(
     """Return the results of `response_logprobs_and_entropy` for the student, the divergence from
     the teacher at each response token, and the teacher's log-probability of it, (B, R) each.
 
-    `beta` and `top_k` are those of `rl.divergences`. Log-probabilities have no gradient.
+    `beta` and `top_k` are those of `rl.logprobs`. Log-probabilities have no gradient.
     """
     packed = all(probe_capabilities(each).packed for each in (student, teacher))
     kept: list[tuple[Tensor, Head]] = []

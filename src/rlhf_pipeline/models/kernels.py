@@ -18,9 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_pipeline.config.block import Kernels, Precision
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.models import packing
+from rlhf_pipeline.models import AttentionInterface, packing
 from rlhf_pipeline.models.forward import network_of, outputs
-from rlhf_pipeline.models.lean_transformers import AttentionInterface
 from rlhf_pipeline.models.loading import DTYPES
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl import logprobs

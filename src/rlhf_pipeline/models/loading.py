@@ -16,23 +16,20 @@ from transformers.utils import find_adapter_config_file
 from rlhf_pipeline.config.block import Precision, Quantization
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, PipelineError
-from rlhf_pipeline.models.forward import install_logprob_head
-from rlhf_pipeline.models.lean_transformers import (
+from rlhf_pipeline.models import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
 )
+from rlhf_pipeline.models.forward import install_logprob_head
 from rlhf_pipeline.models.packing import use_packed_attention
 
 M = TypeVar("M", bound=nn.Module)
 HEAD = "score"  # attribute of a sequence classifier: the layer from hidden states to scalars
-DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precisions by name; fp16 is for exports alone."""
 SAFE = (".safetensors", ".safetensors.index.json")
 MAX_NEW_TOKENS = 128
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -40,7 +37,7 @@ MLMODEL: str = _TABLE["mlmodel"].replace("MAX_NEW_TOKENS", str(MAX_NEW_TOKENS))
 """The file `MLmodel`, by which `mlflow.pyfunc.load_model` loads a policy from its folder."""
 
 
-def load_policy(checkpoint: Path, precision: Precision, **how: Any) -> PreTrainedModel:
+def load_policy(checkpoint: Path, precision: str | None, **how: Any) -> PreTrainedModel:
     """Load a causal language model: SFT model, actor or reference. `how`: see `load_scores`."""
     model: PreTrainedModel = load_model(AutoModelForCausalLM, checkpoint, precision, **how)
     model.generation_config = plain_generation(TokenContract.read(checkpoint))
@@ -50,10 +47,11 @@ def load_policy(checkpoint: Path, precision: Precision, **how: Any) -> PreTraine
 
 
 def saved_precision(checkpoint: Path) -> Precision:
-    """The precision that a checkpoint was saved in, by its config.json; fp32 if it is unknown."""
+    """The precision in which a checkpoint computes as it was saved, by its config.json: bf16, else
+    fp32, which contains all numbers of fp16."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     name = config.get("dtype") or config.get("torch_dtype")
-    return next((own for own, dtype in DTYPES.items() if str(dtype) == f"torch.{name}"), "fp32")
+    return "bf16" if name == "bfloat16" else "fp32"
 
 
 def plain_generation(contract: TokenContract) -> GenerationConfig:
@@ -80,7 +78,7 @@ def load_tokenizer(
 def load_model(
     kind: Any,
     path: str | Path,
-    precision: Precision | None,
+    precision: str | None,
     *,
     quantize: Quantization | None = None,
     revision: str | None = None,

@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ArtifactError, ConfigError, suggestion
-from rlhf_pipeline.models.lean_transformers import PreTrainedModel
+from rlhf_pipeline.models import PreTrainedModel
+from rlhf_pipeline.models.forward import network_of
 from rlhf_pipeline.models.loading import HEAD
-from rlhf_pipeline.models.scalar_head import TokenScores, pretrained
 
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "adapter_model.safetensors"  # peft's file of adapter weights
@@ -34,7 +34,7 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> Any:
     """
     from peft import LoraConfig, LoraModel
 
-    adapted = pretrained(model)
+    adapted = network_of(model)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # peft divides it by the rank
@@ -47,14 +47,14 @@ def add_adapters(model: nn.Module, config: LoRAConfig) -> Any:
     for name, parameter in adapted.named_parameters():
         if config.train_rest:
             parameter.requires_grad_(not name.endswith(".base_layer.weight"))
-        elif isinstance(model, TokenScores) and name.startswith(f"{HEAD}."):
+        elif name.startswith(f"{HEAD}."):
             parameter.requires_grad_(True)
     return tuner
 
 
 def trained_names(model: nn.Module) -> list[str]:
     """The names of the trainable parameters in the Hugging Face model."""
-    return [name for name, weight in pretrained(model).named_parameters() if weight.requires_grad]
+    return [name for name, weight in network_of(model).named_parameters() if weight.requires_grad]
 
 
 def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, folder: Path) -> None:
@@ -63,10 +63,10 @@ def write_adapter(model: nn.Module, weights: Mapping[str, Tensor], base: str, fo
     `PeftModel.from_pretrained(base_model, folder)` reads the result, except with `train_rest`.
     `weights` are those of `trained_names`, whole. `base` names the model without adapters.
     """
-    adapted: Any = pretrained(model)
+    adapted: Any = network_of(model)
     settings = copy.copy(adapted.peft_config[ADAPTER])
     settings.base_model_name_or_path = base
-    settings.modules_to_save = [HEAD] if isinstance(model, TokenScores) else None
+    settings.modules_to_save = [HEAD] if hasattr(adapted, HEAD) else None
     settings.inference_mode = True
     # peft keeps a set, whose order differs from run to run.
     settings.target_modules = sorted(settings.target_modules)
@@ -90,7 +90,7 @@ def merged(model: M, config: LoRAConfig, adapter: Path) -> M:
             f"{', '.join(sorted(differing)[:4])}"
         )
     found = {own: stored[name] for own, name in weights.items()}
-    pretrained(model).load_state_dict(found, strict=False)
+    network_of(model).load_state_dict(found, strict=False)
     tuner.merge_and_unload()
     return model
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_pipeline.models.lean_transformers import (
+from rlhf_pipeline.models import (
     AttentionInterface,
     AttentionMaskInterface,
     PreTrainedModel,
@@ -102,11 +102,11 @@ def _of_one_token(
 def one_kernel(dtype: torch.dtype, capability: tuple[int, int] | None, width: int) -> bool:
     """Whether torch's flash attention takes packed rows; otherwise they are processed one by one.
 
-    It needs half precision, a GPU of compute capability 8.0 or higher (None: a CPU), and heads
-    whose width is a multiple of 8 and at most 256.
+    It needs bf16, a GPU of compute capability 8.0 or higher (None: a CPU), and heads whose width is
+    a multiple of 8 and at most 256.
     """
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    return is_half and width % 8 == 0 and width <= 256 and (capability or (0, 0)) >= (8, 0)
+    is_able = (capability or (0, 0)) >= (8, 0)
+    return is_able and dtype == torch.bfloat16 and width % 8 == 0 and width <= 256
 
 
 def _attention(

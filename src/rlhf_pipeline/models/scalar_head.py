@@ -5,14 +5,14 @@ Shapes: B sequences, P prompt tokens, R response tokens.
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models.lean_transformers import (
+from rlhf_pipeline.models import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -92,11 +92,6 @@ def load_scores(
         )
     use_packed_attention(model)
     return TokenScores(without_dropout(model))
-
-
-def pretrained(model: nn.Module) -> PreTrainedModel:
-    """Return the Hugging Face model: the policy itself, or the classifier in a `TokenScores`."""
-    return model.classifier if isinstance(model, TokenScores) else cast(PreTrainedModel, model)
 
 
 def store_score_mean(checkpoint: Path, mean: float) -> None:

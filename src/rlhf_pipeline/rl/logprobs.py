@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from logits in float32, without a float32 copy of all logits.
+"""Log-probabilities, entropies and divergences in float32, without a float32 copy of all logits.
 
 Shapes: B sequences, R response tokens, V vocabulary, d width.
 
@@ -6,6 +6,7 @@ Float32 tensors of B * R * V elements would be the largest ones of RLHF. Therefo
 positions is processed at a time, and the backward pass recomputes its probabilities.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_pipeline.rl.divergences import divergence
-
 CHUNK, GPU_CHUNK = 2**25, 2**27
 """Elements of a chunk: 128 MiB in float32 on a CPU, 512 MiB on a GPU, whose products of few rows
 are slow. One tensor of a chunk exists at a time, and parts of others; two if the entropy has a
@@ -25,13 +24,14 @@ gradient."""
 ENTROPY_PARTS = 8
 TEACHER_PARTS = 8  # of a chunk: to compare two models, so many tensors exist at a time
 BLOCK = 128  # tokens of the vocabulary whose probabilities are added up first
+LEAST = 1e-30  # probability of all other tokens together if each of them has rounded to 0
 
 Head = tuple[Tensor, Tensor | None] | None
 """Weight (V, d) and bias (V,) of the layer from hidden states to logits; None: there are logits."""
 
 
 class Teacher(NamedTuple):
-    """A teacher at the positions of a batch, and the `divergences.divergence` from it."""
+    """A teacher at the positions of a batch, and the `divergence` from it."""
 
     inputs: Tensor  # (B, R, d) hidden states of any width or (B, R, V) logits, without a gradient
     head: Head
@@ -129,6 +129,38 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     The mask is (B, T) bool or int, True = real token; positions are (B, T) long.
     """
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def divergence(student: Tensor, teacher: Tensor, beta: float, top_k: int | None = None) -> Tensor:
+    """The divergence of two distributions at each position, (...), in nats.
+
+    Both are log-probabilities (..., V) in float32: log s of a student, log t of its teacher.
+
+        beta = 0    KL(t || s) = sum_v t_v (log t_v - log s_v)     forward KL
+        beta = 1    KL(s || t)                                     reverse KL
+        otherwise   beta KL(t || m) + (1 - beta) KL(s || m)        m = beta t + (1 - beta) s
+
+    With `top_k`, v are the k likeliest tokens of the teacher, and all others together as one more;
+    this is at most the divergence of the whole vocabulary.
+
+    Source: GKD, Agarwal et al. 2024, https://arxiv.org/abs/2306.13649, section 2. That divergence
+    goes to 0 with beta and with 1 - beta, where both KLs take its place, as in TRL 1.16.
+    """
+    if top_k is not None and top_k < teacher.shape[-1]:
+        ids = teacher.topk(top_k, -1).indices
+        student, teacher = _apart(student, ids), _apart(teacher, ids)
+    if beta in (0, 1):
+        first, second = (student, teacher) if beta else (teacher, student)
+        return (first.exp() * (first - second)).sum(-1)
+    mixed = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    both = beta * teacher.exp() * (teacher - mixed) + (1 - beta) * student.exp() * (student - mixed)
+    return both.sum(-1)
+
+
+def _apart(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """The distribution of the tokens `ids` (..., K) and of all others together, (..., K + 1)."""
+    rest = logprobs.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).clamp(min=LEAST)
+    return torch.cat([logprobs.gather(-1, ids), rest.log()], -1)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.errors import ArtifactError, StageError
-from rlhf_pipeline.runtime.digests import FileEntry, file_digest
-from rlhf_pipeline.runtime.manifest import folder_digest
+from rlhf_pipeline.runtime.manifest import FileEntry, file_digest, folder_digest
 
 logger = logging.getLogger(__name__)
 SEAL = "seal.json"

@@ -1,6 +1,8 @@
-"""Answers as text, which functions, chat models, programs and true answers score.
+"""Answers as text, and what scores them for rewards and judges alike, loaded by `load_source`.
 
-No module that reads text alone imports torch: its import takes seconds.
+No module that reads text alone imports torch: its import takes seconds. To add a kind of source,
+write a class like `CodeSource`, its block and its place in `Scorer` in `config/rewards.py`, and a
+case in `load_source`.
 """
 
 import json
@@ -8,8 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from rlhf_pipeline.config.rewards import (
+    CallableReward,
+    CodeReward,
+    ModelReward,
+    ReferenceReward,
+    RegexReward,
+    RubricReward,
+    Scorer,
+)
 from rlhf_pipeline.data.records import Conversation
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.job import LaunchedJob
 
 if TYPE_CHECKING:
     from rlhf_pipeline.generation.records import Scored
@@ -48,4 +60,46 @@ class Answered:
 
 Source = Callable[["Scored", Answered], list[float]]
 """What a reward or a judge is, loaded: it scores the responses of a rollout, (B,); a model's scores
-are centred. Only models, and functions that ask for it, read the `Scored`."""
+are centred. Only models, and functions that ask for it, read the `Scored`. One that counts what it
+could not score has a method `counted`, which returns the numbers since its last call by name."""
+
+
+def load_source(
+    scorer: Scorer, place: str, name: str, job: LaunchedJob, **reading: Any
+) -> Source | None:
+    """Load what scores single answers; None for the trained reward model and a judge of pairs.
+
+    `place` is its parameter, and `name` the input with its content. A reward model needs the
+    further arguments of `ModelSource.load`. Each case imports what it needs, and the default needs
+    nothing. Raises StageError if a function cannot be imported, or the machine has no sandbox,
+    ConfigError if a function does not take prompts and responses, and ArtifactError if the content
+    has changed since the stage was planned, or a folder contains no reward model, or one of another
+    tokenizer.
+    """
+    match scorer:
+        case CallableReward():
+            from rlhf_pipeline.scoring.sources import FunctionSource, import_function
+
+            return FunctionSource.load(scorer, import_function(scorer, job, name), job, name)
+        case ReferenceReward():
+            from rlhf_pipeline.scoring.sources import FunctionSource
+            from rlhf_pipeline.scoring.true_answers import agreement
+
+            return FunctionSource(scorer.reference, agreement(scorer.reference))
+        case RegexReward():
+            from rlhf_pipeline.scoring.sources import matches
+
+            return matches(scorer.regex)
+        case RubricReward():
+            from rlhf_pipeline.scoring.chat_model import ChatModel, RubricSource, reply_folder
+
+            return RubricSource(scorer, ChatModel(scorer.openai, reply_folder(job), place))
+        case CodeReward():
+            from rlhf_pipeline.scoring.code_reward import CodeSource
+
+            return CodeSource(scorer, place)
+        case ModelReward():
+            from rlhf_pipeline.scoring.reward_sources import ModelSource
+
+            return ModelSource.load(scorer, place, name, job, **reading)
+    return None

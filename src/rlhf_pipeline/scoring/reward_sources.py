@@ -37,10 +37,7 @@ from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.answers import Answered, Source
-from rlhf_pipeline.scoring.chat_model import RubricSource
-from rlhf_pipeline.scoring.code_reward import CodeSource
-from rlhf_pipeline.scoring.sources import load_source
+from rlhf_pipeline.scoring.answers import Answered, Source, load_source
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,8 @@ class RewardSum:
         for name, source in self.sources.items():
             with heartbeat.scored_by(name):
                 parts[name] = torch.tensor(source.score(scored, answered))
-            if isinstance(source.score, RubricSource | CodeSource):
-                replies |= {f"{name}/{key}": n for key, n in source.score.counted().items()}
+            if (counted := getattr(source.score, "counted", None)) is not None:
+                replies |= {f"{name}/{key}": n for key, n in counted().items()}
         total = torch.stack([s.weight * parts[name] for name, s in self.sources.items()]).sum(0)
         clipped = [
             source.weight * parts[name].clamp(-source.clip, source.clip)

@@ -1,6 +1,4 @@
-"""What scores answers, loaded by `load_source`, for rewards and judges alike.
-
-Most often it is a Python function of the user, which each rank calls once per rollout:
+"""Functions that score, most often one of the user, which each rank calls once per rollout:
 
     def reward(prompts: list[list[dict[str, str]]], responses: list[str]) -> list[float]
 
@@ -9,9 +7,6 @@ and without surrounding white space. A parameter `references` gets the true answ
 row; `scored` gets the tokens, a `Scored`; any other one the column of its name that the sources
 carry (`columns.extra`). With `CallableReward.processes`, processes of the rank call it with one row
 at a time.
-
-To add a kind, write a class like `CodeSource`, its block and its place in `Scorer` in
-`config/rewards.py`, and a case in `load_source`.
 """
 
 import inspect
@@ -22,54 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from rlhf_pipeline.config.rewards import (
-    CallableReward,
-    CodeReward,
-    ModelReward,
-    ReferenceReward,
-    RegexReward,
-    RubricReward,
-    Scorer,
-    check_signature,
-)
+from rlhf_pipeline.config.rewards import CallableReward, check_signature
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.scoring.answers import Answered, Source
-from rlhf_pipeline.scoring.chat_model import ChatModel, RubricSource, reply_folder
-from rlhf_pipeline.scoring.code_reward import CodeSource
+from rlhf_pipeline.scoring.answers import Answered
 from rlhf_pipeline.scoring.function_workers import Call, Workers, loaded, scores
-from rlhf_pipeline.scoring.true_answers import agreement
 
 if TYPE_CHECKING:
     from rlhf_pipeline.generation.records import Scored
-
-
-def load_source(
-    scorer: Scorer, place: str, name: str, job: LaunchedJob, **reading: Any
-) -> Source | None:
-    """Load what scores single answers; None for the trained reward model and a judge of pairs.
-
-    `place` is its parameter, and `name` the input with its content. A reward model needs the
-    further arguments of `ModelSource.load`. Raises StageError if a function cannot be imported, or
-    the machine has no sandbox, ConfigError if a function does not take prompts and responses, and
-    ArtifactError if the content has changed since the stage was planned, or a folder contains no
-    reward model, or one of another tokenizer.
-    """
-    match scorer:
-        case CallableReward():
-            return FunctionSource.load(scorer, import_function(scorer, job, name), job, name)
-        case ReferenceReward():
-            return FunctionSource(scorer.reference, agreement(scorer.reference))
-        case RegexReward():
-            return matches(scorer.regex)
-        case RubricReward():
-            return RubricSource(scorer, ChatModel(scorer.openai, reply_folder(job), place))
-        case CodeReward():
-            return CodeSource(scorer, place)
-        case ModelReward():
-            from rlhf_pipeline.scoring.reward_sources import ModelSource
-
-            return ModelSource.load(scorer, place, name, job, **reading)
-    return None
 
 
 @dataclass(frozen=True)

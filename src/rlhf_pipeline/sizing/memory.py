@@ -13,7 +13,7 @@ from rlhf_pipeline.config.training import BUCKET, LIVE, FrozenModel, StageModel,
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import Shape
 
-BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES: Mapping[Precision, int] = {"fp32": 4, "bf16": 2}
 NF4 = 0.5 + 4 / 64
 """Bytes of a 4-bit weight of bitsandbytes: half a byte, and a float32 scale for 64 weights."""
 

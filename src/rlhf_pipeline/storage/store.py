@@ -23,9 +23,16 @@ from fsspec.utils import get_protocol
 
 from rlhf_pipeline.data.files import explain_store_errors
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError, without_secrets
-from rlhf_pipeline.runtime.digests import PIECE, FileEntry, digest_of, write_pieces
 from rlhf_pipeline.runtime.files import put_in_place, require_space
-from rlhf_pipeline.runtime.manifest import CURVES, NAME, Manifest
+from rlhf_pipeline.runtime.manifest import (
+    CURVES,
+    NAME,
+    PIECE,
+    FileEntry,
+    Manifest,
+    digest_of,
+    write_pieces,
+)
 
 OBJECTS = "objects"
 RENAMING = {"file", "local", "sftp", "ssh"}

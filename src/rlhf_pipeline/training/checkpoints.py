@@ -16,17 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
-from rlhf_pipeline.distributed.model_files import save_adapter, save_model, unwrapped
+from rlhf_pipeline.distributed.model_files import save_adapter, save_model
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.errors import ArtifactError, Interrupted
+from rlhf_pipeline.models.forward import network_of
 from rlhf_pipeline.models.loading import DTYPES
-from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.files import put_in_place, require_space
 from rlhf_pipeline.runtime.job import LaunchedJob, checkpoint_path, list_checkpoints, seal
-from rlhf_pipeline.runtime.manifest import copy_folder, folder_digest
+from rlhf_pipeline.runtime.manifest import FileEntry, copy_folder, folder_digest
 
 
 @dataclass
@@ -209,7 +208,7 @@ class BestModels:
             save_model(model, self.tokenizer, folder)
         else:
             # The input that the model was loaded from: unlike a path, its name holds anywhere.
-            path = Path(pretrained(unwrapped(model)).name_or_path)
+            path = Path(network_of(model).name_or_path)
             base = next(key for key, source in self.job.inputs.items() if source == path)
             save_adapter(model, base, folder)
 

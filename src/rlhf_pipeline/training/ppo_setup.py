@@ -21,9 +21,8 @@ from rlhf_pipeline.distributed.engine import (
     train_engine,
     untrained,
 )
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.world import World
-from rlhf_pipeline.distributed.zero import EMA
+from rlhf_pipeline.distributed.zero import EMA, DeepSpeedEngine
 from rlhf_pipeline.generation.generator import Generator, load_generator
 from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores

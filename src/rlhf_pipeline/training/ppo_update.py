@@ -13,27 +13,28 @@ from rlhf_pipeline.config.doors import POLICY_LOSS, call_with
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import micro_batches
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
-    fp16_metrics,
     grad_norm,
-    optimizer_steps,
+    optimizer_step,
 )
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.forward import response_divergences, response_logprobs, response_values
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import (
     LossSum,
     Reduce,
     entropy_loss,
+    explained_variance,
     kl_loss,
+    policy_diagnostics,
     reduced,
     sft_loss,
     value_loss,
+    value_sums,
 )
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
@@ -111,8 +112,6 @@ def update_models(
     # Equal returns, for example if all responses are cut, have no variance to explain.
     if math.isnan(metrics.get("value/explained_variance", 0.0)):
         del metrics["value/explained_variance"]
-    for name, engine in engines.items():
-        metrics |= {f"optim/{name}_{key}": value for key, value in fp16_metrics(engine).items()}
     return metrics
 
 
@@ -153,7 +152,6 @@ def update_minibatch(
     that sampled.
     """
     terms = terms_of([piece.sequences.action_mask for piece in pieces], config, world)
-    steps: list[tuple[DeepSpeedEngine, Sequence[Loss]]] = []
     if train_actor:
         losses: list[Loss] = [
             partial(
@@ -165,14 +163,12 @@ def update_minibatch(
             length = text.response_ids.numel() * world.size  # every rank has equally many blocks
             chunks = chunks_of(text, models, config, world)
             losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
-        steps.append((models.actor, losses))
+        sums = optimizer_step(models.actor, world, losses, sums)
+        if models.ema is not None:
+            models.ema.update()
     if (critic := models.critic) is not None:
         losses = [partial(critic_loss, critic, piece, config, terms.tokens) for piece in pieces]
-        steps.append((critic, losses))
-    sums = optimizer_steps(steps, world, sums)
-    # An overflow in fp16 skips the step.
-    if train_actor and models.ema is not None and models.actor.was_step_applied():
-        models.ema.update()
+        sums = optimizer_step(critic, world, losses, sums)
     return sums
 
 

@@ -1,7 +1,6 @@
 """The rollout of a step: prompts, sampled responses, and their scores by all models.
 
-A step has G prompts with K responses each. Slot g of a step is the place of its g-th prompt; rank r
-of W ranks has the slots r, r + W, r + 2 W, and so on, with all responses to their prompts.
+The slots of the prompts and the order of the rows are those of `training.prompts`.
 
 What sampling does not need can leave the GPU for main memory meanwhile. A storage gives up its
 memory and gets other memory later. It stays the same object, so DeepSpeed's own views of it stay
@@ -25,8 +24,8 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, micro_batches, own_share
 from rlhf_pipeline.distributed.engine import free_memory, release_freed
 from rlhf_pipeline.distributed.engine_state import saved_tensors
-from rlhf_pipeline.distributed.lean_deepspeed import get_accelerator
 from rlhf_pipeline.distributed.world import World, on_gpu
+from rlhf_pipeline.distributed.zero import get_accelerator
 from rlhf_pipeline.generation.generator import Seed, row_seeds
 from rlhf_pipeline.generation.records import Rollout, Scored, TrainingPass, ended
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.distributed.batches import Rows, load_rows, micro_batches, own_share, step_rows
 from rlhf_pipeline.distributed.engine import store_settings, train_engine
-from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.optimizer_step import (
     Loss,
     Sums,
     add_sums,
-    fp16_metrics,
     grad_norm,
     optimizer_step,
 )
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime import heartbeat
@@ -192,7 +191,7 @@ def train_step(setup: Setup, step: int) -> dict[str, float]:
     metrics["optim/lr"] = learning_rate
     if norm is not None:
         metrics["optim/grad_norm"] = totals["grad_norm"]
-    return metrics | {f"optim/{name}": value for name, value in fp16_metrics(engine).items()}
+    return metrics
 
 
 def micro_batch_losses(setup: Setup, batch: Batch, terms: Tensor) -> list[Loss]:

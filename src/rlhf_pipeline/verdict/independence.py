@@ -29,9 +29,8 @@ from rlhf_pipeline.config.rewards import (
     reads_references,
 )
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.runtime.digests import file_digest
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import NAME, Manifest
+from rlhf_pipeline.runtime.manifest import NAME, Manifest, file_digest
 from rlhf_pipeline.verdict.comparison import Standing, State
 
 Record = Mapping[str, Any]

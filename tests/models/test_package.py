@@ -5,7 +5,7 @@ import pytest
 
 IMPORT = """
 import gc, sys
-import rlhf_pipeline.models.lean_transformers
+import rlhf_pipeline.models
 print([name for name in ("boto3", "sklearn", "scipy") if name in sys.modules], gc.isenabled())
 import boto3
 print(boto3.__name__)
