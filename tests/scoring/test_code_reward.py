@@ -7,8 +7,8 @@ import pytest
 from rlhf_pipeline.config.rewards import CodeReward
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.scoring.answers import Answered
-from rlhf_pipeline.scoring.code_reward import CodeSource, program_of
 from rlhf_pipeline.scoring.reward_sources import RewardSum
+from rlhf_pipeline.scoring.sources import CodeSource, program_of
 
 ADDS = "def add(a, b):\n    return a + b\n"
 TESTS = "assert add(1, 2) == 3"

@@ -14,7 +14,7 @@ import pytest
 from rlhf_pipeline.config.rewards import CodeReward
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.scoring.answers import Answered
-from rlhf_pipeline.scoring.code_reward import CodeSource
+from rlhf_pipeline.scoring.sources import CodeSource
 
 PROMPTS = [[{"role": "user", "content": f"Question {n}?"}] for n in range(3)]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_pipeline.config.ppo_blocks import CurriculumConfig
+from rlhf_pipeline.config.ppo import CurriculumConfig
 from rlhf_pipeline.distributed.batches import step_rows
 from rlhf_pipeline.training.prompts import PromptStream
 

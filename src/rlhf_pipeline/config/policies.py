@@ -14,8 +14,7 @@ from pydantic import (
 
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.doors import ADVANTAGE
-from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
-from rlhf_pipeline.config.ppo_blocks import KLConfig
+from rlhf_pipeline.config.ppo import ADVANTAGE_OF, KLConfig, PPOConfig
 from rlhf_pipeline.config.rewards import Reward
 from rlhf_pipeline.config.training import (
     FrozenModelConfig,

@@ -39,8 +39,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.scoring.answers import Answered, Source
 from rlhf_pipeline.scoring.chat_model import RubricSource
-from rlhf_pipeline.scoring.code_reward import CodeSource
-from rlhf_pipeline.scoring.sources import load_source
+from rlhf_pipeline.scoring.sources import CodeSource, load_source
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.ppo_blocks import CurriculumConfig
+from rlhf_pipeline.config.ppo import CurriculumConfig, PPOConfig
 from rlhf_pipeline.distributed.batches import Rows, own_share, rows_at, step_rows
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.models.sequences import Sequences, collate
