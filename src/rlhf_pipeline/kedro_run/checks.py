@@ -38,8 +38,7 @@ from rlhf_pipeline.kedro_run.faults import (
     Origin,
     batch_faults,
     block_faults,
-    harness_faults,
-    judge_faults,
+    evaluation_faults,
     length_faults,
     machine_faults,
     memory_faults,
@@ -93,8 +92,7 @@ def check(
         path_faults("base_model.path", base_model.path),
         length_faults(positions(base_model.configuration), split, policies, evaluate),
         *(policy_faults(policy, blocks, sum(ranks)) for policy in policies),
-        judge_faults(evaluate.judges, "evaluate.judges"),
-        harness_faults(evaluate.tasks) if evaluate.tasks else (),
+        evaluation_faults(evaluate),
         source_faults("split.pretraining.sources", texts, wants_text=True),
     )
     refuse(chain(*found), origin)
