@@ -19,7 +19,7 @@ from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.kedro_run.checks import check
 from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.kedro_run.dry_run import code_faults, function_faults
+from rlhf_pipeline.kedro_run.dry_run import code_faults, scorer_faults
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
@@ -139,7 +139,7 @@ def test_a_column_is_asked_of_all_sources_that_a_function_reads(installed, monke
 
     def faults(name, *sources):
         given = {"evaluate.judges.0": CallableReward(callable=f"my_rlhf.rewards:{name}")}
-        return [*function_faults(given, [], dict(enumerate(sources)), {}, installed / "work")]
+        return [*scorer_faults(given, [], dict(enumerate(sources)), {}, installed / "work")]
 
     assert faults("of", rated) == faults("may", plain) == faults("may", rated) == []
     line = "Fix: add `extra: [level]` to the columns of split.sources.1"

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.datasets.artifact import ArtifactDataset, PageDataset, StoreDataset
-from rlhf_pipeline.errors import Interrupted, PipelineError, StageError
+from rlhf_pipeline.errors import Interrupted, PipelineError
 from rlhf_pipeline.kedro_run.checks import CONF, check_stores, check_values
 from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.kedro_run.explain import explained_errors
@@ -177,7 +177,6 @@ def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("error", "status", "raised"),
     [
-        (StageError("the disk is full"), "FAILED", "the disk is full"),
         (Interrupted("ended"), "KILLED", "ended"),
         (OSError(30, "...", "/data"), "FAILED", "/data: Read-only file system. Fix: "),
         (KeyError("x"), "FAILED", "unexpected KeyError: 'x'\nThe stack is in tracebacks/"),
@@ -209,7 +208,6 @@ def test_the_error_of_a_run_is_explained_once_for_mlflow_and_the_terminal(
           "runtime_params": {"seed": 5, "ppo": {"kl": {"coef": 0.2}}, "root": "/data"}},
          "full hh-rlhf seed=5 ppo.kl.coef=0.2"),
         ({"from_nodes": ["ppo"], "env": "tiny"}, "full from ppo tiny"),
-        ({"node_names": ["sft", "reward_model"]}, "sft+reward_model"),
         ({"runtime_params": {"base_model": {"path": "a" * 200}}},
          f"full base_model.path={'a' * 99}"),
     ],
