@@ -120,7 +120,6 @@ def test_a_function_that_cannot_be_imported_is_named(faults, text, message):
 @pytest.mark.parametrize(
     "text",
     [
-        "def f(prompts, responses): ...",
         "def f(prompts, responses, references): ...",
         "def f(*texts, **others): ...",
         "def f(prompts, /, responses, weight=1.0, *, references=None): ...",

@@ -62,7 +62,6 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
         ("return [1.0]", "my.py:f: found 1 results, expected a list of 3 numbers, one for each "
          "response. Fix: return one finite number for each response"),
         ("return 1.0", "my.py:f: found 1.0, expected a list of 3 numbers, one for each response"),
-        ("return {1.0, 2.0, 3.0}", "my.py:f: found {1.0, 2.0, 3.0}, expected a list of 3 numbers"),
         ("import torch; return torch.tensor(0.5)", "my.py:f: found tensor(0.5000), expected a list "
          "of 3 numbers"),
         ("return [1.0, '3', 2.0]", "my.py:f: found '3', expected a finite number, for the "
@@ -84,13 +83,12 @@ def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored
     assert message in str(failure.value)
 
 
-@pytest.mark.parametrize("parameters", ["responses", "prompts, responses, answers, /"])
-def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
+def test_a_function_with_other_parameters_fails_when_it_is_loaded():
     with pytest.raises(
         ConfigError,
         match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
     ):
-        function(f"def f({parameters}): ...")
+        function("def f(responses): ...")
 
 
 def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answered):
@@ -102,20 +100,6 @@ def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answer
         ConfigError, match=r"my\.py:f asks for difficulty, which the split does not"
     ):
         source(scored, answered)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("import no_such_module",
-         r"my\.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("def g(): ...\nf = 1", "found functions g in .*, expected f. Fix: correct the name"),
-    ],
-)  # fmt: skip
-def test_a_function_that_cannot_be_imported_fails(load, tmp_path, source, message):
-    (tmp_path / "my.py").write_text(source)
-    with pytest.raises(StageError, match=message):
-        load(f"{tmp_path}/my.py:f", files={"rewards.0": tmp_path / "my.py"})
 
 
 def test_a_function_of_a_module_is_imported_by_name(
