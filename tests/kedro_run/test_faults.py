@@ -14,8 +14,8 @@ from rlhf_pipeline.kedro_run.faults import batch_faults, length_faults, path_fau
 FAULTS = [
     ("base_model.template_date", "today",
      "base_model.template_date: found 'today', expected a date like 2024-07-26"),
-    ("base_model.path", __file__, "test_faults.py', expected a folder or an id on the hub. Fix: "),
-    ("base_model.path", "/usr", "base_model.path: found '/usr', a folder without config.json"),
+    ("base_model", {"path": __file__}, "test_faults.py', expected a folder or an id on the hub"),
+    ("base_model", {"path": "/usr"}, "base_model.path: found '/usr', a folder without config.json"),
     ("sft.deepspeed.precision", "fp16",
      "sft.deepspeed.precision: found fp16, which needs a GPU; this machine has none. Fix: use "
      "bf16 or fp32"),
@@ -48,7 +48,9 @@ FAULTS = [
     ("evaluate.judges", [{"model": "org/reward-model"}],
      "evaluate.judges.0.retokenize: found false, expected true for org/reward-model, a model "
      "on the hub"),
-    ("evaluate.judges", [{"model": "./missing"}], "evaluate.judges.0: path "),
+    ("evaluate.judges", [{"model": "./missing", "revision": "v1"}], "evaluate.judges.0: path "),
+    ("evaluate.judges", [{"model": "./missing", "revision": "v1"}],
+     "evaluate.judges.0.revision: found a value, but ./missing is a local folder"),
     ("ppo.rewards", [{"rubric": "r", "openai": {"base_url": "http://x", "model": "m",
                                                 "api_key_env": "NO_SUCH_KEY"}}],
      "ppo.rewards.0.openai.api_key_env: found no environment variable NO_SUCH_KEY"),

@@ -231,6 +231,8 @@ def judge_faults(judges: Sequence[Any], places: str, *, hub: bool = True) -> Ite
                     )
             case ModelReward():
                 yield from _raised(place, check_model, judge)
+                if judge.revision:
+                    yield f"{place}.revision: found a value, but {judge.path} is a local folder"
             case ReferenceReward(reference="math"):
                 need = f"{place}.reference: math needs math-verify"
                 yield from _absent(need, "math_verify", "math")
