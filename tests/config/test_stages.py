@@ -110,9 +110,6 @@ DPO_ALONE = {"base_model", "split", "sft", "reward_model", "dpo"}
          "trains on 20% of the training conversations; the others are for stages of "
          "reward_model and ppo that are not in it. To train on all of them, set split.weights to "
          "[2, 0, 0]"),
-        (DPO_ALONE, (20, 40, 40), [PAIRS],
-         "trains on 60% of the training conversations; the others are for stages of ppo "
-         "that are not in it. To train on all of them, set split.weights to [2, 4, 0]"),
         # Without a weight, prompts would serve nothing, so there is no such advice.
         ({"split", "sft"}, (20, 0, 80), [SHOWN, ASKED],
          "trains on 20% of the training conversations; the others are for stages of ppo "

@@ -107,6 +107,11 @@ def test_a_function_in_the_home_folder_is_found(faults, tmp_path, monkeypatch):
     assert [*scorer_faults(given, KNOWN, {}, {}, tmp_path / "work")] == []
 
 
+def test_a_function_that_leaves_a_fork_behind_has_one_answer(faults):
+    assert faults("os.fork(); return [1.0] * 3") == ([], 1)
+    assert faults("os.fork(); return None")[0] != []
+
+
 def test_a_function_that_ends_its_process_is_named(faults):
     assert faults("print('sorry', flush=True); os._exit(3)")[0] == [
         "grpo.rewards.0: my.py:f ended its process with code 3 (sorry). Fix: correct it"

@@ -233,17 +233,18 @@ def _tried(
             process.wait()
         answers.seek(0)
         log.seek(0)
-        *faults, end = [json.loads(line) for line in answers] or [""]
-        if end is not None:
+        lines = [json.loads(line) for line in answers]
+        if is_cut := None not in lines:
             said = log.read().decode(errors="replace").strip().rpartition("\n")[2]
             code = process.returncode
             yield f"{what} ended its process with code {code} ({said}). Fix: correct it"
+    faults = [line for line in lines if line is not None]  # a fork of the user's may end, too
     for fault, is_certain in faults:
         if is_certain:
             yield fault
         else:
             logger.warning("%s. The run starts nevertheless: its batches may differ", fault)
-    if end is None and not faults:
+    if not faults and not is_cut:
         with suppress(OSError):
             known.parent.mkdir(parents=True, exist_ok=True)
             known.touch()
