@@ -26,7 +26,7 @@ from rlhf_pipeline.config.rewards import (
     name_faults,
 )
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, PROMPT_POLICIES, trainers_of_phase
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError, install
@@ -294,16 +294,13 @@ def block_faults(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[
 
 def phase_faults(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[str]:
     """Phases without prompts that nodes train on."""
-    weights = blocks["split"].weights
+    split, trainers = blocks["split"], trainers_of_phase(blocks)
     trained = {node for node in nodes if blocks.get(node) is not None}
-    empty = [
-        phase
-        for phase, weight in zip(PHASES, weights, strict=True)
-        if weight == 0 and trained & {*trainers_of_phase(blocks)[phase]}
-    ]
+    unused = [phase for phase, weight in split.weight_of.items() if weight == 0]
+    empty = [phase for phase in unused if trained & {*trainers[phase]}]
     if empty and "split" in nodes:
         yield (
-            f"split.weights: found {list(weights)}, with 0 for {', '.join(empty)}, expected "
+            f"split.weights: found {list(split.weights)}, with 0 for {', '.join(empty)}, expected "
             "more than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
             "pipeline without this stage. Comparisons go to dpo and kto if reward_model is set, "
             f"or if {', '.join(PROMPT_POLICIES)} are null"
