@@ -115,31 +115,3 @@ def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place: str, said:
         (kind,) = block.blocks_in(known[name])
         known = {each: field.annotation for each, field in kind.model_fields.items()}
     assert meant(word, known).strip() == said
-
-
-def removed_parameters() -> dict[str, str]:
-    """Parameters of earlier versions in the manual that exist no longer, and what it says."""
-    page = (Path(__file__).parents[2] / "docs" / "upgrading.md").read_text(encoding="utf-8")
-    table = page.partition("## Parameters")[2].partition("Four values")[0]
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", table, re.MULTILINE)
-    names = {
-        name: now for before, now in rows for name in re.findall(r"`([a-z_.]+)(?::.*?)?`", before)
-    }
-    kinds = {kind for each in parameter_blocks().values() for kind in block.blocks_in(each)}
-    while more := {inner for kind in kinds for field in kind.model_fields.values()
-                   for inner in block.blocks_in(field.annotation)} - kinds:  # fmt: skip
-        kinds |= more
-    known = {name for kind in kinds for name in kind.model_fields} | {"false", "mean_minus_std"}
-    return {name: now for name, now in names.items() if name.rpartition(".")[2] not in known}
-
-
-@pytest.mark.parametrize(("place", "now"), removed_parameters().items())
-def test_a_parameter_that_left_leads_to_what_the_manual_says(place: str, now: str) -> None:
-    known: dict[str, Any] = dict(parameter_blocks())
-    *blocks, word = place.split(".")
-    for name in blocks:
-        (kind, *_) = block.blocks_in(known.get(name, PPOConfig))
-        known = {each: field.annotation for each, field in kind.model_fields.items()}
-    said = meant(word, known)
-    parameter = re.fullmatch(r" \(did you mean (.+)\?\)", said)
-    assert said.startswith("; ") or (parameter and parameter[1].split(".")[-1] in now), said

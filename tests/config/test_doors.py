@@ -9,21 +9,21 @@ import pytest
 import torch
 from click.testing import CliRunner
 from extending_page import DOORS, write_metadata, write_project
+from ppo_runs import ppo_config
 
 from rlhf_pipeline.cli import COMMAND, rlhf
 from rlhf_pipeline.config import doors
 from rlhf_pipeline.config.doors import ADVANTAGE, GENERATOR, POLICY_LOSS, call_with
-from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import CallableReward
 from rlhf_pipeline.config.split import BlendedSourceConfig
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.kedro_run.checks import check
 from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.kedro_run.dry_run import code_faults, function_faults
+from rlhf_pipeline.kedro_run.dry_run import code_faults, scorer_faults
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
-from rlhf_pipeline.training.ppo_update import policy_loss
+from rlhf_pipeline.training.ppo_update import terms_of
 
 CONF = Path(__file__).parents[2] / "conf"
 ROW = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
@@ -139,7 +139,7 @@ def test_a_column_is_asked_of_all_sources_that_a_function_reads(installed, monke
 
     def faults(name, *sources):
         given = {"evaluate.judges.0": CallableReward(callable=f"my_rlhf.rewards:{name}")}
-        return [*function_faults(given, [], dict(enumerate(sources)), {}, installed / "work")]
+        return [*scorer_faults(given, [], dict(enumerate(sources)), {}, installed / "work")]
 
     assert faults("of", rated) == faults("may", plain) == faults("may", rated) == []
     line = "Fix: add `extra: [level]` to the columns of split.sources.1"
@@ -176,19 +176,18 @@ def test_the_code_of_a_name_counts_with_what_it_imports_from_its_package(install
     assert {"my_rlhf.simpo.config", "training/supervised.py"} <= ours.keys()
 
 
-def test_a_loss_counts_its_own_terms(installed):
+def test_a_loss_counts_its_own_terms(installed, world):
     """Three tokens in two sequences."""
     mask = torch.tensor([[True, True], [True, False]])
+    found = [
+        float(terms_of([mask], ppo_config(policy_loss=name), world).policy)
+        for name in ("clip", "gspo")
+    ]
+    assert found == [3, 2]
     zeros = torch.zeros(2, 2)
-    none = dict.fromkeys(("logprobs", "old_logprobs", "advantages"), zeros)
-    configs = [PPOConfig.model_construct(policy_loss=name) for name in ("clip", "gspo")]
-    assert [policy_loss(config, **none, mask=mask)[1] for config in configs] == [3, 2]
-    tensors = dict.fromkeys(("logprobs", "old_logprobs"), zeros)
-    found = call_with(
-        POLICY_LOSS.load("gspo"), PPOConfig.model_construct(), advantages=zeros + 2, mask=mask,
-        **tensors,
-    )  # fmt: skip
-    assert [float(one) for one in found] == [-4.0, 2.0]
+    tensors = {"logprobs": zeros, "old_logprobs": zeros, "advantages": zeros + 2, "mask": mask}
+    loss, count = call_with(POLICY_LOSS.load("gspo"), ppo_config(), **tensors)
+    assert (float(loss), float(count)) == (-4.0, 2.0)
 
 
 def test_our_own_names_exist():

@@ -15,7 +15,6 @@ from rlhf_pipeline.config.evaluate import (
 )
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
-from rlhf_pipeline.config.sample import SampleConfig
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 
@@ -24,10 +23,8 @@ CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
     ("judge", "label"),
     [
         ({"model": "org/reward-model", "retokenize": True}, "reward-model"),
-        ({"path": "/models/other/"}, "other"),
         ({"reference": "last_number"}, "last_number"),
         ("my.py:f", "f"),
-        ({"callable": "package.module:g", "name": "short"}, "short"),
         ({"openai": CHAT}, "judge"),
         ({"openai": CHAT, "name": "chat"}, "chat"),
     ],
@@ -59,12 +56,10 @@ def test_best_of_n_is_a_power_of_two():
         (["trained"], "expected FILE.py:FUNCTION"),
         ([{"paths": "/models/other"}], "a block with one of callable, path, reference, regex, rub"),
         ([{"model": "a/b", "weight": 2.0}], "found weight 2.0 of judge b, expected none"),
-        ([{"reference": "exact"}, {"reference": "exact"}], "found two called 'exact'"),
         ([{"openai": {"base_url": "ftp://x", "model": "m"}}], "String should match pattern"),
         ([{"openai": CHAT | {"template": "{first}"}}], "expected text with {prompt}, {first}, {se"),
         ([{"callable": "my.py:f", "name": "gold"}], "found label 'gold', expected another: sc"),
         (["a/my.py:f", "b/my.py:f"], "found two called 'my.f', expected unique names. Fix: set t"),
-        ([{"callable": "my.py:f", "name": "a b"}], "found label 'a b', expected letters"),
         (["my.py:gold_lower"], "neither _lower nor _upper"),
     ],
 )
@@ -104,19 +99,17 @@ def test_only_what_a_policy_maximizes_judges_in_its_place():
     assert (judge.label, judge.weight) == ("good", 1.0)
 
 
-def test_rewards_of_a_sample_stand_beside_our_own_judges():
-    given = {"rewards": ["trained", {"reference": "exact", "name": "gold"}]}
-    (fault,) = validated("rejection.sample", SampleConfig, given)[1]
-    assert fault.startswith("rejection.sample.rewards: found label 'gold', expected another: score")
+GREEDY = {"sampling": {"temperature": 0}}
 
 
 def test_evaluation_may_be_greedy_and_training_may_not():
-    assert EvaluateConfig(sampling={"temperature": 0}).sampling.temperature == 0
     with pytest.raises(ValidationError, match="greater than 0"):
         PPOConfig(sampling={"temperature": 0})
+    for given, draws in (({}, 2), ({"answers_per_prompt": 4}, 4), (GREEDY, 1)):
+        assert EvaluateConfig(**given).baseline_draws == draws
     for several in ({"answers_per_prompt": 2}, {"best_of_n": 2}):
         with pytest.raises(ValidationError, match="the same answer every time"):
-            EvaluateConfig(sampling={"temperature": 0}, **several)
+            EvaluateConfig(**GREEDY, **several)
 
 
 @pytest.mark.parametrize(
@@ -133,46 +126,27 @@ def test_a_careful_file_has_no_secret_in_its_place(path, message):
     assert validated("evaluate", EvaluateConfig, allowed)[1] == []
 
 
-@pytest.mark.parametrize(("answers", "temperature", "draws"), [(1, 1, 2), (4, 1, 4), (1, 0, 1)])
-def test_the_draws_of_the_baseline(answers, temperature, draws):
-    config = EvaluateConfig(answers_per_prompt=answers, sampling={"temperature": temperature})
-    assert config.baseline_draws == draws
-
-
-def write(folder, **texts):
-    for name, text in texts.items():
-        path = folder / name.replace("__", "/").replace("_", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
 def test_what_a_task_names_is_an_input(tmp_path, monkeypatch):
     """Relative to its file or to the current folder, through includes and by patterns."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tasks").mkdir()
     template = "tasks/_template_yaml"  # as in the harness, without a suffix
-    Path(template).write_text("doc_to_text: !function code.prompts.question\ninclude: more.yml")
-    write(
-        tmp_path,
-        tasks__own_yaml=f"include: {Path(template).name}\n"
+    texts = {
+        "tasks/own.yaml": "include: _template_yaml\n"
         "dataset_kwargs: {data_files: {test: 'data/part-*.jsonl', train: /no/such.jsonl}}\n"
         f"description: '{'A long text. ' * 30}'\n",
-        tasks__more_yml="fewshot_config: {samples: shots.json}",
-        tasks__shots_json="[]",
-        tasks__code__prompts_py="def question(document): ...",
-        **{"data__part-0_jsonl": "", "data__part-1_jsonl": "", "data__other_jsonl": ""},
-    )
+        template: "doc_to_text: !function code.prompts.question\ninclude: more.yml",
+        "data/part-0.jsonl": "", "data/part-1.jsonl": "", "data/other.jsonl": "",
+        "tasks/code/prompts.py": "def question(document): ...",
+        "tasks/more.yml": "fewshot_config: {samples: shots.json}",
+        "tasks/shots.json": "[]",
+    }  # fmt: skip
+    for name, text in texts.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
     files = task_inputs(TasksConfig(names=("arc_easy", "tasks/own.yaml")))
     assert [*files] == [f"tasks.{number}" for number in range(7)]
-    assert [path.as_posix() for path in files.values()] == [
-        "tasks/own.yaml",
-        "tasks/_template_yaml",
-        "data/part-0.jsonl",
-        "data/part-1.jsonl",
-        "tasks/code/prompts.py",
-        "tasks/more.yml",
-        "tasks/shots.json",
-    ]
+    read = {path.as_posix() for path in files.values()}
+    assert read == texts.keys() - {"data/other.jsonl"}
     assert task_inputs(TasksConfig(names=("arc_easy",))) == {}
 
 

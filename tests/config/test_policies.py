@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.training import FrozenModel
-from rlhf_pipeline.kedro_run.faults import batch_faults, policy_faults
+from rlhf_pipeline.kedro_run.faults import policy_faults
 
 LORA = {"optimizer": {"learning_rate": 1e-4}, "lora": {}}
 
@@ -67,9 +67,3 @@ def test_a_teacher_s_folder_is_looked_at_before_a_run(tmp_path):
     blocks = {"reward_model": {}, "split": None}
     (fault,) = policy_faults(teacher, blocks, 1)
     assert fault.startswith("distill.teacher.path: found '") and "a folder without c" in fault
-
-
-def test_the_ranks_share_the_given_answers():
-    distill = DistillConfig(teacher="facebook/opt-1.3b", given_batch_size=3)
-    (fault,) = batch_faults({"distill": distill}, ["distill"], 2)
-    assert fault.startswith("distill.given_batch_size: found 3, expected a multiple of 2 ranks")

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.doors import ADVANTAGE
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 
@@ -18,9 +19,7 @@ GAE = {
 RLOO = GAE | {"advantage": "rloo", "responses_per_prompt": 2, "critic": None}
 
 
-@pytest.mark.parametrize(
-    "advantage", ["rloo", "grpo", "gdpo", "reinforce", "reinforce++", "reinforce++-baseline"]
-)
+@pytest.mark.parametrize("advantage", sorted(ADVANTAGE.builtin.keys() - {"gae"}))
 def test_no_critic_is_needed(advantage):
     config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
     assert config.critic is None
@@ -42,10 +41,6 @@ def test_no_critic_is_needed(advantage):
          "minibatch_size: found 16, expected a divisor of 3 * rollout_batch_size 8"),
         (RLOO | {"lam": 0.9},
          "lam: found 0.9, expected the default 0.95: only advantage gae reads it. Fix: remove lam"),
-        (GAE | {"scale_rewards": "batch"},
-         "scale_rewards: found batch, expected the default group: only advantage grpo reads it"),
-        (RLOO | {"gamma": 0.9},
-         "gamma: found 0.9, expected the default 1.0: only advantage gae or reinforce++ reads it"),
         (GAE | {"importance": "sequence"},
          "importance: found sequence, expected token for advantage gae, whose advantages differ"),
         (RLOO | {"overlong_penalty": 1.0, "sampling": {"max_response_tokens": 100}},
@@ -61,7 +56,6 @@ def test_no_critic_is_needed(advantage):
          "weighs whole responses. Fix: set it to sequence"),
         (GAE | {"critic_warmup_steps": 4},
          "critic_warmup_steps: found 4, expected less than steps 4"),
-        (GAE | {"kl": {"maximum": 150.0}}, "explosion: found 100, expected more than maximum 150"),
         (GAE | {"rollout_batches": 5, "kl": {"target": 6.0, "horizon": 8}},
          "kl.horizon: found 8, expected more than a fifth of the 40 responses of a step"),
     ],

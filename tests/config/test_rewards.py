@@ -70,14 +70,11 @@ def test_each_form():
         (["foo"], (0,), "expected 'trained', 'FILE.py:FUNCTION', "),
         ([{"weight": 2.0}], (0,), "or a block with one of model, callable, path, reference, reg"),
         ([{"model": "trained", "path": "/x"}], (0, "model", "path"), EXTRA),
-        ([{"model": "other"}], (0, "model", "model"), "Input should be 'trained'"),
         ([{"callable": "my.py"}], (0, "callable", "callable"),
          "expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
         ([{"callable": "my.py:f", "retokenize": True}], (0, "callable", "retokenize"), EXTRA),
         ([{"callable": "my.py:f", "timeout_s": 5}], (0, "callable"),
          "timeout_s: found 5, which needs processes of its own. Fix: set processes to 1 or more"),
-        ([{"code": "python", "memory_mib": 8}], (0, "code", "memory_mib"), "equal to 64"),
-        ([{"path": "/x", "weight": float("nan")}], (0, "path", "weight"), "finite number"),
         ([{"regex": "yes|(no"}], (0, "regex"),
          "found 'yes|(no', expected a regular expression: missing ) at position 7"),
         ([{"openai": CHAT}], (0,), "beside openai, add a rubric"),
@@ -93,8 +90,6 @@ def test_each_form():
               ("api_key", {"api_key": "sk-canary"}),
               ("extra_headers.Authorization", {"extra_headers": {"Authorization": "canary"}}),
               ("x.X-Api-Key", {"x": {"X-Api-Key": "canary"}}),
-              ("hf_token", {"hf_token": "canary"}),
-              ("api_keys", {"api_keys": "sk-canary"}),
               ("api_keys.0", {"api_keys": ["sk-canary"]}),
               ("x.0.api_key", {"x": [{"api_key": "sk-canary"}]})]),
         ([{"path": "/models/a b"}], (), "found label 'a b', expected letters, digits, "),
@@ -113,8 +108,6 @@ def test_other_forms_are_refused(rewards, place, message):
     [
         {"response_format": {"json_schema": {"schema": {"properties": {"key": {"type": "string"}},
                                                         "required": ["key"]}}}},
-        {"tools": [{"function": {"parameters": {"properties": {"token": {"type": "string"}}}}}]},
-        {"schema": {"$defs": {"key": {"type": "string"}}}},
         {"chat_template_kwargs": {"bos_token": "<s>"}, "stop_tokens": ["</s>"]},
         {"logprobs": True, "return_token": True, "token": None, "prompt_cache_key": "judge"},
     ],
@@ -147,17 +140,14 @@ ONE_LABEL = '{"id2label": {"0": "a"}}'
     ("source", "reads"),
     [
         ("def reward(prompts, responses, references): ...", True),
-        ("def reward(prompts, responses, *, references=()): ...", True),
         ("def reward(prompts, responses, reference=None): ...", False),
         # The last definition counts.
         ("def reward(references): ...\ndef reward(prompts, responses): ...", False),
         ("def reward(prompts, responses):\n    def inner(references): ...", False),
         ("def exact(prompts, responses, references): ...\nreward: object = exact", True),
-        ("from scores import exact as reward, brief", True),
         ("from scores import again as reward", True),
         ("from scores import call as reward", True),
         ("from no_such import reward", False),
-        ("reward = reward", False),
         ("async def reward(prompts, responses, references): ...", True),
         (
             "class Exact:\n    def __call__(self, prompts, responses, references): ...\n"
@@ -182,31 +172,22 @@ def test_scorers_that_read_true_answers():
     assert [*map(reads_references, scorers)] == [True, True, True, False]
 
 
-def test_a_relative_import_is_followed(tmp_path, monkeypatch):
+def test_imports_are_followed_until_they_come_back(tmp_path, monkeypatch):
+    files = {
+        "pack/scores": SCORES, "pack/mine": "from .scores import exact",
+        "pack/one": "from pack.other import f", "pack/other": "from pack.one import f",
+    }  # fmt: skip
     (tmp_path / "pack").mkdir()
-    (tmp_path / "pack" / "scores.py").write_text(SCORES)
-    (tmp_path / "pack" / "mine.py").write_text("from .scores import exact")
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert reads_references(CallableReward(callable="pack.mine:exact"))
+    assert not reads_references(CallableReward(callable="pack.one:f"))
 
 
-def test_modules_that_import_a_name_from_each_other_tell_nothing(tmp_path, monkeypatch):
-    (tmp_path / "one.py").write_text("from other import exact")
-    (tmp_path / "other.py").write_text("from one import exact")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert not reads_references(CallableReward(callable="one:exact"))
-
-
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ("nowhere/my.py:f", "found no file"),
-        ("no_such_package.module:f", "found no module no_such_package.module. Fix: install it"),
-    ],
-)
-def test_a_missing_source_is_reported(place, message):
-    (fault,) = judge_faults([CallableReward(callable=place)], "ppo.rewards")
-    assert message in fault
+def test_a_missing_module_is_reported():
+    (fault,) = judge_faults([CallableReward(callable="no_such.module:f")], "ppo.rewards")
+    assert "found no module no_such.module. Fix: install it" in fault
 
 
 def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):

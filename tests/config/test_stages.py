@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
 from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import (
@@ -37,7 +36,6 @@ def parameters():
         ({}, (2, 4, 4)),
         ({"sft": None, "ppo": None}, (0, 4, 0)),  # all pairs serve the reward model and DPO
         ({"ppo": None, "grpo": {}}, (2, 4, 4)),
-        ({"sft": None, "distill": {"teacher": "t"}}, (0, 4, 4)),
         ({"sft": None, "distill": {"teacher": "t", "given_batch_size": 2}}, (2, 4, 4)),
         ({"sft": None, "reward_model": None, "ppo": None}, (0, 4, 0)),  # DPO alone
         ({"sft": None, "reward_model": None, "ppo": None, "grpo": BY_ANSWERS}, (0, 0, 4)),
@@ -62,7 +60,6 @@ NO_JUDGE = "evaluate.judges: found none, expected at least one"
     ("changes", "nodes", "message"),
     [
         ({}, PPO, f"ppo.rewards: {NO_MODEL}"),
-        ({"grpo": {}}, GRPO, f"grpo.rewards: {NO_MODEL}"),
         ({"rejection": {}}, {"rejection"}, f"rejection.sample.rewards: {NO_MODEL}"),
         ({"ppo": {"rewards": ["json:dumps"]}}, PPO, None),  # its critic starts from the policy
         ({}, DPO, NO_JUDGE),
@@ -113,9 +110,6 @@ DPO_ALONE = {"base_model", "split", "sft", "reward_model", "dpo"}
          "trains on 20% of the training conversations; the others are for stages of "
          "reward_model and ppo that are not in it. To train on all of them, set split.weights to "
          "[2, 0, 0]"),
-        (DPO_ALONE, (20, 40, 40), [PAIRS],
-         "trains on 60% of the training conversations; the others are for stages of ppo "
-         "that are not in it. To train on all of them, set split.weights to [2, 4, 0]"),
         # Without a weight, prompts would serve nothing, so there is no such advice.
         ({"split", "sft"}, (20, 0, 80), [SHOWN, ASKED],
          "trains on 20% of the training conversations; the others are for stages of ppo "
@@ -143,13 +137,6 @@ def test_the_shares_of_the_phases_are_those_of_rows_that_can_serve_each(paramete
     assert text == (
         "Training conversations that can serve each phase: sft 20%, reward_model 40%, ppo 40%"
     )
-
-
-def test_grpo_needs_no_parameter_and_names_its_models_after_its_block():
-    config = GRPOConfig()
-    assert [model.block for model in config.models()][:2] == ["grpo.actor", "grpo.reference"]
-    assert config.critic is None
-    assert config.advantage == "grpo"
 
 
 def test_a_policy_that_samples_needs_its_rewards_and_positions(parameters):

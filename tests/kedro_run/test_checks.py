@@ -42,13 +42,19 @@ def test_all_faults_of_values_are_reported_at_once(changed):
         check_values(changed({"split.held_back": 0.5}))
 
 
+def test_a_root_that_is_a_pattern_a_list_or_no_folder_is_refused():
+    for character in "*?[]{}:":
+        with pytest.raises(ConfigError, match=rf"^root: found '\{character}' in '/data/a"):
+            check_root(f"/data/a{character}b")
+    check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
+    with pytest.raises(ConfigError, match=r"^root: found '/proc/data', but /proc is a folder"):
+        check_root("/proc/data")
+
+
 def test_a_full_disk_does_not_refuse_the_commands_that_free_it(disk):
     """A run is refused by what needs space."""
     disk.remount("nr_inodes=1")  # without room for another folder
     check_root(str(disk.path / "data"))
-    disk.remount("ro")
-    with pytest.raises(ConfigError, match=r"cannot write to \(Read-only file system\)"):
-        check_root(str(disk.path / "data"))
 
 
 def test_only_the_blocks_of_the_pipeline_are_at_fault_and_the_file_is_named(tmp_path):
@@ -95,26 +101,15 @@ def test_a_phase_that_a_node_trains_on_needs_a_weight(changed):
         assert [*phase_faults(blocks, {node})] == [], "its split is made already"
 
 
-def test_a_root_that_is_a_pattern_a_list_or_no_folder_is_refused():
-    for character in "*?[]{}:":
-        with pytest.raises(ConfigError, match=rf"^root: found '\{character}' in '/data/a"):
-            check_root(f"/data/a{character}b")
-    check_root('/data/it\'s "a"\nroot, $HOME;touch x=1 # 100% `id` & <é> \\')
-    with pytest.raises(ConfigError, match=r"^root: found '/proc/data', but /proc is a folder"):
-        check_root("/proc/data")
-
-
 @pytest.mark.parametrize(
     ("nodes", "empty", "needs"),
     [
         (["dpo"], "reward_model", "dpo needs rows with chosen and rejected"),
-        (["sft", "reward_model"], "reward_model", "reward_model needs rows with chosen"),
         (["grpo"], "ppo", "grpo needs rows with a prompt with a true answer or without any"),
         (["sft"], "sft", "sft needs rows with an answer"),
         (["kto"], "reward_model", None),  # labelled answers fill the same phase
         (["distill"], "sft", "distill needs rows with an answer"),
-        (["sft"], "ppo", None),
-        (["evaluate"], "ppo", None),
+        (["sft", "evaluate"], "ppo", None),
     ],
 )
 def test_a_stage_without_a_row_is_refused_before_anything_trains(tmp_path, nodes, empty, needs):
@@ -157,13 +152,27 @@ def reward_model(tmp_path):
     return tmp_path
 
 
-def test_a_reward_model_that_may_be_no_better_than_chance_never_reaches_ppo(reward_model):
-    with pytest.raises(
-        StageError,
-        match=r"reward_model\.gate: found an accuracy of 55\.0% \(95%: 45\.0% to 65\.0%\) on "
-        r"held-out comparisons, expected a lower end above 50\.0%.*set reward_model\.gate to null",
-    ):
-        check_gate(reward_model, 0.5, ppo(["trained"]))
+@pytest.mark.parametrize(
+    ("gate", "rewards", "fits"),
+    [
+        (0.5, ["trained"], False),
+        (0.44, ["trained"], True),
+        (None, ["trained"], True),
+        (0.5, [{"model": "trained", "weight": 0}, "json:dumps"], True),
+    ],
+)
+def test_a_reward_model_that_may_be_no_better_than_chance_never_reaches_ppo(
+    reward_model, gate, rewards, fits
+):
+    model = {"optimizer": {"learning_rate": 1e-3}}
+    sizes = {"steps": 1, "rollout_batch_size": 2, "rewards": rewards}
+    policy = PPOConfig.model_validate(sizes | {"actor": model, "critic": model})
+    message = (
+        r"reward_model\.gate: found an accuracy of 55\.0% \(95%: 45\.0% to 65\.0%\) on "
+        r"held-out comparisons, expected a lower end above 50\.0%.*set reward_model\.gate to null"
+    )
+    with nullcontext() if fits else pytest.raises(StageError, match=message):
+        check_gate(reward_model, gate, policy)
 
 
 def test_a_reward_model_of_an_earlier_version_is_refused_before_a_policy_trains(reward_model):
@@ -176,28 +185,7 @@ def test_a_reward_model_of_an_earlier_version_is_refused_before_a_policy_trains(
         before_node("ppo", given, ["ppo"], blocks)
 
 
-@pytest.mark.parametrize(
-    ("gate", "rewards"),
-    [
-        (None, ["trained"]),
-        (0.44, ["trained"]),
-        (0.5, ["json:dumps"]),
-        (0.5, [{"model": "trained", "weight": 0}, "json:dumps"]),
-    ],
-)
-def test_a_reward_model_above_the_gate_or_without_weight_reaches_ppo(reward_model, gate, rewards):
-    check_gate(reward_model, gate, ppo(rewards))
-
-
-def ppo(rewards):
-    """Parameters of PPO."""
-    model = {"optimizer": {"learning_rate": 1e-3}}
-    sizes = {"steps": 1, "rollout_batch_size": 2, "rewards": rewards}
-    return PPOConfig.model_validate(sizes | {"actor": model, "critic": model})
-
-
 STAGES = {"base_model", "split", "sft", "reward_model", "ppo", "evaluate"}
-STATES = "sft: found 124.0 GiB of weights, gradients and optimizer states on each rank, expected at"
 
 
 @pytest.fixture
@@ -210,22 +198,18 @@ def gpus(gib, ranks=1, nodes=1):
     return Hardware(ranks, nodes=nodes, gpu_memory=gib * GIB, main_memory=500 * GIB)
 
 
-def test_what_cannot_fit_is_named_with_the_cheapest_change(large):
-    """20 bytes for each of 6.658e9 weights: weights, master copies and gradients 4, states 8."""
+def test_what_cannot_fit_is_a_fault_and_activations_alone_are_a_warning(large):
+    """20 bytes for each of 6.658e9 weights: weights, master copies and gradients 4, states 8. On 16
+    GPUs these fit; the activations of 32 rows with 2,000 tokens do not."""
     ((fault,), warnings) = memory_faults(large, {"sft"}, gpus(96))
     assert warnings == [] and fault == (
-        f"{STATES} most the 96.0 GiB of its GPU. Fix: --params=sft.deepspeed.offload_optimizer="
-        "true; launch.memory_check=warn starts nevertheless"
+        "sft: found 124.0 GiB of weights, gradients and optimizer states on each rank, expected at "
+        "most the 96.0 GiB of its GPU. Fix: --params=sft.deepspeed.offload_optimizer=true; "
+        "launch.memory_check=warn starts nevertheless"
     )
-
-
-def test_activations_alone_are_a_warning(large):
-    """On 16 GPUs the states fit; the activations of 32 rows with 2,000 tokens do not."""
-    sft = large["sft"] | {"micro_batch_tokens": 2**17, "batch_size": 512}
-    split = large["split"] | {"max_prompt_tokens": 1500, "max_response_tokens": 500}
-    (faults, (warning,)) = memory_faults(
-        large | {"sft": sft, "split": split}, {"sft"}, gpus(80, ranks=8, nodes=2)
-    )
+    large["sft"] = large["sft"] | {"micro_batch_tokens": 2**17, "batch_size": 512}
+    large["split"] = large["split"] | {"max_prompt_tokens": 1500, "max_response_tokens": 500}
+    (faults, (warning,)) = memory_faults(large, {"sft"}, gpus(80, ranks=8, nodes=2))
     assert faults == [] and warning.startswith("sft: may run out of memory: found ")
     assert "Fix: --params=sft.micro_batch_tokens=" in warning
 
@@ -275,12 +259,10 @@ def test_lengths_are_checked_against_the_model_that_the_split_receives(parameter
     ("nodes", "missing", "refused"),
     [
         (["split", "sft"], "ppo/train.arrow", "correct"),
-        (["sft", "ppo"], "ppo/train.arrow", "correct"),
         (["ppo"], "ppo/train.arrow", "correct"),
         (["dpo"], "ppo/train.arrow", None),  # nobody reads the rewards of PPO
         (["evaluate"], "ppo/train.arrow", None),  # PPO is trained
         (["sft", "ppo"], "evaluation/test.arrow", "exact"),
-        (["evaluate"], "evaluation/test.arrow", "exact"),
         (["register"], "evaluation/test.arrow", "exact"),
     ],
 )
@@ -318,23 +300,19 @@ def test_a_split_that_holds_nothing_back_is_refused_before_a_policy_trains(param
     before_node("ppo", {"split": tmp_path}, {"ppo", "evaluate"}, blocks)
 
 
-@pytest.fixture
-def automatic(parameters, monkeypatch):
+def test_the_blocks_of_a_run_have_numbers_for_automatic_micro_batches(parameters, monkeypatch):
     """SFT of OPT-1.3B in bf16, on one GPU with 80 GiB; the other stages have numbers."""
     monkeypatch.setattr(checks, "hardware_at_hand", lambda launch: Hardware(1, gpu_memory=80 * GIB))
-    sft = parameters["sft"] | {"micro_batch_tokens": "auto", "deepspeed": {"precision": "bf16"}}
+    sft = parameters["sft"] | {"deepspeed": {"precision": "bf16"}, "batch_size": 4096}
     model = {"path": "facebook/opt-1.3b"}
-    return parameters | {"base_model": model, "sft": sft | {"batch_size": 4096}}
 
+    def blocks(tokens, **more):
+        return check_values(
+            parameters | {"base_model": model, "sft": sft | {"micro_batch_tokens": tokens}} | more
+        )
 
-def test_the_blocks_of_a_run_have_numbers(automatic):
-    blocks = check_values(automatic)
-    found = sized(blocks)
-    assert found["sft"].recipe()["micro_batch_tokens"] == 32768
-    assert found | {"sft": blocks["sft"]} == blocks
+    assert sized(blocks("auto")) == blocks(32768) == sized(blocks(32768))
     earlier = {"launch": {"continue_from": 8}}  # its ranks may have had another number
     with pytest.raises(ConfigError, match=r"^sft\.micro_batch_tokens: found auto with launch"):
-        sized(check_values(automatic | earlier))
-    given = {"sft": automatic["sft"] | {"micro_batch_tokens": 32768}}
-    numbers = check_values(automatic | earlier | given)
-    assert sized(numbers) == numbers
+        sized(blocks("auto", **earlier))
+    assert sized(blocks(32768, **earlier)) == blocks(32768, **earlier)

@@ -50,7 +50,6 @@ def test_without_anything_of_the_users_the_embedded_default_applies(conf):
     ("file", "hint"),
     [
         ("local/params.yml", " (did you mean parameters.yml?)"),
-        ("local/catlog.yaml", " (did you mean catalog.yml?)"),
         ("tiny/paramters_ppo.yml", " (did you mean parameters.yml?)"),
         ("tiny/settings.yml", ""),
     ],
@@ -117,9 +116,9 @@ def test_a_path_alone_replaces_the_embedded_model_and_its_learning_rates(conf, g
 
 
 def test_sources_alone_replace_the_embedded_data_and_its_fractions(conf):
-    parameters = conf(local="split: {sources: [{name: files, path: x.csv}]}\n")["parameters"]
-    assert parameters["split"] == {"sources": [{"name": "files", "path": "x.csv"}]}
-    assert parameters["base_model"]["vocab_size"] == 512
+    sources = {"sources": [{"name": "files", "path": "x.csv"}]}
+    parameters = conf(split=sources)["parameters"]
+    assert parameters["split"] == sources and parameters["base_model"]["vocab_size"] == 512
 
 
 def test_conf_local_is_read_with_an_environment_too_and_wins(conf):

@@ -32,8 +32,15 @@ def rubric(url, cache, rubric="A long answer is good.", scale=10, **fields):
 
 
 def test_each_answer_is_scored_on_the_scale_and_equal_ones_are_asked_about_once(tmp_path):
-    with chat_server(lambda question, _: f"[[{len(answer_in(question))}]]") as (url, requests):
-        source = rubric(url, tmp_path, scale=4)
+    """The three requests run at the same time: each reply waits for the others."""
+    together = Barrier(3, timeout=20)
+
+    def reply(question, _):
+        together.wait()
+        return f"[[{len(answer_in(question))}]]"
+
+    with chat_server(reply) as (url, requests):
+        source = rubric(url, tmp_path, scale=4, concurrency=3)
         assert source(None, answers("a", "bbb", "a", "cccc")) == [0.25, 0.75, 0.25, 1.0]
     assert len(requests) == 3
     question = requests[0]["messages"][0]["content"]
@@ -45,19 +52,6 @@ def test_each_answer_is_scored_on_the_scale_and_equal_ones_are_asked_about_once(
     ):
         assert part in question
     assert source.model.counts == {"calls": 3, "prompt_tokens": 300, "completion_tokens": 21}
-
-
-def test_the_requests_run_at_the_same_time(tmp_path):
-    """Each reply waits for the three others."""
-    together = Barrier(4, timeout=20)
-
-    def reply(*_):
-        together.wait()
-        return "[[5]]"
-
-    with chat_server(reply) as (url, _):
-        source = rubric(url, tmp_path, concurrency=4)
-        assert source(None, answers("a", "b", "c", "d")) == [0.5] * 4
 
 
 def test_a_resumed_step_asks_nothing_twice_unless_a_reply_has_changed(load, scored, rows, tmp_path):
@@ -84,6 +78,7 @@ def test_a_resumed_step_asks_nothing_twice_unless_a_reply_has_changed(load, scor
 
 def test_replies_without_a_score_are_0_and_counted(tmp_path):
     replies = {"a": "I'm sorry, I cannot.", "b": "Well.", "c": "[[11]]", "d": "[[10]] or [[-1]]"}
+    replies["e"] = "It quotes [[10]]. [[8]]"  # the last verdict of a reply counts
 
     with chat_server(lambda question, _: replies.get(answer_in(question), "[[8]]")) as (url, _):
         source = rubric(url, tmp_path)
@@ -95,13 +90,6 @@ def test_replies_without_a_score_are_0_and_counted(tmp_path):
             StageError, match=r"ppo\.rewards\.0: found 1 of 1 replies of org/judge-1 without a verd"
         ):
             source(None, answers("b"))
-
-
-def test_the_last_verdict_of_a_reply_counts(tmp_path):
-    """A judge that quotes an answer with a score of its own is not misled by it."""
-    with chat_server(lambda question, _: f"It says {answer_in(question)}. [[2]]") as (url, _):
-        source = rubric(url, tmp_path)
-        assert source(None, answers("Write [[10]]")) == pytest.approx([0.2])
 
 
 def test_a_server_that_fails_ends_the_stage_and_keeps_the_replies_so_far(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from rlhf_pipeline.config.rewards import CodeReward
 from rlhf_pipeline.runtime.heartbeat import LAUNCH
 from rlhf_pipeline.scoring.answers import Answered
-from rlhf_pipeline.scoring.code_reward import CodeSource
+from rlhf_pipeline.scoring.sources import CodeSource
 
 PROMPTS = [[{"role": "user", "content": f"Question {n}?"}] for n in range(3)]
 
@@ -62,11 +62,9 @@ PROGRAMS = {
         PASSES + "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "failed",
     ),
     "writes_at_home": (PASSES + "open('{home}/x', 'w')", "failed"),
-    "writes_into_python": (PASSES + "import json; open(json.__file__, 'a')", "failed"),
     "writes_through_a_link": (
         PASSES + "import os; os.symlink('{home}', 'link'); open('link/x', 'w')", "failed",
     ),
-    "fills_the_disk": (PASSES + "open('big', 'wb').truncate(1 << 40)", "failed"),
     "fills_its_folder": (
         PASSES + "for n in range(9): open(str(n), 'wb').write(bytes(1 << 24))", "failed",
     ),
@@ -78,7 +76,6 @@ PROGRAMS = {
     "connects": (
         PASSES + "import socket; socket.create_connection(('127.0.0.1', {port}))", "failed",
     ),
-    "prints_ok": ("import os; print('ok', flush=True); os.write(1, bytes(32)); f = int", "failed"),
     "guesses_the_secret": (
         "import os\nfor n in range(3, 9):\n"
         "    try: os.write(n, bytes(32))\n    except OSError: pass\nos._exit(0)",
@@ -92,7 +89,6 @@ PROGRAMS = {
         "import sys\nsys.modules['__main__'].__dict__.clear()\nsys.excepthook = print", "failed",
     ),
     "is_no_python": ("def f(: return 1", "failed"),
-    "contains_a_null": ("f = '\0'\0", "failed"),
 }  # fmt: skip
 
 

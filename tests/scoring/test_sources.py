@@ -1,12 +1,15 @@
-"""Python functions of the user, and patterns, as sources of scores."""
+"""Python functions of the user, patterns, and programs with tests as sources of scores."""
 
 from dataclasses import replace
 
 import pytest
 
+from rlhf_pipeline.config.rewards import CodeReward
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.manifest import file_digest
-from rlhf_pipeline.scoring.sources import FunctionSource, matches
+from rlhf_pipeline.scoring.answers import Answered
+from rlhf_pipeline.scoring.reward_sources import RewardSum
+from rlhf_pipeline.scoring.sources import CodeSource, FunctionSource, matches, program_of
 
 
 def function(source: str) -> FunctionSource:
@@ -59,21 +62,18 @@ SECOND = "prompt [{'role': 'user', 'content': 'Question 1?'}]"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [1.0]", "my.py:f: found 1 results, expected 3, one for each "
+        ("return [1.0]", "my.py:f: found 1 results, expected a list of 3 numbers, one for each "
          "response. Fix: return one finite number for each response"),
         ("return 1.0", "my.py:f: found 1.0, expected a list of 3 numbers, one for each response"),
-        ("return 'abc'", "my.py:f: found 'abc', expected a list of 3 numbers, one for each"),
-        ("return {1.0, 2.0, 3.0}", "my.py:f: found {1.0, 2.0, 3.0}, expected a list of 3 numbers"),
         ("import torch; return torch.tensor(0.5)", "my.py:f: found tensor(0.5000), expected a list "
          "of 3 numbers"),
         ("return [1.0, '3', 2.0]", "my.py:f: found '3', expected a finite number, for the "
          f"response 'five' to the {SECOND}"),
         ("return [1.0, 2.0, None]", "found None, expected a finite number, for the response '6'"),
-        ("return [float('nan'), 1.0, 2.0]", "found nan, expected a finite number"),
         ("return [1.0, float('-inf'), 2.0]", "found -inf, expected a finite number"),
         ("return [int(r) for r in responses]", f"my.py:f failed at the response 'five' to the "
          f"{SECOND}: ValueError: invalid literal"),
-        ("prompts.clear(); responses.clear(); return []", "found 0 results, expected 3, one for"),
+        ("prompts.clear(); responses.clear(); return []", "found 0 results, expected a list of 3"),
         ("raise SystemExit(0)",
          f"my.py:f failed at the response '4' to the {FIRST}: SystemExit: 0"),
         ("\n    if len(responses) > 1: raise MemoryError('all')\n    return [1.0]",
@@ -86,13 +86,12 @@ def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored
     assert message in str(failure.value)
 
 
-@pytest.mark.parametrize("parameters", ["responses", "prompts, responses, answers, /"])
-def test_a_function_with_other_parameters_fails_when_it_is_loaded(parameters):
+def test_a_function_with_other_parameters_fails_when_it_is_loaded():
     with pytest.raises(
         ConfigError,
         match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
     ):
-        function(f"def f({parameters}): ...")
+        function("def f(responses): ...")
 
 
 def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answered):
@@ -104,20 +103,6 @@ def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answer
         ConfigError, match=r"my\.py:f asks for difficulty, which the split does not"
     ):
         source(scored, answered)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("import no_such_module",
-         r"my\.py:f cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("def g(): ...\nf = 1", "found functions g in .*, expected f. Fix: correct the name"),
-    ],
-)  # fmt: skip
-def test_a_function_that_cannot_be_imported_fails(load, tmp_path, source, message):
-    (tmp_path / "my.py").write_text(source)
-    with pytest.raises(StageError, match=message):
-        load(f"{tmp_path}/my.py:f", files={"rewards.0": tmp_path / "my.py"})
 
 
 def test_a_function_of_a_module_is_imported_by_name(
@@ -153,3 +138,61 @@ def test_a_failure_names_the_line_of_the_users_file(
     with pytest.raises(StageError) as failure:
         source(scored, answered)
     assert failure.value.message.endswith(f"({tmp_path}/my.py, line 4)")
+
+
+ADDS = "def add(a, b):\n    return a + b\n"
+TESTS = "assert add(1, 2) == 3"
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("Say:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
+        ("First\n```bash\nls\n```\n  ```python\nx = 3\n  ```\n", "x = 3\n"),
+        ("Use `x = 1`.", "Use `x = 1`."),
+        ("```python\ns = '```'\n```", "s = '```'\n"),
+        ("```python\n```", ""),
+    ],
+)
+def test_the_program_is_the_last_fenced_block(response, program):
+    assert program_of(response) == program
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_programs_that_pass_their_tests_score_1_and_others_are_counted_by_their_fault(
+    load, scored, rows, monkeypatch
+):
+    """The counts are of one rollout each."""
+    answers = [ADDS, f"```python\n{ADDS.replace('+', '-')}```", "import os; os.abort()"]
+    text = Answered(rows["messages"], [TESTS] * 3, answers)
+    monkeypatch.setattr(RewardSum, "_as_text", lambda *_: text)
+    source = load({"code": "python", "name": "tests", "weight": 2.0, "processes": 3})
+    for _ in range(2):
+        found = source(scored, rows)
+        assert found.scores.tolist() == [2.0, 0.0, 0.0]
+        assert found.replies == {
+            "tests/failed": 1, "tests/timed_out": 0, "tests/out_of_memory": 0, "tests/died": 1,
+        }  # fmt: skip
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_tests_that_are_missing_or_no_python_end_the_stage(scored, answered):
+    source = CodeSource(CodeReward(code="python"), "ppo.rewards.0")
+    with pytest.raises(StageError, match=r"^ppo\.rewards\.0: found 1 of 3 prompts without a true"):
+        source(scored, replace(answered, references=[TESTS, None, TESTS]))
+    with pytest.raises(
+        StageError,
+        match=r"^ppo\.rewards\.0: found the true answer 'add\(1, 2\) is 3 :' of the prompt "
+        r"\[.*Question 1.*\], expected tests in Python: invalid syntax",
+    ):
+        source(scored, replace(answered, references=[TESTS, "add(1, 2) is 3 :", TESTS]))
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_limits_below_an_empty_program_are_refused_when_the_reward_is_loaded(load):
+    with pytest.raises(
+        StageError, match=r"^sandbox: found that an empty program timed out, expected that "
+        r"it passes\. Fix: raise timeout_s or memory_mib$",
+    ):  # fmt: skip
+        load({"code": "python", "timeout_s": 0.001})

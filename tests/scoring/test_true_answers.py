@@ -26,7 +26,6 @@ def test_a_prompt_without_a_true_answer_is_refused():
 @pytest.mark.parametrize(
     ("true", "given", "strict", "lenient"),
     [
-        ("72", "72", 1, 1),
         ("72", "6 * 12\n#### 72", 1, 1),
         ("so 60 + 12\n#### 1,072", r"Hence \boxed{1072}.", 1, 1),
         ("72", "The answer is **72**, as 6 * 12 says.", 0, 0),
@@ -34,7 +33,6 @@ def test_a_prompt_without_a_true_answer_is_refused():
         ("72", "It is 172", 0, 0),
         ("Paris", "I think.\nAnswer: paris.\nIt is a city.", 1, 1),
         ("Paris", "It is Paris, a city.", 0, 1),
-        ("Paris", "Rome", 0, 0),
         ("42", "#### 42\nI hope this answer helps.", 1, 1),
         ("No answer", "Paris", 0, 0),
         ("unanswerable", "I am able to say Paris", 0, 0),
@@ -59,15 +57,12 @@ needs_math_verify = pytest.mark.skipif(
     [
         ("1/2", r"It is \frac{1}{2}", True),
         (r"\frac12", r"Hence \boxed{0.5}.", True),
-        ("1/3", "0.33", False),
         ("50%", "The answer is 0.5", True),
-        ("0.5", r"The answer is 50\%.", True),
         ("so 60 + 12 = $72\n#### 1,072", "It costs $5, then $1,072 in all.", True),
         ("1234", r"\boxed{1{,}234}", True),
         (r"\{1, 2\}", r"The set is $\{2, 1\}$.", True),
         ("(1, 2]", r"So $x \in (1, 2]$.", True),
         ("(1, 2]", "$(1, 2)$", False),
-        (r"(-\infty, 1) \cup [2, \infty)", r"$(-\infty, 1) \cup [2, \infty)$", True),
         ("x^2 - 1", "$(x - 1)(x + 1)$", True),
         (r"10 \text{ cm}", r"\boxed{10\text{ cm}}", True),
         ("-3", "3", False),

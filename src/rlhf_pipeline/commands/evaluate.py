@@ -16,13 +16,13 @@ from rlhf_pipeline.commands.command import ENV, Command
 from rlhf_pipeline.config.base_model import positions, saved_config
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.evaluate import CHAMPION, EvaluateConfig
-from rlhf_pipeline.config.rewards import Agreement, Scorer
+from rlhf_pipeline.config.rewards import Agreement
 from rlhf_pipeline.config.split import BlendedSourceConfig, SplitConfig
 from rlhf_pipeline.data.sources.registry import first_rows
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
 from rlhf_pipeline.kedro_run.artifacts import Ledger
-from rlhf_pipeline.kedro_run.dry_run import Rows, code_faults, function_faults, reference_faults
+from rlhf_pipeline.kedro_run.dry_run import Rows, code_faults, scorer_faults
 from rlhf_pipeline.kedro_run.faults import judge_faults, length_faults, refuse
 from rlhf_pipeline.kedro_run.results import print_results
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
@@ -78,8 +78,8 @@ def evaluate(
     tests = (source_of(prompts),) if prompts else given.sources
     refuse(judge_faults(config.judges, "evaluate.judges"))
     judged = {f"evaluate.judges.{index}": judge for index, judge in enumerate(config.judges)}
-    rows = try_out(judged, tests[0], given.max_bad_fraction) if prompts else ()
-    refuse(function_faults(judged, rows, dict(enumerate(tests)), {}, ledger.workspace))
+    rows = first_prompts(tests[0], given.max_bad_fraction) if prompts else ()
+    refuse(scorer_faults(judged, rows, dict(enumerate(tests)), {}, ledger.workspace))
     refuse(code_faults({"evaluate": config}, ledger.workspace))
     tracker = MlflowTracker(tracking_uri(project), project)
     ledger = replace(ledger, listeners=(tracker,))
@@ -116,20 +116,15 @@ def evaluate(
     print_results(results, console, click.get_current_context().meta[ENV])
 
 
-def try_out(judges: Mapping[str, Scorer], source: BlendedSourceConfig, bad: float) -> Rows:
-    """The first prompts of a source, some of which may be bad, for judges by place.
-
-    Raises DataError for its file, and ConfigError if judges read true answers that it lacks.
-    """
+def first_prompts(source: BlendedSourceConfig, bad: float) -> Rows:
+    """The first rows of a source, some of which may be bad. Raises DataError for its file."""
     try:
-        rows = [(source, first_rows(source.reading(), bad))]
+        return [(source, first_rows(source.reading(), bad))]
     except DataError as error:
         found, _, fix = error.message.partition("Fix: ")
         if "column" in found:
             fix = "--prompts '{path: FILE, columns: {prompt: COLUMN, reference: COLUMN}}'"
         raise DataError(f"--prompts: {found}Fix: {fix}") from None
-    refuse(reference_faults(judges, rows))
-    return rows
 
 
 @contextmanager

@@ -269,10 +269,14 @@ class SplitConfig(Block):
             if source.reading() in self.readings()[:index]:
                 yield f"source {source.label()!r} is listed twice. Fix: list it once"
 
+    @property
+    def weight_of(self) -> dict[Phase, float]:
+        """The weight of each phase."""
+        return dict(zip(PHASES, self.weights, strict=True))
+
     def unserved(self, kinds: Collection[Collection[Phase]]) -> list[Phase]:
         """The phases of a positive weight that none of some kinds of rows can serve."""
-        weights = zip(PHASES, self.weights, strict=True)
-        weighed = [phase for phase, weight in weights if weight and kinds]
+        weighed = [phase for phase, weight in self.weight_of.items() if weight and kinds]
         return [phase for phase in weighed if not any(phase in kind for kind in kinds)]
 
     def readings(self) -> list[SourceConfig]:

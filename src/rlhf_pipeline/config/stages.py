@@ -66,13 +66,12 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
     comparisons = blocks["reward_model"] is not None or not prompts
     sft = any(blocks[name] for name in trainers_of_phase(blocks)["sft"])
     in_use = {"sft": sft, "reward_model": comparisons, "ppo": prompts}
-    phases = [phase for phase in PHASES if in_use[phase]]
-    pairs = zip(PHASES, split.weights, strict=True)
-    weights = tuple(weight if in_use[phase] else 0.0 for phase, weight in pairs)
+    weights = tuple(one if in_use[phase] else 0.0 for phase, one in split.weight_of.items())
     if not any(weights):
+        phases = ", ".join(phase for phase in PHASES if in_use[phase])
         raise ConfigError(
             f"split.weights: found {list(split.weights)}, expected more than 0 for one of the "
-            f"phases in use: {', '.join(phases)}. Fix: raise it, or remove split.weights"
+            f"phases in use: {phases}. Fix: raise it, or remove split.weights"
         )
     judge = blocks["evaluate"].judge_model
     held_back = 0.0 if judge is None else judge.held_back or 0.0
@@ -81,9 +80,8 @@ def split_in_use(blocks: Mapping[str, Any]) -> SplitConfig:
 
 def shares_text(split: SplitConfig) -> str:
     """Which share of the conversations that train each phase gets, for a table's last line."""
-    weights = zip(PHASES, split.weights, strict=True)
-    shares = (f"{phase} {one / sum(split.weights):.0%}" for phase, one in weights if one)
-    found = ", ".join(shares)
+    weights, total = split.weight_of, sum(split.weights)
+    found = ", ".join(f"{phase} {one / total:.0%}" for phase, one in weights.items() if one)
     if split.held_back:
         found += f"; {split.held_back:.0%} of reward_model's train only the second one, a judge"
     return f"Training conversations that can serve each phase: {found}"

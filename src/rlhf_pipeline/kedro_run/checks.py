@@ -6,7 +6,7 @@ Checks of the parameters are in `faults`, and trials of rows, functions and mode
 import errno
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,8 +38,7 @@ from rlhf_pipeline.kedro_run.faults import (
     Origin,
     batch_faults,
     block_faults,
-    harness_faults,
-    judge_faults,
+    evaluation_faults,
     length_faults,
     machine_faults,
     memory_faults,
@@ -93,8 +92,7 @@ def check(
         path_faults("base_model.path", base_model.path),
         length_faults(positions(base_model.configuration), split, policies, evaluate),
         *(policy_faults(policy, blocks, sum(ranks)) for policy in policies),
-        judge_faults(evaluate.judges, "evaluate.judges"),
-        harness_faults(evaluate.tasks) if evaluate.tasks else (),
+        evaluation_faults(evaluate),
         source_faults("split.pretraining.sources", texts, wants_text=True),
     )
     refuse(chain(*found), origin)
@@ -136,10 +134,10 @@ def check_values(
     return blocks
 
 
-def before_run(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
+def before_run(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, Any]:
     """Check what the nodes of a run need, before its first stage, and warn of what may go wrong.
 
-    Raises the errors with which a run ends before its first stage.
+    Returns the parameter blocks. Raises the errors with which a run ends before its first stage.
     """
     warnings = check_stores(pipeline, catalog)
     nodes = {node.name for node in pipeline.nodes}
@@ -161,6 +159,7 @@ def before_run(pipeline: Pipeline, catalog: CatalogProtocol) -> None:
     for warning in warnings:
         logger.warning("%s", warning)
     dry_run(blocks, nodes, Path(catalog.load("workspace")), hardware.world)
+    return blocks
 
 
 def before_node(
@@ -255,20 +254,14 @@ def check_split(split: Path, nodes: Collection[str], blocks: Mapping[str, Any]) 
             f"{CAREFUL}.held_back: found a split that holds nothing back, expected one that "
             f"does. Fix: run the whole pipeline, or set {CAREFUL}.path instead"
         )
-    for fault in _row_faults(json.loads((split / "report.json").read_text()), nodes, blocks):
-        raise DataError(f"split: {fault}")
-
-
-def _row_faults(
-    report: Mapping[str, Any], nodes: Collection[str], blocks: Mapping[str, Any]
-) -> Iterator[str]:
+    report = json.loads((split / "report.json").read_text())
     rows = {path: file["rows"] for path, file in report.get("files", {}).items()}
     for phase, stages in trainers_of_phase(blocks).items():
         for stage in [one for one in stages if one in nodes and blocks.get(one)]:
             folders = (phase, "kto") if stage == "kto" else (phase,)
             if not any(rows.get(f"{folder}/train.arrow", 1) for folder in folders):
-                yield (
-                    f"{stage} needs rows with {NEEDS[phase]}; found none in "
+                raise DataError(
+                    f"split: {stage} needs rows with {NEEDS[phase]}; found none in "
                     f"{', '.join(report['sources'])}. Fix: name such columns in `columns` of the "
                     f"source, add a source of such rows, give phase {phase} a weight in "
                     "split.weights, or choose another pipeline"
@@ -279,9 +272,9 @@ def _row_faults(
     }
     for path, (least, fix) in fewest.items():
         if "evaluate" in blocks_of(nodes) and rows.get(path, least) < least:
-            yield (
-                f"found {rows[path]} rows in {path}, expected at least {least}. Fix: {fix}, or "
-                "add data"
+            raise DataError(
+                f"split: found {rows[path]} rows in {path}, expected at least {least}. Fix: {fix}, "
+                "or add data"
             )
 
 

@@ -1,12 +1,11 @@
-"""What can be known in seconds, before the first stage: the first rows are read, each function of a
-reward or judge is called once, other code of the user is imported, and a teacher's tokenizer and
-names of layers are looked at."""
+"""What can be tried out in seconds, before the first stage: the first rows are read, each function
+of a reward or judge is called once, other code of the user is imported, and a teacher's tokenizer
+and names of layers are looked at."""
 
 import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,8 @@ from hashlib import sha256
 from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from subprocess import PIPE, Popen, TimeoutExpired
+from tempfile import TemporaryFile
 from typing import Any
 
 from rlhf_pipeline.config.block import leaves
@@ -22,9 +22,8 @@ from rlhf_pipeline.config.doors import at_doors, source_file
 from rlhf_pipeline.config.evaluate import TasksConfig
 from rlhf_pipeline.config.rewards import CallableReward, CodeReward, reads_references
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import BlendedSourceConfig, SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import prompt_policies
-from rlhf_pipeline.data.records import Example
 from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.kedro_run.faults import refuse
@@ -41,7 +40,6 @@ RESPONSES = ("The answer is 5.", "An example of an answer.", "")
 """What functions score: a policy may also end at once."""
 CAREFUL, FEWEST = "evaluate.judge_model", 20
 """The place of a second reward model, and the fewest comparisons that it must have."""
-DOUBT = "%s: %s. The run starts nevertheless: its batches may differ from this trial"
 OF_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Variables that a function may expect, because ranks have them."""
 
@@ -56,74 +54,40 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
     """
     split, evaluate, policies = blocks["split"], blocks["evaluate"], prompt_policies(blocks)
     is_judged = "evaluate" in blocks_of(nodes)
-    sources = split.sources if "split" in nodes else ()
-    texts = split.pretraining.readings() if sources and split.pretraining else []
-    rows = [
-        (source, _first_rows(f"split.sources.{index}", source.reading(), split))
-        for index, source in enumerate(sources)
-    ]
-    for index, text in enumerate(texts):
-        _first_rows(f"split.pretraining.sources.{index}", text, split)
+
+    def read(place: str, source: BlendedSourceConfig) -> FirstRows:
+        try:
+            return first_rows(source.reading(), split.max_bad_fraction)
+        except DataError as error:
+            raise DataError(f"{place}: {error.message}") from None
+
+    sources = enumerate(split.sources if "split" in nodes else ())
+    rows = [(source, read(f"split.sources.{index}", source)) for index, source in sources]
     for_ppo = [(source, each) for source, each in rows if source.may_serve("ppo")]
+    every = dict(enumerate(split.sources))
+    judge_too = blocks["reward_model"] is None and not evaluate.judges
+    rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     rewards = {
         f"{policy.sampler}.rewards.{index}": reward
         for policy in policies
         if policy.stage in nodes
         for index, reward in enumerate(policy.rewards)
     }
-    judges = {
-        f"evaluate.judges.{index}": judge
-        for index, judge in enumerate(evaluate.judges if is_judged else ())
-    }
-    faults = [
-        *reference_faults(rewards, for_ppo),
-        *reference_faults(judges, rows),
-    ]
-    judge = evaluate.judge_model
-    if is_judged and judge is not None and judge.path is not None:
-        careful = _first_rows(CAREFUL, judge.source.reading(), split)
-        faults += careful_faults(careful, ranks)
-    refuse(faults)
-    every = dict(enumerate(split.sources))
-    judge_too = blocks["reward_model"] is None and not evaluate.judges
-    rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     samples = {one.sampler: one.sample for one in policies if isinstance(one, SampledConfig)}
-    refuse(
-        [
-            *code_faults({**blocks, **samples}, workspace),
-            *function_faults(rewards, for_ppo, rated, blocks, workspace),
-            *function_faults(judges, rows, every, blocks, workspace),
-            *(task_faults(evaluate.tasks, workspace) if is_judged and evaluate.tasks else ()),
-            *model_faults(blocks, nodes, workspace),
-        ]
-    )
-
-
-def _first_rows(place: str, source: SourceConfig, split: SplitConfig) -> FirstRows:
-    try:
-        return first_rows(source, split.max_bad_fraction)
-    except DataError as error:
-        raise DataError(f"{place}: {error.message}") from None
-
-
-def _known(rows: Rows) -> list[Example]:
-    return [row for _, each in rows for row in each.values()]
-
-
-def _labels(rows: Rows) -> str:
-    return ", ".join(source.label() for source, _ in rows)
-
-
-def reference_faults(sources: Mapping[str, Any], rows: Rows) -> Iterator[str]:
-    """Rewards or judges, by place, that read true answers, if none of the first rows has one."""
-    is_known = rows and all(each.is_uniform for _, each in rows)
-    for place, source in sources.items() if is_known else ():
-        if reads_references(source) and not any(row.reference for row in _known(rows)):
-            yield (
-                f"{place}: found no true answer in the first rows of {_labels(rows)}, expected one "
-                f"for each prompt, as {source.label} reads it. Fix: set columns.reference of the "
-                "source, or choose a source of scores that reads none"
-            )
+    faults = [
+        *code_faults({**blocks, **samples}, workspace),
+        *scorer_faults(rewards, for_ppo, rated, blocks, workspace),
+        *model_faults(blocks, nodes, workspace),
+    ]
+    if is_judged:
+        judges = {f"evaluate.judges.{index}": one for index, one in enumerate(evaluate.judges)}
+        faults += scorer_faults(judges, rows, every, blocks, workspace)
+        judge = evaluate.judge_model
+        if judge is not None and judge.path is not None:
+            faults += careful_faults(read(CAREFUL, judge.source), ranks)
+        if evaluate.tasks is not None:
+            faults += task_faults(evaluate.tasks, workspace)
+    refuse(faults)
 
 
 def careful_faults(rows: FirstRows, ranks: int) -> Iterator[str]:
@@ -142,6 +106,53 @@ def careful_faults(rows: FirstRows, ranks: int) -> Iterator[str]:
         )
 
 
+def scorer_faults(
+    scorers: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig],
+    blocks: Mapping[str, Any], workspace: Path,
+) -> Iterator[str]:  # fmt: skip
+    """What is wrong with rewards or judges, by place: true answers that none of the first rows has,
+    the sandbox of programs, and functions, each of which is called once.
+
+    No function is called on made-up data: without rows, or true answers, it is only imported.
+    `sources` have the columns that functions ask for, and `blocks` the responses to a prompt.
+    """
+    known = [row for _, first in rows for row in first.values()]
+    with_answers = [row for row in known if row.reference is not None]
+    # Rows of another form may follow.
+    lacks_answers = rows and not with_answers and all(first.is_uniform for _, first in rows)
+    chosen = [*islice(cycle(with_answers or known), len(RESPONSES))]
+    further = [json.loads(row.extra or "{}") for row in chosen]
+    columns = {name: [row.get(name) for row in further] for row in further for name in row}
+    columns |= {"references": [row.reference for row in with_answers and chosen]}
+    call = [row.messages() for row in chosen], RESPONSES, columns
+    carries = {f"split.sources.{index}": carried(one) for index, one in sources.items()}
+    for place, scorer in scorers.items():
+        if lacks_answers and reads_references(scorer):
+            yield (
+                f"{place}: found no true answer in the first rows of "
+                f"{', '.join(source.label() for source, _ in rows)}, expected one for each prompt, "
+                f"as {scorer.label} reads it. Fix: set columns.reference of the source, or choose "
+                "a source of scores that reads none"
+            )
+        elif isinstance(scorer, CallableReward):
+            block, limit_s = blocks.get(place.partition(".")[0]), CALL_S
+            if scorer.timeout_s is not None:
+                limit_s = len(RESPONSES) * scorer.timeout_s
+            arguments = {
+                "place": place, "function": scorer.callable, "call": call if chosen else None,
+                "processes": scorer.processes, "sources": carries,
+                "together": getattr(block, "responses_per_prompt", 1),
+            }  # fmt: skip
+            what, files = f"{place}: {scorer.callable}", [source_file(scorer.callable)]
+            trial = "try_function", arguments
+            yield from _tried(what, trial, files, workspace, LOAD_S + limit_s)
+        elif isinstance(scorer, CodeReward):
+            try:
+                sandbox.check(scorer.timeout_s, scorer.memory_mib)
+            except StageError as error:
+                yield f"{place}: {error.message}"
+
+
 def code_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
     """Code of others that cannot be imported, or asks for what nobody offers, in blocks by name.
 
@@ -153,59 +164,19 @@ def code_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
         for field, door, place in at_doors(block)
         if place not in door.builtin.values()
     }
-    places = [place for place, *_ in doors.values()]
+    what = ", ".join(doors)
     try:
-        asked, files = {"doors": doors}, [source_file(place) for place in places]
-        yield from _answer(", ".join(places), asked, files, LOAD_S, workspace) if doors else ()
+        files = [source_file(place) for place, *_ in doors.values()]
     except ConfigError as error:
-        yield f"{', '.join(doors)}: {error}"
-    except StageError as error:
-        yield f"{', '.join(doors)}: {error}. Fix: correct it"
+        yield f"{what}: {error}"
+        return
+    if doors:
+        yield from _tried(f"{what}: code", ("try_doors", {"doors": doors}), files, workspace)
 
 
-def function_faults(
-    functions: Mapping[str, Any], rows: Rows, sources: Mapping[int, SourceConfig],
-    blocks: Mapping[str, Any], workspace: Path,
-) -> Iterator[str]:  # fmt: skip
-    """What is wrong with the functions among rewards or judges, by place, each called once, and
-    with the sandbox of programs. An exception that another batch may not raise is a warning.
-
-    No function is called on made-up data: without rows, or true answers, it is only imported.
-    `sources` have the columns that functions ask for, and `blocks` the responses to a prompt.
-    """
-    known = _known(rows)
-    with_answers = [row for row in known if row.reference is not None]
-    chosen = [*islice(cycle(with_answers or known), len(RESPONSES))]
-    further = [json.loads(row.extra or "{}") for row in chosen]
-    columns = {name: [row.get(name) for row in further] for row in further for name in row}
-    columns |= {"references": [row.reference for row in with_answers and chosen]}
-    call = [row.messages() for row in chosen], RESPONSES, columns
-    further_of = {f"split.sources.{index}": carried(one) for index, one in sources.items()}
-    for place, source in functions.items():
-        if isinstance(source, CallableReward):
-            name = source.callable
-            together = getattr(blocks.get(place.partition(".")[0]), "responses_per_prompt", 1)
-            asked: dict[str, Any] = {"function": name, "call": call if chosen else None}
-            asked |= {"sources": further_of, "processes": source.processes, "together": together}
-            call_s = len(RESPONSES) * source.timeout_s if source.timeout_s else CALL_S
-            try:
-                found = _answer(name, asked, [source_file(name)], LOAD_S + call_s, workspace)
-            except StageError as error:
-                fix = "Fix: correct it, or set processes and timeout_s for it"
-                found = [(f"{error}. {fix}", True)]
-            for fault, is_certain in found:
-                if is_certain:
-                    yield f"{place}: {fault}"
-                else:
-                    logger.warning(DOUBT, place, fault)
-        elif isinstance(source, CodeReward):
-            try:
-                sandbox.check(source.timeout_s, source.memory_mib)
-            except StageError as error:
-                yield f"{place}: {error.message}"
-
-
-def model_faults(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path) -> list[str]:
+def model_faults(
+    blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path
+) -> Iterator[str]:
     """What is wrong with a teacher in a local folder, and with names of layers for adapters.
 
     Everything else about the base model is said by the first stage, `base_model`.
@@ -220,65 +191,60 @@ def model_faults(blocks: Mapping[str, Any], nodes: Collection[str], workspace: P
         if place.endswith("lora.target_modules") and place.partition(".")[0] in nodes
         if isinstance(names, list)
     }
-    if not lora and "distill.teacher" not in here:
-        return []
-    asked = {"models": as_json(here), "lora": lora}
-    folders = [Path(model.path) for model in here.values() if model.path]
-    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
-    try:
-        return _answer("the check of models", asked, files, 2 * LOAD_S, workspace)
-    except StageError as error:
-        logger.warning("%s: not checked before the run: %s", ", ".join(here), error)
-        return []
+    if lora or "distill.teacher" in here:
+        folders = [Path(model.path) for model in here.values() if model.path]
+        files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
+        trial = "try_models", {"models": as_json(here), "lora": lora}
+        yield from _tried(f"{', '.join(here)}: tokenizers and layers", trial, files, workspace)
 
 
 def task_faults(tasks: TasksConfig, workspace: Path) -> Iterator[str]:
     """Names of tasks that the harness does not know; it takes seconds to say so."""
     if names := [name for name in tasks.names if name not in tasks.files]:
-        asked, harness = {"names": names}, source_file("lm_eval:validate")
-        yield from _answer("evaluate.tasks.names", asked, [harness], LOAD_S, workspace)
+        trial, harness = ("try_tasks", {"names": names}), source_file("lm_eval:validate")
+        yield from _tried("evaluate.tasks.names", trial, [harness], workspace)
 
 
-def _answer(
-    what: str, asked: Mapping[str, Any], files: Sequence[Path], limit_s: float, workspace: Path
-) -> list[Any]:
-    """What the program answers; "no fault" is remembered until a file changes. It warns if there is
-    no answer in time.
-
-    Raises StageError if the process ends without an answer.
-    """
+def _tried(
+    what: str, trial: tuple[str, Mapping[str, Any]], files: Sequence[Path], workspace: Path,
+    limit_s: float | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """The certain faults that a trial of the program, with its arguments, finds in some files. Of
+    others, which another batch may not have, it warns, and if there is no answer in time. A trial
+    without a fault is remembered until a file changes."""
+    limit_s = LOAD_S if limit_s is None else limit_s
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = json.dumps([asked, states, sys.prefix, version("rlhf-pipeline")], sort_keys=True)
+    key = json.dumps([trial, states, sys.prefix, version("rlhf-pipeline")], sort_keys=True)
     known = workspace / DRY_RUNS / sha256(key.encode()).hexdigest()[:16]
-    with suppress(OSError):
-        if known.is_file():
-            return []
+    if known.is_file():
+        return
     logger.info("%s: tried out, for at most %g s", what, limit_s)
-    with TemporaryDirectory(prefix="dry-run-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        (folder / "question.json").write_text(json.dumps(asked))
-        command = [sys.executable, "-P", "-m", PROGRAM, name]
-        options: Any = {"stdin": subprocess.DEVNULL, "env": os.environ | OF_RANK}
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, **options
-            )
+    with TemporaryFile() as answers, TemporaryFile() as log:
+        how: Any = {"stdin": PIPE, "stdout": answers, "stderr": log, "env": os.environ | OF_RANK}
+        process = Popen([sys.executable, "-P", "-m", PROGRAM], start_new_session=True, **how)
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
+            process.communicate(json.dumps(trial).encode(), limit_s)
+        except TimeoutExpired:
             logger.warning("%s: no result after %g s; not checked before the run", what, limit_s)
-            return []
+            return
         finally:
             with suppress(ProcessLookupError):  # it has ended, and left no child
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if not (answer := folder / "faults.json").is_file():
-            last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
-            said = f" ({last})" if last else ""
-            raise StageError(f"{what} ended its process with code {process.returncode}{said}")
-        found: list[Any] = json.loads(answer.read_text())
-    if not found:
+        answers.seek(0)
+        log.seek(0)
+        lines = [json.loads(line) for line in answers]
+        if is_cut := None not in lines:
+            said = log.read().decode(errors="replace").strip().rpartition("\n")[2]
+            code = process.returncode
+            yield f"{what} ended its process with code {code} ({said}). Fix: correct it"
+    faults = [line for line in lines if line is not None]  # a fork of the user's may end, too
+    for fault, is_certain in faults:
+        if is_certain:
+            yield fault
+        else:
+            logger.warning("%s. The run starts nevertheless: its batches may differ", fault)
+    if not faults and not is_cut:
         with suppress(OSError):
             known.parent.mkdir(parents=True, exist_ok=True)
             known.touch()
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves, nearest
 from rlhf_pipeline.config.doors import source_file
-from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig, task_faults
+from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
@@ -26,7 +26,7 @@ from rlhf_pipeline.config.rewards import (
     name_faults,
 )
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import PHASES, SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, PROMPT_POLICIES, trainers_of_phase
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError, install
@@ -38,6 +38,9 @@ from rlhf_pipeline.sizing.models import base_model_shape
 
 Origin = Callable[[str], str | None]
 """The file that sets a parameter; None: no file."""
+
+_TOKENIZERS = "*token*.json", "*.model", "vocab.*"
+"""The files of a tokenizer."""
 
 EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
 """The smallest block of a policy, if not an empty one is enough."""
@@ -95,12 +98,6 @@ def _absent(need: str, package: str, extra: str) -> Iterator[str]:
         yield f"{need}, which is not installed. Fix: {install(extra)}"
 
 
-def harness_faults(tasks: TasksConfig) -> Iterator[str]:
-    """A missing harness, or files of tasks that cannot be read."""
-    absent = list(_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks"))
-    yield from absent or task_faults(tasks)
-
-
 def source_faults(
     place: str, sources: Sequence[SourceConfig], *, wants_text: bool
 ) -> Iterator[str]:
@@ -129,32 +126,26 @@ def source_faults(
 
 def path_faults(place: str, path: str | None) -> Iterator[str]:
     """Faults of a local model; a name such as `facebook/opt-350m` is on the hub."""
-    if path is None:
-        return
-    folder = Path(path)
+    folder = Path(path or "")
+    fault = fix = ""
     if folder.is_file():
-        yield (
-            f"{place}: found the file {path!r}, expected a folder or an id on the hub. Fix: load a "
-            ".gguf file with transformers (`gguf_file`), and save model and tokenizer in a folder "
-            "by `save_pretrained`"
+        fault = f"the file {path!r}, expected a folder or an id on the hub"
+        fix = (
+            "load a .gguf file with transformers (`gguf_file`), and save model and tokenizer in a "
+            "folder by `save_pretrained`"
         )
-    elif folder.is_dir() and not (folder / "config.json").is_file():
-        yield (
-            f"{place}: found {path!r}, a folder without config.json, expected a model saved by "
-            "`save_pretrained`. Fix: set the folder that contains config.json"
-        )
-    elif folder.is_dir() and not any(
-        any(folder.glob(each)) for each in ("*token*.json", "*.model", "vocab.*")
-    ):
-        yield (
-            f"{place}: found no tokenizer in the folder {path!r}, expected tokenizer.json "
-            "or the files of its kind. Fix: save the model's tokenizer in the same folder"
-        )
-    elif not folder.is_dir() and (path.startswith((".", "/")) or path.count("/") > 1):
-        yield (
-            f"{place}: found no folder {path!r}. Fix: check the spelling; models on the hub have "
-            "names like facebook/opt-350m"
-        )
+    elif folder.is_dir() and path is not None:
+        if not (folder / "config.json").is_file():
+            fault = f"{path!r}, a folder without config.json, expected that of `save_pretrained`"
+            fix = "set the folder that contains config.json"
+        elif not any(any(folder.glob(each)) for each in _TOKENIZERS):
+            fault = f"no tokenizer in the folder {path!r}, expected tokenizer.json or its kind"
+            fix = "save the model's tokenizer in the same folder"
+    elif folder.is_absolute() or str(path).startswith(".") or len(folder.parts) > 2:
+        fault = f"no folder {path!r}"
+        fix = "check the spelling; models on the hub have names like facebook/opt-350m"
+    if fault:
+        yield f"{place}: found {fault}. Fix: {fix}"
 
 
 def length_faults(
@@ -215,6 +206,14 @@ def policy_faults(policy: Any, blocks: Mapping[str, Any], ranks: int) -> Iterato
         yield from path_faults("distill.teacher.path", policy.teacher.path)
 
 
+def evaluation_faults(evaluate: EvaluateConfig) -> Iterator[str]:
+    """Judges and tasks that lack something, or files of tasks that cannot be read."""
+    yield from judge_faults(evaluate.judges, "evaluate.judges")
+    if evaluate.tasks is not None:
+        absent = [*_absent("evaluate.tasks: needs lm_eval", "lm_eval", "tasks")]
+        yield from absent or task_faults(evaluate.tasks)
+
+
 def judge_faults(judges: Sequence[Any], places: str, *, hub: bool = True) -> Iterator[str]:
     """Rewards or judges without their files, library, key or a way to read text. Only a judge may
     be a model on the `hub`."""
@@ -233,8 +232,8 @@ def judge_faults(judges: Sequence[Any], places: str, *, hub: bool = True) -> Ite
                 yield from _raised(place, check_model, judge)
                 if judge.revision:
                     yield (
-                        f"{place}.revision: found {judge.revision}, which has no effect with a "
-                        "local folder. Fix: remove it"
+                        f"{place}.revision: found {judge.revision}, but {judge.path} is a local "
+                        "folder. Fix: remove it"
                     )
             case ReferenceReward(reference="math"):
                 need = f"{place}.reference: math needs math-verify"
@@ -297,16 +296,13 @@ def block_faults(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[
 
 def phase_faults(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[str]:
     """Phases without prompts that nodes train on."""
-    weights = blocks["split"].weights
+    split, trainers = blocks["split"], trainers_of_phase(blocks)
     trained = {node for node in nodes if blocks.get(node) is not None}
-    empty = [
-        phase
-        for phase, weight in zip(PHASES, weights, strict=True)
-        if weight == 0 and trained & {*trainers_of_phase(blocks)[phase]}
-    ]
+    unused = [phase for phase, weight in split.weight_of.items() if weight == 0]
+    empty = [phase for phase in unused if trained & {*trainers[phase]}]
     if empty and "split" in nodes:
         yield (
-            f"split.weights: found {list(weights)}, with 0 for {', '.join(empty)}, expected "
+            f"split.weights: found {list(split.weights)}, with 0 for {', '.join(empty)}, expected "
             "more than 0 for each stage of the pipeline that trains. Fix: raise it, or choose a "
             "pipeline without this stage. Comparisons go to dpo and kto if reward_model is set, "
             f"or if {', '.join(PROMPT_POLICIES)} are null"

@@ -24,7 +24,6 @@ from rlhf_pipeline.pipelines.table import (
     RUN,
     blocks_of,
     kinds_of_results,
-    parameter_blocks,
     pipeline_of,
     policy_stages,
     stage_specs,
@@ -143,9 +142,8 @@ class CheckHook:
         from rlhf_pipeline.kedro_run.published_inputs import check_published
         from rlhf_pipeline.verdict.statistics import smallest_visible_win_rate
 
-        before_run(pipeline, catalog)
+        self.blocks = before_run(pipeline, catalog)
         self.nodes = {node.name for node in pipeline.nodes}
-        self.blocks = {name: catalog.load(f"params:{name}") for name in parameter_blocks()}
         if "evaluate" in blocks_of(self.nodes):
             prompts = self.blocks["evaluate"].prompts
             percent = 100 * smallest_visible_win_rate(prompts)

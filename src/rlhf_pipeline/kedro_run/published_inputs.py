@@ -56,13 +56,11 @@ def check_published(
         return changes
     names_by_text: dict[str, list[str]] = {}
     for name, found in changes.items():
-        names_by_text.setdefault("; ".join(found), []).append(name)
-    lines = [
-        f"  {', '.join(names)}: {shorten(text, width=200, placeholder=' ...')}\n"
-        for text, names in names_by_text.items()
-    ]
+        text = shorten("; ".join(found), width=200, placeholder=" ...")
+        names_by_text.setdefault(text, []).append(name)
+    lines = "".join(f"  {', '.join(names)}: {text}\n" for text, names in names_by_text.items())
     raise ConfigError(
-        f"the published inputs were made with other parameters (theirs -> yours):\n{''.join(lines)}"
+        f"the published inputs were made with other parameters (theirs -> yours):\n{lines}"
         f"Fix: `{command}`, which reuses all that fits; or add --params=inputs=newest to use these "
         "inputs as they are"
     )
@@ -126,16 +124,16 @@ def _changes(record: Mapping[str, Any], present: Mapping[str, Block | None]) -> 
 
 def _digests(block: Block) -> dict[str, str]:
     """The content of what a stage reads beside the results of others, by input."""
-    paths: Mapping[str, Path] = {}
-    identities: Mapping[str, str] = {}
     match block:
         case BaseModelConfig():
-            identities = base_model_identity(block)
+            return base_model_identity(block)
         case EvaluateConfig():
             paths, identities = reward_inputs(block.judges, JUDGE_PREFIX)
         case PPOConfig() | SampledConfig():
             paths, identities = reward_inputs(block.rewards)
         case SourceConfig():
             job = source_job(block, 0)
-            paths, identities = job.inputs, job.identities
-    return {name: content_digest(path) for name, path in paths.items()} | dict(identities)
+            paths, identities = dict(job.inputs), dict(job.identities)
+        case _:
+            return {}
+    return {name: content_digest(path) for name, path in paths.items()} | identities

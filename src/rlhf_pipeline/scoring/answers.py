@@ -95,7 +95,7 @@ def load_source(
 
             return RubricSource(scorer, ChatModel(scorer.openai, reply_folder(job), place))
         case CodeReward():
-            from rlhf_pipeline.scoring.code_reward import CodeSource
+            from rlhf_pipeline.scoring.sources import CodeSource
 
             return CodeSource(scorer, place)
         case ModelReward():

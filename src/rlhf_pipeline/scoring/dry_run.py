@@ -1,9 +1,9 @@
-"""Program: call a function of the user once, bind what the doors name, or look at tokenizers and
-layers or at names of tasks, before a run starts.
+"""Program: try out code and models of others before a run starts; it reads no weights.
 
-    python -P -m rlhf_pipeline.scoring.dry_run FOLDER   reads question.json, writes the faults
+    python -P -m rlhf_pipeline.scoring.dry_run
 
-No weights are read, and nothing is downloaded.
+reads the name of a trial and its arguments as JSON, and writes each fault as a line of JSON, with
+whether it is certain. The last line is null.
 """
 
 import inspect
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,16 +25,16 @@ from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.scoring.function_workers import Call, ResultError, loaded, scores
 
 
-def function_faults(
+def try_function(
+    place: str,
     function: str,
     call: Sequence[Any] | None,
     processes: int,
     sources: Mapping[str, Sequence[str]],
     together: int = 1,
 ) -> Iterator[tuple[str, bool]]:
-    """What is wrong with a function (`FILE.py:NAME`) that scores the responses of a call, with the
-    further columns of sources by place; and whether it is wrong with every other call, too. As in
-    training, `together` responses to a prompt are in one call.
+    """Call a function (`FILE.py:NAME`) that scores responses once, with `together` responses to a
+    prompt as in training. `sources` are the columns that sources carry, by their places.
 
     Without a call it is only imported. So is one that asks for the policy's tokens, or for true
     answers that the call lacks.
@@ -61,7 +61,7 @@ def function_faults(
             for each in map(whole.row, range(len(responses))) if processes else [whole]:
                 scores(function, scored, each)
     except PipelineError as error:
-        yield error.message, not is_called or _is_certain(error.__cause__)
+        yield f"{place}: {error.message}", not is_called or _is_certain(error.__cause__)
 
 
 def _is_certain(error: BaseException | None) -> bool:
@@ -78,8 +78,8 @@ def _is_certain(error: BaseException | None) -> bool:
     return isinstance(error, ResultError)
 
 
-def code_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    """What is wrong with code of others, by the parameter that names it: its place, what its door
+def try_doors(doors: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, bool]]:
+    """Import and bind code of others, by the parameter that names it: its place, what its door
     offers, the method that a class needs, and the other parameters of the block."""
     for parameter, (place, offers, method, others) in doors.items():
         try:
@@ -90,17 +90,20 @@ def code_faults(doors: Mapping[str, Sequence[Any]]) -> Iterator[str]:
                 raise ConfigError(f"{place}: found no method {method}, expected one")
             signature.bind(**dict.fromkeys({*offers, *others} & signature.parameters.keys()))
         except PipelineError as error:
-            yield f"{parameter}: {error.message}"
+            yield f"{parameter}: {error.message}", True
         except (TypeError, ValueError) as error:
-            yield (
+            message = (
                 f"{parameter}: {place} cannot be called: {error}. Fix: name its parameters after "
                 f"what they get, which is {', '.join(offers)} and the parameters of "
                 f"{parameter.rpartition('.')[0]}; give others a default"
             )
+            yield message, True
 
 
-def model_faults(models: Mapping[str, Any], lora: Mapping[str, list[str]]) -> Iterator[str]:
-    """What is wrong with the tokenizers of models, by block, and with names of layers, by place.
+def try_models(
+    models: Mapping[str, Any], lora: Mapping[str, list[str]]
+) -> Iterator[tuple[str, bool]]:
+    """Look at the tokenizers of models, by block, and at names of layers, by place.
 
     The first model has the layers; the others need its tokens.
     """
@@ -119,31 +122,31 @@ def model_faults(models: Mapping[str, Any], lora: Mapping[str, list[str]]) -> It
             same_contract(contracts, paths, "choose a teacher with the student's tokenizer")
         model = without_weights(next(iter(configs.values()))) if lora else None
     except PipelineError as error:
-        yield f"{place}: {error.message}"
+        yield f"{place}: {error.message}", True
+        return
+    except Exception as error:  # the model's own code may need what this process lacks
+        yield f"{place or 'base_model'}: {type(error).__name__}: {error}", False
         return
     for place, names in lora.items():
         try:
             targets(model, LoRAConfig(target_modules=names), place)
         except PipelineError as error:
-            yield error.message
+            yield error.message, True
 
 
-def task_faults(names: Sequence[str]) -> Iterator[str]:
-    """Names of tasks that the lm-evaluation-harness does not know."""
+def try_tasks(names: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Ask the lm-evaluation-harness about names of tasks."""
     command = [sys.executable, "-P", "-m", "lm_eval", "validate", "--tasks", ",".join(names)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode != 0:
         said = (found.stdout or found.stderr).strip().rpartition("\n")[2]
-        yield f"evaluate.tasks.names: {said}. Fix: `lm-eval ls tasks` lists the names"
+        yield f"evaluate.tasks.names: {said}. Fix: `lm-eval ls tasks` lists the names", True
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    question = json.loads((folder / "question.json").read_text())
-    programs: dict[str, Callable[..., Iterator[Any]]] = {
-        "function": function_faults, "doors": code_faults, "models": model_faults,
-        "names": task_faults,
-    }  # fmt: skip
-    faults = [*programs[next(iter(question))](**question)]
-    (folder / "faults.json").write_text(json.dumps(faults))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what functions print is no answer
+    trial, arguments = json.load(sys.stdin)
+    for answer in (*globals()[trial](**arguments), None):
+        print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # threads of the user may never end

@@ -99,14 +99,17 @@ def _where(function: Callable[..., Any], call: Call) -> str:
     """The first row on which the function also fails alone, for the message."""
     rows = 0 if "scored" in call.more else len(call.responses)  # tokens are not by row
     for one in map(call.row, range(rows)):
-        row = f"at {_row(one.prompts[0], one.responses[0])}"
-        if rows == 1:
-            return row
-        try:
-            _results(function, one)
-        except (Exception, SystemExit):  # the user's function may raise anything
-            return row
+        if rows == 1 or _fails(function, one):
+            return f"at {_row(one.prompts[0], one.responses[0])}"
     return f"at {len(call.prompts)} responses together, the first to the prompt {call.prompts[0]}"
+
+
+def _fails(function: Callable[..., Any], call: Call) -> bool:
+    try:
+        _results(function, call)
+    except (Exception, SystemExit):  # the user's function may raise anything
+        return True
+    return False
 
 
 def _row(prompt: Any, response: str) -> str:
@@ -118,26 +121,28 @@ def _results(function: Callable[..., Any], call: Call) -> list[float]:
     rows = [*zip(call.prompts, call.responses, strict=True)]  # the function may empty its lists
     result = function(call.prompts, call.responses, **call.more)
     result = asyncio.run(result) if inspect.iscoroutine(result) else result
-    items, numbers = None, []
+    items = None
     with suppress(TypeError):  # a number, None, or a tensor without a dimension
         items = None if isinstance(result, str | bytes | Mapping | Set) else [*result]
     if items is None or len(items) != len(rows):
-        found, expected = f"{len(items or ())} results", f"{len(rows)}"
-        if items is None:
-            found = repr(result)[:LONGEST_TEXT]
-            expected = f"a list of {f'{len(rows)} numbers' if len(rows) > 1 else 'one number'}"
-        each = "one for each response" if len(rows) > 1 else f"for {_row(*rows[0])}"
-        raise ResultError(f"found {found}, expected {expected}, {each}")
-    for row, item in zip(rows, items, strict=True):
-        number = math.nan
-        if not isinstance(item, str | bytes):
-            with suppress(TypeError, ValueError):
-                number = float(item)
+        found = repr(result)[:LONGEST_TEXT] if items is None else f"{len(items)} results"
+        expected = f"a list of {len(rows)} numbers, one for each response"
+        if len(rows) == 1:
+            expected = f"a list of one number, for {_row(*rows[0])}"
+        raise ResultError(f"found {found}, expected {expected}")
+    numbers = [_number(item) for item in items]
+    for row, item, number in zip(rows, items, numbers, strict=True):
         if not math.isfinite(number):
             found = repr(item)[:LONGEST_TEXT]
             raise ResultError(f"found {found}, expected a finite number, for {_row(*row)}")
-        numbers.append(number)
     return numbers
+
+
+def _number(item: Any) -> float:
+    """An item of a result as a number; NaN for what is none, such as a text of digits."""
+    with suppress(TypeError, ValueError):
+        return math.nan if isinstance(item, str | bytes) else float(item)
+    return math.nan
 
 
 def _described(error: BaseException) -> str:
@@ -156,8 +161,8 @@ class Workers:
         self, place: str, location: str, name: str, processes: int, timeout_s: float | None
     ) -> None:
         self.place, self.timeout_s = place, timeout_s
-        self._idle: Queue[_Worker] = Queue()
         workers = [_Worker(place, location, name) for _ in range(processes)]
+        self._idle: Queue[_Worker] = Queue()
         for worker in workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(processes)  # each waits for one process
