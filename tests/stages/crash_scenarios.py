@@ -26,8 +26,8 @@ from rlhf_pipeline.stages import run as run_module
 from rlhf_pipeline.stages.cache.cleaning import remove, survey
 from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.stored import StoredStages
-from rlhf_pipeline.storage.store import Store
+from rlhf_pipeline.stages.store import StoredStages
+from rlhf_pipeline.stages.store import Store
 
 REMOVALS = {"os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
 WRITES = {"os.mkdir", "os.link", "os.symlink", "os.rename", "open"}

@@ -15,7 +15,7 @@ from waiting import once
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.digests import FileEntry
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
-from rlhf_pipeline.storage.store import Store, open_store, upload
+from rlhf_pipeline.stages.store import Store, open_store, upload
 
 # printf abc | sha256sum; printf d | sha256sum
 ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -48,7 +48,7 @@ NAME_LENGTH = 120
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
-    from rlhf_pipeline.stages.stored import StoredStages
+    from rlhf_pipeline.stages.store import StoredStages
 
     workspace, store = Path(catalog.load("workspace")), catalog.load("store")
     stored = StageStore() if store is None else StoredStages(store, workspace)
