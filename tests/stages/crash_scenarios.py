@@ -23,11 +23,10 @@ from rlhf_pipeline.runtime.files import put_in_place, write_atomically
 from rlhf_pipeline.runtime.job import checkpoint_path, newest_valid_step, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import run as run_module
-from rlhf_pipeline.stages.cache.cleaning import remove, survey
+from rlhf_pipeline.stages.cache.workspace import remove, survey
 from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.store import StoredStages
-from rlhf_pipeline.stages.store import Store
+from rlhf_pipeline.stages.store import Store, StoredStages
 
 REMOVALS = {"os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
 WRITES = {"os.mkdir", "os.link", "os.symlink", "os.rename", "open"}

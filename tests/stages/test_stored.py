@@ -20,8 +20,7 @@ from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
 from rlhf_pipeline.stages.job import StageListener, StageRun, StageStore
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.store import StoredStages
-from rlhf_pipeline.stages.store import Store
+from rlhf_pipeline.stages.store import Store, StoredStages
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """A configuration as MLflow accepts it: flat names and values of limited length."""
 
-from rlhf_pipeline.tracking.child_run import parameters, truncate
+from rlhf_pipeline.tracking.mirror import parameters, truncate
 
 
 def test_nested_fields_have_dotted_names_and_values_are_json():

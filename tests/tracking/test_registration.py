@@ -28,8 +28,14 @@ from rlhf_pipeline.tracking.registration import (
     register,
     register_evaluated,
 )
-from rlhf_pipeline.tracking.registry import Champion, find_version, local_folder, registered_folder
-from rlhf_pipeline.tracking.store import connect, experiment_id
+from rlhf_pipeline.tracking.store import (
+    Champion,
+    connect,
+    experiment_id,
+    find_version,
+    local_folder,
+    registered_folder,
+)
 from rlhf_pipeline.verdict.answers import Answer, write_answers
 from rlhf_pipeline.verdict.comparison import Standing, compare
 from rlhf_pipeline.verdict.gate import Check, Verdict

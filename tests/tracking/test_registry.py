@@ -7,13 +7,14 @@ import pytest
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.tracking.registry import (
+from rlhf_pipeline.tracking.store import (
+    DIGEST_TAG,
+    experiment_id,
     find_champion,
     find_version,
     local_folder,
     registration,
 )
-from rlhf_pipeline.tracking.store import DIGEST_TAG, experiment_id
 
 
 def test_the_newest_version_with_a_content_and_its_tags(client, tmp_path):

@@ -174,8 +174,7 @@ class RecordHook:
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any]) -> None:
         """Describe the MLflow run, which the first stage opens."""
-        from rlhf_pipeline.tracking.child_run import mixture_tag
-        from rlhf_pipeline.tracking.mirror import MlflowTracker
+        from rlhf_pipeline.tracking.mirror import MlflowTracker, mixture_tag
         from rlhf_pipeline.tracking.store import tracking_uri
 
         context, self._verdict = self._check.context, ""

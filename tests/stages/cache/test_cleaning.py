@@ -9,8 +9,7 @@ import pytest
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime.heartbeat import process_identity
 from rlhf_pipeline.runtime.manifest import content_digest
-from rlhf_pipeline.stages.cache.cleaning import remove, survey
-from rlhf_pipeline.stages.cache.workspace import downloads, recipe_lock
+from rlhf_pipeline.stages.cache.workspace import downloads, recipe_lock, remove, survey
 
 STAGES = ["source", "split", "sft"]
 
