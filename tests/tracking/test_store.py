@@ -1,20 +1,26 @@
-"""The store: its address, concurrent access to an empty database, and the run of a recipe."""
+"""The store: its address, an empty database, the run of a recipe, and versions of models."""
 
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import mlflow.artifacts
 import pytest
 
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
 from rlhf_pipeline.tracking.store import (
+    DIGEST_TAG,
     EXPERIMENT,
     connect,
     experiment_id,
+    find_champion,
     find_run,
+    find_version,
+    local_folder,
+    registration,
     tracking_uri,
 )
 
@@ -121,59 +127,30 @@ def test_find_run_in_a_store_without_the_experiment_finds_nothing(client):
     assert find_run(client, "aaaa") is None
 
 
-def test_a_store_that_was_moved_writes_beside_itself_and_reads_its_earlier_runs(
-    empty_database, tmp_path
-):
-    """The paths that MLflow stores are absolute. It would make the earlier folders again."""
+def test_a_project_that_was_moved_begins_with_a_new_store(monkeypatch, tmp_path):
+    """MLflow stores absolute paths: it would write into the folder of the original."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     old, new = tmp_path / "it's 100% #1", tmp_path / "new"
     old.mkdir()
-    shutil.copy(empty_database, old / "mlflow.db")
-    client = connect(f"sqlite:///{old}/mlflow.db", old)
-    experiment = experiment_id(client)
-    elsewhere = client.create_experiment("other", f"{old}-other/mlruns")
-    # MLflow remembers in a process where the run of a first artifact is.
-    run, other = (client.create_run(experiment).info.run_id for _ in range(2))
-    client.log_text(run, "before", "page.txt")
-    old.rename(new)
-    client = connect(f"sqlite:///{new}/mlflow.db", new)
-    assert experiment_id(client) == experiment
-    assert (
-        mlflow.artifacts.load_text(f"{client.get_run(run).info.artifact_uri}/page.txt") == "before"
+    experiment_id(connect(tracking_uri(old), old))
+    assert tracking_uri(old) == f"sqlite:///{old}/mlflow.db"
+    shutil.copytree(old, new)
+    with pytest.raises(ConfigError) as error:
+        tracking_uri(new)
+    assert error.value.message == (
+        f"{new}/mlflow.db: found runs with their files in {old}/mlartifacts, expected "
+        f"{new}/mlartifacts, because the project was moved or copied. Fix: move the database away; "
+        "the next `kedro run` reuses finished stages and registers their models anew"
     )
-    for each in (other, client.create_run(experiment).info.run_id):
-        client.log_text(each, "after", "page.txt")
-        assert (new / "mlartifacts" / each / "artifacts" / "page.txt").read_text() == "after"
-    assert not old.exists()
-    assert client.get_experiment(elsewhere).artifact_location == f"{old}-other/mlruns"
+    (new / "mlflow.db").unlink()
+    assert tracking_uri(new) == f"sqlite:///{new}/mlflow.db"
 
 
-def test_experiments_of_others_and_a_folder_that_exists_stay_where_they_are(uri, client, tmp_path):
-    """A user's store can have artifacts on another disk, which may be out of reach for a while."""
-    own, disk = tmp_path / "own" / "mlartifacts", tmp_path / "disk" / "mlartifacts"
-    own.mkdir(parents=True)
-    experiments = [
-        client.create_experiment(EXPERIMENT, str(own)),
-        client.create_experiment("theirs", str(disk)),
-    ]
-    runs = [client.create_run(experiment).info for experiment in experiments]
-    (elsewhere := tmp_path / "project").mkdir()
-    client = connect(uri, elsewhere)
-    found = [client.get_experiment(experiment).artifact_location for experiment in experiments]
-    assert found == [str(own), str(disk)]
-    assert [client.get_run(run.run_id).info.artifact_uri for run in runs] == [
-        run.artifact_uri for run in runs
-    ]
-
-
-def test_a_copied_project_writes_nothing_into_the_original(tmp_path):
-    original, copy = tmp_path / "original", tmp_path / "copy"
-    original.mkdir()
-    connect(f"sqlite:///{original}/mlflow.db", original).create_experiment(
-        EXPERIMENT, str(original / "mlartifacts")
-    )
-    shutil.copytree(original, copy)
-    client = connect(f"sqlite:///{copy}/mlflow.db", copy)
-    assert client.get_experiment_by_name(EXPERIMENT).artifact_location == str(copy / "mlartifacts")
+def test_a_user_chooses_where_the_artifacts_are(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    client = connect(tracking_uri(tmp_path), tmp_path)
+    chosen = client.create_experiment(EXPERIMENT, str(tmp_path / "disk"))
+    assert experiment_id(connect(tracking_uri(tmp_path), tmp_path)) == chosen
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -189,3 +166,157 @@ def test_a_damaged_database_is_named_and_not_made_anew(monkeypatch, tmp_path, co
     ):
         tracking_uri(tmp_path)
     assert file.read_bytes() == content
+
+
+def test_the_newest_version_with_a_content_and_its_tags(client, tmp_path):
+    assert registration("a", "mine", tmp_path) is None
+    for model, digest in (("mine", "a"), ("mine", "b"), ("mine", "a"), ("other", "a")):
+        if model not in [found.name for found in client.search_registered_models()]:
+            client.create_registered_model(model)
+        client.create_model_version(model, source=str(tmp_path), tags={DIGEST_TAG: digest})
+    client.set_model_version_tag("mine", "3", "rlhf.verdict", "{}")
+    assert registration("a", "mine", tmp_path) == ("3", {DIGEST_TAG: "a", "rlhf.verdict": "{}"})
+    assert registration("b", "mine", tmp_path) == ("2", {DIGEST_TAG: "b"})
+    assert registration("c", "mine", tmp_path) is None
+
+
+# printf '{"model.safetensors": "'$(printf weights | sha256sum | cut -c-64)'"}' | sha256sum
+WEIGHTS = "758bed0194f35c144d1db50511b7ea6e76f5a2f6e824057aa0f9bec2bf434003"
+OTHER = "0" * 64
+
+
+@pytest.fixture
+def version(client, tmp_path):
+    """Registers a policy that is not on this machine, with any tag of its content."""
+    source = tmp_path / "server" / "policy"
+    source.mkdir(parents=True)
+    (source / "model.safetensors").write_text("weights")
+    Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(source)).write(source)
+    client.create_registered_model("mine")
+
+    def create(tag, place=None):
+        uri = place or source.as_uri()
+        tags = {} if tag is None else {DIGEST_TAG: tag}
+        client.create_model_version("mine", uri, run_id="abc", tags=tags)
+        return find_version(client, "mine", "1")
+
+    return create
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        # printf abc-1-758b... | sha256sum | cut -c-48, with the whole tag
+        (WEIGHTS, "b051aaf932fb8726cd69206522a80afe1fa11e0ffd598622"),
+        (None, "6ad6801480e5f5f283d0f11c85ecd7d1e83a5f225037dcd1"),  # abc-1-None
+    ],
+)
+def test_a_policy_is_downloaded_once(client, version, tmp_path, tag, name):
+    downloads = tmp_path / "downloads"
+    found = local_folder(client, version(tag), downloads)
+    assert found == downloads / name
+    (tmp_path / "server" / "policy" / "model.safetensors").unlink()
+    assert local_folder(client, find_version(client, "mine", "1"), downloads) == found
+    assert (found / "model.safetensors").read_text() == "weights"
+
+
+@pytest.mark.parametrize("tag", ["../../transformers", "{root}/transformers", "", OTHER])
+def test_other_content_than_the_registered_one_is_not_kept(client, version, tmp_path, tag):
+    """Everybody who can write to the store chooses the tag."""
+    found, before = version(tag.format(root=tmp_path)), files(tmp_path)
+    with pytest.raises(ArtifactError, match=f"version 1 of mine: found content {WEIGHTS}"):
+        local_folder(client, found, tmp_path / "work" / "champions")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", ["champions", "server/policy"])
+def test_other_content_that_is_here_already_is_refused(client, version, tmp_path, place):
+    here = tmp_path / (
+        place if "/" in place else f"{place}/30a3d9d3b0fc8e4e52fbf8351f0de86aa83c3f7e8c9e24ae"
+    )
+    here.mkdir(parents=True, exist_ok=True)
+    (here / "model.safetensors").write_text("weights")
+    Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(here)).write(here)
+    found = version(OTHER, str(here)) if "/" in place else version(OTHER)
+    with pytest.raises(ArtifactError, match=f"found content {WEIGHTS} in {here}"):
+        local_folder(client, found, tmp_path / "champions")
+
+
+def policy(folder, weights, tokens="tokens"):
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(weights)
+    (folder / "token_contract.json").write_text(tokens)
+    Manifest("ppo", weights, 0, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    return folder
+
+
+def crown(client, folder, **origin):
+    """Make a policy the champion of an existing model."""
+    tags = {DIGEST_TAG: content_digest(folder)}
+    origin = {"source": str(folder)} | origin
+    version = client.create_model_version("policy", tags=tags, **origin)
+    client.set_registered_model_alias("policy", "champion", version.version)
+
+
+@pytest.fixture
+def find(client, tmp_path):
+    return lambda candidate: find_champion("policy", candidate, tmp_path, tmp_path / "downloads")
+
+
+def test_another_policy_than_the_candidate_competes(client, find, tmp_path):
+    candidate = policy(tmp_path / "candidate", "new")
+    assert find(candidate) is None  # the model does not exist
+    client.create_registered_model("policy")
+    assert find(candidate) is None
+    champion = policy(tmp_path / "champion", "old")
+    crown(client, champion)
+    found = find(candidate)
+    assert (found.version, found.folder, found.fault) == ("1", champion, None)
+    assert find(shutil.copytree(champion, tmp_path / "again")) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (
+            shutil.rmtree,
+            r"found nothing in .*/champion, .* Fix: put the model back",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_text("changed"), "model.safetensors"),
+    ],
+)
+def test_a_champion_that_is_gone_or_damaged_cannot_answer(client, find, tmp_path, damage, fault):
+    client.create_registered_model("policy")
+    champion = policy(tmp_path / "champion", "old")
+    crown(client, champion)
+    damage(champion)
+    found = find(policy(tmp_path / "candidate", "new"))
+    assert found.folder is None and re.search(fault, found.fault)
+
+
+def test_a_champion_with_other_tokens_cannot_answer(client, find, tmp_path):
+    client.create_registered_model("policy")
+    crown(client, policy(tmp_path / "champion", "old", tokens="others"))
+    found = find(policy(tmp_path / "candidate", "new"))
+    assert found.folder is None and "other tokens" in found.fault
+
+
+@pytest.mark.long
+def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", served.tracking_uri)
+    champion = policy(tmp_path / "champion", "old")
+    run = served.create_run(experiment_id(served))
+    served.log_artifacts(run.info.run_id, str(champion), "policy")
+    source = f"{run.info.artifact_uri}/policy"
+    served.create_registered_model("policy")
+    crown(served, champion, source=source, run_id=run.info.run_id)
+    candidate = policy(tmp_path / "candidate", "new")
+    for _ in range(2):
+        found = find_champion("policy", candidate, tmp_path, tmp_path / "downloads")
+        assert found.fault is None
+        assert (found.folder / "model.safetensors").read_text() == "old"
+    assert len(list((tmp_path / "downloads").iterdir())) == 1
