@@ -237,7 +237,7 @@ class ChildRun:
         ]
         client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
         if self.end is not None:
-            self._finish(client, parent, *self.end, records)
+            self._finish(client, parent, records)
         else:
             self._logged = logged | {metric.key: metric.step for metric in metrics}
 
@@ -277,19 +277,14 @@ class ChildRun:
             for name in opened.data.metrics
         }
 
-    def _finish(
-        self,
-        client: MlflowClient,
-        parent: str,
-        status: Status,
-        metrics: dict[str, float],
-        records: Records,
-    ) -> None:
+    def _finish(self, client: MlflowClient, parent: str, records: Records) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.
 
         Training exports the best model, whose metrics are of an earlier step: the run's description
         lists them, and only step and headline become metrics, `exported/...`, of one point each.
         """
+        assert self.end is not None and self.run_id is not None
+        status, metrics = self.end
         result = metrics
         if "step" in metrics:
             shown = [name for name in ("step", *self.run.headline_metrics) if name in metrics]
@@ -297,13 +292,13 @@ class ChildRun:
             rows = [f"| {name} | {x:.6g} |" for name, x in metrics.items() if name != "step"]
             title = f"The exported model, of step {metrics['step']:.0f}:"
             description = "\n".join([title, "", "| metric | value |", "|---|---|", *rows])
-            client.set_tag(str(self.run_id), DESCRIPTION_TAG, description)
-        self._log_result(client, str(self.run_id), result, records)
+            client.set_tag(self.run_id, DESCRIPTION_TAG, description)
+        self._log_result(client, self.run_id, result, records)
         if status == "FINISHED":
             self._log_headline(client, parent, records)
         # A reused stage ended when its last record was written.
         ended = _milliseconds(records[-1]) if self.run.cached and records else None
-        client.set_terminated(str(self.run_id), status, ended)
+        client.set_terminated(self.run_id, status, ended)
 
     def _log_headline(self, client: MlflowClient, parent: str, records: Records) -> None:
         """Log the headline of the result to the parent."""
