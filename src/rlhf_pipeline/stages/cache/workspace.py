@@ -16,7 +16,6 @@ import logging
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -163,7 +162,7 @@ class Leftover:
     path: Path
     why: str
     freed: int
-    """Bytes that become free when all leftovers are removed: none for files with other links."""
+    """Bytes that become free: none for files with other links."""
 
 
 def survey(
@@ -204,8 +203,10 @@ def survey(
     found |= {path: why for path, why in unwanted.items() if path.parent not in gone}
     for path in [path for path in found if path.is_symlink() or path.parent.is_symlink()]:
         held.setdefault(path, f"is a link to {path.resolve()}; remove that yourself")
-    removable = {path: why for path, why in found.items() if path not in held}
-    return list(_with_sizes(removable)), {path: held[path] for path in found if path in held}
+    leftovers = [
+        Leftover(path, why, _freed(path)) for path, why in found.items() if path not in held
+    ]
+    return leftovers, {path: held[path] for path in found if path in held}
 
 
 def remove(leftover: Leftover, workspace: Path) -> str | None:
@@ -256,10 +257,6 @@ def _reason(path: Path, needed: set[Path]) -> str | None:
     return None if path in needed else "nothing published was made from it"
 
 
-def _with_sizes(removable: dict[Path, str]) -> Iterator[Leftover]:
-    """The freed bytes. A file counts once, and only if all its hard links are removed."""
-    files = {path: [f.lstat() for f in path.rglob("*") if not f.is_dir()] for path in removable}
-    names = Counter((stat.st_dev, stat.st_ino) for stats in files.values() for stat in stats)
-    for path, why in removable.items():
-        whole = [s for s in files[path] if names.pop((s.st_dev, s.st_ino), 0) == s.st_nlink]
-        yield Leftover(path, why, sum(stat.st_size for stat in whole))
+def _freed(path: Path) -> int:
+    files = [file.lstat() for file in path.rglob("*") if not file.is_dir()]
+    return sum(file.st_size for file in files if file.st_nlink == 1)
