@@ -197,9 +197,7 @@ class Store:
             put_in_place(partial, folder)
 
     def _download(self, entry: FileEntry, path: Path, name: str) -> None:
-        found = FileEntry(0, "")
-        with self._open() as (store, root), suppress(FileNotFoundError):
-            found = write_pieces(path, _pieces(store, f"{root}/{OBJECTS}/{entry.sha256}"))
+        found = write_pieces(path, self._read(f"{OBJECTS}/{entry.sha256}"))
         if found != entry:
             _damaged.add(entry.sha256)
             raise ArtifactError(
@@ -207,6 +205,12 @@ class Store:
                 f"SHA-256 {found.sha256[:12]}, expected {entry.size} bytes with the SHA-256 in its "
                 "name. Fix: restore it in the store"
             )
+
+    def _read(self, name: str) -> Iterator[bytes]:
+        """The bytes of a file, none of a lost one. Only reading is inside `_open`: a full disk here
+        is no fault of the store."""
+        with self._open() as (store, root), suppress(FileNotFoundError):
+            yield from _pieces(store, f"{root}/{name}")
 
 
 def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
