@@ -1,5 +1,6 @@
 """A full disk as the driver sees it: a real one in memory, and a stage of half a second."""
 
+import json
 import os
 import re
 import shutil
@@ -58,6 +59,20 @@ def test_a_program_that_fills_the_disk_is_reported_without_its_reason(small, dis
     assert not (directory / "export" / "manifest.json").exists()
     (small.root / "size").write_text("2")
     assert (small.run() / "result").read_text() == "xx"  # the failed attempt's files are removed
+
+
+def test_job_and_recipe_are_never_truncated(small, disk):
+    """The commands that free space read them."""
+    (small.root / "fail").touch()
+    with pytest.raises(StageError):
+        small.run()
+    (directory,) = (small.workspace / "drill").iterdir()
+    before = {name: (directory / name).read_text() for name in ("job.json", "recipe.json")}
+    disk.leave(0)
+    with pytest.raises(StageError, match="No space left on device"):
+        small.run()
+    assert {name: (directory / name).read_text() for name in before} == before
+    assert json.loads(before["job.json"])["stage"] == "drill"
 
 
 def test_leftovers_are_removed_on_a_full_disk(small, disk):
