@@ -63,11 +63,7 @@ class Nodes:
         self.enter = folder / "enter"
         """A command that runs another one on a node: `enter NUMBER COMMAND`."""
         lines = [
-            "case $1 in",
-            *(f"{n}) name={each};;" for n, each in enumerate(self.names)),
-            "esac",
-        ]
-        lines += [
+            *("case $1 in", *(f"{n}) name={each};;" for n, each in enumerate(self.names)), "esac"),
             "export number=$1; shift",
             "exec ip netns exec $name unshare --mount --uts sh -c '",
             "hostname node-$number",
@@ -100,20 +96,9 @@ class Nodes:
         return self.folder / f"node{number}.out"
 
     def start_run(
-        self,
-        *arguments: str,
-        prefix: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        **parameters: object,
+        self, *arguments: str, environment: Mapping[str, str] | None = None, **parameters: object
     ) -> subprocess.Popen[bytes]:
-        """Start `kedro run` on the first node, with one rank for each node.
-
-        Args:
-            arguments: those of `kedro run`.
-            prefix: the beginning of the command.
-            environment: further variables.
-            parameters: of the run, by name.
-        """
+        """Start `kedro run` on the first node, with one rank for each node, and parameters."""
         launch = {
             "root": self.root,
             "launch.mode": "command",
@@ -124,8 +109,7 @@ class Nodes:
             **parameters,
         }
         params = ",".join(f"{name}={value}" for name, value in launch.items())
-        command = [KEDRO, "run", *arguments, f"--params={params}"]
-        return self.start(0, [*prefix, *command], environment)
+        return self.start(0, [KEDRO, "run", *arguments, f"--params={params}"], environment)
 
     def unplug(self, number: int) -> None:
         """Cut a node's cable: nothing arrives, and nobody is told."""

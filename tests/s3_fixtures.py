@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ports import reserved_port
 
-from rlhf_pipeline.storage.store import Store
+from rlhf_pipeline.stages.store import Store
 
 
 def store_at(port: int) -> Store:

@@ -50,7 +50,7 @@ FAULTS = [
      "on the hub"),
     ("evaluate.judges", [{"model": "./missing", "revision": "v1"}], "evaluate.judges.0: path "),
     ("evaluate.judges", [{"model": "./missing", "revision": "v1"}],
-     "evaluate.judges.0.revision: found x, but ./missing is a local folder"),
+     "evaluate.judges.0.revision: found v1, but ./missing is a local folder"),
     ("ppo.rewards", [{"rubric": "r", "openai": {"base_url": "http://x", "model": "m",
                                                 "api_key_env": "NO_SUCH_KEY"}}],
      "ppo.rewards.0.openai.api_key_env: found no environment variable NO_SUCH_KEY"),

@@ -1,11 +1,11 @@
 """Nothing that somebody made is lost, wherever a process is killed and whenever the disk is full.
 
 Each scenario runs in a child process that ends at a chosen fault point: a call that removes,
-renames, truncates, makes or opens a file for writing, as Python's audit events report it. Then the
-scenario runs again without a fault, as the next command does, and its results are checked.
+renames, truncates, makes or opens a file for writing, as Python's audit events report it; or the
+disk is full at a write. Then it runs again without a fault, as the next command does, and its
+results are checked.
 """
 
-import errno
 import os
 import shutil
 import subprocess
@@ -23,40 +23,30 @@ from rlhf_pipeline.runtime.files import put_in_place, write_atomically
 from rlhf_pipeline.runtime.job import checkpoint_path, newest_valid_step, seal
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages import run as run_module
-from rlhf_pipeline.stages.cache.cleaning import remove, survey
+from rlhf_pipeline.stages.cache.fingerprint import identify
+from rlhf_pipeline.stages.cache.workspace import remove, survey
 from rlhf_pipeline.stages.job import StageRun
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.stored import StoredStages
-from rlhf_pipeline.storage.store import Store
+from rlhf_pipeline.stages.store import Store, StoredStages
 
-REMOVALS = {"os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
-WRITES = {"os.mkdir", "os.link", "os.symlink", "os.rename", "open"}
-KILLED = 77
+FAULTS = {"os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
+FAULTS |= {"os.mkdir", "os.link", "os.symlink", "open"}
+ENDED = 77
 PAGE = 4096
-COUNTED = {}
-"""Fault points of each scenario, by what happens at them."""
 
 
 @dataclass
-class Fault:
-    """What happens at the call of a number, in the child process."""
+class Kill:
+    """Ends the process at a fault point, given by its number."""
 
     root: Path
     number: int
-    full: bool
-    """The disk is full from that call on; else the process is killed at it."""
-    seen: int = 0
 
     def __call__(self, event, arguments):
-        if event not in (WRITES if self.full else REMOVALS | WRITES) or not self._is_here(
-            event, arguments
-        ):
-            return
-        self.seen += 1
-        if self.seen >= self.number and self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
-        if self.seen == self.number:
-            os._exit(KILLED)
+        if event in FAULTS and self._is_here(event, arguments):
+            self.number -= 1
+            if self.number == 0:
+                os._exit(ENDED)
 
     def _is_here(self, event, arguments):
         if event == "open":
@@ -67,27 +57,28 @@ class Fault:
         return inside or str(arguments[0]).startswith(str(self.root))
 
 
-def in_child(root, act, number, *, full):
-    """Run `act` in a child process with a fault; return whether the fault occurred."""
-    pid = os.fork()
+def in_child(root, act, kill=None):
+    """Run `act` in a child process; return whether a kill or a full disk ended it.
+
+    What it raised is then in the file `message` beside the folder.
+    """
+    message, pid = root.with_name("message"), os.fork()
     if pid == 0:
-        fault = Fault(root, number, full)
         code = 0
         try:
-            sys.addaudithook(fault)
+            if kill is not None:
+                sys.addaudithook(kill)
             act(root)
-        except OSError as error:
-            code = 0 if full and error.errno == errno.ENOSPC else 1
         except BaseException as error:
-            texts = [*traceback.format_exception(error)]
-            code = 0 if full and "No space left" in "".join(texts) else 1
-            if code:
-                os.write(2, "".join(texts).encode())
+            text = "".join(traceback.format_exception(error))
+            is_full = kill is None and ("No space left" in text or "MiB free" in text)
+            code = ENDED if is_full else 1
+            message.write_text(str(error) if is_full else text)
         finally:
-            os._exit(code or (KILLED if full and fault.seen >= number else 0))
+            os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, KILLED)
-    return code == KILLED
+    assert code in (0, ENDED), message.read_text()
+    return code == ENDED
 
 
 @contextmanager
@@ -105,65 +96,37 @@ def file_system(path):
         path.rmdir()
 
 
-def on_a_full_disk(root, act, message):
-    """Run `act` in a child process; return whether space was missing. Its message is written."""
-    pid = os.fork()
-    if pid == 0:
-        code = 0
-        try:
-            act(root)
-        except BaseException as error:
-            text = "".join(traceback.format_exception(error))
-            code = KILLED if "No space left" in text or "MiB free" in text else 1
-            message.write_text(str(error) if code == KILLED else text)
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, KILLED), message.read_text()
-    return code == KILLED
-
-
-def visit_writes(name, tmp_path, prepare, act, check, explained):
-    """Let a real disk be full at every write of a scenario: each file takes a page at least."""
+def visit(tmp_path, prepare, act, check, *, explained=False):
+    """End a scenario at each fault point, then let a disk be full at each of its writes: a file
+    takes a page at least. `explained`: the message about a full disk has the place and the fix.
+    """
+    root = tmp_path / "root"  # one name, as some files contain it
+    number, ended = 0, True
+    while ended:
+        number += 1
+        root.mkdir()
+        prepare(root)
+        ended = in_child(root, act, Kill(root, number))
+        check(root)
+        shutil.rmtree(root)
+    assert number > 1
     pages = passed = 0
     while passed < 3:
-        with file_system(tmp_path / "root") as root:
+        with file_system(root):
             prepare(root)
             filler = root / "filler"
             with filler.open("wb") as file:
                 free = shutil.disk_usage(root).free
                 os.posix_fallocate(file.fileno(), 0, free - pages * PAGE)
-            message = tmp_path / "message"
-            if on_a_full_disk(root, act, message):
+            if in_child(root, act):
                 passed = 0
-                if explained:
-                    assert str(root) in message.read_text() and "fix  " in message.read_text()
+                message = root.with_name("message").read_text()
+                assert not explained or (str(root) in message and "fix  " in message)
             else:
                 passed += 1
             filler.unlink()
             check(root)
         pages += 1
-    COUNTED[f"{name}, full at a write"] = pages - passed
-
-
-def visit(name, tmp_path, prepare, act, check, *, explained=False):
-    """Visit every fault point of a scenario, by a kill and by a full disk.
-
-    `explained`: the message about a full disk has the place and the fix.
-    """
-    visit_writes(name, tmp_path, prepare, act, check, explained)
-    for full in (False, True):
-        number, occurred = 0, True
-        while occurred:
-            number += 1
-            root = tmp_path / "root"  # one name, as some files contain it
-            root.mkdir()
-            prepare(root)
-            occurred = in_child(root, act, number, full=full)
-            check(root)
-            shutil.rmtree(root)
-        COUNTED[f"{name}, {'full disk' if full else 'kill'}"] = number - 1
-        assert number > 1
 
 
 def vote(number):
@@ -209,7 +172,7 @@ def test_votes_and_undo(tmp_path):
         assert not ("undo" in told and "pair 1" in pairs)
         assert len(pairs) == len(set(pairs))
 
-    visit("votes", tmp_path, prepare, act, check)
+    visit(tmp_path, prepare, act, check)
 
 
 def make_checkpoint(directory, step):
@@ -254,7 +217,7 @@ def test_checkpoints(tmp_path, keep):
         assert newest_valid_step(root / "checkpoints") >= int(acknowledged(root)[-1])
         assert (root / "checkpoints" / "best-00000001" / "weights").read_text() == "best 1"
 
-    visit(f"checkpoints, keep {keep}", tmp_path, prepare, act, check)
+    visit(tmp_path, prepare, act, check)
 
 
 def texts(root):
@@ -274,18 +237,7 @@ def test_the_end_of_a_stage(tmp_path, drill, monkeypatch, damage):
 
     monkeypatch.setattr(run_module, "launch", launch)
     named = replace(drill.context(), workspace=tmp_path / "root" / "workspace")
-
-    class FoundError(Exception):
-        pass
-
-    def name(spec, run, context):
-        raise FoundError(str(run.directory))
-
-    with monkeypatch.context() as patch, pytest.raises(FoundError) as found:
-        patch.setattr(run_module, "launch", name)
-        StageRunner(named).run(drill.job())
-    directory = Path(str(found.value))
-    shutil.rmtree(tmp_path / "root")
+    directory = identify(drill.job(), {}, named).directory
 
     def prepare(root):
         for step in (2, 4):
@@ -321,7 +273,7 @@ def test_the_end_of_a_stage(tmp_path, drill, monkeypatch, damage):
         if damage == "checkpoints":
             assert {b"stat3 2", b"stat3 4", b"best 1"} <= kept
 
-    visit(f"end of a stage, damaged {damage}", tmp_path, prepare, act, check, explained=True)
+    visit(tmp_path, prepare, act, check, explained=True)
 
 
 def make_export(folder, content):
@@ -360,7 +312,7 @@ def test_a_publication(tmp_path):
             shutil.rmtree(leftover)
         assert not list(root.rglob("*.partial"))
 
-    visit("publication", tmp_path, prepare, act, check, explained=True)
+    visit(tmp_path, prepare, act, check, explained=True)
 
 
 def test_cleaning(tmp_path):
@@ -403,7 +355,7 @@ def test_cleaning(tmp_path):
         assert newest_valid_step(next(root.glob("workspace/sft/c*/checkpoints"))) == 4
         assert b"damaged" not in texts(root)
 
-    visit("clean", tmp_path, prepare, act, check)
+    visit(tmp_path, prepare, act, check)
 
 
 def test_downloads_from_a_store(tmp_path):
@@ -433,7 +385,7 @@ def test_downloads_from_a_store(tmp_path):
         assert newest_valid_step(stage(root).checkpoints) == 6
         assert {b"best 1", b'{"step": 6}\n'} <= texts(stage(root).directory)
 
-    visit("download of a checkpoint", tmp_path, prepare, act, check)
+    visit(tmp_path, prepare, act, check)
 
 
 def test_a_folder_and_a_file_that_are_replaced(tmp_path):
@@ -452,7 +404,7 @@ def test_a_folder_and_a_file_that_are_replaced(tmp_path):
         assert (root / "last" / "weights").read_text() in ("old", "new")
         assert (root / "job.json").read_text() in ("old", "new")
 
-    visit("replacement", tmp_path, prepare, act, check)
+    visit(tmp_path, prepare, act, check)
 
 
 def test_two_writers_at_once_of_which_one_is_killed(tmp_path):
@@ -471,18 +423,9 @@ def test_two_writers_at_once_of_which_one_is_killed(tmp_path):
         if other == 0:
             write(root, 1)
             os._exit(0)
-        in_child(root, lambda root: write(root, 0), number, full=False)
+        in_child(root, lambda root: write(root, 0), Kill(root, number))
         assert os.waitpid(other, 0)[1] == 0
         with locked(root / "votes.jsonl") as found:
             pairs = {each.pair for each in found}
         assert {f"pair {each}" for each in acknowledged(root)} <= pairs
         assert {"pair 1", "pair 3", "pair 5", "pair 7"} <= pairs
-
-
-def test_the_fault_points_are_many():
-    """The last test: it counts those that the others have visited."""
-    for name, points in COUNTED.items():
-        print(f"{points:5} {name}")
-    print(f"{sum(COUNTED.values()):5} fault points")
-    if len(COUNTED) == 30:  # all scenarios have run
-        assert sum(COUNTED.values()) >= 300

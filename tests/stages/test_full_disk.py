@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.job import checkpoint_path, seal
-from rlhf_pipeline.stages.cache.cleaning import remove, survey
+from rlhf_pipeline.stages.cache.workspace import remove, survey
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 
 PAGE = 4096

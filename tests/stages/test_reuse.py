@@ -1,9 +1,8 @@
-"""A finished stage is reused if artifact and inputs are undamaged; one recipe is launched once."""
+"""A finished stage is reused if artifact and inputs are undamaged."""
 
 import errno
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -190,27 +189,6 @@ def test_a_published_version_keeps_its_files_when_the_stage_runs_again(drill, tm
     drill.run()
     assert (published / "result").read_text() == "lunch 1"
     assert not (published / "result").samefile(export / "result")
-    verify(export)
-
-
-def test_two_processes_with_one_recipe_launch_it_once(drill, recorder):
-    fork = multiprocessing.get_context("fork")
-    at_once, answers = fork.Barrier(2), fork.Queue()
-
-    def run():
-        at_once.wait(timeout=600)
-        answers.put((str(drill.run(listener=recorder)), *recorder.heard[0]))
-
-    processes = [fork.Process(target=run) for _ in range(2)]
-    for process in processes:
-        process.start()
-    found = sorted(answers.get(timeout=600) for _ in processes)
-    for process in processes:
-        process.join(timeout=600)
-    (directory,) = (drill.root / "workspace" / "drill").iterdir()
-    export = directory / "export"
-    assert found == [(str(export), "started", False), (str(export), "started", True)]
-    assert drill.launches == 1
     verify(export)
 
 

@@ -34,10 +34,8 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heartbeat import process_identity
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.stages.cache import fingerprint
-from rlhf_pipeline.stages.job import RunContext
-from rlhf_pipeline.stages.job import Job
+from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.job import StageSpec
 
 if "RANK" in os.environ and '"import"' in Path(sys.argv[1]).read_text():
     time.sleep(300)
@@ -132,23 +130,15 @@ class Ended:
                 command, env=environment, stdout=output, stderr=output, start_new_session=True
             )
         if receiver == "importing":
-            wait_until(
-                lambda: sum("RANK" in self.environment(process) for process in self.left()) == 2
-            )
+            wait_until(lambda: sum("RANK" in self.environment(p) for p in self.left()) == 2)
             driver.send_signal(number)
         elif receiver == "report":
             wait_until(lambda: any(self.directory.glob("errors/*.txt")))
         elif receiver is not None:
             wait_until(lambda: len(self.running()) == 2)
-            family = psutil.Process(driver.pid).children(recursive=True)
-            named = [
-                p
-                for p in family
-                if receiver
-                in (self.environment(p).get("RANK"), Path(p.cmdline()[1]).name, *p.cmdline())
-            ]
+            pid = driver.pid if receiver == "driver" else self.named(receiver, driver.pid)
             for each in number if isinstance(number, tuple) else (number,):
-                os.kill(driver.pid if receiver == "driver" else named[0].pid, each)
+                os.kill(pid, each)
                 time.sleep(1)
         else:
             wait_until(lambda: driver.poll() is not None)
@@ -168,6 +158,12 @@ class Ended:
             for p in self.directory.glob("heartbeats/rank*.json")
             if json.loads(p.read_text())["step"] == 8
         ]
+
+    def named(self, receiver, driver):
+        """The process of a rank's number, or of a module."""
+        family = psutil.Process(driver).children(recursive=True)
+        words = {p.pid: (self.environment(p).get("RANK"), *p.cmdline()) for p in family}
+        return next(pid for pid, found in words.items() if receiver in found)
 
     def left(self):
         return [

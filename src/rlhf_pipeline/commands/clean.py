@@ -11,8 +11,7 @@ from rlhf_pipeline.errors import as_typed
 from rlhf_pipeline.kedro_run.artifacts import Ledger
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.job import DRY_RUNS, JUDGE_REPLIES
-from rlhf_pipeline.stages.cache.cleaning import remove, survey
-from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads
+from rlhf_pipeline.stages.cache.workspace import DAMAGED, downloads, remove, survey
 
 
 @click.command(cls=Command)

@@ -33,8 +33,7 @@ from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import Stages, Status
 from rlhf_pipeline.tracking.mirror import MlflowTracker
 from rlhf_pipeline.tracking.registration import register_evaluated
-from rlhf_pipeline.tracking.registry import TOKENS, find_champion
-from rlhf_pipeline.tracking.store import tracking_uri
+from rlhf_pipeline.tracking.store import TOKENS, find_champion, tracking_uri
 from rlhf_pipeline.verdict.page import evaluation_page
 
 

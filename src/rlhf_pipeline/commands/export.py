@@ -25,8 +25,8 @@ from rlhf_pipeline.errors import ConfigError, StageError, without_secrets
 from rlhf_pipeline.kedro_run.artifacts import Ledger, Policy
 from rlhf_pipeline.runtime.hub import UNKNOWN, license_of
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.storage.store import explained, open_store, upload
-from rlhf_pipeline.tracking.registry import registration
+from rlhf_pipeline.stages.store import explained, open_store, upload
+from rlhf_pipeline.tracking.store import registration
 from rlhf_pipeline.verdict.comparison import read_evaluation
 from rlhf_pipeline.verdict.words import metric_rows, summary
 

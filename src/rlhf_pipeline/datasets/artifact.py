@@ -17,7 +17,7 @@ from rlhf_pipeline.runtime.files import force_to_disk, write_atomically
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.stages.launch.failure import explain_full_disk
 from rlhf_pipeline.stages.processes import may_run, this_process
-from rlhf_pipeline.storage.store import Store, link_or_copy
+from rlhf_pipeline.stages.store import Store, link_or_copy
 
 
 class PathDataset(AbstractVersionedDataset[Any, Path]):

@@ -22,7 +22,7 @@ from rlhf_pipeline.runtime.job import title
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, artifact_of, content_digest, verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import StageListener, Stages
-from rlhf_pipeline.tracking.registry import registered_folder
+from rlhf_pipeline.tracking.store import registered_folder
 from rlhf_pipeline.verdict.comparison import BASE_MODEL, EVALUATION, read_evaluation
 
 

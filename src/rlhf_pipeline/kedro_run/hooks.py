@@ -47,7 +47,7 @@ NAME_LENGTH = 120
 
 def run_context(catalog: CatalogProtocol, *listeners: StageListener) -> RunContext:
     """Build the context of a run from its parameters."""
-    from rlhf_pipeline.stages.stored import StoredStages
+    from rlhf_pipeline.stages.store import StoredStages
 
     workspace, store = Path(catalog.load("workspace")), catalog.load("store")
     stored = StageStore() if store is None else StoredStages(store, workspace)
@@ -172,8 +172,7 @@ class RecordHook:
     @hook_impl
     def before_pipeline_run(self, run_params: dict[str, Any]) -> None:
         """Describe the MLflow run, which the first stage opens."""
-        from rlhf_pipeline.tracking.child_run import mixture_tag
-        from rlhf_pipeline.tracking.mirror import MlflowTracker
+        from rlhf_pipeline.tracking.mirror import MlflowTracker, mixture_tag
         from rlhf_pipeline.tracking.store import tracking_uri
 
         context, self._verdict = self._check.context, ""

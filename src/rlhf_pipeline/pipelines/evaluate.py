@@ -32,7 +32,7 @@ from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
 from rlhf_pipeline.stages.job import TRAINING_LIBRARIES, Job, Stages, StageSpec
 from rlhf_pipeline.tracking.registration import register_evaluated
-from rlhf_pipeline.tracking.registry import find_champion
+from rlhf_pipeline.tracking.store import find_champion
 from rlhf_pipeline.verdict.page import evaluation_page
 
 SPEC = StageSpec(

@@ -138,7 +138,7 @@ class StageListener:
 
 
 class StageStore(StageListener):
-    """Copies of stages for other machines. This one has none; see `stored.StoredStages`."""
+    """Copies of stages for other machines. This one has none; see `store.StoredStages`."""
 
     def manifest_copy(self, run: StageRun) -> Path | None:
         """A folder with a copy of the artifact's manifest; None if there is no artifact."""

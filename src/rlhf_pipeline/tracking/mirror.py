@@ -5,19 +5,27 @@ The work directories are the source of truth, MLflow is a copy of them.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_pipeline.config.block import leaves
+from rlhf_pipeline.config.evaluate import CHAMPION, REWARD_MODEL
 from rlhf_pipeline.errors import Interrupted, as_typed, causes, without_secrets
 from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.stages.job import StageListener, StageRun, Status
+from rlhf_pipeline.runtime.manifest import NAME
+from rlhf_pipeline.runtime.metrics_file import answers_in, read_json_lines
+from rlhf_pipeline.stages.job import StageListener, StageRun, Status, node_of
 from rlhf_pipeline.stages.processes import this_process
 from rlhf_pipeline.tracking import store
-from rlhf_pipeline.tracking.child_run import DESCRIPTION_TAG, TAG_LENGTH, ChildRun, truncate
+from rlhf_pipeline.verdict.comparison import EVALUATION, read_evaluation, score_name
+from rlhf_pipeline.verdict.words import titles, verdict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,6 +35,10 @@ logger = logging.getLogger(__name__)
 PIPELINE = "the pipeline run"
 EVERY_S, RETRY_S = 10.0, 60.0
 """Seconds between attempts while a stage runs, and after a failure."""
+DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
+ANSWERS = "answers.json"  # table of a training's sampled answers
+Records = Sequence[dict[str, Any]]  # of the metrics file
+TAG_LENGTH = 5000  # characters of a tag's value that every version of MLflow accepts
 
 
 class MlflowTracker(StageListener):
@@ -180,3 +192,191 @@ def _fault(send: Callable[[], object]) -> BaseException | None:
                 raise cause from None
         return reasons[-1]
     return None
+
+
+@dataclass
+class ChildRun:
+    """The MLflow run of a stage, a copy of its work directory."""
+
+    run: StageRun
+    end: tuple[Status, dict[str, float]] | None = None  # of the stage
+    run_id: str | None = None
+    closed: bool = False  # whether MLflow has the end
+    _logged: dict[str, int] | None = None
+    """The last step that MLflow has of each metric; None: unknown, as after a failure. A resumed
+    program reports some steps again, and an outage can begin in the middle of a record."""
+    _answers: Records = ()  # those that MLflow has
+
+    def reconcile(self, client: MlflowClient, parent: str) -> None:
+        """Send what the work directory has and MLflow lacks: artifacts last, because their store
+        can be out of reach when the other one is not. A reused stage is linked with the run that
+        trained it, if MLflow has one."""
+        records = read_json_lines(self.run.metrics_file)
+        if not self.closed:
+            trained = self.run.cached and store.find_run(client, self.run.fingerprint)
+            if trained:
+                self.run_id = trained
+                client.set_tag(parent, f"rlhf.cached.{self.run.stage}", trained)
+                self._log_headline(client, parent, records)
+            else:
+                self._log_records(client, parent, records)
+            self.closed = self.end is not None
+        self._log_artifacts(client, str(self.run_id), answers_in(records))
+
+    def _log_records(self, client: MlflowClient, parent: str, records: Records) -> None:
+        """Log the metrics with their own step and time, and the end."""
+        from mlflow.entities import Metric
+
+        logged = self._open(client, parent, records) if self._logged is None else self._logged
+        self._logged = None
+        metrics = [
+            Metric(name, float(value), _milliseconds(record), record["step"])
+            for record in records
+            for name, value in record["metrics"].items()
+            if record["step"] > logged.get(name, 0)
+        ]
+        client.log_batch(self.run_id, metrics=metrics)  # the client splits it into requests
+        if self.end is not None:
+            self._finish(client, parent, records)
+        else:
+            self._logged = logged | {metric.key: metric.step for metric in metrics}
+
+    def _open(self, client: MlflowClient, parent: str, records: Records) -> dict[str, int]:
+        """Open the run of this stage again, which may be closed, or the unfinished one of the
+        recipe, or create one, and log the parameters that it lacks: MLflow refuses to change one,
+        and operational ones can differ between attempts. Returns the last step of each metric."""
+        from mlflow.entities import Param
+
+        run, own = self.run, {"mlflow.parentRunId": parent, store.DRIVER_TAG: this_process()}
+        self.run_id = self.run_id or store.find_run(client, run.fingerprint, finished=False)
+        if self.run_id is not None:
+            client.update_run(self.run_id, status="RUNNING")
+            for name, value in own.items():
+                client.set_tag(self.run_id, name, value)
+            opened = client.get_run(self.run_id)
+        else:
+            opened = client.create_run(
+                store.experiment_id(client),
+                start_time=_milliseconds(records[0]) if records else None,
+                run_name=f"{run.title} {run.fingerprint[:4]}",
+                tags={
+                    **own,
+                    store.STAGE_TAG: run.stage,
+                    store.FINGERPRINT_TAG: run.fingerprint,
+                    "rlhf.directory": str(run.directory),
+                    **mixture_tag(run.mixture),
+                    **{f"rlhf.input.{name}": digest for name, digest in run.digests.items()},
+                },
+            )
+        self.run_id = str(opened.info.run_id)
+        known, wanted = opened.data.params, parameters(run.config, run.seed)
+        missing = [Param(name, value) for name, value in wanted.items() if name not in known]
+        client.log_batch(self.run_id, params=missing)
+        return {
+            name: max(point.step for point in client.get_metric_history(self.run_id, name))
+            for name in opened.data.metrics
+        }
+
+    def _finish(self, client: MlflowClient, parent: str, records: Records) -> None:
+        """Log the result at step and time of the last record, so a repeated value is one point.
+
+        Training exports the best model, whose metrics are of an earlier step: the run's description
+        lists them, and only step and headline become metrics, `exported/...`, of one point each.
+        """
+        assert self.end is not None and self.run_id is not None
+        status, metrics = self.end
+        result = metrics
+        if "step" in metrics:
+            shown = [name for name in ("step", *self.run.headline_metrics) if name in metrics]
+            result = {f"exported/{name.replace('/', '_')}": metrics[name] for name in shown}
+            rows = [f"| {name} | {x:.6g} |" for name, x in metrics.items() if name != "step"]
+            title = f"The exported model, of step {metrics['step']:.0f}:"
+            description = "\n".join([title, "", "| metric | value |", "|---|---|", *rows])
+            client.set_tag(self.run_id, DESCRIPTION_TAG, description)
+        self._log_result(client, self.run_id, result, records)
+        if status == "FINISHED":
+            self._log_headline(client, parent, records)
+        # A reused stage ended when its last record was written.
+        ended = _milliseconds(records[-1]) if self.run.cached and records else None
+        client.set_terminated(self.run_id, status, ended)
+
+    def _log_headline(self, client: MlflowClient, parent: str, records: Records) -> None:
+        """Log the headline of the result to the parent."""
+        run, metrics = self.run, self.end[1] if self.end else {}
+        own = f"{run.stage}/"
+        headline = {
+            name if name.startswith(own) else own + name.replace("/", "_"): metrics[name]
+            for name in run.headline_metrics
+            if name in metrics
+        }
+        self._log_result(client, parent, headline, records)
+
+    def _log_result(
+        self, client: MlflowClient, run_id: str, result: dict[str, float], records: Records
+    ) -> None:
+        """Log a result to a run, and the verdict of an evaluation with the columns of MLflow's
+        list: the win rate by its judge, and the score of the reward model or else of that judge."""
+        from mlflow.entities import Metric
+
+        is_champions = self.run.stage == node_of("evaluate", CHAMPION)  # which the gate reads
+        if (self.run.export / EVALUATION).is_file() and not is_champions:
+            evaluation = read_evaluation(self.run.export, earlier=True)
+            judge, candidate = evaluation["judge"], evaluation["candidate"]
+            rate, scores = evaluation["win_rates"][judge], evaluation["policies"][candidate]
+            score = scores.get(score_name(REWARD_MODEL), scores.get(score_name(judge)))
+            result = result | {"eval/win_rate": rate["rate"]}
+            result |= {} if score is None else {"eval/score": score}  # a judge of pairs has none
+            words = verdict(judge, rate, titles(evaluation)[candidate])
+            client.set_tag(run_id, store.VERDICT_TAG, words)
+        manifest = self.run.export / NAME
+        finished = manifest.stat().st_mtime if manifest.is_file() else time.time()
+        last = records[-1] if records else {"step": 0, "time": finished}
+        at = _milliseconds(last)
+        points = [Metric(name, float(value), at, last["step"]) for name, value in result.items()]
+        client.log_batch(run_id, metrics=points)
+
+    def _log_artifacts(self, client: MlflowClient, run_id: str, answers: Records) -> None:
+        """Log the report of a stage that finished, and the sampled answers, like MLflow's
+        `log_table`, but anew each time: after a resume, the table has no step twice."""
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+        if answers and answers != self._answers:
+            rows = [[*answer.values()] for answer in answers]
+            tables = json.dumps([{"path": ANSWERS, "type": "table"}])
+            client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, tables)
+            table = json.dumps({"columns": [*answers[0]], "data": rows})
+            client.log_text(run_id, table, ANSWERS)
+            self._answers = answers
+        report = self.run.export / "report.json"
+        if self.end is not None and self.end[0] == "FINISHED" and report.is_file():
+            client.log_artifact(run_id, str(report))
+
+
+def mixture_tag(mixture: Mapping[str, list[str]]) -> dict[str, str]:
+    """The tag of a run whose inputs were made with other parameters; empty for other runs."""
+    text = "; ".join(f"{name}: {', '.join(changes)}" for name, changes in mixture.items())
+    return {"rlhf.mixture": truncate(text, TAG_LENGTH)} if mixture else {}
+
+
+def _milliseconds(record: dict[str, Any]) -> int:
+    return round(record["time"] * 1000)
+
+
+def parameters(config: dict[str, Any], seed: int) -> dict[str, str]:
+    """Flatten a configuration: {"ppo": {"lr": 1e-6}} becomes {"ppo.lr": "1e-06"}, as in job.json.
+
+    A character that MLflow refuses in a name, which a user's key can contain, becomes "_".
+    """
+    from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
+
+    return {
+        re.sub(r"[^\w.\- /:]", "_", name)[:MAX_ENTITY_KEY_LENGTH]: truncate(
+            value if isinstance(value, str) else json.dumps(value), MAX_PARAM_VAL_LENGTH
+        )
+        for name, value in [*leaves(config), ("seed", seed)]
+    }
+
+
+def truncate(value: str, length: int) -> str:
+    """Cut a value to the length that MLflow accepts, with an ellipsis; job.json has all of it."""
+    return value if len(value) <= length else value[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"

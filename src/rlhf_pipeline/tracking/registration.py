@@ -26,7 +26,6 @@ from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.errors import ArtifactError, StageError, without_secrets
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, json_digest
 from rlhf_pipeline.tracking import store
-from rlhf_pipeline.tracking.registry import Champion
 from rlhf_pipeline.verdict.answers import opponents, read_answers
 from rlhf_pipeline.verdict.comparison import (
     BASELINE,
@@ -97,7 +96,7 @@ def register_evaluated(
     sft_model: Path,
     candidate_model: Path,
     evaluation: Path,
-    champion: Champion | None,
+    champion: store.Champion | None,
     answered: Path | None,
     config: RegisterConfig,
     sources: Sequence[SourceConfig],
@@ -139,7 +138,7 @@ def register_evaluated(
         )
 
 
-def _evidence(evaluation: Path, champion: Champion | None, answered: Path | None) -> Evidence:
+def _evidence(evaluation: Path, champion: store.Champion | None, answered: Path | None) -> Evidence:
     """What the gate reads: the answers of an evaluation, and those of the present champion.
 
     Raises StageError if the champion answered under other conditions.
@@ -262,16 +261,16 @@ def count_attempt(client: MlflowClient, model: str, version: str, test_set: str)
     """The number of a candidate among all that were tried on a test set; it keeps its number.
 
     The test set is the sources of its prompts: another seed, which selects other prompts of them,
-    is one more chance for a policy that is no better. A candidate is known by its content: in a
-    project that was moved, its next registration makes another version.
+    is one more chance for a policy that is no better. A candidate is known by its content, which
+    has another version if the folder of the first one is gone.
     """
     tag = f"{ATTEMPT_TAG}{hashlib.sha256(test_set.encode()).hexdigest()[:16]}"
+    digest = client.get_model_version(model, version).tags[store.DIGEST_TAG]
     found = client.search_model_versions(f"name = '{model}'")
-    contents = {str(each.version): each.tags.get(store.DIGEST_TAG, each.version) for each in found}
     numbers = {
-        contents[str(each.version)]: int(each.tags[tag]) for each in found if tag in each.tags
+        each.tags[store.DIGEST_TAG]: int(each.tags[tag]) for each in found if tag in each.tags
     }
-    number = numbers.get(contents[version], max(numbers.values(), default=0) + 1)
+    number = numbers.get(digest, max(numbers.values(), default=0) + 1)
     client.set_model_version_tag(model, version, tag, str(number))
     return number
 
@@ -331,12 +330,10 @@ def _expect_beaten(
     client: MlflowClient, model: str, present: str | None, beaten: str | None, version: str
 ) -> None:
     """Raise StageError if the present champion is neither beaten nor the candidate, by content."""
-
-    def content(number: str | None) -> str | None:
-        tags = {} if number is None else client.get_model_version(model, number).tags
-        return tags.get(store.DIGEST_TAG)
-
-    if present not in (beaten, version) and content(present) != content(version):
+    if present is None or present in (beaten, version):
+        return
+    one, other = (client.get_model_version(model, each) for each in (present, version))
+    if one.tags.get(store.DIGEST_TAG) != other.tags[store.DIGEST_TAG]:
         raise StageError(
             f"version {present} of {model} became the champion during this run, after version "
             f"{version} was compared with {f'version {beaten}' if beaten else 'none'}. Fix: "

@@ -49,8 +49,8 @@ def test_a_hostfile_gives_hosts_and_ranks(hostfile):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpu-1 8\n", "found 'gpu-1 8' in line 1 of .*, expected a host and its ranks"),
-        ("a slots=1\na slots=1\n", "found a twice in"),
+        ("gpu-1 8\n", "found 'gpu-1 8' in .*, expected each host once with its ranks"),
+        ("a slots=1\na slots=1\n", "found 'a slots=1' in .*, expected each host once"),
         ("a slots=1\n", "found 1 hosts in .*, expected at least 2"),
         (None, "found no file"),
     ],
@@ -88,19 +88,16 @@ def test_modes_need_their_parameters(fields, message):
         LaunchConfig(**fields)
 
 
-def test_a_port_in_use_is_reported():
+def test_a_configured_port_is_used_unless_it_is_taken_and_any_other_is_free():
+    with reserved_port() as port:  # no other program takes it meanwhile
+        assert free_port(port) == port
+        assert free_port(None) not in (0, port)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"launch\.master_port: port {port} is in use"):
             free_port(port)
-
-
-def test_a_configured_port_is_used_and_any_other_is_free():
-    with reserved_port() as port:  # no other program takes it meanwhile
-        assert free_port(port) == port
-        assert free_port(None) not in (0, port)
 
 
 @pytest.fixture

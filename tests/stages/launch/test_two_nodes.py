@@ -1,7 +1,6 @@
 """Real training on two nodes: network namespaces with addresses and folders of their own."""
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from nodes import KEDRO, PROJECT, SBIN, Nodes, missing, missing_ssh, programs, ssh_servers
+from nodes import Nodes, missing, missing_ssh, programs, ssh_servers
 from waiting import HANGS_S, wait_until
 
 REASON = missing()
@@ -165,69 +164,3 @@ def test_a_folder_that_is_not_shared_is_refused_before_a_model_is_loaded(nodes):
 
 def test_a_hostfile_starts_the_ranks_by_ssh(nodes, ssh):
     ends_well(nodes, nodes.start_run("--env=tiny", "--nodes=sft", inputs="newest", **ssh))
-
-
-@pytest.fixture
-def slurm(nodes, tmp_path):
-    """A SLURM of a controller and two nodes; returns the variable that names its settings."""
-    needed = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scontrol")
-    path = f"{os.environ['PATH']}:{SBIN}"
-    missing_programs = [name for name in needed if shutil.which(name, path=path) is None]
-    if missing_programs:
-        pytest.skip(f"needs {', '.join(missing_programs)} (slurm-wlm)")
-    key, settings = tmp_path / "munge.key", tmp_path / "slurm.conf"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o600)
-    hosts = zip(nodes.hosts, nodes.addresses, strict=True)
-    settings.write_text(
-        f"ClusterName=test\nSlurmctldHost=node-0({nodes.addresses[0]})\nSlurmUser=root\n"
-        f"AuthType=auth/munge\nAuthInfo=socket={tmp_path}/munge.socket,cred_expire=5\nCredType=cred/munge\n"
-        f"StateSaveLocation={tmp_path}/state\nSlurmdSpoolDir={tmp_path}/spool-%n\n"
-        f"SlurmctldPidFile={tmp_path}/ctl.pid\nSlurmdPidFile={tmp_path}/slurmd-%n.pid\n"
-        "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\n"
-        "SwitchType=switch/none\nReturnToService=2\n"
-        + "".join(f"NodeName={host} NodeAddr={address} CPUs=2\n" for host, address in hosts)
-        + "PartitionName=all Nodes=node-0,node-1 Default=YES State=UP\n"
-    )
-    cgroups = f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={tmp_path}/cgroup\n"
-    (tmp_path / "cgroup.conf").write_text(cgroups)
-    for name in ("state", "spool-node-0", "spool-node-1"):
-        (tmp_path / name).mkdir()
-    files = {"key-file": key.name, "socket": "munge.socket", "pid-file": "munge.pid"}
-    files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
-    options = [f"--{option}={tmp_path / name}" for option, name in files.items()]
-    variables = {"SLURM_CONF": str(settings), "PATH": path}
-    munge = [str(shutil.which("munged", path=path)), "--foreground", "--force", *options]
-    with subprocess.Popen(munge, stderr=subprocess.DEVNULL) as munged:
-        nodes.start(0, ["slurmctld", "-D"], variables)
-        for number in (0, 1):
-            nodes.start(number, ["slurmd", "-D"], variables)
-        wait_until(lambda: "slurmd started" in nodes.output(1).read_text())
-        yield variables
-        munged.kill()
-
-
-def test_a_job_of_slurm_resumes_after_a_signal(nodes, slurm, tmp_path):
-    """The script of docs/cluster.md puts itself back into the queue, and finishes."""
-    page = (PROJECT / "docs" / "cluster.md").read_text()
-    text = page[page.index("#!/bin/bash") : page.index("```", page.index("#!/bin/bash"))]
-    settings = {"root": nodes.root, "launch.processes": 1, **LONGER}
-    params = "".join(f",{name}={value}" for name, value in settings.items())
-    for documented, here in {
-        "--nodes=4": "--nodes=2",
-        "#SBATCH --gpus-per-node=8\n": "",  # this SLURM knows no GPUs
-        "--ntasks-per-node=8": "--ntasks-per-node=1",
-        "--cpus-per-task=8": "--cpus-per-task=1",
-        "kedro run --pipeline=full": f"{KEDRO} run --env=tiny --nodes=sft",
-        "launch.grace_s=500": f"launch.grace_s=60{params}",
-    }.items():
-        assert documented in text
-        text = text.replace(documented, here)
-    script, output = tmp_path / "rlhf.sbatch", tmp_path / "job.out"
-    script.write_text(text)
-    assert nodes.start(0, ["sbatch", f"--output={output}", str(script)], slurm).wait() == 0
-    wait_until(lambda: [*nodes.root.glob(CHECKPOINT)])
-    assert nodes.start(0, ["scancel", "--signal=TERM", "--batch", "1"], slurm).wait() == 0
-    wait_until(lambda: "ended by" in output.read_text())
-    wait_until(lambda: [*nodes.root.glob("07_workspace/sft/*/export/manifest.json")])
-    assert "resuming from step" in output.read_text()

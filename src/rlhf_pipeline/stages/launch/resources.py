@@ -143,19 +143,13 @@ def _of_hostfile(config: LaunchConfig) -> Layout:
     if not file.is_file():
         raise ConfigError(f"launch.hostfile: found no file {file}. Fix: check the spelling")
     hosts: dict[str, int] = {}
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        match = HOST.fullmatch(text)
-        if match is None:
+    lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    for line in filter(None, lines):
+        match = HOST.fullmatch(line)
+        if match is None or match[1] in hosts:
             raise ConfigError(
-                f"launch.hostfile: found {text!r} in line {number} of {file}, expected a host and "
-                "its ranks, such as worker-1 slots=8"
-            )
-        if match[1] in hosts:
-            raise ConfigError(
-                f"launch.hostfile: found {match[1]} twice in {file}, expected each host once"
+                f"launch.hostfile: found {line!r} in {file}, expected each host once with its "
+                "ranks, such as worker-1 slots=8. Fix: correct the line"
             )
         hosts[match[1]] = config.processes or int(match[2])
     if len(hosts) < 2:

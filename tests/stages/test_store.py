@@ -1,33 +1,263 @@
-"""Stages and a store: another workspace reuses and resumes, the store may fail."""
+"""A store, also on a real S3 server: whole or not at all, verified; another machine reuses and
+resumes, and the store may fail."""
 
 import json
 import logging
+import os
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from ports import reserved_port
 from s3_fixtures import serve_s3, store_at
-from waiting import wait_until
+from waiting import once, wait_until
 
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
 from rlhf_pipeline.runtime.job import checkpoint_path, list_checkpoints, seal
 from rlhf_pipeline.runtime.manifest import FileEntry, Manifest, file_entries, verify
-from rlhf_pipeline.stages import stored as module
+from rlhf_pipeline.stages import store as module
 from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
 from rlhf_pipeline.stages.job import StageListener, StageRun, StageStore
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.stored import StoredStages
-from rlhf_pipeline.storage.store import Store
+from rlhf_pipeline.stages.store import Store, StoredStages, open_store, upload
+
+# printf abc | sha256sum; printf d | sha256sum
+ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+D = "18ac3e7343f016890c510e93f935261169d9e3f565436429830faf0934f4f8e4"
+
+
+def sealed(folder):
+    """Make a folder an artifact."""
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    return folder
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    """Two names of one content, and another content in a subfolder."""
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "weights").write_text("abc")
+    (folder / "copy").write_text("abc")
+    (folder / "sub" / "more").write_text("d")
+    return sealed(folder)
+
+
+def uploads(folder):
+    """When each object of a store was uploaded, by its digest."""
+    return {path.name: path.stat().st_ctime_ns for path in (folder / "objects").iterdir()}
+
+
+def test_each_content_is_stored_once_and_pulled_by_its_digest(bucket, artifact, tmp_path):
+    store = Store("s3://bucket/once")
+    store.push(artifact, "folders/it.json")
+    uploaded = uploads(bucket / "once")
+    objects = {path.name: path.read_text() for path in (bucket / "once" / "objects").iterdir()}
+    assert objects == {ABC: "abc", D: "d"}
+    pointer = bucket / "once" / "folders" / "it.json"
+    assert pointer.read_bytes() == (artifact / "manifest.json").read_bytes()
+    store.push(artifact, "folders/again.json")
+    assert uploads(bucket / "once") == uploaded
+    pointers = ["folders/again.json", "folders/it.json"]
+    assert store.names() == [*pointers, f"objects/{D}", f"objects/{ABC}"]
+    assert store.below("none").names() == []
+    store.pull(store.manifest("folders/it.json"), tmp_path / "here")
+    assert (tmp_path / "here" / "sub" / "more").read_text() == "d"
+    assert verify(tmp_path / "here") == verify(artifact)
+    assert store.manifest("folders/none.json") is None
+
+
+def flip(path):
+    path.write_text("abd")
+
+
+def cut(path):
+    path.write_text("e")
+
+
+@pytest.mark.parametrize(("damage", "found"), [(flip, 3), (cut, 1), (Path.unlink, 0)])
+def test_a_damaged_or_lost_object_is_named_and_the_next_push_mends_it(
+    artifact, tmp_path, damage, found
+):
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
+    damage(tmp_path / "store" / "objects" / ABC)
+    with pytest.raises(ArtifactError) as error:
+        store.pull(store.manifest("it.json"), tmp_path / "here")
+    message = rf"{store.url}/objects/{ABC} \(copy\): found {found} bytes .*, expected 3 bytes with "
+    assert re.fullmatch(f"{message}.* Fix: restore it in the store", str(error.value))
+    assert not (tmp_path / "here").exists()
+    before = uploads(tmp_path / "store")
+    Store(store.url).push(artifact, "it.json")
+    assert uploads(tmp_path / "store")[D] == before[D]
+    store.pull(store.manifest("it.json"), tmp_path / "here")
+    assert verify(tmp_path / "here") == verify(artifact)
+
+
+def test_a_damaged_pointer_is_named(artifact, tmp_path):
+    store, pointer = Store(str(tmp_path / "store")), tmp_path / "store" / "it.json"
+    store.push(artifact, "it.json")
+    pointer.write_text(pointer.read_text().replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(ArtifactError, match=r"it\.json is damaged, or of another recipe\. Fix:"):
+        store.manifest("it.json")
+    store.remove(["gone", "it.json"])  # another machine has removed one of them
+    assert store.manifest("it.json") is None
+
+
+def test_a_pointer_is_replaced_whole_or_not_at_all(artifact, tmp_path, monkeypatch):
+    """A kill or a full disk during the write leaves the earlier one."""
+    store = Store(str(tmp_path / "store"))
+    store.push(artifact, "it.json")
+
+    def cut_off(self, text, **options):
+        self.write_bytes(text.encode()[:100])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(StageError, match="No space left"):
+        patch.setattr(Path, "write_text", cut_off)
+        store.write("it.json", "x" * 1000)
+    assert store.manifest("it.json") == verify(artifact)
+
+
+def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, monkeypatch):
+    source, served = tmp_path / "source", tmp_path / "served"
+    source.mkdir()
+    for name, size in (("a", 1_000_000), ("b", 60_000_000), ("c", 1000)):
+        (source / name).write_bytes(os.urandom(size))
+    (served / "bucket").mkdir(parents=True)
+    files = Manifest.read(sealed(source)).files
+    first = served / "bucket" / "x" / "objects" / files["a"].sha256
+    with reserved_port() as port:
+        store = store_at(port)
+        server = serve_s3(served, port)
+        with once(first.exists, server.kill), pytest.raises(StageError, match="s3://bucket/x: "):
+            store.push(source, "it.json")
+        server.communicate()
+        assert {path.name for path in first.parent.iterdir()} == {files["a"].sha256}
+        server = serve_s3(served, port)
+        try:
+            assert store.manifest("it.json") is None
+            uploaded = first.stat().st_ctime_ns
+            store.push(source, "it.json")
+            assert first.stat().st_ctime_ns == uploaded
+            store.pull(store.manifest("it.json"), tmp_path / "here")
+        finally:
+            server.kill()
+            server.communicate()
+    assert verify(tmp_path / "here") == verify(source)
+
+
+def test_readers_of_one_artifact_do_not_disturb_each_other(artifact, tmp_path):
+    store, here = Store(str(tmp_path / "store")), tmp_path / "cache" / "here"
+    store.push(artifact, "it.json")
+    with ThreadPoolExecutor(8) as pool:
+        for pulled in [pool.submit(store.pull, store.manifest("it.json"), here) for _ in range(16)]:
+            pulled.result()
+    assert verify(here) == verify(artifact)
+
+
+def test_a_download_that_was_cut_off_leaves_nothing_to_another_artifact(artifact, tmp_path):
+    """As of the checkpoint of an earlier step."""
+    store, here = Store(str(tmp_path / "store")), tmp_path / "here"
+    store.push(artifact, "it.json")
+    (tmp_path / "here.partial").mkdir()
+    (tmp_path / "here.partial" / "first").write_text("1")
+    store.pull(store.manifest("it.json"), here)
+    assert verify(here) == verify(artifact)
+
+
+def test_an_artifact_that_is_here_is_not_downloaded_again(artifact, tmp_path):
+    store, here = Store(str(tmp_path / "store")), tmp_path / "here"
+    store.push(artifact, "it.json")
+    store.pull(store.manifest("it.json"), here)
+    os.utime(here / "weights", (1000, 1000))
+    store.pull(store.manifest("it.json"), here)
+    assert (here / "weights").stat().st_mtime == 1000
+
+
+def test_without_weights_a_copy_has_manifest_folders_and_json_files(artifact, tmp_path):
+    (artifact / "report.json").write_text("{}")
+    store = Store(str(tmp_path / "store"))
+    store.push(sealed(artifact), "it.json")
+    store.pull(store.manifest("it.json"), tmp_path / "here", without_weights=True)
+    found = {path.relative_to(tmp_path / "here").as_posix() for path in tmp_path.rglob("here/**/*")}
+    assert found == {"manifest.json", "report.json", "sub"}
+
+
+@pytest.mark.parametrize(
+    ("name", "digest"), [("../outside", ABC), ("/tmp/outside", ABC), ("x", "../it.json")]
+)
+def test_a_name_outside_the_folder_is_refused(artifact, tmp_path, name, digest):
+    store = Store(str(tmp_path / "store"))
+    files = {name: FileEntry(3, digest)}
+    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, files).write(tmp_path)
+    store.write("it.json", (tmp_path / "manifest.json").read_text())
+    with pytest.raises(ArtifactError, match=r"store/it\.json is damaged"):
+        store.pull(store.manifest("it.json"), tmp_path / "here")
+
+
+def test_a_store_that_cannot_be_used_is_explained_before_anything_is_uploaded(bucket, s3_server):
+    Store("s3://bucket/fine").check()
+    assert not [path for path in bucket.rglob("fine/**/*") if path.is_file()]
+    with pytest.raises(StageError) as missing:
+        Store("s3://nowhere/x").check()
+    assert str(missing.value).startswith("s3://nowhere/x: not found (NoSuchBucket: ")
+    with pytest.raises(StageError, match=r"s3://bucket/x: access denied \(.*signature") as it:
+        Store("s3://bucket/x", key="access", secret="canary-secret").check()
+    assert "canary" not in str(it.value)
+    with pytest.raises(StageError, match=r"\(ValueError: .*nothing\)\. Fix: check the path"):
+        Store("nothing://x").check()
+
+
+def test_a_secret_in_the_url_of_a_store_is_refused():
+    with pytest.raises(ConfigError) as error:
+        Store("s3://me:canary@bucket/x").check()
+    assert str(error.value) == (
+        "s3://...@bucket/x: found a user, a password or a query, expected none. Fix: set them as "
+        "`credentials` of the catalog entry, or in the environment"
+    )
+
+
+def test_a_url_names_a_file_system_and_a_path_in_it():
+    fsspec.filesystem("memory").pipe("/exported/x", b"1")
+    store, root = open_store("memory://exported/")
+    assert (store.find(root), root) == (["/exported/x"], "/exported")
+
+
+class Forgetful(LocalFileSystem):
+    """A store that damages every file."""
+
+    def put_file(self, local, remote, **options):
+        Path(remote).write_text("2!")
+
+
+def test_bytes_that_arrive_damaged_do_not_stay(tmp_path):
+    (tmp_path / "weights").write_text("abc")
+    with pytest.raises(StageError, match=r"x: found SHA-256 .* expected ba7816bf8f01"):
+        upload(Forgetful(), tmp_path / "weights", str(tmp_path / "x"), ABC)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("root", ["a::b [c]*", "file://{folder}/two"])
+def test_a_local_folder_is_a_store_and_its_path_is_taken_literally(artifact, tmp_path, root):
+    store = Store(root.format(folder=tmp_path) if "://" in root else str(tmp_path / root))
+    store.check()
+    store.push(artifact, "a/it.json")
+    assert store.names()[0] == "a/it.json"
+    store.pull(store.manifest("a/it.json"), tmp_path / "here")
+    assert verify(tmp_path / "here") == verify(artifact)
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """A store in a local folder, which is asked often."""
     monkeypatch.setattr(module, "POLL_S", 0.02)
-    monkeypatch.setattr(module, "RETRY_S", 0.02)
     return Store(str(tmp_path / "store"))
 
 
@@ -159,13 +389,8 @@ def test_a_store_that_fails_costs_no_result_and_the_run_says_so(drill, store, ca
     assert warnings(caplog) == [
         "training continues, the upload is tried again: s3://x: found OSError: gone. Fix: start it"
     ]
-    context = machine(drill, broken, "one")
-    assert StageRunner(context).run(drill.job()) == export  # reused, and uploaded again
-    wait_until(lambda: len(warnings(caplog)) > 1)
     broken.broken = False
-    wait_until(lambda: len(warnings(caplog)) > 2)
-    assert warnings(caplog)[2] == f"{tmp_path}/store: uploads work again"
-    context.stored.close()
+    assert run(drill, broken, "one") == export  # reused, and uploaded
     assert run(drill, store, "two") != export
     assert drill.launches == 1
 
@@ -184,8 +409,8 @@ def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_p
         assert context.stored.fetch_checkpoint(stage_run(tmp_path / "two"), 3) == 3
         with pytest.raises(StageError, match="s3://bucket/x does not have all that this machine"):
             context.stored.close()
-        (warning,) = [text for text in warnings(caplog) if "training continues" not in text]
-        assert warning.startswith("stage drill runs without the store: s3://bucket/x: cannot be ")
+        warned = "stage drill: a copy in the store is not used: s3://bucket/x: cannot be "
+        assert [text.startswith(warned) for text in warnings(caplog)].count(True) == 1
         server = serve_s3(tmp_path / "s3", port)
         try:
             run(drill, remote, "three")
@@ -238,7 +463,7 @@ def newest(store, run):
     return StoredStages(store, run.directory).newest_step(run)
 
 
-def upload(stored, run, *made):
+def upload_all(stored, run, *made):
     """Save checkpoints in a running stage, each after the last one was uploaded."""
     stored.stage_started(run)
     for step, best in made:
@@ -252,7 +477,7 @@ def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp
     (training.checkpoints / "best-00000007").mkdir(parents=True)  # an evaluation writes it
     (training.checkpoints / "best-00000007" / "weights").write_text("half")
     (training.checkpoints / "best-00000008.partial").mkdir()
-    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
+    upload_all(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
     assert newest(store, training) == 6
     objects = {path.read_text() for path in (tmp_path / "store").rglob("objects/*")}
     assert {"state 6", "best 1", "best 5"} < objects
@@ -267,24 +492,6 @@ def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp
     assert other.metrics_file.read_text() == '{"step": 2}\n{"step": 4}\n{"step": 6}\n'
 
 
-def test_a_download_that_was_cut_off_between_its_two_moves_is_repeated(
-    store, training, tmp_path, monkeypatch
-):
-    """The metrics are in place, and the checkpoint is not."""
-    upload(StoredStages(store, tmp_path / "one"), training, (2, None))
-    stored, other = StoredStages(store, tmp_path / "two"), stage_run(tmp_path / "two")
-
-    def kill(*arguments):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "put_in_place", kill)
-        stored.fetch_checkpoint(other, None)
-    assert other.metrics_file.is_file() and not other.checkpoints.exists()
-    assert stored.fetch_checkpoint(other, None) == 2
-    assert [path.name for path in other.checkpoints.iterdir()] == ["step-00000002"]
-
-
 def test_training_may_remove_what_it_no_longer_needs_meanwhile(
     store, training, tmp_path, monkeypatch, caplog
 ):
@@ -296,7 +503,7 @@ def test_training_may_remove_what_it_no_longer_needs_meanwhile(
         link(source, target)
 
     monkeypatch.setattr(module, "link_or_copy", removing)
-    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, 3))
+    upload_all(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, 3))
     other = stage_run(tmp_path / "two")
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
     assert {path.name for path in other.checkpoints.iterdir()} == {"step-00000004", "best-00000003"}
@@ -305,7 +512,7 @@ def test_training_may_remove_what_it_no_longer_needs_meanwhile(
 
 def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
     stored = StoredStages(store, tmp_path / "one")
-    upload(stored, training, (2, None))
+    upload_all(stored, training, (2, None))
     assert stored.fetch_checkpoint(training, 2) == 2
     save(training, 3)
     assert stored.fetch_checkpoint(training, 3) == 3
@@ -315,10 +522,10 @@ def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
 def test_two_machines_may_upload_checkpoints_of_one_recipe(store, training, tmp_path):
     """The other one has sent its objects, and its manifest follows."""
     theirs, place = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
-    upload(StoredStages(Store(str(tmp_path / "sent")), tmp_path / "two"), theirs, (8, None))
+    upload_all(StoredStages(Store(str(tmp_path / "sent")), tmp_path / "two"), theirs, (8, None))
     sent, here = tmp_path / "sent" / place, tmp_path / "store" / place
     shutil.copytree(sent / "objects", here / "objects")
-    upload(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None))
+    upload_all(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None))
     shutil.copy(sent / "checkpoint.json", here)
     third = stage_run(tmp_path / "three")
     assert StoredStages(store, tmp_path / "three").fetch_checkpoint(third, None) == 8
@@ -331,7 +538,7 @@ def test_a_damaged_checkpoint_is_not_used_and_the_next_one_replaces_it(
     save(training, 2)
     if damaged == "before its upload":
         (checkpoint_path(training.checkpoints, 2) / "policy" / "rank0").write_text("damage2")
-    upload(StoredStages(store, tmp_path / "one"), training)
+    upload_all(StoredStages(store, tmp_path / "one"), training)
     if damaged == "manifest":
         store.write(f"checkpoints/sft/{training.fingerprint}/checkpoint.json", "{")
     if damaged == "object":
@@ -341,7 +548,7 @@ def test_a_damaged_checkpoint_is_not_used_and_the_next_one_replaces_it(
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, 1) == 1
     assert not other.checkpoints.exists()
     assert len(warnings(caplog)) == (damaged != "manifest")
-    upload(StoredStages(store, tmp_path / "one"), training, (4, None))
+    upload_all(StoredStages(store, tmp_path / "one"), training, (4, None))
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
 
 
