@@ -276,7 +276,7 @@ RERUNS_NOTHING = {
 
 TRAINED = {"sft", "reward_model", "ppo"}
 RERUNS = {
-    "adapter": ("data/sources/own_files.py", r"\Z", "CHANGED = True\n", {"source"}),
+    "sources": ("data/sources/registry.py", r"\Z", "CHANGED = True\n", {"source"}),
     "chat template": (
         "data/template.py", "Assistant:", "Answer:",
         {"base_model", "split", "ppo", "evaluate"},  # further judges
