@@ -48,7 +48,7 @@ def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitCon
     )
 
 
-class TestTexts:
+class TestTokenize:
     def test_answers_stay_with_their_prompts(self, tokenizer) -> None:
         rows = ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
 
@@ -63,8 +63,6 @@ class TestTexts:
             for n, (asked, chosen, rejected) in enumerate(rows)
         ]  # fmt: skip
 
-
-class TestTokenize:
     def test_only_the_template_writes_special_tokens(self, tokenizer) -> None:
         expected = tokens(tokenizer, ("Why?", "Because.", None))
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

@@ -5,7 +5,7 @@ A prompt of Anthropic's dialogues is the same in all data sets that contain them
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +199,6 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
     "openai/webgpt_comparisons": {"parse": parse_webgpt},
     "stanfordnlp/SHP": {"parse": _parse_shp},
     "argilla/distilabel-intel-orca-dpo-pairs": {"parse": _parse_orca},
-    "HuggingFaceH4/ultrafeedback_binarized": {"parse": _rated("score_chosen", "score_rejected")},
-    "argilla/dpo-mix-7k": {"parse": _rated("chosen_rating", "rejected_rating")},
-    "argilla/ultrafeedback-binarized-preferences-cleaned": {
-        "parse": _rated("chosen-rating", "rejected-rating")
-    },
-    "argilla/distilabel-capybara-dpo-7k-binarized": {
-        "parse": _rated("rating_chosen", "rating_rejected")
-    },
     "openai/gsm8k": {"parse": _parse_gsm8k},
     "nvidia/HelpSteer2": {"assemble": _pairs},
     "Salesforce/wikitext": {"assemble": _articles},
@@ -219,9 +211,10 @@ _TABLE: dict[Any, Any] = tomllib.loads(
 )
 
 
-def _source(kind: Kind, name: str, columns: Any, **hub: Any) -> Source:
-    read = ColumnMap(**columns) if isinstance(columns, dict) else tuple(columns)
-    return Source(name, kind, columns=read, **_FUNCTIONS.get(name, {}), **hub)
+def _source(kind: Kind, name: str, columns: Any, ratings: Sequence[str] = (), **hub: Any) -> Source:
+    read = ColumnMap(**columns) if isinstance(columns, dict) else (*columns, *ratings)
+    functions = {"parse": _rated(*ratings)} if ratings else _FUNCTIONS.get(name, {})
+    return Source(name, kind, columns=read, **functions, **hub)
 
 
 SOURCES = tuple(
