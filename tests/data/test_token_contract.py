@@ -60,9 +60,11 @@ def test_the_tokenizer_s_eos_comes_first_and_the_model_s_follow(tokenizer, tmp_p
         ({}, [1, 70], r"found eos_token_id 70 in the model's generation config, which is '.', "
          "expected a control token"),
         ({}, [10**6], "found eos_token_id 1000000 .* is None"),
+        ({}, 400, "found eos_token_id 400 .* is 'penguin', expected a control token"),
     ],
 )  # fmt: skip
 def test_unfit_tokens_are_refused(tokenizer, changes, model_eos, message) -> None:
+    tokenizer.add_tokens(["penguin"])
     for name, value in changes.items():
         setattr(tokenizer, name, value)
     with pytest.raises(ArtifactError, match=message):

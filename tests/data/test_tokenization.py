@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.records import Example, Message, Text
+from rlhf_pipeline.data.records import Example, Message, RowCounts, Text
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import (
+    ControlTokenFilter,
     Limited,
     Tokenized,
+    control_tokens,
     corpus,
     encode,
     limited,
@@ -212,3 +214,44 @@ def test_every_prompt_and_answer_is_read_as_dialogue(write_records) -> None:
         "\n\nAssistant: Nein.",
     ]
     assert (len(texts), last) == (1006, "\n\nHuman: Who?\n\nAssistant: 1000.")
+
+
+# --- control tokens in the data -------------------------------------------------------------------
+
+
+def controls(tokenizer) -> frozenset[str]:
+    return control_tokens(tokenizer, TokenContract.of(tokenizer))
+
+
+def test_control_tokens(tokenizer) -> None:
+    tokenizer.add_tokens(["penguin"])
+    assert controls(tokenizer) == {"<|pad|>", "<|end|>"}
+    tokenizer.add_special_tokens({"unk_token": "<unk>", "additional_special_tokens": ["<|turn|>"]})
+    assert controls(tokenizer) == {"<|pad|>", "<|end|>", "<|turn|>"}
+    contract = TokenContract.of(tokenizer, [1, tokenizer.unk_token_id])  # as in Qwen2.5
+    assert "<unk>" in control_tokens(tokenizer, contract)
+    tokenizer.unk_token = "<|end|>"  # GPT-2's unknown token is its EOS
+    assert "<|end|>" in controls(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (["Why?", "", "<|END|> < |end|>", "[SEP] [S...", "So."], None),
+        (["<|end|>", "", ""], "<|end|>"),
+        (["a", "b<|end|>c", ""], "<|end|>"),
+        (["a", "b", "c\n<|end|>"], "<|end|>"),
+        (["<|pad|><|end|>", "<|end|>"], "<|pad|>"),  # a row counts once, by its first token
+        (["<|end|>|>"], "<|end|>|>"),  # the longest
+        (["a[SEP].*b"], "[SEP].*"),  # no regular expression
+    ],
+)
+def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], found: str) -> None:
+    added = ["<|end", "<|end|>|>", "[SEP].*"]
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    counts = RowCounts(rows=4)
+    reader = ControlTokenFilter(tokenizer, TokenContract.of(tokenizer), max_bad_fraction=1.0)
+    assert reader.accepts("own", counts, "own:1", texts) == (found is None)
+    reason = f"the text contains the tokenizer's control token {found}"
+    assert counts.first_bad == ([] if found is None else [("own:1", reason)])
+    assert counts.bad.total() == len(counts.first_bad)

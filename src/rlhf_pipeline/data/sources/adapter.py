@@ -150,10 +150,8 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
         role = _ROLES.get(text(item, role_key))
         if role is None:
             raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
-        calls, content = item.get("tool_calls"), item.get(content_key)
-        if calls and content is None:
-            item = item | {content_key: ""}
-        said = _joined(content) if isinstance(content, list) else text(item, content_key)
+        calls = item.get("tool_calls")
+        said = "" if calls and item.get(content_key) is None else _content(item, content_key)
         keys = {"tool_calls": _with_objects(calls)} if calls else {}
         if role == "tool":
             keys = {key: item[key] for key in ("name", "tool_call_id") if item.get(key) is not None}
@@ -161,8 +159,10 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _joined(parts: list[Any]) -> str:
-    """The texts of a content in parts: {"type": "text", "text": ...} each."""
+def _content(item: Row, column: str) -> str:
+    """A content, or the texts of one in parts: {"type": "text", "text": ...} each."""
+    if not isinstance(parts := item.get(column), list):
+        return text(item, column)
     for part in parts:
         if not isinstance(part, dict) or part.get("type", "text") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -213,7 +213,7 @@ def _record(row: Row, named: ColumnMap, *, strip: bool) -> Record:
     given = (named.chosen, named.rejected, named.response, named.messages)
     columns = named.answers or [column for column in given if column is not None]
     answers = [_dialogue(row[column], column, "assistant") for column in columns]
-    prompts = [dialogue[:-1] for dialogue in answers if dialogue[1:]]
+    prompts = [dialogue[:-1] for dialogue in answers if len(dialogue) > 1]
     if isinstance(named.prompt, str):
         prompts.append(_dialogue(row[named.prompt], named.prompt, "user"))
     elif named.prompt is not None:
@@ -226,7 +226,7 @@ def _record(row: Row, named: ColumnMap, *, strip: bool) -> Record:
     if any(dialogue[-1].further for dialogue in answers):
         raise SkippedRowError("the last answer calls a tool, which no stage learns")
     said = [dialogue[-1].content for dialogue in answers]
-    said = [answer.strip() for answer in said] if strip else said
+    said = list(map(str.strip, said)) if strip else said
     label = _label(row, named)
     example = Example(prompts[0], *said, label=label)
     if named.scores is not None and label is None:
