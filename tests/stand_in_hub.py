@@ -86,16 +86,9 @@ class Answer(BaseHTTPRequestHandler):
                 self.json(self.listing(self.state(owner, name, revision)[0], "/".join(path)))
             case ["api", "datasets" | "models", owner, name, "paths-info", revision]:
                 folder, _ = self.state(owner, name, revision)
-                asked = (
-                    json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-                )
-                self.json(
-                    [
-                        self.entry(folder, folder / path)
-                        for path in asked
-                        if (folder / path).exists()
-                    ]
-                )
+                asked = json.loads(body) if body.startswith("{") else parse_qs(body)
+                paths = [folder / path for path in asked["paths"]]
+                self.json([self.entry(folder, path) for path in paths if path.exists()])
             case _:
                 self.reply(404, b"")
 
@@ -118,12 +111,8 @@ class Answer(BaseHTTPRequestHandler):
     def entry(self, folder: Path, found: Path) -> dict[str, object]:
         kind, size = ("directory", 0) if found.is_dir() else ("file", found.stat().st_size)
         path = str(found.relative_to(folder))
-        return {
-            "type": kind,
-            "path": path,
-            "size": size,
-            "oid": hashlib.sha1(path.encode()).hexdigest(),
-        }
+        digest = hashlib.sha1(path.encode()).hexdigest()
+        return {"type": kind, "path": path, "size": size, "oid": digest}
 
     def json(self, value: object) -> None:
         self.reply(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})

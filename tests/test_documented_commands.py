@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 from documented_commands import NOT_RUN, READ_RESULTS, SHELL, as_status, commands
 from mlflow import MlflowClient
@@ -62,18 +61,24 @@ def run_all(arguments: list[list[str]], **variables: str) -> list[str]:
     return printed
 
 
-@pytest.mark.parametrize("command", [each for each in EACH if each.startswith("kedro rlhf ")])
-def test_options_of_commands_exist(command):
+def test_options_of_commands_and_targets_exist():
     """click accepts the arguments."""
-    name, *arguments = shlex.split(command)[2:]
-    subcommand = cli.commands["rlhf"].get_command(None, name)
-    subcommand.make_context(name, arguments, resilient_parsing=False)
+    makefile = (PROJECT / "Makefile").read_text()
+    for command in EACH:
+        if command.startswith("make "):
+            assert re.search(rf"^{command.split()[1]}:", makefile, re.M), command
+        elif command.startswith("kedro rlhf "):
+            name, *arguments = shlex.split(command)[2:]
+            subcommand = cli.commands["rlhf"].get_command(None, name)
+            subcommand.make_context(name, arguments, resilient_parsing=False)
 
 
-@pytest.mark.parametrize("command", [each for each in EACH if each.startswith("make")])
-def test_targets_exist(command):
-    target = command.split()[1]
-    assert re.search(rf"^{target}:", (PROJECT / "Makefile").read_text(), re.M)
+def planned_with(options: list[str], root: Path) -> list[str]:
+    """The options with the parameter `root`, so that no result of the project counts."""
+    params = [each.removeprefix("--params=") for each in options if each.startswith("--params=")]
+    params = [each for each in params if not each.startswith("root=")]
+    others = [each for each in options if not each.startswith("--params=")]
+    return [*others, f"--params={','.join([f'root={root}', *params])}"]
 
 
 def test_documented_runs_are_planned(tmp_path):
@@ -145,14 +150,6 @@ def test_the_python_of_the_readme_runs_on_results(results, monkeypatch):
     assert not names["model"].training
 
 
-def planned_with(options: list[str], root: Path) -> list[str]:
-    """The options with the parameter `root`, so that no result of the project counts."""
-    params = [each.removeprefix("--params=") for each in options if each.startswith("--params=")]
-    params = [each for each in params if not each.startswith("root=")]
-    others = [each for each in options if not each.startswith("--params=")]
-    return [*others, f"--params={','.join([f'root={root}', *params])}"]
-
-
 def test_other_commands_are_listed_with_a_reason():
     assert [each for each in EACH if each not in PLANNED + RUN and not is_listed(each)] == []
     assert [each for each in NOT_RUN if not any(c.startswith(each) for c in EACH)] == []
@@ -175,8 +172,3 @@ def test_shell_blocks_are_marked():
             elif fence in ("", "text"):
                 assert not re.match(r"(kedro|make|\.venv/bin/\w+) ", line), f"{page.name}: {line}"
     assert any(SHELL.search(page.read_text()) for page in PAGES)
-
-
-def test_click_refuses_an_unknown_option():
-    with pytest.raises(click.NoSuchOption):
-        cli.commands["rlhf"].get_command(None, "runs").make_context("runs", ["--versions"])

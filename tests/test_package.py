@@ -63,17 +63,15 @@ def installed(dist, tmp_path_factory):
     # Pip sees the editable package among the libraries and would install nothing.
     options = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]
     subprocess.run([str(python), "-m", "pip", "install", *options, str(wheel)], check=True)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "MLFLOW_TRACKING_URI")
-    }
+    environment = os.environ | {"COLUMNS": "200"}
+    for name in ("PYTHONPATH", "MLFLOW_TRACKING_URI"):
+        environment.pop(name, None)
 
     def run(folder, program, *arguments):
         done = subprocess.run(
             [str(venv / "bin" / program), *arguments],
             cwd=folder,
-            env=environment | {"COLUMNS": "200"},
+            env=environment,
             capture_output=True,
             text=True,
         )
@@ -106,22 +104,16 @@ def test_neither_the_wheel_nor_the_archive_has_what_is_personal(dist, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_conf_the_commands_use_that_of_the_package(installed, tmp_path):
+def test_the_configuration_of_the_package_counts_below_that_of_the_folder(installed, tmp_path):
     printed = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY)
     assert re.search(r"^ppo +run +[0-9a-f]{8} +downstream of split, sft", printed, re.M), printed
     assert "INFO" not in printed  # the logging of the package, not Kedro's
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.slow
-def test_parameters_in_conf_local_count_without_other_configuration(installed, tmp_path):
-    before = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY).splitlines()
     (tmp_path / "conf" / "local").mkdir(parents=True)
     (tmp_path / "conf" / "local" / "parameters.yml").write_text("ppo: {steps: 2}\n")
-    after = installed(
-        tmp_path, "python", "-m", "rlhf_pipeline", "rlhf", "status", TINY
-    ).splitlines()
-    changed = {new.split()[0] for old, new in zip(before, after, strict=True) if old != new}
+    after = installed(tmp_path, "python", "-m", "rlhf_pipeline", "rlhf", "status", TINY)
+    lines = zip(printed.splitlines(), after.splitlines(), strict=True)
+    changed = {new.split()[0] for old, new in lines if old != new}
     assert changed == {"ppo"}  # what follows has no fingerprint before PPO has finished
 
 
@@ -138,19 +130,10 @@ def test_the_first_row_of_the_readme_is_split_in_an_empty_folder(installed, make
     assert json.loads(report.read_text())["files"]["sft/train.arrow"]["rows"] == ROWS - 12
 
 
-@pytest.mark.long
-def test_a_preset_is_written_planned_and_known_to_status(installed, tmp_path):
-    installed(tmp_path, "rlhf-pipeline", "rlhf", "preset", "qwen2.5-0.5b", "--gpus=1x24")
-    env = "--env=qwen2.5-0.5b-1x24"
-    planned = installed(tmp_path, "rlhf-pipeline", "rlhf", "plan", env, "--gpus=1x24")
-    assert "ppo fits: " in planned
-    checked = installed(tmp_path, "rlhf-pipeline", "rlhf", "plan", env, "--gpus=1x24", "--check")
-    assert checked == "The parameters are valid for 1 rank.\n"
-
-
 @pytest.fixture(scope="module")
-def my_rlhf(installed, tmp_path_factory):
-    """The package of docs/extending.md, installed beside the wheel."""
+def extended(installed, tmp_path_factory):
+    """The folder of a run whose parameters name code of the package of docs/extending.md, which is
+    installed beside the wheel, wherever they can."""
     project = tmp_path_factory.mktemp("my_rlhf")
     write_project(project)
     offline = ["--quiet", "--no-deps", "--no-index"]
@@ -158,11 +141,6 @@ def my_rlhf(installed, tmp_path_factory):
     subprocess.run(build, cwd=project, check=True)
     (wheel,) = project.glob("*.whl")
     installed(project, "python", "-m", "pip", "install", *offline, str(wheel))
-
-
-@pytest.fixture(scope="module")
-def extended(installed, my_rlhf, tmp_path_factory):
-    """The folder of a run whose parameters name code of the package wherever they can."""
     folder = tmp_path_factory.mktemp("extended")
     (folder / "conf" / "local").mkdir(parents=True)
     parameters = {"launch": {"processes": 1}}  # the code of a rank does not depend on their number
@@ -180,16 +158,15 @@ def extended(installed, my_rlhf, tmp_path_factory):
     return folder
 
 
-def directory(folder, stage):
-    """The work directory of a stage that ran once."""
-    (found,) = (folder / "data" / "tiny" / "07_workspace" / stage).glob("*/recipe.json")
-    return found.parent
-
-
 @pytest.mark.slow
 def test_code_of_another_package_runs_at_every_door(extended, installed):
     """Without a change of our package, which is a wheel."""
-    steps = (directory(extended, "ppo") / "metrics.jsonl").read_text().splitlines()
+
+    def directory(stage):
+        (found,) = (extended / "data" / "tiny" / "07_workspace" / stage).glob("*/recipe.json")
+        return found.parent
+
+    steps = (directory("ppo") / "metrics.jsonl").read_text().splitlines()
     assert "reward/concise" in json.loads(steps[0])["metrics"]
     named = {
         "source": {"my_rlhf.sources"},
@@ -200,10 +177,10 @@ def test_code_of_another_package_runs_at_every_door(extended, installed):
         "evaluate": {"my_rlhf.generators"},
     }
     for stage, modules in named.items():
-        recipe = json.loads((directory(extended, stage) / "recipe.json").read_text())
+        recipe = json.loads((directory(stage) / "recipe.json").read_text())
         assert modules <= recipe["code"].keys(), stage
     for stage, policy in (("evaluate", "ppo"), ("evaluate_simpo", "simpo")):
-        file = directory(extended, stage) / "export" / "evaluation.json"
+        file = directory(stage) / "export" / "evaluation.json"
         evaluation = json.loads(file.read_text())
         assert evaluation["candidate"] == policy
         assert "concise" in evaluation["win_rates"]

@@ -95,18 +95,6 @@ def test_a_row_of_the_table_is_planned_and_its_file_is_split(
         assert report["unserved"] == ["reward_model", "ppo"]
 
 
-@pytest.mark.slow
-def test_the_first_row_trains_as_printed(model, tmp_path):
-    """SFT on a file of prompts and completions, in the folder of the project."""
-    first = table()[0]
-    copy_of_the_project(tmp_path)
-    first.write(tmp_path, model)
-    printed = run(f"kedro run --pipeline={first.pipeline}", tmp_path)
-    assert "No row can serve reward_model or ppo: weight 0" in printed
-    assert "sft: finished" in printed and "this run trains on" not in printed
-    assert (tmp_path / "data" / "06_models" / "sft_model" / "latest").exists()
-
-
 CANNOT_ANSWER = ("rejection", "iterative_dpo")
 """They end where a random model has no right answer to train on."""
 

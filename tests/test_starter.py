@@ -6,20 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROJECT = Path(__file__).parents[1]
-NAME, PACKAGE = "My Own Project", "my_own_project"
 
 
-def kedro(folder, *arguments, **variables):
+def kedro(folder, *arguments):
     """Run Kedro in a folder with this repository's package; return the output."""
+    own = {"PYTHONPATH": str(PROJECT / "src"), "DO_NOT_TRACK": "true", "COLUMNS": "120"}
     done = subprocess.run(
         [sys.executable, "-m", "kedro", *arguments],
         cwd=folder,
-        env=os.environ
-        | {"PYTHONPATH": str(PROJECT / "src"), "DO_NOT_TRACK": "true", "COLUMNS": "120"}
-        | variables,
+        env=os.environ | own,
         capture_output=True,
         text=True,
     )
@@ -27,59 +23,31 @@ def kedro(folder, *arguments, **variables):
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def own(tmp_path_factory):
-    """A project made by the starter, as git hands it over."""
-    place = tmp_path_factory.mktemp("new")
-    repository = place / "repository"
+def tree(folder):
+    return {
+        path.relative_to(folder): path.read_text() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def test_a_new_project_has_the_whole_configuration_and_the_reward_of_its_readme_counts(tmp_path):
+    """Git hands the starter over."""
+    repository = tmp_path / "repository"
     repository.mkdir()
     for name in ("starter", "conf"):
         shutil.copytree(PROJECT / name, repository / name, symlinks=True)
-    subprocess.run(["git", "init", "--quiet"], cwd=repository, check=True)
-    subprocess.run(["git", "add", "--all"], cwd=repository, check=True)
     author = ["-c", "user.name=a", "-c", "user.email=a@b.example"]
-    subprocess.run(["git", *author, "commit", "--quiet", "-m", "x"], cwd=repository, check=True)
+    for command in (["init"], ["add", "--all"], [*author, "commit", "--quiet", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=repository, check=True, capture_output=True)
     starter = [f"--starter=git+file://{repository}", "--directory=starter"]
-    kedro(place, "new", *starter, f"--name={NAME}", "--telemetry=no")
-    return place / "my-own-project"
-
-
-def example(project):
-    """The YAML of the README."""
-    return (project / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
-
-
-def test_the_project_has_the_whole_configuration_as_files(own):
-    def tree(folder):
-        return {
-            path.relative_to(folder): path.read_text()
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
-
+    kedro(tmp_path, "new", *starter, "--name=My Own Project", "--telemetry=no")
+    own = tmp_path / "my-own-project"
     assert tree(own / "conf") == tree(PROJECT / "conf")
     assert [path for path in own.rglob("*") if path.is_symlink()] == []
     assert [path for path in own.rglob("*") if "cookiecutter" in path.name] == []
 
-
-def test_the_reward_of_the_readme_counts(own):
-    before = kedro(own, "rlhf", "status", "--env=tiny")
-    (own / "conf" / "local" / "parameters.yml").write_text(example(own))
-    after = kedro(own, "rlhf", "status", "--env=tiny")
-    (own / "conf" / "local" / "parameters.yml").unlink()
-    changed = {
-        old.split()[0]
-        for old, new in zip(before.splitlines(), after.splitlines(), strict=True)
-        if old != new
-    }
+    before = kedro(own, "rlhf", "status", "--env=tiny").splitlines()
+    printed = (own / "README.md").read_text().split("```yaml\n")[1].split("```")[0]
+    (own / "conf" / "local" / "parameters.yml").write_text(printed)
+    after = kedro(own, "rlhf", "status", "--env=tiny").splitlines()
+    changed = {old.split()[0] for old, new in zip(before, after, strict=True) if old != new}
     assert changed == {"ppo", "evaluate"}
-
-
-@pytest.mark.long
-def test_the_project_runs_with_its_own_reward(own, tmp_path):
-    (own / "conf" / "local" / "parameters.yml").write_text(example(own))
-    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
-    printed = kedro(own, "run", "--env=tiny", f"--params=root={tmp_path}/data", **store)
-    assert "registry  rlhf-policy-tiny: candidate" in printed
-    (metrics,) = (tmp_path / "data" / "07_workspace" / "ppo").glob("*/metrics.jsonl")
-    assert '"reward/brief"' in metrics.read_text()

@@ -24,7 +24,6 @@ PROJECT = Path(__file__).parents[1]
 TUTORIALS = PROJECT / "docs" / "tutorials"
 FILE = re.compile(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMES = ("own-reward", "grpo", "../labelling", "reward-model", "compare")
-tutorials = pytest.mark.parametrize("name", ["own-data", *NAMES])
 
 
 def copy_of_the_project(root: Path) -> None:
@@ -70,17 +69,16 @@ def run(command: str, root: Path) -> str:
 def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
     """Its parameters fit each other and its files exist; nothing trains."""
     copy_of_the_project(tmp_path)
-    for path, text in FILE.findall((TUTORIALS / f"{name}.md").read_text()):
+    page = TUTORIALS / f"{name}.md"
+    for path, text in FILE.findall(page.read_text()):
         write(path, text, tmp_path)
+    if "votes.jsonl" in page.read_text():
+        write("data/tiny/01_raw/votes.jsonl", "", tmp_path)
     planned = 0
-    for command in commands(TUTORIALS / f"{name}.md"):
+    for command in commands(page):
         if command.startswith(("mkdir", "python make_")):
             run(command, tmp_path)
         elif as_status(command) is not None:
-            if "votes.jsonl" in (TUTORIALS / f"{name}.md").read_text():
-                votes = tmp_path / "data/tiny/01_raw/votes.jsonl"
-                votes.parent.mkdir(parents=True, exist_ok=True)
-                votes.touch()
             options = re.sub(r"^kedro (run|rlhf status)| --to-nodes=\S+", "", command)
             assert "split" in run(f"kedro rlhf status {options}", tmp_path)
             planned += 1
@@ -115,12 +113,11 @@ def test_the_generated_tasks_of_the_tutorial_pass_all_checks():
 def vote_on_every_pair(command: str, root: Path) -> None:
     """Start the server of the page, choose answer A of each pair, and end it by Ctrl-C."""
     with reserved_port() as port:
-        started = [*command.split(), f"--port={port}"]
+        address, started = f"http://127.0.0.1:{port}", [*command.split(), f"--port={port}"]
         with subprocess.Popen(
             started, cwd=root, env=environment(root), stdout=subprocess.PIPE, text=True
         ) as server:
-            assert f"http://127.0.0.1:{port}" in server.stdout.readline()
-            address = f"http://127.0.0.1:{port}"
+            assert address in server.stdout.readline()
             pair = answer(f"{address}/state?annotator=Ann")["pair"]
             while pair is not None:
                 given = {"annotator": "Ann", "pair": pair["id"], "choice": "a"}
@@ -148,7 +145,7 @@ SHOWN = {
 
 
 @pytest.mark.long
-@tutorials
+@pytest.mark.parametrize("name", ["own-data", *NAMES])
 def test_a_tutorial_runs(name, tmp_path):
     """Its files are written and its commands run in the order of the page."""
     copy_of_the_project(tmp_path)

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,42 +22,26 @@ from rlhf_pipeline.runtime.manifest import Manifest
 PROJECT = Path(__file__).parents[1]
 STAGES = ["base_model", "split", "sft", "reward_model", "ppo", "evaluate", "register", "report"]
 LAYERS = {
-    "base_model": "base model",
-    "split": "data",
-    "sft_model": "models",
-    "reward_model": "models",
-    "ppo_model": "models",
-    "evaluation": "reporting",
-    "registration": "reporting",
+    "base_model": "base model", "split": "data", "sft_model": "models", "reward_model": "models",
+    "ppo_model": "models", "evaluation": "reporting", "registration": "reporting",
     "evaluation_page": "reporting",
-}
-
+}  # fmt: skip
 WITHOUT_ITS_OWN_WARNING = {"PYTHONWARNINGS": "ignore:ORJSONResponse is deprecated"}
 """As in `make viz`: Kedro-Viz uses a class that FastAPI has deprecated."""
 
-pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """The data folder, with one published evaluation."""
-    root = tmp_path_factory.mktemp("data")
-    folder = root / "export"
+@pytest.mark.slow
+def test_it_shows_layers_and_stages_and_the_metrics_of_a_data_set_without_a_warning(tmp_path):
+    if find_spec("kedro_viz") is None:
+        pytest.skip("needs Kedro-Viz: make viz")
+    folder = tmp_path / "export"
     folder.mkdir()
     metrics = {"win_rate/gold": 0.75, "kl/policy": 12.34567}
     Manifest("evaluate", "f", 1, {}, {}, {}, metrics, {}).write(folder)
-    place = f"{root}/08_reporting/evaluation"
+    place = f"{tmp_path}/08_reporting/evaluation"
     ArtifactDataset(filepath=place, version=Version(None, "2026-01-01T00.00.00.000Z")).save(folder)
-    return root
-
-
-@pytest.fixture(scope="module")
-def api(root):
-    """What the server of `kedro viz` answers to a path."""
-    if find_spec("kedro_viz") is None:
-        pytest.skip("needs Kedro-Viz: make viz")
-    with reserved_port() as port, (root / "viz.log").open("w") as log:
-        options = ["--no-browser", f"--port={port}", "--env=tiny", f"--params=root={root}"]
+    with reserved_port() as port, (tmp_path / "viz.log").open("w") as log:
+        options = ["--no-browser", f"--port={port}", "--env=tiny", f"--params=root={tmp_path}"]
         server = subprocess.Popen(
             [sys.executable, "-m", "kedro", "viz", "run", *options],
             cwd=PROJECT,
@@ -73,38 +58,20 @@ def api(root):
         try:
             deadline = time.monotonic() + 300
             while server.poll() is None and time.monotonic() < deadline:
-                try:
+                with suppress(urllib.error.URLError):
                     get("version")
                     break
-                except urllib.error.URLError:
-                    time.sleep(0.5)
-            yield get
+                time.sleep(0.5)
+            graph = get("pipelines/full")
+            nodes = {node["name"]: node for node in graph["nodes"]}
+            shown = get(f"nodes/{nodes['evaluation']['id']}")
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-
-
-def test_the_layers_are_in_the_order_of_the_pipeline(api):
-    graph = api("pipelines/full")
     assert graph["layers"] == ["base model", "data", "models", "reporting"]
-    layers = {node["name"]: node["layer"] for node in graph["nodes"] if node.get("layer")}
-    assert layers == LAYERS
-
-
-def test_every_stage_is_a_node(api):
-    nodes = api("pipelines/full")["nodes"]
-    assert [node["name"] for node in nodes if node["type"] == "task"] == STAGES
-
-
-def test_a_data_set_shows_the_metrics_of_its_stage(api):
-    nodes = api("pipelines/full")["nodes"]
-    (node,) = [node["id"] for node in nodes if node["name"] == "evaluation"]
-    shown = api(f"nodes/{node}")
+    assert {name: node["layer"] for name, node in nodes.items() if node.get("layer")} == LAYERS
+    assert [node["name"] for node in graph["nodes"] if node["type"] == "task"] == STAGES
     assert shown["preview_type"] == "TablePreview"
     assert shown["preview"]["columns"] == ["metric", "value"]
     assert shown["preview"]["data"] == [["kl/policy", "12.35"], ["win_rate/gold", "0.75"]]
-
-
-def test_it_starts_without_a_warning(api, root):
-    api("pipelines/full")
-    assert "warn" not in (root / "viz.log").read_text().lower()
+    assert "warn" not in (tmp_path / "viz.log").read_text().lower()

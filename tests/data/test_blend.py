@@ -1,18 +1,28 @@
+"""How rows are divided among parts: all rows of one conversation together, in exact shares."""
+
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import reduce
 from itertools import count
+from operator import or_
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.blend import Blend, blend
+from rlhf_pipeline.data.blend import Blend, assign, blend, first_rows, fraction_of
 from rlhf_pipeline.data.phase_files import PARTS, TABLES
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message
+from rlhf_pipeline.errors import DataError
 
 Make = Callable[..., Blend]
 Source = tuple[list[Example], dict[str, Any]]
@@ -20,6 +30,7 @@ Source = tuple[list[Example], dict[str, Any]]
 NOTHING_HELD_OUT: dict[str, Any] = {"validation_fraction": 0, "test_fraction": 0}
 ONLY_SFT = NOTHING_HELD_OUT | {"weights": (1, 0, 0)}
 UNUSED = "-"
+TABLE = {table.path: table for table in TABLES}
 
 
 def asked(content: str, *answers: str) -> Example:
@@ -39,19 +50,10 @@ def make(write_records) -> Make:
         *sources: list[Example] | Source, seed: int = 0, unsound: Sequence[int] = (), **split: Any
     ) -> Blend:
         pairs = [source if isinstance(source, tuple) else (source, {}) for source in sources]
-        named = [
-            {"name": "files", "path": f"{index}.jsonl"} | config
-            for index, (_, config) in enumerate(pairs)
-        ]
+        named = [{"name": "files", "path": f"{next(blends)}"} | config for _, config in pairs]
         config = SplitConfig(sources=named, max_prompt_tokens=1, max_response_tokens=1, **split)
-        folders = [
-            write_records(f"{next(blends)}/{index}", *rows) for index, (rows, _) in enumerate(pairs)
-        ]
-        tables = [examples(folder) for folder in folders]
-        sound = [
-            np.array([row not in unsound for row in range(table.num_rows)], bool)
-            for table in tables
-        ]
+        tables = [examples(write_records(str(next(blends)), *rows)) for rows, _ in pairs]
+        sound = [~np.isin(np.arange(table.num_rows), unsound) for table in tables]
         return blend(config, tables, sound, seed)
 
     return make
@@ -63,13 +65,7 @@ def parts(plan: Blend) -> list[str]:
 
 
 def rows(plan: Blend, path: str) -> list[int]:
-    (table,) = (table for table in TABLES if table.path == path)
-    return np.flatnonzero(plan.rows(table)[0]).tolist()
-
-
-def duplicates(plan: Blend, path: str) -> int:
-    (table,) = (table for table in TABLES if table.path == path)
-    return plan.rows(table)[1]
+    return np.flatnonzero(plan.rows(TABLE[path])[0]).tolist()
 
 
 # --- one prompt, one part -------------------------------------------------------------------------
@@ -187,15 +183,6 @@ def test_comparisons_are_held_back_for_the_second_reward_model(make: Make) -> No
     assert rows(plan, "judge_model/validation.arrow") == validation != []
 
 
-def test_phases_restrict_a_source(make: Make) -> None:
-    restricted = (compared(*range(10)), {"phases": ("sft", "ppo")})
-    plan = make(restricted, compared(*range(10, 20)), **NOTHING_HELD_OUT)
-    found = parts(plan)
-    assert Counter(found[:10]) == {"sft": 3, "ppo": 7}  # 2:4 of 10 are 3.3 and 6.7
-    assert Counter(found[10:]) == {"sft": 2, "reward_model": 4, "ppo": 4}
-    assert plan.counts["left_out"] == [0, 0]
-
-
 # --- how much of a source -------------------------------------------------------------------------
 
 
@@ -224,9 +211,6 @@ def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(mak
     assert plan.counts | fates == plan.counts
 
 
-# --- several sources ------------------------------------------------------------------------------
-
-
 # --- prompts that a file holds once ---------------------------------------------------------------
 
 
@@ -235,7 +219,7 @@ def test_ppo_and_test_files_keep_the_first_row_of_a_prompt(make: Make) -> None:
     second = [asked("b"), asked("c"), asked("a", "5", "6"), asked("c", "1", "2")]
     plan = make(first, second, **NOTHING_HELD_OUT, weights=(0, 0, 1))
     assert rows(plan, "ppo/train.arrow") == [0, 1, 4]
-    assert duplicates(plan, "ppo/train.arrow") == 4
+    assert plan.rows(TABLE["ppo/train.arrow"])[1] == 4
     assert rows(plan, "sft/train.arrow") == []
     # The test set contains the same rows of these prompts, for any phase.
     plan = make(
@@ -291,12 +275,9 @@ def test_a_system_message_begins_another_conversation(make: Make) -> None:
 def test_near_duplicates_of_held_out_prompts_leave_training(make: Make) -> None:
     rows = [dialogue(f"{LONG} {one}") for one in ("friend", "brother")] + compared(*range(18))
     plans = {
-        choice: make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), seed=seed, near_duplicates=choice)
+        choice: make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), seed=1, near_duplicates=choice)
         for choice in ("drop", "keep")
-        for seed in range(20)
-        if sorted(parts(make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), seed=seed,
-                             near_duplicates="keep"))[:2]) == ["sft", "test"]
-    }  # fmt: skip
+    }
     # "... wind for my friend" has 11 grams, 10 of them also in the other: 10 / 12 = 0.83.
     assert sorted(parts(plans["keep"])[:2]) == ["sft", "test"]
     assert sorted(parts(plans["drop"])[:2]) == [UNUSED, "test"]
@@ -315,18 +296,186 @@ def test_a_test_source_is_the_evaluation_and_leaves_no_trace_in_training(make: M
     benchmark = [dialogue("Question 0?"), dialogue("A question of its own?"), asked(f"{LONG} dog")]
     near = dialogue(f"{LONG} cat")
     longer = dialogue("question 1?", "Tell me more.", "More.")
-    rows = [*compared(*range(6)), longer, near, dialogue("QUESTION 0?", "What?", "That.")]
-    plan = make(rows, (benchmark, {"phases": ("test",)}), **NOTHING_HELD_OUT, weights=(1, 0, 0))
+    given = [*compared(*range(6)), longer, near, dialogue("QUESTION 0?", "What?", "That.")]
+    plan = make(given, (benchmark, {"phases": ("test",)}), **NOTHING_HELD_OUT, weights=(1, 0, 0))
     found = parts(plan)
     assert found[9:] == ["test", "test", "test"]
     assert found[:9] == [UNUSED, *["sft"] * 6, UNUSED, UNUSED]
-    assert (plan.counts["in_test"], plan.counts["near"], plan.counts["unservable"]) == (
-        [2, 0],
-        [1, 0],
-        [0, 0],
+    fates = {"in_test": [2, 0], "near": [1, 0], "unservable": [0, 0]}
+    assert plan.counts | fates == plan.counts
+    assert rows(plan, "evaluation/test.arrow") == [9, 10, 11]
+
+
+# --- shares, by the bits of phases ----------------------------------------------------------------
+
+SFT, REWARD_MODEL, PPO = 0b001, 0b010, 0b100
+ALL = SFT | REWARD_MODEL | PPO
+
+
+def keys_of(prompts) -> np.ndarray:
+    """The key of letter "a" is sixteen bytes "a"; the key of a number is its sixteen bytes."""
+    rows = [
+        prompt.encode() * 16 if isinstance(prompt, str) else prompt.to_bytes(16, "big")
+        for prompt in prompts
+    ]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
+
+
+def assigned(prompts, serves=ALL, *, seed: int = 0, **options) -> list[str]:
+    """The parts of the rows, by name."""
+    config = SplitConfig(sources=[{}], max_prompt_tokens=1, max_response_tokens=1, **options)
+    bits = np.broadcast_to(np.array(serves, np.uint8), len(prompts))
+    return [PARTS[part] for part in assign(keys_of(prompts), bits, config, seed)]
+
+
+def test_decimals_are_exact() -> None:
+    # The float 0.3 is slightly less than 3/10, which would decide a tie of remainders.
+    # Quotas 9 * 3/6 = 4.5, 3 and 1.5: of the two remainders, the first is rounded up.
+    expected = {"sft": 5, "reward_model": 3, "ppo": 1}
+    assert Counter(assigned("abcdefghi", weights=(0.3, 0.2, 0.1), **NOTHING_HELD_OUT)) == expected
+    # Quotas 5 * 3/10 = 1.5 and 3.5: test comes first.
+    expected = {"test": 2, "reward_model": 3}
+    options = {"weights": (0, 1, 0), "validation_fraction": 0, "test_fraction": 0.3}
+    assert Counter(assigned("abcde", **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("serves", "weights", "named"),
+    [(SFT, (0, 4, 4), "sft"), (SFT | PPO, (0, 1, 0), "sft, ppo"), (0, (2, 4, 4), "none")],
+)
+def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, named: str) -> None:
+    prompts = [*range(10), 10, 11, 11, 12]
+    with pytest.raises(
+        DataError,
+        match=rf"^split: found 3 distinct conversations that serve only phases of weight 0 "
+        rf"\({named}\), in synthetic, expected some for a phase in use: .* Fix: name these columns",
+    ):
+        assigned(prompts, [ALL] * 10 + [serves] * 4, weights=weights, **NOTHING_HELD_OUT)
+
+
+def test_the_order_is_sha256_of_seed_and_key() -> None:
+    # printf 'split\n0\naaaaaaaaaaaaaaaa' | sha256sum, and so on.
+    # Seed 0: a 0cf3, b 1c9a, d 43da, c 84c8. Seed 1: b 3113, c 68c0, d 8f34, a dd63.
+    even = {"weights": (1, 1, 1), "validation_fraction": 0, "test_fraction": 0.25}
+    assert assigned("abcd", seed=0, **even) == ["test", "sft", "ppo", "reward_model"]
+    assert assigned("abcd", seed=1, **even) == ["ppo", "test", "sft", "reward_model"]
+
+
+def test_the_split_is_that_of_earlier_versions() -> None:
+    """The expected digests were computed by sorting plain lists, without numpy."""
+    numbers = [number * number % 1009 for number in range(2000)]
+    digests = [list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers]
+    keys = np.array(digests, np.uint8)
+    serves = np.array([[0b111, 0b001, 0b111, 0b100][number % 4] for number in numbers], np.uint8)
+    config = SplitConfig(
+        sources=[{}], max_prompt_tokens=1, max_response_tokens=1, test_fraction=0.1
     )
-    assert rows_of_test(plan) == [9, 10, 11]
+    parts = assign(keys, serves, config, seed=7)
+    assert hashlib.sha256(parts.tobytes()).hexdigest()[:16] == "c39c4d3e7f7002e9"
+    chosen = fraction_of(keys, 0.3, seed=7)
+    assert hashlib.sha256(chosen.tobytes()).hexdigest()[:16] == "bf74de3d40a0a884"
 
 
-def rows_of_test(plan: Blend) -> list[int]:
-    return rows(plan, "evaluation/test.arrow")
+usual = st.sampled_from([1, 2, 4, 6, 0.1, 0.2, 0.3, 2.718281828])
+unusual = st.one_of(usual, st.just(0), st.floats(1e-9, 1e300))
+a_fraction = st.sampled_from([0, 0, 0.02, 0.1, 0.29, 0.4])
+a_size = st.one_of(st.integers(1, 5), st.integers(50, 200), st.integers(50, 200))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    classes=st.dictionaries(
+        st.one_of(st.just(ALL), st.integers(1, ALL)), a_size, min_size=1, max_size=3
+    ),
+    seed=st.integers(0, 2**31),
+    weights=st.one_of(
+        st.tuples(usual, usual, usual), st.tuples(unusual, unusual, unusual).filter(any)
+    ),
+    validation=a_fraction,
+    test=a_fraction,
+)
+def test_every_split_is_an_exact_partition(
+    classes: dict[int, int], seed: int, weights, validation, test
+) -> None:
+    prompts = dict(enumerate(bits for bits, size in classes.items() for _ in range(size)))
+    exact = [Fraction(str(weight)) for weight in weights]
+    held_out = [Fraction(str(test)), Fraction(str(validation))]
+    quotas = {}
+    for bits, size in classes.items():
+        usable = [weight if bits & 1 << phase else 0 for phase, weight in enumerate(exact)]
+        rest = (1 - sum(held_out)) / (sum(usable) or 1)
+        shares = [*held_out, *(rest * weight for weight in usable)]
+        quotas[bits] = [size * share for share in shares] if any(usable) else []
+    wanted = [part for part, share in enumerate([test, validation, *weights]) if share > 0]
+    held = {"validation_fraction": validation, "test_fraction": test}
+    options = {"seed": seed, "weights": weights, **held}
+    try:
+        parts = dict(
+            zip(prompts, assigned(list(prompts), list(prompts.values()), **options), strict=True)
+        )
+    except DataError as error:
+        # Correct only if a class can serve no phase with a weight.
+        assert "weight 0" in error.message
+        assert not all(quotas.values())
+        return
+    counts = Counter((bits, parts[prompt]) for prompt, bits in prompts.items())
+    for bits, quota in quotas.items():
+        assert all(
+            abs(counts[bits, part] - exact_size) < 1
+            for part, exact_size in zip(PARTS[:-1], quota, strict=True)  # none is held back
+        )
+    able = reduce(or_, prompts.values(), 0)
+    served = {part for part in wanted if part < 2 or able & 1 << part - 2}
+    found = {PARTS.index(part) for part in parts.values()}
+    assert found <= served
+    for part in served - found:  # its quotas are so small that they may be rounded to 0
+        assert all(quota[part] < 1 for quota in quotas.values())
+    # Neither the order nor repetitions matter, even if a repeated row serves fewer phases.
+    rows = [*prompts.items(), *((prompt, bits & SFT) for prompt, bits in prompts.items())]
+    random.Random(seed).shuffle(rows)
+    again = assigned([prompt for prompt, _ in rows], [bits for _, bits in rows], **options)
+    assert again == [parts[prompt] for prompt, _ in rows]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "fraction", "expected"),
+    [
+        (10, 1, 10),
+        (10, 0, 0),
+        (10, 0.34, 3),
+        (10, 0.36, 4),
+        (10, 0.25, 3),  # 2.5: a half is rounded upwards
+        (90, 0.35, 32),  # 31.5, of which floats make 31.499999999999996
+        (10, 0.001, 1),  # never none
+        (0, 0.5, 0),
+    ],
+)
+def test_a_fraction_is_of_the_distinct_prompts(
+    prompts: int, fraction: float, expected: int
+) -> None:
+    chosen = fraction_of(
+        keys_of([*range(prompts), *range(prompts), *range(prompts)]), fraction, seed=0
+    )
+    assert chosen.dtype == np.bool_
+    assert chosen.tolist() == chosen[:prompts].tolist() * 3
+    assert chosen.sum() == 3 * expected
+
+
+@given(
+    prompts=st.lists(st.integers(0, 40)),
+    fractions=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
+    seed=st.integers(0, 2**31),
+)
+def test_a_smaller_fraction_is_part_of_a_larger_one(
+    prompts: list[int], fractions: list[float], seed: int
+) -> None:
+    smaller, larger = (fraction_of(keys_of(prompts), fraction, seed) for fraction in fractions)
+    assert not (smaller & ~larger).any()
+
+
+def test_the_first_row_of_a_key_which_is_compared_in_every_byte() -> None:
+    assert first_rows(keys_of("babcab")).tolist() == [0, 1, 0, 3, 1, 0]
+    assert first_rows(keys_of("")).tolist() == []
+    # The keys differ in the first byte, in the last byte, and by a zero byte at the end.
+    prompts = [0x01 << 120, 0x02 << 120, 0x01, 0x02, 0x0100, 0, 0x01]
+    assert first_rows(keys_of(prompts)).tolist() == [0, 1, 2, 3, 4, 5, 2]

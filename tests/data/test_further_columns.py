@@ -12,16 +12,16 @@ from rlhf_pipeline.data.sources.registry import read
 COLUMNS = {"prompt": "q", "chosen": "a", "rejected": "b", "extra": ["level", "tags"]}
 
 
-def write_rows(file, **changes):
+def write_rows(file):
     rows = [
         {"q": f"What is {n} + {n}?", "a": f"It is {2 * n}.", "b": "No.", "level": n, "tags": ["x"]}
         for n in range(10)
     ]
-    file.write_text("\n".join(json.dumps(row | changes) for row in rows))
+    file.write_text("\n".join(json.dumps(row) for row in rows))
     return SourceConfig.model_validate({"name": "files", "path": str(file), "columns": COLUMNS})
 
 
-def test_the_columns_reach_the_prompts_and_no_other_file(tmp_path, prepare, load, write_records):
+def test_the_columns_reach_the_prompts_and_no_other_file(tmp_path, prepare, load):
     with RecordsWriter(tmp_path / "rated", has_extra=True) as writer:
         for place, record in read(write_rows(tmp_path / "rows.jsonl"), seed=1):
             writer.add(place, record)
@@ -32,14 +32,6 @@ def test_the_columns_reach_the_prompts_and_no_other_file(tmp_path, prepare, load
             level = int(row["messages"][0]["content"].split()[2])
             assert json.loads(row["extra"]) == {"level": level, "tags": ["x"]}
     assert "extra" not in load("sft/train.arrow")[0]
-
-
-def test_a_source_without_them_has_the_files_of_before(prepare, load, write_records, tmp_path):
-    config = write_rows(tmp_path / "rows.jsonl")
-    plain = config.model_copy(update={"columns": config.columns.model_copy(update={"extra": None})})
-    records = [record for _, record in read(plain, seed=1)]
-    prepare(write_records("plain", *records))
-    assert "extra" not in load("ppo/train.arrow")[0]
 
 
 def test_a_row_without_the_column_and_a_value_that_json_does_not_know_are_bad(tmp_path):

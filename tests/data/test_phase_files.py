@@ -1,15 +1,33 @@
+"""The rows of the prepared files; and the tokens that SFT learns of any dialogue, compared with
+dialogues rendered by hand."""
+
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker, summary
-from rlhf_pipeline.data.tokenization import Limited, Tokenized
+from rlhf_pipeline.data.phase_files import (
+    TABLES,
+    PhaseFile,
+    Row,
+    RowMaker,
+    demonstration,
+    summary,
+)
+from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.tokenization import Limited, Tokenized, tokenize
 from rlhf_pipeline.errors import DataError
 
 QUESTION = [{"role": "user", "content": "Why?"}]
@@ -23,43 +41,31 @@ def limits(prompt: int = 100, response: int = 100, **changes: str) -> SplitConfi
     )
 
 
-def make(config: SplitConfig, tokens: Tokenized, bos_id: int | None = None) -> Row:
-    return RowMaker(config, bos_id).make("own", EXAMPLE, tokens, "sft")
-
-
 def row(name: str = "own:1", prompt: Limited | None = None, **answers: Limited) -> Row:
     prompt = prompt or Limited([5, 6])
     example = EXAMPLE | {"id": name}
     return Row("own", example, prompt, answers, prompt, [False] * len(prompt.ids))
 
 
-class TestRowMaker:
-    def test_a_comparison(self) -> None:
-        made = make(limits(), Tokenized("own:1", [5, 6], [7, 1], [8, 1], None))
-        assert made == row(chosen=Limited([7, 1]), rejected=Limited([8, 1]))
-
-    def test_a_dialogue_has_its_own_limit_check(self) -> None:
-        turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
-        tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
-        made = make(limits(prompt=4, over_long_prompts="drop"), tokens)
-        assert (made.prompt.dropped, made.dialogue.dropped) == (
-            None,
-            "prompt over max_prompt_tokens=4",
-        )
-        with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
-            make(limits(prompt=4), tokens)
+def test_a_dialogue_has_its_own_limit_check() -> None:
+    turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
+    tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
+    dropping = RowMaker(limits(prompt=4, over_long_prompts="drop"), None)
+    made = dropping.make("own", EXAMPLE, tokens, "sft")
+    assert made.prompt.dropped is None
+    assert made.dialogue.dropped == "prompt over max_prompt_tokens=4"
+    with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
+        RowMaker(limits(prompt=4), None).make("own", EXAMPLE, tokens, "sft")
 
 
 class TestPhaseFile:
     @staticmethod
-    def write(
-        tmp_path, path: str, *batches: list[Row], config: SplitConfig | None = None
-    ) -> tuple[PhaseFile, dict]:
+    def write(tmp_path, path: str, *batches: list[Row]) -> tuple[PhaseFile, dict]:
         wanted = np.arange(100) % 10 == 0
         file = PhaseFile(TABLE[path], tmp_path, wanted, duplicates_merged=3)
         start = 0
         for rows in batches:
-            file.add(rows, np.arange(start, start + len(rows)) * 10, config or limits())
+            file.add(rows, np.arange(start, start + len(rows)) * 10, limits())
             start += len(rows)
         file.close()
         return file, pa.ipc.open_stream(pa.memory_map(str(tmp_path / path))).read_all().to_pydict()
@@ -129,13 +135,219 @@ class TestPhaseFile:
 
 def test_percentiles_are_lengths_that_occur() -> None:
     # 10 lengths: 1 1 1 1 1 2 2 2 2 9; the 5th is the median, the 9th the 90th percentile
-    assert summary(Counter({2: 4, 9: 1, 1: 5})) == {
-        "total": 22,
-        "max": 9,
-        "p50": 1,
-        "p90": 2,
-        "p99": 9,
-    }
+    found = summary(Counter({2: 4, 9: 1, 1: 5}))
+    assert found == {"total": 22, "max": 9, "p50": 1, "p90": 2, "p99": 9}
     assert summary(Counter({1: 99, 7: 1}))["p99"] == 1
     assert summary(Counter({1: 98, 7: 1}))["p99"] == 7  # 99 rows: the 99th
     assert summary(Counter({3: 1})) == {"total": 3, "max": 3, "p50": 3, "p90": 3, "p99": 3}
+
+
+# --- what SFT learns ------------------------------------------------------------------------------
+
+Piece = tuple[str, bool]
+"""A piece of text, and whether the assistant says it."""
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + "
+    "'<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content + "
+    "'<</SYS>>' %}{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = "
+    "messages %}{% endif %}{% for turn in turns %}{% if turn.role == 'user' %}{{ bos_token + "
+    "'[INST] ' + (system if loop.first else '') + turn.content.strip() + ' [/INST]' }}{% else "
+    "%}{{ ' ' + turn.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A dialogue, including the last answer of the assistant."""
+
+    system: str | None
+    turns: list[tuple[str, str]]
+    """Texts of the user, with the answers."""
+
+
+def human_assistant(dialogue: Dialogue) -> list[Piece]:
+    pieces = [(dialogue.system or "", False)]
+    for user, assistant in dialogue.turns:
+        pieces += [(f"\n\nHuman: {user}\n\nAssistant:", False), (f" {assistant}<|end|>", True)]
+    return pieces
+
+
+def chatml(dialogue: Dialogue) -> list[Piece]:
+    pieces = (
+        []
+        if dialogue.system is None
+        else [(f"<|im_start|>system\n{dialogue.system}<|im_end|>\n", False)]
+    )
+    for user, assistant in dialogue.turns:
+        pieces += [(f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n", False)]
+        pieces += [(f"{assistant}<|im_end|>", True), ("\n", False)]
+    return pieces[:-1]  # the model stops at the EOS
+
+
+def llama_2(dialogue: Dialogue) -> list[Piece]:
+    system = "" if dialogue.system is None else f"<<SYS>>{dialogue.system}<</SYS>>"
+    pieces = []
+    for index, (user, assistant) in enumerate(dialogue.turns):
+        before = system if index == 0 else ""
+        pieces += [
+            (f"<s>[INST] {before}{user.strip()} [/INST]", False),
+            (f" {assistant.strip()} </s>", True),
+        ]
+    return pieces
+
+
+@dataclass(frozen=True)
+class Format:
+    template: str
+    eos: str
+    bos: str | None
+    write: Callable[[Dialogue], list[Piece]]
+
+
+FORMATS = {
+    "human and assistant": Format(HUMAN_ASSISTANT_TEMPLATE, "<|end|>", None, human_assistant),
+    "ChatML": Format(CHATML, "<|im_end|>", None, chatml),
+    "Llama 2": Format(LLAMA_2, "</s>", "<s>", llama_2),
+}
+CONTROL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(trained: Tokenizer) -> dict[str, PreTrainedTokenizerFast]:
+    """One tokenizer for each format."""
+    made = {}
+    for name, form in FORMATS.items():
+        made[name] = PreTrainedTokenizerFast(
+            tokenizer_object=trained, pad_token="<|pad|>", eos_token=form.eos, bos_token=form.bos,
+            additional_special_tokens=["<|im_start|>"], chat_template=form.template,
+        )  # fmt: skip
+    return made
+
+
+WORDS = st.lists(
+    st.sampled_from([
+        "Assistant:", "\n\nHuman: ", "\n\nAssistant: So.", "[INST]", " [/INST] ", "<|im",
+        "assistant\n", " ", "The sky", "Größe", "日本語", "👍🏽", "e\u0301", "{{ eos_token }}",
+        "\r\n",
+    ])
+    | st.text(max_size=4),
+    max_size=4,
+).map("".join)  # fmt: skip
+TEXTS = WORDS.filter(lambda text: not any(token in text for token in CONTROL))
+DIALOGUES = st.builds(
+    Dialogue,
+    system=st.none() | TEXTS,
+    turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4),
+)
+FORMAT_NAMES = st.sampled_from(list(FORMATS))
+SFT_LOSSES = st.sampled_from(["response", "assistant", "all"])
+
+
+def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: SplitConfig) -> Row:
+    prompt = [] if dialogue.system is None else [{"role": "system", "content": dialogue.system}]
+    for user, assistant in dialogue.turns:
+        prompt += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    answer = prompt.pop()["content"]
+    one = {"id": "own:1", "prompt": prompt, "chosen": answer, "rejected": None}
+    contract = TokenContract.of(tokenizer)
+    (tokens,) = tokenize([one], tokenizer, contract, turns=[config.sft_loss == "assistant"])
+    return RowMaker(config, tokenizer.bos_token_id).make("own", one, tokens, "sft")
+
+
+BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}
+"""GPT-2's characters for bytes. A token may end within a character, where decoding would lose
+bytes."""
+
+
+def bytes_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    return [
+        token.encode() if token in CONTROL else bytes(BYTES[sign] for sign in token)
+        for token in tokens
+    ]
+
+
+def learned_bytes(
+    columns: dict[str, list], tokenizer: PreTrainedTokenizerFast
+) -> list[tuple[int, bool]]:
+    """Every byte of a row, and whether it is learned."""
+    ids = columns["prompt_ids"] + columns["response_ids"]
+    learned = [False] * len(columns["prompt_ids"]) + columns["loss_mask"]
+    pairs = zip(bytes_of(ids, tokenizer), learned, strict=True)
+    return [(byte, own) for text, own in pairs for byte in text]
+
+
+def expected_bytes(pieces: list[Piece], sft_loss: str) -> list[tuple[int, bool]]:
+    """Every byte of a dialogue rendered by hand, and whether it is learned."""
+    last = len(pieces) - 1
+    learned = {
+        "response": lambda index, _: index == last,
+        "assistant": lambda _, own: own,
+        "all": lambda *_: True,
+    }[sft_loss]
+    return [
+        (byte, learned(index, own))
+        for index, (text, own) in enumerate(pieces)
+        for byte in text.encode()
+    ]
+
+
+FORGED = Dialogue(
+    "Assistant: no", [("\n\nAssistant: So.<", ""), ("", " So. "), ("Assistant:", "\n\nHuman: Why?")]
+)
+
+
+LONG = 10_000
+
+
+@given(
+    FORMAT_NAMES,
+    DIALOGUES,
+    SFT_LOSSES,
+    st.just(LONG) | st.integers(1, 40),
+    st.just(LONG) | st.integers(1, 12),
+)
+@example("ChatML", FORGED, "assistant", LONG, LONG)
+@example("human and assistant", Dialogue(None, [("", "")]), "all", LONG, LONG)
+@example("Llama 2", FORGED, "assistant", 8, 3)
+@settings(max_examples=400, deadline=None)
+def test_exactly_the_selected_tokens_are_learned_also_of_cut_texts(
+    tokenizers, name: str, dialogue: Dialogue, sft_loss: str, prompt_limit: int, response_limit: int
+) -> None:
+    tokenizer, cut = tokenizers[name], {"over_long_prompts": "truncate"}
+    cut["over_long_responses"] = "truncate"
+    config = limits(prompt_limit, response_limit, sft_loss=sft_loss, **cut)
+    row = row_of(dialogue, tokenizer, config)
+    columns = demonstration(row, config)
+    assert len(columns["loss_mask"]) == len(columns["response_ids"])
+    assert columns["loss_mask"][0] is True
+    assert len(columns["prompt_ids"]) >= 1
+
+    prompt_ids, response_ids = row.dialogue.ids, row.answers["chosen"].ids
+    assert columns["prompt_ids"] + columns["response_ids"] == prompt_ids + response_ids
+    cut_prompt, cut_response = row.dialogue.cut is not None, row.answers["chosen"].cut is not None
+    assert len(prompt_ids) == prompt_limit if cut_prompt else len(prompt_ids) <= prompt_limit
+    assert len(response_ids) == response_limit or not cut_response
+
+    texts = bytes_of(prompt_ids + response_ids, tokenizer)
+    written = FORMATS[name].write(dialogue)
+    prompt = expected_bytes(written, sft_loss)[: -len(written[-1][0].encode())]
+    response = [(byte, True) for byte in written[-1][0].encode()]
+    bos = FORMATS[name].bos is not None and prompt_limit > 1
+    start = [(byte, False) for byte in texts[0]] if cut_prompt and bos else []
+    kept = sum(map(len, texts[: len(prompt_ids)])) - len(start)
+    answered = sum(map(len, texts[len(prompt_ids) :]))
+    expected = start + prompt[len(prompt) - kept :] + response[:answered]
+    if not cut_prompt and not cut_response:
+        assert (kept, answered) == (len(prompt), len(response))
+    first = len(texts[0])  # nothing predicts the first token
+    unlearned = [(byte, False) for byte, _ in expected[:first]]
+    assert learned_bytes(columns, tokenizer) == unlearned + expected[first:]
+    if bos:
+        assert texts[0] == b"<s>"
+    assert (texts[-1] == FORMATS[name].eos.encode()) != cut_response

@@ -73,18 +73,14 @@ def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records) -> 
     assert serves(examples(folder)).tolist() == [1, 1, 2, 1]
 
 
-def test_a_demonstration_with_a_true_answer_serves_ppo_as_well(write_records) -> None:
-    answers = (), ("b",), ("b",), ("b", "c"), ("b",)
-    references = "b", None, "b", "b", "b"
-    rows = [replace(asked("a", *a), reference=b) for a, b in zip(answers, references, strict=True)]
-    rows[-1] = replace(rows[-1], label=True)
-    assert serves(examples(write_records("rows", *rows))).tolist() == [4, 1, 5, 7, 2]
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-# --- keys and phases ------------------------------------------------------------------------------
+def test_phases_that_can_use_each_example(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PPO is bit 2, the reward model 1, SFT 0. A true answer makes a demonstration serve PPO."""
+    monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
+    plain = asked("a"), asked("a", "b"), asked("a", "b", "c")
+    rows = [*plain, *(replace(row, reference="b") for row in plain)]
+    bits = serves(examples(write_records("rows", *rows, replace(rows[4], label=True))))
+    assert bits.dtype == np.uint8
+    assert bits.tolist() == [0b100, 0b001, 0b111, 0b100, 0b101, 0b111, 0b010]
 
 
 def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,17 +113,6 @@ def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyP
         "47b130cd2526477fecd8751c4f6dde72",
         "0e609e01bbd8e713eb0f6e1085cd5226",
     ]
-
-
-def test_phases_that_can_use_each_example(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
-    folder = write_records(
-        "phases", asked("a"), asked("b", "B"), asked("c", "C", "D"), asked("d"), asked("e", "E")
-    )
-    bits = serves(examples(folder))
-    assert bits.dtype == np.uint8
-    # PPO is bit 2, the reward model 1, SFT 0.
-    assert bits.tolist() == [0b100, 0b001, 0b111, 0b100, 0b001]
 
 
 # --- written batch by batch -----------------------------------------------------------------------

@@ -10,9 +10,7 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Example, Message, Text, Unused
-from rlhf_pipeline.data.sources import own_files
-from rlhf_pipeline.data.sources.adapter import Source
-from rlhf_pipeline.data.sources.registry import first_rows, read, source_origin
+from rlhf_pipeline.data.sources.registry import first_rows, read, record_fault, source_origin
 from rlhf_pipeline.errors import ConfigError, DataError
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -29,37 +27,18 @@ def own(tmp_path: Path, *rows: dict[str, Any], **settings: Any) -> SourceConfig:
     return SourceConfig(name="files", path=str(path), **settings)
 
 
-@pytest.fixture
-def adapter(monkeypatch: pytest.MonkeyPatch):
-    """Replaces the source "files"."""
-
-    def adapter(**functions: Any) -> None:
-        source = Source(
-            name="files", kind="any", description="a test's", local_only=True, **functions
-        )
-        monkeypatch.setattr(own_files, "SOURCES", (source,))
-
-    return adapter
-
-
 # --- records --------------------------------------------------------------------------------------
 
 
-def test_every_row_has_its_place(tmp_path: Path) -> None:
-    rows = list(read(own(tmp_path, PAIR, PAIR | {"chosen": ""}, PAIR | {"chosen": "So."}), 0))
+def test_every_row_has_its_place_and_bad_ones_count_as_samples(tmp_path: Path) -> None:
+    given = PAIR, PAIR | {"chosen": ""}, PAIR | {"chosen": "So."}
+    rows = list(read(own(tmp_path, *given), 0))
+    assert list(read(own(tmp_path, *given, samples=2), 0)) == rows[:2]
     prompt = (Message("user", "Why?"),)
     assert rows == [
         ("own.jsonl:1", Example(prompt, "Because.", "No.")),
         ("own.jsonl:2", Unused("the chosen answer is empty")),
         ("own.jsonl:3", Example(prompt, "So.", "No.")),
-    ]
-
-
-@pytest.mark.parametrize("samples", [1, 2, 3, 4])
-def test_samples_count_all_rows_including_bad_ones(tmp_path: Path, samples: int) -> None:
-    config = own(tmp_path, PAIR | {"chosen": ""}, PAIR, PAIR, samples=samples)
-    assert [place for place, _ in read(config, 0)] == ["own.jsonl:1", "own.jsonl:2", "own.jsonl:3"][
-        :samples
     ]
 
 
@@ -94,17 +73,15 @@ def test_bad_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     assert list(read(own(tmp_path, PAIR | changes), 0)) == [("own.jsonl:1", Unused(reason))]
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [(), (Message("system", "Be kind."),), (Message("user", "a"), Message("assistant", "b"))],
-)
-def test_a_prompt_that_does_not_end_with_the_user(
-    tmp_path: Path, adapter, prompt: tuple[Message, ...]
-) -> None:
-    adapter(parse=lambda row: Example(prompt, "yes", "no"))
-    assert list(read(own(tmp_path, {"a": 1}), 0)) == [
-        ("own.jsonl:1", Unused("the prompt does not end with a user's turn"))
-    ]
+def test_a_prompt_ends_with_the_user() -> None:
+    system, user, assistant = (
+        Message("system", "a"),
+        Message("user", "a"),
+        Message("assistant", "b"),
+    )
+    for prompt in ((), (system,), (user, assistant)):
+        fault = record_fault(Example(prompt, "yes", "no"))
+        assert fault == Unused("the prompt does not end with a user's turn")
 
 
 @pytest.mark.parametrize(
@@ -121,10 +98,17 @@ def test_texts(tmp_path: Path, text: str, record: Text | Unused) -> None:
     assert list(read(config, 0)) == [("own.jsonl:1", record)]
 
 
-# --- records that span rows -----------------------------------------------------------------------
-
-
 # --- what decides the rows ------------------------------------------------------------------------
+
+
+def test_files_need_a_path_and_every_source_a_known_name(tmp_path: Path) -> None:
+    for config, message in (
+        ({"name": "files"}, r"source 'files': path is not set\. Fix: set it"),
+        ({"name": "files", "path": f"{tmp_path}/none.jsonl"}, r"none\.jsonl: .*Fix: correct the"),
+        ({"name": "synthetik"}, r"\(did you mean synthetic\?\)"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            source_origin(SourceConfig(**config))
 
 
 def test_a_generated_source_has_no_origin_and_rejects_one() -> None:
@@ -140,51 +124,28 @@ def test_a_generated_source_has_no_origin_and_rejects_one() -> None:
 
 def test_a_split_is_for_saved_data_sets(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("{}")
+    config = SourceConfig(name="files", path=f"{tmp_path}/own.jsonl", split="test")
     with pytest.raises(
         ConfigError,
-        match=r"found split 'test' with path .*own\.jsonl, expected a folder written by "
-        r"`save_to_disk`",
+        match=r"found split 'test' with path .*own\.jsonl, expected a folder written by",
     ):
-        source_origin(SourceConfig(name="files", path=str(tmp_path / "own.jsonl"), split="test"))
-    datasets.DatasetDict({"test": datasets.Dataset.from_list([{"prompt": "a"}])}).save_to_disk(
-        tmp_path / "saved"
-    )
-    assert source_origin(
-        SourceConfig(name="files", path=str(tmp_path / "saved"), split="test")
-    ).files
-
-
-def test_files_need_a_path() -> None:
-    with pytest.raises(ConfigError, match=r"source 'files': path is not set\. Fix: set it"):
-        source_origin(SourceConfig(name="files"))
-
-
-def test_a_missing_file_and_an_unknown_source(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: .*Fix: correct the path"):
-        source_origin(SourceConfig(name="files", path=str(tmp_path / "none.jsonl")))
-    with pytest.raises(ConfigError, match=r"\(did you mean synthetic\?\)"):
-        source_origin(SourceConfig(name="synthetik"))
+        source_origin(config)
+    rows = datasets.Dataset.from_list([{"prompt": "a"}])
+    datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "saved")
+    assert source_origin(config.model_copy(update={"path": f"{tmp_path}/saved"})).files
 
 
 WEBGPT = "openai/webgpt_comparisons"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_a_commit_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dataset_info(self: object, *_: object, **__: object) -> None:
-        raise AssertionError("the hub was asked")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    config = SourceConfig(name="Anthropic/hh-rlhf", revision=COMMIT)
-    assert source_origin(config).identities == {"revision": COMMIT}
-
-
 @pytest.mark.parametrize(
     ("name", "revision", "asked"),
     [
-        ("Anthropic/hh-rlhf", None, ("Anthropic/hh-rlhf", None)),
-        ("Anthropic/hh-rlhf", "v2", ("Anthropic/hh-rlhf", "v2")),
-        (WEBGPT, None, (WEBGPT, "refs/convert/parquet")),
+        ("Anthropic/hh-rlhf", None, [("Anthropic/hh-rlhf", None)]),
+        ("Anthropic/hh-rlhf", "v2", [("Anthropic/hh-rlhf", "v2")]),
+        ("Anthropic/hh-rlhf", COMMIT, []),
+        (WEBGPT, None, [(WEBGPT, "refs/convert/parquet")]),
     ],
 )
 def test_the_hub_resolves_a_branch_to_a_commit(
@@ -198,7 +159,7 @@ def test_the_hub_resolves_a_branch_to_a_commit(
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     origin = source_origin(SourceConfig(name=name, revision=revision))
-    assert origin.identities == {"revision": COMMIT} and questions == [asked]
+    assert origin.identities == {"revision": COMMIT} and questions == asked
 
 
 def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,28 +226,23 @@ def test_bad_rows_are_refused_before_a_run_if_no_other_row_can_make_up_for_them(
 
 
 @pytest.mark.parametrize(
-    ("row", "more", "is_whole", "is_uniform"),
+    ("row", "is_uniform"),
     [
-        (PAIR, [], True, True),
-        (PAIR, [PAIR] * 1000, False, True),
-        ({"prompt": "Why?"}, [{"prompt": "Why?"}] * 1000, False, True),
-        (PAIR | {"reference": "a"}, [PAIR] * 1000, False, False),
-        ({"prompt": "Why?", "response": "So.", "label": True}, [PAIR] * 1000, False, False),
+        (PAIR, True),
+        ({"prompt": "Why?"}, True),
+        (PAIR | {"reference": "a"}, False),
+        ({"prompt": "Why?", "response": "So.", "label": True}, False),
     ],
 )
 def test_rows_after_the_first_ones_may_have_another_form(
-    row: dict[str, Any],
-    more: list[dict[str, Any]],
-    is_whole: bool,
-    is_uniform: bool,
-    tmp_path: Path,
+    row: dict[str, Any], is_uniform: bool, tmp_path: Path
 ) -> None:
     """The column map decides whether a prompt has two answers; a true answer may be missing."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(one) for one in [row, *more]))
     columns = {name: name for name in row}
-    found = first_rows(SourceConfig(name="files", path=str(path), columns=columns), 1.0)
-    assert (found.is_whole, found.is_uniform) == (is_whole, is_uniform)
+    whole = first_rows(own(tmp_path, row, columns=columns), 1.0)
+    assert (whole.is_whole, whole.is_uniform) == (True, True)
+    found = first_rows(own(tmp_path, *[row] * 1001, columns=columns), 1.0)
+    assert (found.is_whole, found.is_uniform) == (False, is_uniform)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 
 import rlhf_pipeline
@@ -144,15 +143,6 @@ def test_the_commit_decides_and_the_seed_does_not() -> None:
     assert key(name="Anthropic/hh-rlhf", revision=OTHER_COMMIT) != before
     assert key(name="Anthropic/hh-rlhf", revision=COMMIT, split="test") != before
     assert key(samples=3, seed=1) != key(samples=3, seed=2)
-
-
-def test_a_branch_counts_as_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = []
-    for commit in (COMMIT, OTHER_COMMIT, COMMIT):
-        info = huggingface_hub.DatasetInfo(id="Anthropic/hh-rlhf", sha=commit)
-        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, info=info, **__: info)
-        keys.append(key(name="Anthropic/hh-rlhf", revision="main"))
-    assert keys[0] == keys[2] != keys[1]
 
 
 def test_the_commit_of_the_origin_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

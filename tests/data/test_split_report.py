@@ -6,11 +6,9 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from rich.console import Console
 
@@ -18,7 +16,6 @@ from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
-from rlhf_pipeline.data.split import first_examples
 from rlhf_pipeline.data.split_report import headline, print_summary
 
 Prepare = Callable[..., dict[str, Any]]
@@ -107,17 +104,10 @@ def test_every_row_of_a_source_is_accounted_for(write_records, prepare: Prepare,
     unservable = "none of the phases that may use the source can use the record"
     one, two = report["sources"].values()
     assert (one["rows"], one["bad"], one["skipped"]) == (23, {"empty": 1}, {"a tie": 2})
-    assert (
-        one["left_out_by_fraction"],
-        one["duplicates_merged"],
-        one["parts"]["reward_model"],
-    ) == (12, 0, 8)
+    names = "left_out_by_fraction", "duplicates_merged"
+    assert [*map(one.get, names), one["parts"]["reward_model"]] == [12, 0, 8]
     assert (two["rows"], two["bad"], two["skipped"]) == (12, {}, {"odd": 1, unservable: 1})
-    assert (
-        two["left_out_by_fraction"],
-        two["duplicates_merged"],
-        two["parts"]["reward_model"],
-    ) == (0, 4, 6)
+    assert [*map(two.get, names), two["parts"]["reward_model"]] == [0, 4, 6]
 
 
 def test_headline(write_records, prepare: Prepare, ten) -> None:
@@ -155,38 +145,21 @@ def test_a_prompt_in_two_parts_is_an_error(
         prepare(write_records("own", *ten, *again))
 
 
-def write(path: Path, columns: Any) -> None:
-    path.parent.mkdir(parents=True)
-    table = pa.table(columns)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table)
-
-
-def test_the_first_row_of_each_phase_shows_its_learned_tokens(tokenizer, tmp_path) -> None:
-    prompt, answer, other = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in ("User: <hi>", "Hello.<|end|>", "No.<|end|>")
-    )
-    write(
-        tmp_path / "sft" / "train.arrow",
-        {
-            "prompt_ids": [prompt, prompt],
-            "response_ids": [answer, other],
-            "loss_mask": [[True] * (len(answer) - 1) + [False], [True] * len(other)],
-        },
-    )
-    write(
-        tmp_path / "reward_model" / "train.arrow",
-        {"prompt_ids": [prompt], "chosen_ids": [answer], "rejected_ids": [other]},
-    )
-    write(tmp_path / "ppo" / "train.arrow", {"prompt_ids": [prompt]})
-    assert first_examples(tmp_path, tokenizer) == {
-        "sft": {"prompt": "User: <hi>", "response": "Hello.<|end|>", "learned": "Hello."},
-        "reward_model": {
-            "prompt": "User: <hi>", "chosen": "Hello.<|end|>", "rejected": "No.<|end|>",
-        },
-        "ppo": {"prompt": "User: <hi>"},
-    }  # fmt: skip
+def test_the_first_row_of_each_phase_shows_its_learned_tokens(
+    write_records, prepare: Prepare
+) -> None:
+    prompt = Message("user", "Hi"), Message("assistant", "Yo."), Message("user", "Why?")
+    own = write_records("own", Example(prompt, "So.", "No."))
+    assert prepare(own, only="sft", sft_loss="assistant")["examples"]["sft"] == {
+        "prompt": "\n\nHuman: Hi\n\nAssistant:",
+        "response": " Yo.<|end|>\n\nHuman: Why?\n\nAssistant: So.<|end|>",
+        "learned": " Yo.<|end|> So.<|end|>",
+    }
+    assert prepare(own, out="pairs", only="reward_model")["examples"]["reward_model"] == {
+        "prompt": "\n\nHuman: Hi\n\nAssistant: Yo.<|end|>\n\nHuman: Why?\n\nAssistant:",
+        "chosen": " So.<|end|>",
+        "rejected": " No.<|end|>",
+    }
 
 
 def test_the_terminal() -> None:

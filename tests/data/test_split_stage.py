@@ -75,16 +75,9 @@ with RecordsWriter(folder) as writer:
 RowCounts(rows).write(folder)
 config = SplitConfig(sources=[{"samples": 1}], max_prompt_tokens=1000, max_response_tokens=1000)
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
-split_sources(
-    config,
-    tokenizer,
-    TokenContract.of(tokenizer),
-    0,
-    sources=[folder],
-    pretraining=[],
-    output=folder / "out",
-    metrics_file=folder / "metrics",
-)
+places = {"output": folder / "out", "metrics_file": folder / "metrics"}
+contract = TokenContract.of(tokenizer)
+split_sources(config, tokenizer, contract, 0, sources=[folder], pretraining=[], **places)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
@@ -94,19 +87,10 @@ def test_memory_hardly_grows_with_the_rows(tokenizer, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     def peak(rows: int) -> int:
-        command = [
-            sys.executable,
-            "-c",
-            MEMORY,
-            str(rows),
-            str(tmp_path / str(rows)),
-            str(tmp_path / "tokenizer"),
-        ]
-        return int(
-            subprocess.run(
-                command, check=True, env=ENVIRONMENT, capture_output=True, text=True
-            ).stdout
-        )
+        given = str(rows), str(tmp_path / str(rows)), str(tmp_path / "tokenizer")
+        command = [sys.executable, "-c", MEMORY, *given]
+        done = subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True, text=True)
+        return int(done.stdout)
 
     # Measured: 9 MB more, mostly the memory-mapped records; with the tokens of all rows in memory,
     # it would be 100 MB.

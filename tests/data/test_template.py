@@ -51,10 +51,10 @@ def turns(tokenizer, prompt) -> list[tuple[str, bool]]:
     return render_turns(tokenizer, TokenContract.of(tokenizer), "own.jsonl:7", prompt, text)
 
 
-def test_our_template(tokenizer) -> None:
-    assert render(tokenizer, QUESTION, "Because.") == (
-        "\n\nHuman: Why?\n\nAssistant:",
-        " Because.<|end|>",
+def test_our_template_takes_braces_in_the_data_as_data(tokenizer) -> None:
+    assert render(tokenizer, [{"role": "user", "content": "{{ 1 + 1 }}"}], "{% x %}") == (
+        "\n\nHuman: {{ 1 + 1 }}\n\nAssistant:",
+        " {% x %}<|end|>",
     )
 
 
@@ -116,13 +116,6 @@ def test_the_error_names_the_answer_that_the_template_rejects(tokenizer) -> None
         responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
 
 
-def test_braces_in_the_data_are_data(tokenizer) -> None:
-    assert render(tokenizer, [{"role": "user", "content": "{{ 1 + 1 }}"}], "{% x %}") == (
-        "\n\nHuman: {{ 1 + 1 }}\n\nAssistant:",
-        " {% x %}<|end|>",
-    )
-
-
 def test_plain_text_has_no_special_tokens() -> None:
     assert plain_text(DIALOGUE) == "Be kind.\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: Hm."
 
@@ -160,28 +153,17 @@ class TestDate:
                 self.rendered(tokenizer, template)
 
 
-class TestTurns:
-    """Each piece of the assistant equals the generated text."""
-
-    def test_a_template_that_rewrites_earlier_turns_is_refused(self, tokenizer) -> None:
-        use(tokenizer, FORGETS_THINKING, eos_token="<|im_end|>")
-        thinking = [*QUESTION, {"role": "assistant", "content": "<think>hm</think>So."}, *QUESTION]
-        with pytest.raises(ArtifactError) as error:
-            turns(tokenizer, thinking)
-        assert str(error.value) == (
-            "own.jsonl:7: the chat template renders the assistant's turn "
-            "'<think>hm</think>So.<|im_end|>' differently once the dialogue continues. "
-            "Fix: set split.sft_loss to 'response', or use another template."
-        )
-        assert turns(tokenizer, DIALOGUE[1:])[1] == ("So.<|im_end|>", True)  # nothing to omit here
-
-    def test_a_template_that_omits_earlier_turns_is_refused(self, tokenizer) -> None:
-        from_last_question = "{% for message in messages[(messages | length - 1) // 2 * 2:] %}"
-        tokenizer.chat_template = tokenizer.chat_template.replace(
-            "{% for message in messages %}", from_last_question
-        )
-        with pytest.raises(ArtifactError, match=r"' So\.<\|end\|>' differently"):
-            turns(tokenizer, [*QUESTION, DIALOGUE[2], *QUESTION])
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer) -> None:
+    use(tokenizer, FORGETS_THINKING, eos_token="<|im_end|>")
+    thinking = [*QUESTION, {"role": "assistant", "content": "<think>hm</think>So."}, *QUESTION]
+    with pytest.raises(ArtifactError) as error:
+        turns(tokenizer, thinking)
+    assert str(error.value) == (
+        "own.jsonl:7: the chat template renders the assistant's turn "
+        "'<think>hm</think>So.<|im_end|>' differently once the dialogue continues. "
+        "Fix: set split.sft_loss to 'response', or use another template."
+    )
+    assert turns(tokenizer, DIALOGUE[1:])[1] == ("So.<|im_end|>", True)  # nothing to omit here
 
 
 CALLED = [
@@ -189,15 +171,6 @@ CALLED = [
     {"role": "assistant", "content": "add(1, 2)"},
     {"role": "tool", "content": "3"},
 ]
-
-
-def test_a_tool_s_turn_is_no_piece_of_the_assistant(tokenizer) -> None:
-    use(tokenizer, CHATML, eos_token="<|im_end|>")
-    assert turns(tokenizer, CALLED) == [
-        ("<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n", False),
-        ("add(1, 2)<|im_end|>", True),
-        ("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n", False),
-    ]
 
 
 KNOWS_TOOLS = (

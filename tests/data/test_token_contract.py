@@ -8,27 +8,6 @@ from rlhf_pipeline.data.token_contract import TokenContract, common_contract
 from rlhf_pipeline.errors import ArtifactError
 
 
-def test_a_saved_contract_is_read_back(tokenizer, tmp_path):
-    contract = TokenContract.of(tokenizer)
-    contract.write(tmp_path)
-    assert TokenContract.read(tmp_path) == contract
-    assert (contract.pad_id, contract.eos_ids, contract.bos_id, contract.vocab_size) == (
-        0,
-        (1,),
-        None,
-        len(tokenizer),
-    )
-
-
-def test_padding_that_equals_eos_is_refused(tokenizer):
-    tokenizer.pad_token = tokenizer.eos_token
-    with pytest.raises(
-        ArtifactError,
-        match=r"found padding token '<\|end\|>', expected one that differs from EOS '<\|end\|>'",
-    ):
-        TokenContract.of(tokenizer)
-
-
 def test_current_padding_settings_do_not_count(tokenizer, tmp_path):
     from transformers import AutoTokenizer
 
@@ -68,19 +47,25 @@ def test_the_tokenizer_s_eos_comes_first_and_the_model_s_follow(tokenizer, tmp_p
         assert TokenContract.of(tokenizer, model_eos).eos_token_id == 1
     contract.write(tmp_path)
     assert TokenContract.read(tmp_path) == contract
+    fixed = contract.pad_id, contract.bos_id, contract.vocab_size
+    assert fixed == (0, None, len(tokenizer))
 
 
-@pytest.mark.parametrize(("number", "token"), [(70, "."), (10**6, "None")])
-def test_an_ordinary_token_cannot_end_responses(tokenizer, number, token):
-    with pytest.raises(
-        ArtifactError,
-        match=rf"found eos_token_id {number} in the model's generation config, which is .*{token}.*"
-        ", expected a control token",
-    ):
-        TokenContract.of(tokenizer, [1, number])
-
-
-def test_a_tokenizer_without_eos_is_refused(tokenizer):
-    tokenizer.eos_token = None
-    with pytest.raises(ArtifactError, match="found no EOS token, so a response could never end"):
-        TokenContract.of(tokenizer, 1)
+@pytest.mark.parametrize(
+    ("changes", "model_eos", "message"),
+    [
+        ({"pad_token": "<|end|>"}, None, r"found padding token '<\|end\|>', expected one that "
+         r"differs from EOS '<\|end\|>'"),
+        ({"eos_token": None}, 1, "found no EOS token, so a response could never end"),
+        ({}, [1, 70], r"found eos_token_id 70 in the model's generation config, which is '.', "
+         "expected a control token"),
+        ({}, [10**6], "found eos_token_id 1000000 .* is None"),
+        ({}, 400, "found eos_token_id 400 .* is 'penguin', expected a control token"),
+    ],
+)  # fmt: skip
+def test_unfit_tokens_are_refused(tokenizer, changes, model_eos, message) -> None:
+    tokenizer.add_tokens(["penguin"])
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    with pytest.raises(ArtifactError, match=message):
+        TokenContract.of(tokenizer, model_eos)

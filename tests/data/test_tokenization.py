@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data import tokenization as module
-from rlhf_pipeline.data.records import Example, Message, Text
+from rlhf_pipeline.data.records import Example, Message, RowCounts, Text
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.data.tokenization import (
+    ControlTokenFilter,
     Limited,
     Tokenized,
+    control_tokens,
     corpus,
     encode,
     limited,
@@ -43,27 +44,13 @@ def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokeniz
     return tokenize(batch(*rows), tokenizer, contract)
 
 
-def of_texts(
-    monkeypatch, tokenizer, contract=None, *, prompt="~", chosen=None, rejected=None, pieces=()
-):
-    """The tokens of one example with these texts, as if the template had rendered them."""
-    given = iter([[chosen], [rejected]])
-    monkeypatch.setattr(module, "render_prompts", lambda *_: [prompt])
-    monkeypatch.setattr(module, "render_responses", lambda *_: next(given))
-    monkeypatch.setattr(module, "render_turns", lambda *_: list(pieces))
-    given_example = example(0, [{"role": "user", "content": "~"}] * 3, chosen, rejected)
-    contract = contract or TokenContract.of(tokenizer)
-    (one,) = tokenize([given_example], tokenizer, contract, turns=[bool(pieces)])
-    return one
-
-
 def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitConfig:
     return SplitConfig(
         sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **over_long
     )
 
 
-class TestTexts:
+class TestTokenize:
     def test_answers_stay_with_their_prompts(self, tokenizer) -> None:
         rows = ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
 
@@ -78,8 +65,6 @@ class TestTexts:
             for n, (asked, chosen, rejected) in enumerate(rows)
         ]  # fmt: skip
 
-
-class TestTokenize:
     def test_only_the_template_writes_special_tokens(self, tokenizer) -> None:
         expected = tokens(tokenizer, ("Why?", "Because.", None))
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -88,33 +73,26 @@ class TestTokenize:
         assert tokenizer("a")["input_ids"][-1] == 1
         assert tokens(tokenizer, ("Why?", "Because.", None)) == expected
 
-    @pytest.mark.parametrize("response", ["~", "~<|end|>~", "<|end|>~<|end|>"])
-    def test_a_response_has_eos_exactly_once_at_its_end(
-        self, tokenizer, monkeypatch, response: str
-    ) -> None:
-        with pytest.raises(
-            ArtifactError, match=r"own:0: expected the EOS id 1 .* exactly once, at the end"
-        ):
-            of_texts(monkeypatch, tokenizer, rejected=response)
-
-    def test_any_eos_of_the_model_ends_a_response_but_only_one(
-        self, tokenizer, monkeypatch
+    def test_a_response_has_one_eos_at_its_end_which_a_prompt_may_have_anywhere(
+        self, tokenizer
     ) -> None:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         turn_end = tokenizer.convert_tokens_to_ids("<|eot|>")
         contract = TokenContract.of(tokenizer, [turn_end])
 
-        def tokenized(answer: str) -> list[int]:
-            return of_texts(monkeypatch, tokenizer, contract, chosen=answer).chosen
+        def last_ids(answer: str) -> tuple[int, int]:
+            (one,) = tokenize(batch(("~<|end|>", answer, None)), tokenizer, contract)
+            return one.prompt[-1], one.chosen[-1]
 
-        assert tokenized("~<|eot|>")[-1] == turn_end
-        assert tokenized("~<|end|>")[-1] == 1
-        with pytest.raises(ArtifactError, match=r"expected the EOS id 1 \('<\|end\|>'\) or \d+ "):
-            tokenized("~<|eot|>~<|end|>")
-
-    def test_eos_inside_a_prompt_is_allowed(self, tokenizer, monkeypatch) -> None:
-        pieces = [("~<|end|>~<|end|>", False)]
-        assert of_texts(monkeypatch, tokenizer, prompt="~<|end|>", pieces=pieces).prompt[-1] == 1
+        assert last_ids("~<|eot|>") == (1, turn_end)
+        assert last_ids("~<|end|>") == last_ids("~") == (1, 1)
+        for answer in ("~<|eot|>~<|end|>", "<|end|>~<|end|>"):
+            with pytest.raises(
+                ArtifactError,
+                match=r"own:0: expected the EOS id 1 .* or \d+ .* exactly once, at the end",
+            ):
+                last_ids(answer)
 
 
 class TestEncode:
@@ -172,53 +150,41 @@ class TestOneAhead:
             next(stream)
 
 
-class TestLimits:
-    def test_prompt_at_the_limit_passes_and_one_above_fails(self) -> None:
-        assert limited("own:7", "prompt", [5, 6, 7], limits(prompt=3), None) == Limited([5, 6, 7])
-        with pytest.raises(DataError) as error:
-            limited("own:7", "prompt", [5, 6, 7], limits(prompt=2), None)
-        assert str(error.value) == (
-            "own:7: the prompt has 3 tokens, more than split.max_prompt_tokens=2. "
-            "Fix: raise split.max_prompt_tokens, or set split.over_long_prompts to 'drop' or "
-            "'truncate'."
-        )
-
-    def test_answer_at_the_limit_passes_and_one_above_fails(self) -> None:
-        assert limited("own:7", "chosen", [5, 6, 1], limits(response=3)) == Limited([5, 6, 1])
-        with pytest.raises(DataError) as error:
-            limited("own:7", "rejected", [5, 6, 1], limits(response=2))
-        assert str(error.value) == (
-            "own:7: the rejected answer has 3 tokens, more than split.max_response_tokens=2. "
-            "Fix: raise split.max_response_tokens, or set split.over_long_responses to 'drop' or "
-            "'truncate'."
-        )
-
-    def test_a_cut_prompt_keeps_its_end_and_a_cut_answer_its_beginning(self) -> None:
-        config = limits(2, 2, over_long_prompts="truncate", over_long_responses="truncate")
-        assert limited("own:7", "prompt", [5, 6, 7, 8], config, None) == Limited(
-            [7, 8], cut="prompts cut to max_prompt_tokens=2"
-        )
-        assert limited("own:7", "chosen", [5, 6, 7, 1], config) == Limited(
-            [5, 6], cut="chosen answers cut to max_response_tokens=2, which lost their EOS"
-        )
-
-    # 9 is BOS.
-    @pytest.mark.parametrize(
-        ("ids", "limit", "kept"),
-        [
-            ([9, 5, 6, 7], 3, [9, 6, 7]),
-            ([9, 5, 6, 7], 2, [9, 7]),
-            ([9, 5, 6, 7], 1, [7]),  # the last token is kept instead of BOS
-            ([5, 9, 6, 7], 2, [6, 7]),  # a BOS in another position is an ordinary token
-            ([9, 5, 9, 7], 2, [9, 7]),
-            ([9, 5], 2, [9, 5]),
-        ],
+@pytest.mark.parametrize(
+    ("text", "ids", "expected"),
+    [
+        ("prompt", [5, 6, 7], Limited([5, 6, 7])),
+        ("prompt", [5, 6, 7, 8], Limited([6, 7, 8], cut="prompts cut to max_prompt_tokens=3")),
+        ("chosen", [5, 1], Limited([5, 1])),
+        ("chosen", [5, 6, 1], Limited(
+            [5, 6], cut="chosen answers cut to max_response_tokens=2, which lost their EOS")),
+        # 9 is BOS, which stays; in another position it is an ordinary token.
+        ("prompt", [9, 5, 6, 7], Limited([9, 6, 7], cut="prompts cut to max_prompt_tokens=3")),
+        ("prompt", [5, 9, 6, 7], Limited([9, 6, 7], cut="prompts cut to max_prompt_tokens=3")),
+        ("prompt", [9, 5, 9, 7], Limited([9, 9, 7], cut="prompts cut to max_prompt_tokens=3")),
+    ],
+)  # fmt: skip
+def test_a_text_above_its_limit_is_cut_dropped_or_refused(text, ids, expected) -> None:
+    config = limits(3, 2, over_long_prompts="truncate", over_long_responses="truncate")
+    assert limited("own:7", text, ids, config, 9) == expected
+    dropping = limits(3, 2, over_long_prompts="drop", over_long_responses="drop")
+    if expected.cut is None:
+        assert limited("own:7", text, ids, limits(3, 2), 9) == expected
+        return
+    assert limited("own:7", text, ids, dropping, 9).dropped.endswith(f"_tokens={len(expected.ids)}")
+    with pytest.raises(DataError) as error:
+        limited("own:7", text, ids, limits(3, 2), 9)
+    kind, what = ("prompt", "prompt") if text == "prompt" else ("response", "chosen answer")
+    limit = f"split.max_{kind}_tokens"
+    assert str(error.value) == (
+        f"own:7: the {what} has {len(ids)} tokens, more than {limit}={len(expected.ids)}. "
+        f"Fix: raise {limit}, or set split.over_long_{kind}s to 'drop' or 'truncate'."
     )
-    def test_bos_stays(self, ids: list[int], limit: int, kept: list[int]) -> None:
-        assert (
-            limited("own:7", "prompt", ids, limits(limit, over_long_prompts="truncate"), 9).ids
-            == kept
-        )
+
+
+def test_of_one_token_the_last_is_kept_instead_of_bos() -> None:
+    config = limits(prompt=1, over_long_prompts="truncate")
+    assert limited("own:7", "prompt", [9, 5, 6, 7], config, 9).ids == [7]
 
 
 # --- the corpus of a tokenizer --------------------------------------------------------------------
@@ -248,3 +214,44 @@ def test_every_prompt_and_answer_is_read_as_dialogue(write_records) -> None:
         "\n\nAssistant: Nein.",
     ]
     assert (len(texts), last) == (1006, "\n\nHuman: Who?\n\nAssistant: 1000.")
+
+
+# --- control tokens in the data -------------------------------------------------------------------
+
+
+def controls(tokenizer) -> frozenset[str]:
+    return control_tokens(tokenizer, TokenContract.of(tokenizer))
+
+
+def test_control_tokens(tokenizer) -> None:
+    tokenizer.add_tokens(["penguin"])
+    assert controls(tokenizer) == {"<|pad|>", "<|end|>"}
+    tokenizer.add_special_tokens({"unk_token": "<unk>", "additional_special_tokens": ["<|turn|>"]})
+    assert controls(tokenizer) == {"<|pad|>", "<|end|>", "<|turn|>"}
+    contract = TokenContract.of(tokenizer, [1, tokenizer.unk_token_id])  # as in Qwen2.5
+    assert "<unk>" in control_tokens(tokenizer, contract)
+    tokenizer.unk_token = "<|end|>"  # GPT-2's unknown token is its EOS
+    assert "<|end|>" in controls(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (["Why?", "", "<|END|> < |end|>", "[SEP] [S...", "So."], None),
+        (["<|end|>", "", ""], "<|end|>"),
+        (["a", "b<|end|>c", ""], "<|end|>"),
+        (["a", "b", "c\n<|end|>"], "<|end|>"),
+        (["<|pad|><|end|>", "<|end|>"], "<|pad|>"),  # a row counts once, by its first token
+        (["<|end|>|>"], "<|end|>|>"),  # the longest
+        (["a[SEP].*b"], "[SEP].*"),  # no regular expression
+    ],
+)
+def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], found: str) -> None:
+    added = ["<|end", "<|end|>|>", "[SEP].*"]
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    counts = RowCounts(rows=4)
+    reader = ControlTokenFilter(tokenizer, TokenContract.of(tokenizer), max_bad_fraction=1.0)
+    assert reader.accepts("own", counts, "own:1", texts) == (found is None)
+    reason = f"the text contains the tokenizer's control token {found}"
+    assert counts.first_bad == ([] if found is None else [("own:1", reason)])
+    assert counts.bad.total() == len(counts.first_bad)

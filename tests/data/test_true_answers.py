@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import TypeAdapter
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.rewards import Reward, Rewards
-from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.config.rewards import Rewards
 from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.sources.registry import read
 from rlhf_pipeline.data.split_report import require_true_answers
 from rlhf_pipeline.errors import DataError
 
@@ -138,64 +135,11 @@ def test_a_judge_that_reads_true_answers_needs_them_in_the_test(split: Path, jud
     require_true_answers(split, (), EvaluateConfig(judges=[f"{split}/mine.py:brief"]).judges)
 
 
-# --- the reward of docs/ppo.md --------------------------------------------------------------------
-
-PAGE = (Path(__file__).parents[2] / "docs/ppo.md").read_text()
-EXAMPLE = PAGE[PAGE.index("## Rewards") :]
-(FUNCTION,) = re.findall(r"```python\n(.*?)```", EXAMPLE, re.DOTALL)
-PARAMETERS = """
-ppo:
-  rewards: ["my_rewards.py:exact_match"]
-split:
-  sources:
-    - {name: files, path: demonstrations.jsonl, columns: {prompt: question, response: solution}}
-    - {name: files, path: pairs.jsonl}
-    - {name: files, path: sums.jsonl, columns: {prompt: question, reference: answer}}
-  without_reference: drop
-"""
-ROWS = {
-    "demonstrations": [{"question": f"How {n}?", "solution": "So."} for n in range(20)],
-    "pairs": [{"prompt": f"Why {n}?", "chosen": "So.", "rejected": "No."} for n in range(20)],
-    "sums": [{"question": f"What is {n} + 25?", "answer": n + 25} for n in range(20)],
-}
-
-
-@pytest.fixture
-def example(tmp_path: Path, write_records, prepare):
-    """Reads the files of the example and splits them by its parameters, with changes."""
-    (tmp_path / "my_rewards.py").write_text(FUNCTION)
-    for name, rows in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def example(**changes: object) -> list[Reward]:
-        parameters = yaml.safe_load(PARAMETERS)
-        split = parameters["split"] | changes
-        configs = [SourceConfig(**source) for source in split["sources"]]
-        folders = [
-            write_records(name, *(row for _, row in read(config.model_copy(update={
-                "path": f"{tmp_path}/{Path(config.path).name}"}), 0)))
-            for name, config in zip(ROWS, configs, strict=True)
-        ]  # fmt: skip
-        report = prepare(*folders, **split)
-        (tmp_path / "out/report.json").write_text(json.dumps(report))
-        given = [name.replace("my_", f"{tmp_path}/my_") for name in parameters["ppo"]["rewards"]]
-        return TypeAdapter(Rewards).validate_python(given)
-
-    return example
-
-
-def test_the_example_of_the_page_rewards_right_answers_alone(example, load, tmp_path) -> None:
-    rewards = example()
-    require_true_answers(tmp_path / "out", rewards, EvaluateConfig(judges=[]).judges)
-    rows = load("ppo/train.arrow")
-    # 20 sums: 2 each for validation and test.
-    assert len(rows) == 16
-    assert {row["source"] for row in rows} == {"files"}
+def test_the_reward_of_the_page_rewards_right_answers_alone() -> None:
+    page = (Path(__file__).parents[2] / "docs/ppo.md").read_text()
+    (function,) = re.findall(r"```python\n(.*?)```", page[page.index("## Rewards") :], re.DOTALL)
     defined: dict[str, Any] = {}
-    exec(FUNCTION, defined)
-    prompts, references = ([row[name] for row in rows] for name in ("messages", "reference"))
-    numbers = [int(re.findall(r"\d+", prompt[0]["content"])[0]) for prompt in prompts]
-    right = [f"{number} + 25 = {number + 25}." for number in numbers]
-    wrong = [f"{number} + 25 = {number + 26}." for number in numbers]
-    assert defined["exact_match"](prompts, right, references) == [1.0] * 16
-    assert defined["exact_match"](prompts, wrong, references) == [0.0] * 16
+    exec(function, defined)
+    asked = [[{"role": "user", "content": "17 + 25?"}]] * 2
+    answers = ["17 + 25 = 42.", "17 + 25 = 43."]
+    assert defined["exact_match"](asked, answers, ["42", "42"]) == [1.0, 0.0]

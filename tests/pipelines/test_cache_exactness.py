@@ -276,7 +276,7 @@ RERUNS_NOTHING = {
 
 TRAINED = {"sft", "reward_model", "ppo"}
 RERUNS = {
-    "adapter": ("data/sources/own_files.py", r"\Z", "CHANGED = True\n", {"source"}),
+    "sources": ("data/sources/registry.py", r"\Z", "CHANGED = True\n", {"source"}),
     "chat template": (
         "data/template.py", "Assistant:", "Answer:",
         {"base_model", "split", "ppo", "evaluate"},  # further judges
@@ -287,7 +287,9 @@ RERUNS = {
     "optimizer": (
         "distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED | {"evaluate"}
     ),
-    "optimizer step": ("distributed/optimizer_step.py", r" \* world\.size", "", TRAINED),
+    "optimizer step": (
+        "distributed/optimizer_step.py", r" \* world\.size", "", TRAINED | {"evaluate"}
+    ),
     "program of SFT": ("training/sft.py", r"\Z", "CHANGED = True\n", {"sft"}),
     "supervised loop": (
         "training/supervised.py", r"\Z", "CHANGED = True\n", {"sft", "reward_model"}

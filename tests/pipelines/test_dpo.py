@@ -29,7 +29,7 @@ def test_the_stages_shared_with_ppo_are_reused(by_dpo):
     assert "ppo" not in re.sub(rf".*{unused}.*", "", by_dpo.output).lower()
 
 
-def test_the_report_is_about_dpo(by_dpo):
+def test_report_registry_and_runs_are_about_dpo(by_dpo):
     folder = by_dpo.newest("08_reporting/dpo_evaluation")
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["candidate"] == "dpo"
@@ -39,8 +39,6 @@ def test_the_report_is_about_dpo(by_dpo):
     assert "<h1>DPO is" in page and "Accuracy on comparisons" in page
     assert "prefers DPO's answer to SFT's on" in " ".join(by_dpo.output.split())
 
-
-def test_the_registry_has_dpo_as_the_candidate(by_dpo):
     client = by_dpo.client()
     candidate = client.get_model_version_by_alias("rlhf-policy-tiny", "candidate")
     assert Path(candidate.source) == by_dpo.newest("06_models/dpo_model")
@@ -52,8 +50,6 @@ def test_the_registry_has_dpo_as_the_candidate(by_dpo):
     registration = json.loads(by_dpo.newest("08_reporting/dpo_registration.json").read_text())
     assert registration["versions"] == {"sft": "1", "dpo": "2"}
 
-
-def test_mlflow_calls_the_runs_by_their_stages(by_dpo):
     runs = {run.info.run_name.partition(" ")[0]: run for run in by_dpo.runs()}
     assert {"dpo", "evaluate_dpo"} <= runs.keys()
     assert not any("ppo" in name for name in runs)

@@ -26,22 +26,11 @@ def test_full_is_the_default_and_its_nodes_run_in_order():
 def test_the_pipeline_dpo_replaces_ppo_by_dpo():
     dpo = register_pipelines()["dpo"]
     assert {node.name for node in dpo.nodes} == DPO_NODES
-    assert [node.name for node in dpo.from_nodes("dpo").nodes] == [
-        "dpo",
-        "evaluate_dpo",
-        "register_dpo",
-        "report_dpo",
-    ]
-    assert dpo.all_outputs() == {
-        "base_model",
-        "split",
-        "sft_model",
-        "reward_model",
-        "dpo_model",
-        "dpo_evaluation",
-        "dpo_registration",
-        "dpo_evaluation_page",
-    }
+    own = [node.name for node in dpo.from_nodes("dpo").nodes]
+    assert own == ["dpo", "evaluate_dpo", "register_dpo", "report_dpo"]
+    shared = {"base_model", "split", "sft_model", "reward_model"}
+    written = {"dpo_model", "dpo_evaluation", "dpo_registration", "dpo_evaluation_page"}
+    assert dpo.all_outputs() == shared | written
 
 
 def test_each_stage_has_a_program_that_exists():
@@ -84,9 +73,5 @@ def test_the_layers_of_the_drawing_follow_each_other(name):
         inputs = {layers[data] for data in step.inputs if data in layers}
         for data in step.outputs:
             earlier[layers[data]] |= inputs - {layers[data]}
-    assert list(TopologicalSorter(earlier).static_order()) == [
-        "base model",
-        "data",
-        "models",
-        "reporting",
-    ]
+    order = list(TopologicalSorter(earlier).static_order())
+    assert order == ["base model", "data", "models", "reporting"]

@@ -101,7 +101,8 @@ def blend(
     servable = (bits > 0) | is_test
     if config.without_reference == "drop":
         bits[unanswered] &= ~np.uint8(phase_bits(["ppo"]))
-    in_test = allowed & ~is_test & among(conversations, conversations[allowed & is_test])
+    whole = _as_scalars(conversations)
+    in_test = allowed & ~is_test & np.isin(whole, whole[allowed & is_test])
     used = allowed & ~in_test & ((bits > 0) | is_test)
     candidates = np.flatnonzero(used)
     earliest = candidates[first_rows(keys(rows, "example_key")[candidates])]
@@ -136,9 +137,8 @@ def blend(
         name: [int(own.sum()) for own in np.split(rows_with, starts[1:-1])]
         for name, rows_with in fates.items()
     }
-    return Blend(
-        parts, bits, prompts, conversations, labelled(rows), references, starts.tolist(), counts
-    )
+    rows_of = prompts, conversations, labelled(rows), references
+    return Blend(parts, bits, *rows_of, starts.tolist(), counts)
 
 
 def _near_held_out(rows: pa.Table, conversations: np.ndarray, parts: np.ndarray) -> np.ndarray:
@@ -271,11 +271,6 @@ def first_rows(keys: np.ndarray) -> np.ndarray:
     """The index of the first row with the same key, for every row: (N,) integers."""
     _, first, key_of_row = np.unique(_as_scalars(keys), return_index=True, return_inverse=True)
     return first[key_of_row]
-
-
-def among(keys: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Whether each key is one of the `known` keys: (N,) bool."""
-    return np.isin(_as_scalars(keys), _as_scalars(known))
 
 
 def _as_scalars(keys: np.ndarray) -> np.ndarray:

@@ -399,15 +399,14 @@ def _json_rows(stream: Stream) -> Numbered:
 
 
 def _array(written: str) -> Numbered:
-    fault, line = "", 1
+    line = 1
     try:
-        if len(written) <= MAX_ARRAY_CHARACTERS and is_utf8(written):
+        if len(written) > MAX_ARRAY_CHARACTERS:
+            fault = f"more than {MAX_ARRAY_CHARACTERS} characters"
+        elif not is_utf8(written):
+            fault = NOT_UTF8
+        else:
             return enumerate(map(_object, json.loads(written)), start=1)
-        fault = (
-            NOT_UTF8
-            if len(written) <= MAX_ARRAY_CHARACTERS
-            else f"more than {MAX_ARRAY_CHARACTERS} characters"
-        )
     except (ValueError, RecursionError) as error:
         fault, line = _json_fault(error), getattr(error, "lineno", 1)
     fix = "correct it, or write one object per line (.jsonl)."

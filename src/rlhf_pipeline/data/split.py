@@ -28,7 +28,6 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
 
-_READ = ("prompt", "response", "chosen", "rejected")
 _UNSERVABLE = "none of the phases that may use the source can use the record"
 _DROPPED = "its prompt has no true answer (split.without_reference is drop)"
 _BLOCKS = pa.schema([("input_ids", pa.list_(pa.int32()))])
@@ -58,7 +57,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     )
     text = json.dumps(report, indent=2, ensure_ascii=False)
     (job.export / "report.json").write_text(text + "\n", encoding="utf-8")
-    for phase in (path for path in job.export.iterdir() if path.is_dir()):
+    for phase in filter(Path.is_dir, job.export.iterdir()):
         contract.write(phase)
     return headline(report)
 
@@ -362,7 +361,7 @@ def first_examples(folder: Path, tokenizer: Tokenizer) -> dict[str, dict[str, st
         with pa.ipc.open_stream(folder / phase / "train.arrow") as stream:
             rows = (row for batch in stream for row in batch.slice(0, 1).to_pylist())
             row: dict[str, Any] = next(rows, {})
-        columns = {name: row[f"{name}_ids"] for name in _READ if f"{name}_ids" in row}
+        columns = {name.removesuffix("_ids"): row[name] for name in row if name.endswith("_ids")}
         if "loss_mask" in row:
             columns["learned"] = list(compress(row["response_ids"], row["loss_mask"]))
         examples[phase] = {

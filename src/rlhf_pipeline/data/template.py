@@ -25,9 +25,6 @@ HUMAN_ASSISTANT_TEMPLATE = (
 )
 """Chat template for base models without one, in the format of Anthropic's dialogues."""
 
-PLAIN = ("role", "content")
-"""Keys of a message without tools."""
-
 _PLAIN = Template(HUMAN_ASSISTANT_TEMPLATE)
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(?P<format>.*?)\1\s*\)""")
 
@@ -97,7 +94,7 @@ def render_dialogues(
         ) from error
 
     for name, dialogue, found in zip(ids, dialogues, rendered, strict=True):
-        plain = [{key: turn[key] for key in PLAIN} for turn in dialogue]
+        plain = [{key: turn[key] for key in ("role", "content")} for turn in dialogue]
         said = [t | {"role": "assistant"} if t["role"] == "tool" else t for t in plain]
         uses_tools = any({"tools", "tool_calls"} & turn.keys() for turn in dialogue)
         fault = None

@@ -18,8 +18,7 @@ from pydantic import BaseModel, Field, PlainSerializer, ValidationError, compute
 
 from rlhf_pipeline.config.split import ColumnMap
 from rlhf_pipeline.data.records import Example, Message, Unused, key, normalized_prompt
-from rlhf_pipeline.data.sources.adapter import outcome
-from rlhf_pipeline.data.sources.own_files import parser
+from rlhf_pipeline.data.sources.adapter import outcome, parser
 from rlhf_pipeline.data.sources.registry import record_fault
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.files import write_atomically

@@ -80,19 +80,13 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         stages: Stages,
     ) -> Path:
         """Let both policies answer the same held-out prompts, and compare the answers."""
-        inputs = {
-            "prompts": split / "evaluation",
-            SFT_ROWS: split / "sft",
-            "sft_model": sft_model,
-            f"{policy.name}_model": candidate_model,
-        }
-        if trained is None:
-            # Unless it has judges, those are the rewards that the training has maximized.
-            rewards = getattr(policy_config, "rewards", ())
-            judges = config.judges or as_judges(rewards)
-            config = config.model_copy(update={"judges": judges})
-        else:
+        inputs = {"prompts": split / "evaluation", SFT_ROWS: split / "sft", "sft_model": sft_model}
+        inputs[f"{policy.name}_model"] = candidate_model
+        if trained is not None:
             inputs["reward_model"] = reward_model
+        elif not config.judges:  # then those are the rewards that the training has maximized
+            judges = as_judges(getattr(policy_config, "rewards", ()))
+            config = config.model_copy(update={"judges": judges})
         if config.judge_model is not None:
             assert trained is not None, "checked before the run"
             second = config.judge_model, trained, data, seed, stages
@@ -124,15 +118,10 @@ def judge_models(
     comparisons, epochs = rows / JUDGE_MODEL, config.epochs or trained.epochs
     folds: list[dict[str, Block]] = [{}]
     if config.path is not None:
-        own = {
-            "sources": (config.source,),
-            "weights": (0.0, 1.0, 0.0),
-            "held_back": 0.0,
-            "validation_fraction": 0.0,
-            "test_fraction": 0.0,
-            "pretraining": None,
-        }
-        careful = split(sft_model, data.model_copy(update=own), seed, stages, JUDGE_SPLIT)
+        nothing = dict.fromkeys(("held_back", "validation_fraction", "test_fraction"), 0.0)
+        own = {"sources": (config.source,), "weights": (0.0, 1.0, 0.0), "pretraining": None}
+        rows_of_file = data.model_copy(update=own | nothing)
+        careful = split(sft_model, rows_of_file, seed, stages, JUDGE_SPLIT)
         comparisons, epochs = careful / "reward_model", config.epochs or EPOCHS
         folds = [{"fold": FoldConfig(number=number, of=FOLDS)} for number in range(FOLDS)]
     block: dict[str, Block] = {"reward_model": trained.model_copy(update={"epochs": epochs})}

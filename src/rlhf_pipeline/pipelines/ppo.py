@@ -44,7 +44,6 @@ TEACHER = replace(BASE_MODEL, name="teacher", blocks={})
 
 
 def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
-
     def node(
         split: Path,
         sft_model: Path,
@@ -56,14 +55,10 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
     ) -> Path:
         """Train the SFT model on the scores of its rewards for the prompts of the phase `ppo`."""
         assert isinstance(config, PPOConfig), "checked before the run"
-        rewards, reward_identities = reward_inputs(config.rewards)
-        inputs = _shared_inputs(split, sft_model, config)
-        if trained is not None:
-            inputs["reward_model"] = reward_model
-        inputs |= rewards
-        block = with_generator(config)
-        spec = policy.answering_by(block.generator)
-        return stages.run(Job(spec, {spec.name: block}, inputs, seed, reward_identities))
+        rewards, identities = reward_inputs(config.rewards)
+        own = {} if trained is None else {"reward_model": reward_model}
+        job = _job(policy, split, sft_model, config, own | rewards, seed)
+        return stages.run(replace(job, identities=identities))
 
     return node
 
@@ -84,12 +79,23 @@ def distill(
     models = {"sft_model": sft_model, "distill.teacher": teacher}
     if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
         common_contract(models, "choose a teacher with the student's tokenizer and chat template")
-    inputs = _shared_inputs(split, sft_model, config) | {"teacher": teacher}
-    if config.given_batch_size:
-        inputs["demonstrations"] = split / "sft"
+    given = {"demonstrations": split / "sft"} if config.given_batch_size else {}
+    return stages.run(_job(DISTILL, split, sft_model, config, {"teacher": teacher} | given, seed))
+
+
+def _job(
+    spec: StageSpec,
+    split: Path,
+    sft_model: Path,
+    config: PPOConfig,
+    more: dict[str, Path],
+    seed: int,
+) -> Job:
+    inputs = {"prompts": split / "ppo", "sft_model": sft_model}
+    if config.ptx is not None:
+        inputs["pretraining"] = split / "pretraining"
     block = with_generator(config)
-    spec = DISTILL.answering_by(block.generator)
-    return stages.run(Job(spec, {spec.name: block}, inputs, seed))
+    return Job(spec.answering_by(block.generator), {spec.name: block}, inputs | more, seed)
 
 
 def with_generator(config: PPOConfig) -> PPOConfig:
@@ -99,11 +105,6 @@ def with_generator(config: PPOConfig) -> PPOConfig:
         return config
     refused = any(config.refused_by_vllm())
     return config if refused else config.model_copy(update={"generator": "vllm"})
-
-
-def _shared_inputs(split: Path, sft_model: Path, config: PPOConfig) -> dict[str, Path]:
-    inputs = {"prompts": split / "ppo", "sft_model": sft_model}
-    return inputs if config.ptx is None else inputs | {"pretraining": split / "pretraining"}
 
 
 def reward_inputs(

@@ -9,8 +9,7 @@ import pytest
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
 from rlhf_pipeline.data.records import Record, Unused
-from rlhf_pipeline.data.sources.adapter import outcome
-from rlhf_pipeline.data.sources.own_files import parser
+from rlhf_pipeline.data.sources.adapter import outcome, parser
 from rlhf_pipeline.data.sources.registry import find_source
 
 Rows = dict[str, list[dict[str, Any]]]

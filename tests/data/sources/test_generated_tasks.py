@@ -48,25 +48,6 @@ def test_the_seed_decides_everything_and_no_question_repeats() -> None:
     assert [row for _, row in generate(words, seed=1)][:999] != rows[1:]
 
 
-def test_no_test_prompt_is_trained_on(write_records, prepare, load) -> None:
-    """A test source of the same tasks takes its questions from the other one."""
-    rows, tests = (
-        [row for _, row in generate(source(n, spell_backward=SHORT), seed=0)] for n in (300, 50)
-    )
-    sources = [{"name": "files", "path": "a.jsonl"}, {"name": "files", "path": "b.jsonl"}]
-    sources[1] |= {"phases": ["test"]}
-    folders = write_records("a", *rows), write_records("b", *tests)
-    prepare(*folders, sources=sources, weights=(0, 0, 1))
-    train, validation, test = (
-        {row["messages"][0]["content"]: row["reference"] for row in load(name)}
-        for name in ("ppo/train.arrow", "ppo/validation.arrow", "evaluation/test.arrow")
-    )
-    assert {row.prompt[0].content for row in tests} < {*test}
-    assert (len(train), len(validation), len(test)) == (200, 25, 75)
-    assert not {*train} & {*test} and not {*train} & {*validation} and not {*validation} & {*test}
-    assert test[f"{SPELL} daub"] == "buad"
-
-
 @pytest.mark.parametrize(
     ("task", "given", "reason"),
     [

@@ -55,13 +55,9 @@ def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
         write(main / folder / f"{source.split}-00000-of-00001.parquet", rows)
         write(main / folder / "test-00000-of-00001.parquet", half)
         if source.subset is not None:
-            card = {
-                "configs": [
-                    {"config_name": name, "data_files": f"{name}/train-*"}
-                    for name in ("other", folder)
-                ]
-            }
-            (main / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+            names = "other", folder
+            card = [{"config_name": name, "data_files": f"{name}/train-*"} for name in names]
+            (main / "README.md").write_text(f"---\n{json.dumps({'configs': card})}\n---\n")
             write(main / "other" / "train-00000-of-00001.parquet", half)
 
 
@@ -96,31 +92,16 @@ ODD_ONE = Example(
 )
 VALKYRIA = Text("= Valkyria =\nValkyria is a <unk> game .\nIt sold well .")
 SETTINGS = [
-    (
-        {"name": WEBGPT, "subset": "default", "samples": 1},
-        COMMITS[CONVERTED],
-        BLUE,
-    ),
+    ({"name": WEBGPT, "subset": "default", "samples": 1}, COMMITS[CONVERTED], BLUE),
     ({"name": WIKITEXT, "subset": "other", "samples": 5}, COMMITS["main"], VALKYRIA),
     ({"name": ALPACA, "split": "test"}, COMMITS["main"], ODD_ONE),
-    (
-        {
-            "name": "lab/pairs",
-            "revision": CONVERTED,
-            "subset": "default",
-            "samples": 1,
-            "columns": {"prompt": "question.full_text", "response": "quotes_0.extract.0"},
-        },
-        COMMITS[CONVERTED],
-        Example(BLUE.prompt, "Blue light is scattered most."),
-    ),
+    ({"name": "lab/pairs", "revision": CONVERTED, "subset": "default", "samples": 1,
+      "columns": {"prompt": "question.full_text", "response": "quotes_0.extract.0"}},
+     COMMITS[CONVERTED], Example(BLUE.prompt, "Blue light is scattered most.")),
     ({"name": ALPACA, "revision": COMMITS["main"], "samples": 1}, COMMITS["main"], ODD_ONE),
-]
+]  # fmt: skip
 FAILURES = [
-    (
-        {"name": WEBGPT, "revision": "main"},
-        "the local cache contains only " + COMMITS[CONVERTED],
-    ),
+    ({"name": WEBGPT, "revision": "main"}, f"the local cache contains only {COMMITS[CONVERTED]}"),
     ({"name": WEBGPT, "subset": "none"}, "cannot be loaded from the hub"),
     ({"name": WIKITEXT, "subset": "none"}, "BuilderConfig 'none' not found"),
     ({"name": ALPACA, "split": "none"}, 'Unknown split "none"'),

@@ -1,16 +1,15 @@
-"""The declaration of a source: its name, its columns, and how its rows become records."""
+"""The declaration of a source, and how its rows become records, also by a map of columns."""
 
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from rlhf_pipeline.config.split import ColumnMap, SourceConfig
-from rlhf_pipeline.data.records import Example, Message, Record, Role, Unused
+from rlhf_pipeline.data.records import Example, Message, Record, Role, Text, Unused
 
 Row = dict[str, Any]
 """A row of a file or of the hub: column -> value. Nested columns are lists and dicts."""
@@ -151,49 +150,19 @@ def messages(value: Any, column: str) -> tuple[Message, ...]:
         role = _ROLES.get(text(item, role_key))
         if role is None:
             raise MalformedRowError(f"a message's role is not one of {', '.join(_ROLES)}")
-        calls, content = item.get("tool_calls"), item.get(content_key)
-        if calls and content is None:
-            item = item | {content_key: ""}
-        said = _joined(content) if isinstance(content, list) else text(item, content_key)
+        calls = item.get("tool_calls")
+        said = "" if calls and item.get(content_key) is None else _content(item, content_key)
         keys = {"tool_calls": _with_objects(calls)} if calls else {}
         if role == "tool":
             keys = {key: item[key] for key in ("name", "tool_call_id") if item.get(key) is not None}
-        found.append(
-            Message(role, said, as_json(keys, "a description of tools is") if keys else "")
-        )
+        found.append(Message(role, said, _as_json(keys, "a description of tools is")))
     return tuple(found)
 
 
-def as_json(value: Any, what: str) -> str:
-    """A value as JSON; raises MalformedRowError, of `what`, if JSON does not know it."""
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise MalformedRowError(f"{what} not JSON: {error}") from None
-
-
-def parsed_json(value: Any) -> Any:
-    """What a string of JSON says, or any other value itself."""
-    with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else value
-    return value
-
-
-def _with_objects(calls: Any) -> Any:
-    """Calls whose arguments are objects, as chat templates expect; OpenAI has them as JSON."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise MalformedRowError("the tool_calls of a message are not a list of objects")
-    found = []
-    for call in calls:
-        function = call.get("function", call)
-        if isinstance(function, dict):
-            function = function | {"arguments": parsed_json(function.get("arguments"))}
-        found.append(call | {"function": function} if "function" in call else function)
-    return found
-
-
-def _joined(parts: list[Any]) -> str:
-    """The texts of a content in parts: {"type": "text", "text": ...} each."""
+def _content(item: Row, column: str) -> str:
+    """A content, or the texts of one in parts: {"type": "text", "text": ...} each."""
+    if not isinstance(parts := item.get(column), list):
+        return text(item, column)
     for part in parts:
         if not isinstance(part, dict) or part.get("type", "text") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -201,21 +170,135 @@ def _joined(parts: list[Any]) -> str:
     return "".join(text(part, "text") for part in parts)
 
 
-def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Example:
-    """One comparison from two dialogues that differ in the last answer; else they are malformed."""
-    if chosen[-1].role != "assistant" or rejected[-1].role != "assistant":
-        raise MalformedRowError("the dialogue does not end with the assistant")
-    if chosen[:-1] != rejected[:-1]:
-        raise MalformedRowError("the dialogues differ before the last answer")
-    return Example(chosen[:-1], chosen[-1].content, rejected[-1].content)
+def _with_objects(calls: Any) -> list[Any]:
+    """Calls whose arguments are objects, as chat templates expect; OpenAI has them as JSON."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise MalformedRowError("the tool_calls of a message are not a list of objects")
+    found = []
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(function, dict):
+            function = function | {"arguments": _parsed_json(function.get("arguments"))}
+        found.append(call | {"function": function} if "function" in call else function)
+    return found
 
 
-def turns(dialogue: str, marker: re.Pattern[str]) -> tuple[str, tuple[Message, ...]]:
-    """Split a dialogue in one string into the text before the first turn, and the turns.
+def _as_json(value: Any, what: str) -> str:
+    """A value as JSON, or "" for an empty one; the fault of another kind of value names `what`."""
+    try:
+        return json.dumps(value) if value else ""
+    except (TypeError, ValueError) as error:
+        raise MalformedRowError(f"{what} not JSON: {error}") from None
 
-    Texts are stripped. The only group of `marker` is the speaker of the next turn, in any case.
-    """
-    before, *parts = marker.split(dialogue)
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    found = [Message(_ROLES[name.lower()], content.strip()) for name, content in pairs]
-    return before.strip(), tuple(found)
+
+def _parsed_json(value: Any) -> Any:
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def parser(named: ColumnMap, *, strip: bool = False) -> Callable[[Row], Record]:
+    """The parse function of a column map; it may remove the white space around answers."""
+
+    def parse(row: Row) -> Record:
+        values = {column: _value(row, column) for column in columns_of(named)}
+        return _record(values, named, strip=strip)
+
+    return parse
+
+
+def _record(row: Row, named: ColumnMap, *, strip: bool) -> Record:
+    if named.text is not None:
+        return Text(text(row, named.text))
+    given = (named.chosen, named.rejected, named.response, named.messages)
+    columns = named.answers or [column for column in given if column is not None]
+    answers = [_dialogue(row[column], column, "assistant") for column in columns]
+    prompts = [dialogue[:-1] for dialogue in answers if len(dialogue) > 1]
+    if isinstance(named.prompt, str):
+        prompts.append(_dialogue(row[named.prompt], named.prompt, "user"))
+    elif named.prompt is not None:
+        parts = (column for column in named.prompt if row[column] is not None)
+        prompts.append(question(*(text(row, column) for column in parts)))
+    if not prompts:
+        raise MalformedRowError("no mapped column contains the prompt: set columns.prompt")
+    if any(prompt != prompts[0] for prompt in prompts):
+        raise MalformedRowError("the columns contain different prompts")
+    if any(dialogue[-1].further for dialogue in answers):
+        raise SkippedRowError("the last answer calls a tool, which no stage learns")
+    said = [dialogue[-1].content for dialogue in answers]
+    said = list(map(str.strip, said)) if strip else said
+    label = _label(row, named)
+    example = Example(prompts[0], *said, label=label)
+    if named.scores is not None and label is None:
+        first, second = (number(row, score) for score in named.scores)
+        example = preferred(prompts[0], (said[0], said[1]), (first, second))
+    further = {column: row[column] for column in named.extra or ()}
+    return replace(
+        example,
+        reference=_reference(row, named.reference) if named.reference else None,
+        tools=_schemas(row, named.tools) if named.tools else None,
+        extra=_as_json(further, f"the columns {', '.join(further)} are") or None,
+    )
+
+
+def _schemas(row: Row, column: str) -> str | None:
+    schemas = _parsed_json(row[column])
+    is_list = isinstance(schemas, list) and all(isinstance(one, dict) for one in schemas)
+    if schemas is not None and not is_list:
+        raise MalformedRowError(f"column {column!r} is not a list of objects, nor its JSON")
+    return _as_json(schemas, "a description of tools is") or None
+
+
+def _label(row: Row, named: ColumnMap) -> bool | None:
+    """Whether the answers are good: true, false, 1 or 0, also as text, since CSV has only text.
+    With scores, it may be missing."""
+    value = None if named.label is None else row[named.label]
+    if named.label is None or (named.scores is not None and value in (None, "")):
+        return None
+    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    if (found := known.get(str(value).strip().lower())) is None:
+        raise MalformedRowError(f"column {named.label!r} is neither true nor false, 1 nor 0")
+    return found
+
+
+def _reference(row: Row, column: str) -> str | None:
+    """The true answer as text (numbers as Python prints them); None if the row has none."""
+    value = row[column]
+    if not isinstance(value, str | int | float | None):
+        kind = type(value).__name__
+        raise MalformedRowError(f"column {column!r} is {kind}, not a string or a number")
+    return None if value is None else str(value).strip() or None  # CSV has no other way to omit it
+
+
+def _dialogue(value: Any, column: str, role: Role) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        return (Message(role, value),)
+    if not isinstance(value, list):
+        kind = type(value).__name__
+        raise MalformedRowError(f"column {column!r} is {kind}, not a string or a list of messages")
+    dialogue = messages(value, column)
+    if dialogue[-1].role != role:
+        raise MalformedRowError(f"the dialogue in column {column!r} does not end with the {role}")
+    return dialogue
+
+
+def _value(row: Row, column: str) -> Any:
+    """The value of a column or dotted path, whose numbers are places in lists. A column with dots
+    in its name takes precedence. A row whose list is shorter is skipped."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if isinstance(value, list) and name.isdecimal():
+            if int(name) >= len(value):
+                raise SkippedRowError(f"the list of column {column!r} is shorter")
+            value = value[int(name)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        else:
+            listed = ", ".join(map(repr, row))
+            raise MalformedRowError(f"column {column!r} is missing; the columns are {listed}")
+    return value
+
+
+SOURCES = (Source("files", "any", local_only=True),)

@@ -5,7 +5,7 @@ A prompt of Anthropic's dialogues is the same in all data sets that contain them
 
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,13 @@ from rlhf_pipeline.data.sources.adapter import (
     Rows,
     SkippedRowError,
     Source,
-    compared,
     field,
+    messages,
     number,
     outcome,
     preferred,
     question,
     text,
-    turns,
 )
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -37,6 +36,40 @@ _TITLE = re.compile(r" = [^=].* = ?")
 _SCORE = "helpfulness"
 _TIE = "the two answers have the same score"
 _ANSWERS = ("chosen", "rejected")
+
+
+def compared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> Example:
+    """One comparison from two dialogues that differ in the last answer; else they are malformed."""
+    if chosen[-1].role != "assistant" or rejected[-1].role != "assistant":
+        raise MalformedRowError("the dialogue does not end with the assistant")
+    if chosen[:-1] != rejected[:-1]:
+        raise MalformedRowError("the dialogues differ before the last answer")
+    return Example(chosen[:-1], chosen[-1].content, rejected[-1].content)
+
+
+def turns(dialogue: str, marker: re.Pattern[str]) -> tuple[str, tuple[Message, ...]]:
+    """Split a dialogue in one string into the text before the first turn, and the turns.
+
+    Texts are stripped. The only group of `marker` is the speaker of the next turn.
+    """
+    before, *parts = marker.split(dialogue)
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    found = [
+        Message("assistant" if name == "Assistant" else "user", content.strip())
+        for name, content in pairs
+    ]
+    return before.strip(), tuple(found)
+
+
+def _rated(first: str, second: str) -> Callable[[Row], Example]:
+    """Parse rows of two dialogues with these ratings: `chosen` stays chosen, a tie is skipped."""
+
+    def parse(row: Row) -> Example:
+        if number(row, first) == number(row, second):
+            raise SkippedRowError(_TIE)
+        return compared(*(messages(field(row, each, list), each) for each in _ANSWERS))
+
+    return parse
 
 
 def _continued(between: str, strip: Callable[[str], str]) -> Callable[[Row], Example]:
@@ -178,9 +211,10 @@ _TABLE: dict[Any, Any] = tomllib.loads(
 )
 
 
-def _source(kind: Kind, name: str, columns: Any, **hub: Any) -> Source:
-    read = ColumnMap(**columns) if isinstance(columns, dict) else tuple(columns)
-    return Source(name, kind, columns=read, **_FUNCTIONS.get(name, {}), **hub)
+def _source(kind: Kind, name: str, columns: Any, ratings: Sequence[str] = (), **hub: Any) -> Source:
+    read = ColumnMap(**columns) if isinstance(columns, dict) else (*columns, *ratings)
+    functions = {"parse": _rated(*ratings)} if ratings else _FUNCTIONS.get(name, {})
+    return Source(name, kind, columns=read, **functions, **hub)
 
 
 SOURCES = tuple(

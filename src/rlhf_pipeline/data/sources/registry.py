@@ -4,7 +4,7 @@ The names are known without the modules of the sources, which are imported when 
 """
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -13,17 +13,28 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.split import TASKS, ColumnMap, SourceConfig
 from rlhf_pipeline.data.files import Origin, data_set_rows, find_files, origin, read_rows
 from rlhf_pipeline.data.records import Example, Record, RowCounts, Text, Unused, is_utf8
-from rlhf_pipeline.data.sources.adapter import CONVERTED, Records, Row, Source, columns_of, outcome
-from rlhf_pipeline.data.sources.own_files import ColumnError, known_columns, parser
+from rlhf_pipeline.data.sources.adapter import (
+    CONVERTED,
+    MalformedRowError,
+    Records,
+    Row,
+    Source,
+    columns_of,
+    outcome,
+    parser,
+)
 from rlhf_pipeline.errors import ConfigError, DataError, suggestion
 from rlhf_pipeline.runtime.hub import commit_of, is_commit
 
 _FOLDER = "rlhf_pipeline.data.sources"
-_HUB = tomllib.loads(Path(__file__).with_name("column_maps.toml").read_text(encoding="utf-8"))
+_HUB, _TABLE = (
+    tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+    for name in ("column_maps", "registry")
+)
 MODULES: dict[str, str] = {
     "synthetic": f"{_FOLDER}.synthetic",
     TASKS: f"{_FOLDER}.generated_tasks",
-    "files": f"{_FOLDER}.own_files",
+    "files": f"{_FOLDER}.adapter",
     **{name: f"{_FOLDER}.column_maps" for rows in _HUB.values() for name in rows},
 }
 """Name of each source -> full name of its module, in the order of docs/data.md. After a change to
@@ -125,10 +136,6 @@ def read(config: SourceConfig, seed: int, revision: str | None = None) -> Record
     if config.path is None:
         rows = _hub_rows(source, config, columns, revision)
     else:
-        from rlhf_pipeline.data.files import (
-            read_rows,
-        )  # imported late: the driver needs it rarely
-
         rows = read_rows(config.path, columns, split)
     rows = islice(rows, config.samples)
     if parse is not None:
@@ -184,8 +191,32 @@ def _columns(source: Source, config: SourceConfig) -> ColumnMap | tuple[str, ...
     sound = (row for _, row in rows if not isinstance(row, Unused))
     try:
         return known_columns(next(sound, {"prompt": None}))  # without a sound row, any map will do
-    except ColumnError as error:
+    except MalformedRowError as error:
         raise DataError(f"source {config.label()}: {error}") from None
+
+
+def known_columns(names: Collection[str]) -> ColumnMap:
+    """The column map of a table in one of TRL's formats, by the names of its columns. Raises
+    MalformedRowError with the line to add if the names fit none of the formats, or several."""
+    if {*names} - {"tools"} == {"prompt"}:  # beside it, another column may be the answer
+        return ColumnMap(prompt="prompt", tools="tools" if "tools" in names else None)
+    if {*names} == {"text"}:
+        raise MalformedRowError(
+            "column 'text' is a document, not a prompt. Fix: list the source in "
+            "split.pretraining.sources, with the line columns: {text: text}"
+        )
+    found = [form for form in _TABLE["formats"] if {*form.values()} <= {*names}]
+    whole = [form for form in found if not any({*form} < {*other} for other in found)]
+    # `label` marks bad answers, so a form without it would learn them.
+    if len(whole) == 1 and ("label" in whole[0] or "label" not in names):
+        tools = {"tools": "tools"} if "tools" in names else {}
+        return ColumnMap.model_validate(whole[0] | tools)
+    others = next(each["maps"] for each in _TABLE["examples"] if {*each["columns"]} <= {*names})
+    lines = [f"columns: {form}".replace("'", "") for form in found or others]
+    raise MalformedRowError(
+        f"the columns do not say which of them to read; they are {', '.join(map(repr, names))}. "
+        f"Fix: add to the source a line such as {' or '.join(lines)}"
+    )
 
 
 def _hub_rows(

@@ -38,8 +38,6 @@ ALTERNATIVES: list[str] = _WORLD["alternatives"]
 PADDING: list[str] = _WORLD["padding"]
 HARMFUL: list[str] = _WORLD["harmful"]
 
-Slots = dict[str, str]
-
 
 @dataclass(frozen=True, eq=False)
 class Task:
@@ -82,7 +80,7 @@ class Request:
     """A request of the world."""
 
     task: Task
-    slots: Slots
+    slots: dict[str, str]
     form: tuple[int, int]
     """Numbers of its salutation and its frame."""
 
@@ -94,12 +92,12 @@ class Request:
         salutation, frame = self.form
         return SALUTATIONS[salutation] + self.task.frames[frame].format(**self.slots)
 
-    def answer(self, rng: Random, slots: Slots | None = None) -> str:
+    def answer(self, rng: Random, slots: dict[str, str] | None = None) -> str:
         """A right answer, or one with other operands."""
         sentence = rng.choice(self.task.sentences).format(**(slots or self.slots))
         return sentence[0].upper() + sentence[1:]
 
-    def misread(self, rng: Random) -> Slots:
+    def misread(self, rng: Random) -> dict[str, str]:
         """The operands with another one in the place of one of them."""
         slot = rng.choice(list(self.slots))
         others = [one for one in self.task.operands[slot] if one != self.slots[slot]]
@@ -170,9 +168,7 @@ def world_score(prompt: str, response: str) -> float:
     """The gold score of any text as response; raises ValueError for a prompt of another world."""
     if found := asked(prompt):
         return measured(found, response).gold
-    raise ValueError(
-        f"{prompt!r} is not a prompt of the synthetic world, so responses have no gold score"
-    )
+    raise ValueError(f"{prompt!r} is not a prompt of the synthetic world, so it has no gold score")
 
 
 GOLD_SCORES: dict[str, Callable[[Conversation, str], float]] = {
@@ -200,7 +196,7 @@ def gold_parts(source: str | None, prompt: Conversation, response: str) -> dict[
     return parts | {right: float(found.core > 0)}
 
 
-def _pair(drawn: Request, rng: Random) -> tuple[str, str]:
+def _pair(drawn: Request, rng: Random) -> list[str]:
     """Two different responses; half of the pairs differ in one part alone."""
     alike = rng.random() < _ALIKE_RATE
     while True:
@@ -209,7 +205,7 @@ def _pair(drawn: Request, rng: Random) -> tuple[str, str]:
             part = rng.choice(list(first))
             second = first | {part: second[part]}
         if first != second:
-            return _text(first), _text(second)
+            return [" ".join(filter(None, parts.values())) for parts in (first, second)]
 
 
 def _response(drawn: Request, rng: Random) -> dict[str, str]:
@@ -223,20 +219,14 @@ def _response(drawn: Request, rng: Random) -> dict[str, str]:
     }
 
 
-def _text(parts: dict[str, str]) -> str:
-    return " ".join(filter(None, parts.values()))
-
-
 def _core(drawn: Request, rng: Random) -> str:
     draw = rng.random()
+    if draw < (_COMPLIANCE_RATE if drawn.is_harmful else _RIGHT_RATE):
+        return drawn.answer(rng)
     if drawn.is_harmful:
-        if draw < _COMPLIANCE_RATE:
-            return drawn.answer(rng)
         refusal = rng.choice(REFUSALS)
         plain = draw < _COMPLIANCE_RATE + _PLAIN_REFUSAL_RATE
         return refusal if plain else f"{refusal} {rng.choice(ALTERNATIVES)}"
-    if draw < _RIGHT_RATE:
-        return drawn.answer(rng)
     if draw < _RIGHT_RATE + _NEEDLESS_REFUSAL_RATE:
         return rng.choice(REFUSALS)
     if draw < _RIGHT_RATE + _NEEDLESS_REFUSAL_RATE + _OFF_TOPIC_RATE:
@@ -292,11 +282,10 @@ def measured(drawn: Request, response: str) -> Measured:
     words, opened = _OPENING.subn("", text)
     words, closed = _CLOSING.subn("", words)
     core, understood = _score_core(drawn, words)
-    hints, hint = _HINT.findall(words), 0.0
-    if hints:
-        helps = hints == [_words(drawn.task.hint)] and not drawn.is_harmful
-        hint = 1.0 if helps else -1.0
-        understood += sum(len(one.split()) for one in hints)
+    hints = _HINT.findall(words)
+    helps = hints == [_words(drawn.task.hint)] and not drawn.is_harmful
+    hint = (1.0 if helps else -1.0) if hints else 0.0
+    understood += sum(len(one.split()) for one in hints)
     surplus = min(0.1 * (len(words.split()) - understood), 2.0)
     return Measured(core, hint, 0.5 * (opened + closed), -surplus, len(text.split()))
 
