@@ -23,7 +23,6 @@ from rlhf_pipeline.distributed.lean_deepspeed import DeepSpeedEngine
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.lean_transformers import PreTrainedModel
-from rlhf_pipeline.models.loading import MLMODEL
 from rlhf_pipeline.models.scalar_head import pretrained
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import put_in_place, require_space
@@ -37,12 +36,11 @@ compared."""
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write safetensors, configuration, tokenizer, chat template and token contract.
 
-    A policy also gets the file that makes its folder an MLflow model. The folder is written
-    completely or not at all. All ranks call this together; the first one writes. `model` may be an
-    engine. Raises the errors of `require_same`, and StageError if the disk has too little space.
+    The folder is written completely or not at all. All ranks call this together; the first one
+    writes. `model` may be an engine. Raises the errors of `require_same`, and StageError if the
+    disk has too little space.
     """
-    module = unwrapped(model)
-    saved = pretrained(module)
+    saved = pretrained(unwrapped(model))
     weights = whole_state_dict(saved)
     if not _is_first():
         return
@@ -53,8 +51,6 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
         tokenizer.save_pretrained(partial)
         eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
         TokenContract.of(tokenizer, eos).write(partial)
-        if saved is module:  # a policy has no scalar head around it
-            (partial / "MLmodel").write_text(MLMODEL)
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:

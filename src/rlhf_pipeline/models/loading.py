@@ -1,8 +1,8 @@
 """Load models the way all stages use them: explicit precision, no dropout, plain sampling."""
 
 import json
+import os
 import pickle
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +34,6 @@ DTYPES: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
 }
 SAFE = (".safetensors", ".safetensors.index.json")
-MAX_NEW_TOKENS = 128
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-MLMODEL: str = _TABLE["mlmodel"].replace("MAX_NEW_TOKENS", str(MAX_NEW_TOKENS))
-"""The file `MLmodel`, by which `mlflow.pyfunc.load_model` loads a policy from its folder."""
 
 
 def load_policy(checkpoint: Path, precision: Precision, **how: Any) -> PreTrainedModel:
@@ -47,6 +43,24 @@ def load_policy(checkpoint: Path, precision: Precision, **how: Any) -> PreTraine
     install_logprob_head(model)
     use_packed_attention(model)
     return without_dropout(model)
+
+
+def load_finished(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a policy, ready for `generate`: on the GPU if there is one, in the
+    precision that it was saved in.
+
+    Raises ArtifactError if it needs its own Python code, unless RLHF_TRUST_REMOTE_CODE is "true".
+    """
+    trust = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"
+    device = torch.device("cuda") if torch.cuda.is_available() else None
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+    tokenizer.padding_side = "left"
+    model: PreTrainedModel = load_model(
+        AutoModelForCausalLM, folder, None, trust_remote_code=trust, device=device
+    )
+    contract = TokenContract.of(tokenizer, model.generation_config.eos_token_id)
+    model.generation_config = plain_generation(contract)
+    return model.eval(), tokenizer
 
 
 def saved_precision(checkpoint: Path) -> Precision:
