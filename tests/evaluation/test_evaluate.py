@@ -240,9 +240,6 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     evaluation = evaluation_in(tmp_path / "b")
     assert (evaluation["prompts"], evaluation["answers_per_prompt"]) == (6, 3)
     assert evaluation["win_rates"]["score"]["n"] == 6
-    pairs = zip(answers_of(more, "sft"), answers_of(more, "ppo"), strict=True)
-    outcomes = [(ours["score"] > theirs["score"]) for theirs, ours in pairs]
-    assert metrics["paired_win_rate/score"] == pytest.approx(sum(outcomes) / 18)
     crossed = [
         ours["score"] > theirs["score"]
         for ours in answers_of(more, "ppo")
@@ -251,11 +248,6 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     ]
     assert metrics["win_rate/score"] == pytest.approx(sum(crossed) / 36)
     assert evaluation["best_of_n"] == evaluation_in(tmp_path / "a")["best_of_n"]
-    best, score = evaluation["best_of_n"][1], {}
-    for a in answers_of(more, "sft"):
-        if a["draw"] < 2:
-            score[a["row"]] = max(a["score"], score.get(a["row"], -math.inf))
-    assert best["score"] == pytest.approx(sum(score.values()) / 6)
 
 
 def test_what_policies_achieve_in_tasks_stands_beside_the_answers(inputs, world, tmp_path):
