@@ -84,29 +84,20 @@ def test_the_newest_page_is_made_and_opened(project, tmp_path):
     assert "Score of the reward model" in text  # of the policy's training, found by its content
 
 
-def test_a_page_that_is_there_is_not_made_again(project, tmp_path):
-    project.publish("2026-01-01")
+def test_a_page_is_made_again_only_if_it_or_its_evaluation_was_changed(project, tmp_path):
+    evaluation = project.publish("2026-01-01")
     page = tmp_path / "evaluation.html" / "2026-01-01" / "evaluation.html"
     project.report("2026-01-01", show=False)
-    before = page.stat()
+    before, published = page.stat(), page.read_text()
     project.report("2026-01-01", show=False)
     assert (page.stat().st_ino, page.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert project.opened == []
-
-
-def test_a_page_of_other_numbers_is_made_again(project, tmp_path):
-    """Those of another evaluation, or a changed one."""
-    evaluation = project.publish("2026-01-01")
-    project.report("2026-01-01", show=False)
-    page = tmp_path / "evaluation.html" / "2026-01-01" / "evaluation.html"
-    published = page.read_text()
     page.write_text(published.replace("%", "0%"))
     project.report("2026-01-01", show=False)
     assert page.read_text() == published
     (evaluation / "weights").write_text("other numbers")
     sealed(evaluation)
     project.report("2026-01-01", show=False)
-    assert page.read_text() != published
+    assert page.read_text() != published and project.opened == []
 
 
 @pytest.mark.parametrize("file", ["evaluation.json", "answers.jsonl"])
