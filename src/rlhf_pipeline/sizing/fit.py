@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import TrainedModel
@@ -167,9 +168,11 @@ def changed(parameters: Mapping[str, Any], *changes: Changes) -> dict[str, Any]:
 
 def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Iterator[Changes]:
     config = BLOCKS[stage].model_validate(parameters[stage])
-    for name in ("micro_batch_tokens", "sampling.batch_size_per_gpu"):
-        for place in (stage, f"{stage}.sample"):
-            yield from _halves(f"{place}.{name}", {stage: config.model_dump()})
+    values = leaves(config.model_dump(), f"{stage}.")
+    for ending in (".micro_batch_tokens", ".sampling.batch_size_per_gpu"):
+        for name, value in values:
+            if name.endswith(ending):  # a half, a quarter and so on
+                yield from ({name: value >> power} for power in range(1, value.bit_length()))
     if isinstance(config, EvaluateConfig):
         if hardware.world > 1:
             yield {"evaluate.zero_stage": 3}
@@ -191,13 +194,3 @@ def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Ite
         yield each("deepspeed.offload_optimizer", True)
         yield each("deepspeed.zero_stage", 3) | each("deepspeed.offload_parameters", True)
     yield each("lora.rank", 16)
-
-
-def _halves(name: str, parameters: Mapping[str, Any]) -> Iterator[Changes]:
-    """A half, a quarter and so on of a parameter; nothing if the stage has no such parameter."""
-    value: Any = parameters
-    for place in name.split("."):
-        value = value.get(place) or {}
-    while isinstance(value, int) and value > 1:
-        value //= 2
-        yield {name: value}
