@@ -10,11 +10,9 @@ import pytest
 @pytest.fixture(scope="session")
 def publish():
     """Turns the folder of a model into an artifact of a stage; returns the folder."""
-    from rlhf_pipeline.models.loading import MLMODEL
     from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 
     def publish(folder: Path, stage: str = "ppo") -> Path:
-        (folder / "MLmodel").write_text(MLMODEL)
         files = file_entries(folder)
         Manifest(stage, f"{stage:0<64}", 7, {}, {}, {"torch": "2"}, {}, files).write(folder)
         return folder

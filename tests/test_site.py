@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
-from rlhf_pipeline.verdict.charts import OTHERS, PPO
+from rlhf_pipeline.verdict.charts import ON_PROMPTS, OTHERS
 
 PROJECT = Path(__file__).parents[1]
 EXTERNAL = {
@@ -130,7 +130,7 @@ def test_every_metric_of_a_run_is_documented(project):
 @pytest.mark.parametrize("stage", ["ppo", "sft", "reward_model", "dpo"])
 def test_the_page_of_a_run_calls_the_same_healthy(stage):
     documented = documented_metrics()
-    for _, pattern, note, _ in PPO if stage == "ppo" else OTHERS:
+    for _, pattern, note, _ in ON_PROMPTS if stage == "ppo" else OTHERS:
         metric = pattern.format(stage)
         if metric in documented:
             assert note.rstrip(".") in documented[metric], metric

@@ -122,10 +122,9 @@ def load_policy(
     """
     with _opened(project, env, params) as (_, ledger):
         folder = ledger.language_model(str(name)).resolve()
-    from rlhf_pipeline.serving import ServedPolicy
+    from rlhf_pipeline.models.loading import load_finished
 
-    served = ServedPolicy(folder)
-    return served.model, served.tokenizer
+    return load_finished(folder)
 
 
 @contextmanager

@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 from random_answers import policy as random_policy
 
-from rlhf_pipeline.commands.compare import (
-    difference_table,
-    metric_table,
-    recipes,
-    verdicts,
-)
+from rlhf_pipeline.commands.report import difference_table, metric_table, recipes, verdicts
 from rlhf_pipeline.kedro_run.artifacts import Policy
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
 from rlhf_pipeline.verdict.answers import write_answers
@@ -45,10 +40,6 @@ def make(tmp_path):
     return make
 
 
-def differing(policies, values=Policy.parameters):
-    return rows(difference_table("values", policies, values))
-
-
 def rows(table):
     """The cells of a table, row by row."""
     return list(zip(*(column.cells for column in table.columns), strict=True))
@@ -56,23 +47,21 @@ def rows(table):
 
 def test_only_what_differs_is_shown(make):
     one, two = make("one", 0.0), make("two", 0.5, steps=4)
-    assert differing([one, two]) == [("ppo.steps", "3", "4")]
-    assert differing([one, two], recipes) == [("ppo", "one-0.0", "two-0.5")]
-    assert differing([one, one]) == []
     sft = replace(two, made_from={"sft": two.made_from["sft"]})  # only one has the stage ppo
-    assert differing([sft, two]) == differing([sft, two], recipes) == []
+    for policies, parameters, stages in (
+        ([one, two], [("ppo.steps", "3", "4")], [("ppo", "one-0.0", "two-0.5")]),
+        ([one, one], [], []),
+        ([sft, two], [], []),
+    ):
+        assert rows(difference_table("values", policies, Policy.parameters)) == parameters
+        assert rows(difference_table("values", policies, recipes)) == stages
 
 
 def test_the_metrics_have_their_intervals(make):
     one, two = make("one", 0.0), make("two", 0.9)
     cells = {row[0]: row[1:] for row in rows(metric_table([one, two]))}
-    gold = (
-        two.metrics["gold_score"],
-        two.metrics["gold_score_lower"],
-        two.metrics["gold_score_upper"],
-    )
-    mean, lower, upper = (f"{value:.2f}" for value in gold)
-    assert cells["gold score"][1] == f"{mean} [{lower}, {upper}]"
+    ends = (two.metrics[f"gold_score{end}"] for end in ("", "_lower", "_upper"))
+    assert cells["gold score"][1] == "{:.2f} [{:.2f}, {:.2f}]".format(*ends)
     assert cells["KL from SFT (nats)"][0].startswith("2.00")
     assert rows(metric_table([replace(one, evaluations=()), two]))[0][1] == "-"
 

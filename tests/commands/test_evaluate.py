@@ -96,11 +96,6 @@ def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(projec
             "reference: COLUMN}}'",
         ),
         (
-            ["one", "two", "--judge=exact", "--prompts={path: {tmp}/questions.jsonl, "
-             "columns: {prompt: q}}"],
-            "column 'q' is missing; the columns are 'question' questions.jsonl:2: column 'q' is",
-        ),
-        (
             ["one", "two", "--judge=last_number", "--prompts={path: {tmp}/questions.jsonl, "
              "columns: {prompt: question}}"],
             "evaluate.judges.0: found no true answer in the first rows of files (questions.jsonl), "

@@ -113,7 +113,7 @@ def test_a_clean_process_loads_the_same_model(published, export, tmp_path, reque
     assert "model.safetensors.index.json" in files
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
     assert check_sums(target) == files - {SUMS}
-    assert not files & {"manifest.json", "MLmodel", "token_contract.json"}
+    assert not files & {"manifest.json", "token_contract.json"}
     assert front_matter(target)["license"] == "apache-2.0"
     # Nothing in it names a place on this machine.
     assert str(published.parent) not in "".join(

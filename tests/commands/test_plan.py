@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,44 +21,31 @@ from rlhf_pipeline.sizing.hardware import named
 PROJECT = Path(__file__).parents[2]
 
 
-def parameters(root, params):
-    return f"--params={','.join([f'root={json.dumps(str(root))}', *params])}"
-
-
 @pytest.fixture
 def plan(monkeypatch, tmp_path):
     """Runs the command in this process; returns its exit code and its output."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def plan(*options, root=tmp_path, params=()):
-        arguments = ["rlhf", "plan", parameters(root, params), *options]
+    def plan(*options, params=()):
+        given = ",".join([f"root={tmp_path}", *params])
+        arguments = ["rlhf", "plan", f"--params={given}", *options]
         done = CliRunner().invoke(cli, arguments, obj=bootstrap_project(PROJECT))
         return done.exit_code, done.stdout, done.stderr
 
     return plan
 
 
-def test_the_hardware_at_hand_and_no_torch_in_the_driver(tmp_path):
-    command = [sys.executable, "-X", "importtime", "-m", "kedro", "rlhf", "plan"]
-    done = subprocess.run(
-        [*command, "--env=tiny", "--json", parameters(tmp_path, [])],
-        cwd=PROJECT,
-        env=os.environ | {"PYTHONPATH": str(PROJECT / "src"), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    printed, log = done.stdout, done.stderr
-    assert done.returncode == 0, printed + log
+def test_the_hardware_at_hand(plan):
+    code, printed, log = plan("--env=tiny", "--json")
+    assert code == 0, printed + log
     found = json.loads(printed)
     assert found["hardware"]["ranks"] == 2
-    stages = {stage["stage"]: stage for stage in found["stages"]}
-    assert list(stages) == ["sft", "reward_model", "ppo", "evaluate"]
-    assert all(stage["fits"] for stage in stages.values())
+    assert [stage["stage"] for stage in found["stages"]] == [
+        "sft", "reward_model", "ppo", "evaluate",
+    ]  # fmt: skip
+    assert all(stage["fits"] for stage in found["stages"])
     # conf/tiny: a Llama with 512 * 32 embeddings, twice 4 * 32 * 32 + 3 * 32 * 64 weights, 5 norms.
     assert found["parameters"] == 512 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64) + 5 * 32
-    imported = {line.rpartition("|")[2].strip() for line in log.splitlines()}
-    assert "rlhf_pipeline.sizing.fit" in imported
-    assert imported & {"torch", "transformers", "deepspeed"} == set()
 
 
 def test_a_published_model_on_a_named_gpu_with_the_fix(plan):
@@ -79,44 +63,41 @@ def fixes(lines):
     return [option[1] for option in found if option is not None]
 
 
-def test_a_fix_is_on_one_line_of_a_terminal_with_80_columns():
+def planned(stages, gpus, **changes):
+    """The plan of OPT-1.3B, and what is printed of it in 80 columns."""
     loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
-    hardware = named(None, "1x24")
-    found = make_plan(loader["parameters"], ["ppo"], model="opt-1.3b", hardware=hardware)
+    parameters = changed(loader["parameters"], changes)
+    found = make_plan(parameters, stages, model="opt-1.3b", hardware=named(None, gpus))
     output = io.StringIO()
     show(found, Console(file=output, width=80))
-    (option,) = fixes(output.getvalue().splitlines())
-    assert option == ",".join(
-        f"{name}={value}".lower() for name, value in found.fits["ppo"].changes.items()
-    )
+    return found, output.getvalue()
+
+
+def test_a_fix_is_on_one_line_of_a_terminal_with_80_columns():
+    found, printed = planned(["ppo"], "1x24")
+    (option,) = fixes(printed.splitlines())
+    changes = found.fits["ppo"].changes.items()
+    assert option == ",".join(f"{name}={value}".lower() for name, value in changes)
     assert len(option) > 80
 
 
-def test_the_table_of_a_large_model_fits_80_columns():
-    loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
-    found = make_plan(
-        loader["parameters"], list(BLOCKS), model="opt-1.3b", hardware=named(None, "2x8x80")
-    )
-    output = io.StringIO()
-    show(found, Console(file=output, width=80))
-    printed = output.getvalue()
-    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
-    assert "PPO's `generator: auto` counts as transformers" in " ".join(printed.split())
-    assert len(re.findall("  main memory ", printed)) == len(found.fits) == 6
+def test_every_phase_has_its_memory_and_the_largest_one_is_the_peak():
+    found, printed = planned(list(BLOCKS), "2x8x80")
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed and len(found.fits) == 6
+    memory = found.fits["ppo"].memory
+    rows = re.findall(r" (?:backward|step|scoring|generation) +([\d.]+) *\n", printed)
+    sizes = [float(size) for size in rows]
+    assert len(sizes) == sum(len(fit.memory.phases) for fit in found.fits.values())
+    assert round(memory.peak / 2**30, 2) in sizes
+    assert "actor generation" in printed and "reward_model scoring" in printed
 
 
 def test_the_plan_names_the_number_that_auto_stands_for():
-    loader = LayeredConfigLoader(str(PROJECT / "conf"), env="base", **CONFIG_LOADER_ARGS)
-    parameters = changed(loader["parameters"], {"sft.micro_batch_tokens": "auto"})
-    found = make_plan(parameters, ["sft"], model="opt-1.3b", hardware=named(None, "8x40"))
+    found, printed = planned(["sft"], "8x40", **{"sft.micro_batch_tokens": "auto"})
     number = found.numbers["sft.micro_batch_tokens"]
-    given = changed(parameters, found.numbers)
-    same = make_plan(given, ["sft"], model="opt-1.3b", hardware=named(None, "8x40"))
-    assert same.fits == found.fits
+    assert planned(["sft"], "8x40", **found.numbers)[0].fits == found.fits
     assert json.loads(to_json(found))["automatic"] == {"sft.micro_batch_tokens": number}
-    output = io.StringIO()
-    show(found, Console(file=output, width=80))
-    assert f"sft.micro_batch_tokens: auto is {number} here\nsft fits: " in output.getvalue()
+    assert f"sft.micro_batch_tokens: auto is {number} here\nsft fits: " in printed
 
 
 def test_parameters_that_this_machine_refuses_are_planned(plan):
@@ -145,7 +126,6 @@ def test_parameters_that_this_machine_refuses_are_planned(plan):
         ),
         (["--model=opt-1.3"], "model: found 'opt-1.3' (did you mean opt-1.3b?)"),
         (["--gpu=a1000"], "--gpu: found 'a1000'"),
-        (["--pipeline=fulll"], "did you mean full"),
         (["--params=sft.epochs=none"], "sft.epochs (--params): found 'none', expected a number"),
     ],
 )
@@ -171,8 +151,6 @@ TWO_NODES = ["--model=opt-1.3b", "--gpus=2x8x80"]
          "The parameters are valid for 1 rank.\n"),
         (["--env=tiny"], ["launch.processes=3", "sft.batch_size=2"],
          "  - sft.batch_size (--params): found 2, expected a multiple of 3 ranks "),
-        (["--model=opt-1.3b", "--gpus=3x80"], [HUB],
-         "found 32, expected a multiple of 3 ranks (launch.processes). Fix: use 30 or 33"),
         (TWO_NODES, [HUB, "launch.processes=8"],
          "launch: found 8 ranks with mode local and processes 8, expected 16: 8 on each of 2 "
          "nodes. Fix: set launch.processes to 8, and launch.mode to command with launch.nodes 2"),
@@ -181,9 +159,7 @@ TWO_NODES = ["--model=opt-1.3b", "--gpus=2x8x80"]
          "positions"),
     ],
 )  # fmt: skip
-def test_the_parameters_are_checked_for_the_hardware(monkeypatch, options, params, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    arguments = ["rlhf", "plan", "--check", *options, f"--params={','.join(params)}"]
-    done = CliRunner().invoke(cli, arguments, obj=bootstrap_project(PROJECT))
-    assert done.exit_code == int("Fix" in done.output or "expected" in done.output)
-    assert expected in done.output
+def test_the_parameters_are_checked_for_the_hardware(plan, options, params, expected):
+    code, printed, log = plan("--check", *options, params=params)
+    assert code == int("expected" in log)
+    assert expected in printed + log

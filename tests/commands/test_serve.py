@@ -1,12 +1,10 @@
 """`kedro rlhf serve` and `kedro rlhf chat`: real programs on a tiny policy."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from kedro.framework.startup import bootstrap_project
 from kedro.io import DataCatalog
+from openai import OpenAI
 from ports import reserved_port
 from processes import descendants
 from waiting import wait_until
@@ -32,14 +31,6 @@ SOURCE = {"PYTHONPATH": str(PROJECT / "src")}
 def arguments(command, policy, root, *options):
     where = ["--env=tiny", f"--params=root={root}"]
     return ["-m", "kedro", "rlhf", command, str(policy), *options, *where]
-
-
-def answer(address, **body):
-    """The text of the answer to a conversation."""
-    content = json.dumps(body).encode()
-    request = urllib.request.Request(address, content, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as response:
-        return json.load(response)["choices"][0]["message"]["content"]
 
 
 @pytest.mark.slow
@@ -60,8 +51,9 @@ def test_the_server_answers_openais_clients_until_ctrl_c(published, tmp_path):
             "temperature": 0.0,
             "max_tokens": 6,
         }
-        address = f"http://127.0.0.1:{port}/v1/chat/completions"
-        assert answer(address, **asked) == answer(address, **asked) != ""
+        with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+            first, second = (client.chat.completions.create(**asked) for _ in range(2))
+        assert first.choices[0].message.content == second.choices[0].message.content != ""
         listening = [each for each in psutil.net_connections("inet") if each.laddr.port == port]
         assert {each.laddr.ip for each in listening if each.status == "LISTEN"} == {"127.0.0.1"}
         second = subprocess.run(

@@ -20,9 +20,7 @@ from rlhf_pipeline.data.sources.synthetic import generate, gold_score
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import sampled_rows
 from rlhf_pipeline.distributed.engine import frozen_model
-from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.evaluation import answering, evaluate
-from rlhf_pipeline.generation import transformers_generator
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.runtime.job import LaunchedJob, as_json
@@ -242,9 +240,6 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     evaluation = evaluation_in(tmp_path / "b")
     assert (evaluation["prompts"], evaluation["answers_per_prompt"]) == (6, 3)
     assert evaluation["win_rates"]["score"]["n"] == 6
-    pairs = zip(answers_of(more, "sft"), answers_of(more, "ppo"), strict=True)
-    outcomes = [(ours["score"] > theirs["score"]) for theirs, ours in pairs]
-    assert metrics["paired_win_rate/score"] == pytest.approx(sum(outcomes) / 18)
     crossed = [
         ours["score"] > theirs["score"]
         for ours in answers_of(more, "ppo")
@@ -253,11 +248,6 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     ]
     assert metrics["win_rate/score"] == pytest.approx(sum(crossed) / 36)
     assert evaluation["best_of_n"] == evaluation_in(tmp_path / "a")["best_of_n"]
-    best, score = evaluation["best_of_n"][1], {}
-    for a in answers_of(more, "sft"):
-        if a["draw"] < 2:
-            score[a["row"]] = max(a["score"], score.get(a["row"], -math.inf))
-    assert best["score"] == pytest.approx(sum(score.values()) / 6)
 
 
 def test_what_policies_achieve_in_tasks_stands_beside_the_answers(inputs, world, tmp_path):
@@ -422,16 +412,7 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
     assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3 + [True] * 3
     assert whole == in_shards
     assert whole == run(sharded, tmp_path / "c", zero_stage=0)
-
-    gathers = []
-
-    def recorded(policy, *, gather):
-        gathers.append(gather)
-        return for_generation(policy, gather=gather)
-
-    monkeypatch.setattr(transformers_generator, "for_generation", recorded)
     assert whole == run(sharded, tmp_path / "d", gather_for_generation=False)
-    assert gathers == [False] * 3  # both policies, and the second draw of SFT
 
 
 def test_one_model_at_a_time_is_loaded_in_the_precision_that_it_was_saved_in(

@@ -17,8 +17,7 @@ from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
 
-from rlhf_pipeline.commands.doctor import examine, run
-from rlhf_pipeline.commands.status import planned_rows
+from rlhf_pipeline.commands.status import examine, planned_rows, run
 from rlhf_pipeline.kedro_run.explain import explain
 from rlhf_pipeline.kedro_run.hooks import CheckHook
 

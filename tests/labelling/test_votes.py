@@ -145,16 +145,6 @@ def test_an_evaluation_gives_the_answers_of_the_first_two_policies(tmp_path):
     assert pair.pair != other.pair and not left_out
 
 
-def test_answers_without_messages_are_refused(tmp_path):
-    """Its prompts are texts, whose turns nobody can tell from quotations."""
-    answers = policy(np.random.default_rng(0), 0.0)[:2]
-    others = [replace(answer, response=f"{answer.response} more") for answer in answers]
-    write_answers({"sft": answers, "ppo": others}, tmp_path)
-    sealed(tmp_path)
-    with pytest.raises(DataError, match=r"\(2, column 'prompt' is NoneType.*correct the rows"):
-        distinct_pairs(evaluation_rows(tmp_path))
-
-
 def test_what_split_could_not_use_is_left_out_and_counted(tmp_path):
     rows = [
         {"prompt": "One?", "first": "a", "second": "b"},

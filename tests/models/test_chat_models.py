@@ -6,14 +6,12 @@ SmolLM2's tokenizer is tested where SMOLLM2_PATH is its folder.
 import os
 from datetime import datetime
 
-import pandas
 import pytest
 import torch
 from chat_models import CHAT_MODELS, SMOLLM2, fetch, publish
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.utils import chat_template_utils
 
-from rlhf_pipeline import serving
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.phase_files import RowMaker, demonstration
@@ -22,7 +20,7 @@ from rlhf_pipeline.data.tokenization import tokenize
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.generation.records import ended
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
-from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import freeze, load_finished, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -185,9 +183,10 @@ def test_trained_models_keep_all_ends_and_are_served_with_them(name, artifact, t
         save_model(model, tokenizer, tmp_path / kind)
         assert TokenContract.read(tmp_path / kind) == contract
 
-    served = serving.ServedPolicy(tmp_path / "policy")
-    prompts = pandas.DataFrame({"prompt": [QUESTION["content"]]})
-    assert served.predict(prompts, {"max_new_tokens": 6}) == ["bc"]
+    model, tokenizer = load_finished(tmp_path / "policy")
+    answer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    (found,) = answer([QUESTION], return_full_text=False, max_new_tokens=6)
+    assert found["generated_text"] == "bc"
 
 
 def test_the_artifact_s_template_renders_a_fixed_date(tmp_path):

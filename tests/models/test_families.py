@@ -144,7 +144,6 @@ def test_padded_vocabulary_rows_are_never_sampled(policy, contract, monkeypatch)
 def test_a_saved_policy_loads_as_the_same_policy(policy, checkpoint, contract, tmp_path):
     expected = response_logprobs(policy, BATCH, vocab_size=300)
     save_model(policy, load_tokenizer(checkpoint), tmp_path / "saved")
-    assert (tmp_path / "saved" / "MLmodel").is_file()
     again = freeze(load_policy(tmp_path / "saved", "fp32"))
     assert torch.equal(response_logprobs(again, BATCH, vocab_size=300), expected)
     assert TokenContract.read(tmp_path / "saved") == contract
@@ -157,7 +156,6 @@ def test_a_saved_scorer_loads_as_the_same_scorer_with_transformers_too(
 ):
     expected = sequence_scores(scorer, BATCH)
     save_model(scorer, load_tokenizer(checkpoint), tmp_path / "saved")
-    assert not (tmp_path / "saved" / "MLmodel").exists()  # MLflow serves policies alone
     again = freeze(load_scores(tmp_path / "saved", "fp32"))
     assert torch.equal(sequence_scores(again, BATCH), expected)
 

@@ -1,4 +1,4 @@
-"""Where a model is loaded to, and what MLflow reads of it."""
+"""Where a model is loaded to, and what a finished policy is ready for."""
 
 import json
 import shutil
@@ -8,9 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import untrained
 from rlhf_pipeline.models import export
-from rlhf_pipeline.models.loading import MLMODEL, load_policy, load_tokenizer, saved_precision
+from rlhf_pipeline.models.loading import (
+    load_finished,
+    load_policy,
+    load_tokenizer,
+    plain_generation,
+    saved_precision,
+)
 from rlhf_pipeline.models.scalar_head import load_scores
 
 LOADS = {
@@ -66,23 +73,13 @@ def test_a_gpu_gets_the_same_bits(make_model, family):
             assert found.is_cuda and torch.equal(found.cpu(), tensor), name
 
 
-def test_mlflow_reads_the_signature_and_the_loader(tmp_path):
-    from mlflow.models import Model, ModelSignature
-    from mlflow.types.schema import ColSpec, ParamSchema, ParamSpec, Schema
-
-    (tmp_path / "MLmodel").write_text(MLMODEL)
-    read = Model.load(tmp_path)
-    parameters = [
-        ("max_new_tokens", "long", 128),
-        ("temperature", "double", 0.0),
-        ("seed", "long", 0),
-    ]
-    assert read.signature == ModelSignature(
-        Schema([ColSpec("string", "prompt")]),
-        Schema([ColSpec("string")]),
-        ParamSchema([ParamSpec(*each) for each in parameters]),
-    )
-    assert read.flavors == {"python_function": {"loader_module": "rlhf_pipeline.serving"}}
+def test_a_finished_policy_answers_plainly_and_in_batches(make_model):
+    """No setting of the saved model changes an answer, and padding is on the left."""
+    folder = make_model("llama")
+    model, tokenizer = load_finished(folder)
+    assert (tokenizer.padding_side, model.training) == ("left", False)
+    plain = plain_generation(TokenContract.read(folder))
+    assert model.generation_config.to_diff_dict() == plain.to_diff_dict()
 
 
 def test_a_tokenizer_has_the_same_bytes_with_and_without_the_hub(make_model, tmp_path, monkeypatch):

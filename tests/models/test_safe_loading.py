@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import base_model
-from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.loading import load_finished, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.serving import _load_pyfunc
 
 PICKLES = (
     "pytorch_model.bin training_args.bin adapter_model.bin optimizer.pt scheduler.pt rng_state.pth "
@@ -59,7 +58,7 @@ LOADS = {
         folder, "fp32", new_head=True, foreign=True
     ),
     "base model": lambda folder: make_base(folder, folder.parent / "work"),
-    "served policy": lambda folder: _load_pyfunc(str(folder)),
+    "finished policy": load_finished,
 }
 
 
@@ -187,7 +186,7 @@ def test_trusted_code_moves_with_the_model_through_the_stages_and_is_refused_els
         with pytest.raises(ArtifactError, match=r"base_model\.trust_remote_code"):
             load(stage)
     monkeypatch.setenv("RLHF_TRUST_REMOTE_CODE", "true")
-    assert type(_load_pyfunc(str(stage)).model).__name__ == "OwnForCausalLM"
+    assert type(load_finished(stage)[0]).__name__ == "OwnForCausalLM"
 
 
 def test_trust_in_the_base_model_does_not_extend_to_a_reward_model(with_code, marker):

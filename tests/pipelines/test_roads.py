@@ -193,7 +193,7 @@ def test_distill_moves_the_base_model_to_a_larger_teacher(road, tmp_path):
     assert config["num_hidden_layers"] == 3
     assert list(evaluation_of(own, "distill")["policies"]) == ["base_model", "distill"]
     page = own.newest("08_reporting/distill_evaluation.html").read_text()
-    assert "KL from the teacher" in page
+    assert "KL from the reference" in page
     # The teacher was trained elsewhere, perhaps on this judge.
     assert "Nobody recorded whether the training of distillation optimized this judge" in page
     assert "KL from SFT, nats per response" not in page

@@ -69,3 +69,54 @@ def test_what_does_not_fit_is_refused_with_what_fits(model, gpus, method, messag
     with pytest.raises(ConfigError) as refused:
         make_preset(model, gpus, method)
     assert str(refused.value) == message
+
+
+PLAIN = {"zero_stage": 1, "precision": "bf16"}
+SHARDED = PLAIN | {"zero_stage": 3}
+RECOMPUTED = {"actor.gradient_checkpointing": True, "critic.gradient_checkpointing": True}
+ON_SHARDS = {"generator": "hybrid", "hybrid.inference_tp_size": 8}
+AWAY = {"zero_stage": 3, "offload_parameters": True}
+
+
+def trained(deepspeed):
+    return {"actor.deepspeed": deepspeed, "critic.deepspeed": deepspeed}
+
+
+def frozen(deepspeed):
+    return {"reference.deepspeed": deepspeed, "reward_model.deepspeed": deepspeed}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tokens", "rows", "settings"),
+    [
+        (("opt-1.3b", "1x80", "full"), 8192, 64, trained(PLAIN)),
+        (("llama-3-8b", "1x80", "qlora"), 4096, 64, trained(PLAIN)),  # smaller passes come first
+        (("opt-2.7b", "1x80", "full"), 8192, 64,
+         trained(PLAIN | {"offload_optimizer": True}) | RECOMPUTED),
+        # Frozen models are sharded before they are offloaded, and both before the trained ones.
+        (("llama-3-8b", "8x80", "full"), 8192, 64,
+         trained(PLAIN | {"zero_stage": 2}) | RECOMPUTED | frozen({"zero_stage": 3})),
+        (("opt-6.7b", "4x80", "full"), 4096, 32,
+         trained(PLAIN | {"zero_stage": 2}) | RECOMPUTED | frozen(AWAY)),
+        # A sharded actor samples from shards, or layer by layer where its family has none. With one
+        # row of a minibatch on each rank, nothing adds up, and bf16 loses nothing.
+        (("llama-3-70b", "8x8x80", "full"), 8192, 64,
+         trained(SHARDED | {"accumulate": "bf16"}) | RECOMPUTED | ON_SHARDS),
+        (("llama-3-70b", "4x8x80", "full"), 8192, 64,
+         trained(SHARDED | {"offload_optimizer": True}) | RECOMPUTED | ON_SHARDS),
+        (("opt-66b", "8x8x80", "full"), 8192, 64,
+         trained(SHARDED | {"accumulate": "bf16"}) | RECOMPUTED | {"gather_for_generation": False}),
+        (("llama-3-70b", "8x80", "lora"), 8192, 64,
+         trained(SHARDED) | RECOMPUTED | {"gather_for_generation": False}),
+    ],
+)  # fmt: skip
+def test_ppo_gets_the_cheapest_settings_that_fit(chosen, tokens, rows, settings):
+    preset = make_preset(*chosen)
+    sizes = {"micro_batch_tokens": tokens, "sampling.batch_size_per_gpu": rows}
+    names = ("deepspeed", "gradient_checkpointing", "generator", "generation", "tp_size", *sizes)
+    found = {
+        name.removeprefix("ppo."): value.value
+        for name, value in preset.settings.items()
+        if name.startswith("ppo.") and name.endswith(names)
+    }
+    assert found == settings | sizes

@@ -141,14 +141,6 @@ def test_auto_is_one_row_at_a_time_if_not_even_that_fits():
     assert micro_batch_tokens(of_stage("ppo"), SHAPE, gpus(1, 16)) == {"ppo": 1}
 
 
-def test_auto_on_a_cpu_fills_the_share_of_main_memory():
-    two, one = (
-        micro_batch_tokens(of_stage("sft"), SHAPE, Hardware(ranks, main_memory=64 * GIB))["sft"]
-        for ranks in (2, 1)
-    )
-    assert 512 <= two < one
-
-
 @pytest.mark.parametrize(
     ("shape", "hardware", "unknown"),
     [

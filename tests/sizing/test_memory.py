@@ -63,13 +63,6 @@ def test_two_ranks_share_what_the_stage_says(stage, precision, expected):
     assert memory.held == expected
 
 
-@pytest.mark.parametrize(("stage", "gradients"), [(0, 4), (1, 4), (2, 2), (3, 0)])
-def test_gradients_of_the_backward_pass(stage, gradients):
-    """In fp32 on two ranks; those of stage 3 are held at all times."""
-    _, (backward, _) = held(stage)
-    assert backward.parts["gradients"] == gradients * WEIGHTS
-
-
 def test_the_step_converts_the_own_gradients_to_float32():
     """bf16 on two ranks: own gradients 2 bytes, joined 2, converted 4, for half of the weights."""
     _, (_, step) = held(1, "bf16", deepspeed={"accumulate": "bf16"})
@@ -154,19 +147,6 @@ CACHE = 4 * 24 * 2 * 4 * 100 * 4
 
 
 WITHOUT_CRITIC = {"advantage": "rloo", "critic": None}
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, ["actor", "reference", "critic", "reward_model"]),
-        (WITHOUT_CRITIC, ["actor", "reference", "reward_model"]),
-        # An actor with adapters is its own reference.
-        (WITHOUT_CRITIC | {"actor": TRAINED | {"lora": {"rank": 16}}}, ["actor", "reward_model"]),
-    ],
-)
-def test_ppo_has_four_models_three_or_two(changes, expected):
-    assert [model.name for model in plan_ppo(**changes).models] == [f"ppo.{x}" for x in expected]
 
 
 def sampling_of(memory):

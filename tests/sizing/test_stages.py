@@ -18,36 +18,34 @@ SPLIT = {"sources": [{"name": "synthetic"}], "max_prompt_tokens": 30, "max_respo
 RANKS = Hardware(2)
 
 
-def load(stage, **block):
-    block |= {} if stage in ("ppo", "distill") else OPTIMIZER
-    return StageLoad.of(stage, {stage: block, "split": SPLIT}, RANKS)
+SUPERVISED = OPTIMIZER | {"epochs": 2}
+ANSWERS = {"max_response_tokens": 15}
 
 
-def test_micro_batches_hold_the_tokens_of_their_budget():
-    """16 rows of 30 + 20 tokens on each of two ranks, in passes of 300."""
-    found = load("sft", epochs=2, batch_size=32, micro_batch_tokens=300)
-    assert found.rows == Rows(passes=3, computed=300, answers=120)
-
-
-def test_a_comparison_has_its_prompt_twice_and_computes_it_once():
-    """25 rows of 2 * 30 + 40 tokens on a rank."""
-    found = load("reward_model", epochs=1, batch_size=50, micro_batch_tokens=5000)
-    assert found.rows == Rows(passes=1, computed=25 * (30 + 40), answers=25 * 40)
-
-
-def test_a_round_trains_on_pairs_of_the_greatest_length():
-    sample = {"n": 4, "prompts": 50, "sampling": {"max_response_tokens": 15}}
-    found = load("iterative_dpo", rounds=3, epochs=1, batch_size=10, sample=sample)
-    assert found.lengths == Lengths(30, 2 * 15, copies=2)
-
-
-def test_ppo_answers_with_the_greatest_length():
-    found = load(
-        "ppo",
-        steps=5, rollout_batch_size=16, minibatch_size=8, micro_batch_tokens=1000, ppo_epochs=2,
-        sampling={"max_response_tokens": 20}, actor=OPTIMIZER, critic=OPTIMIZER,
-    )  # fmt: skip
-    assert found.rows == Rows(passes=1, computed=4 * 50, answers=4 * 20)
+@pytest.mark.parametrize(
+    ("stage", "block", "lengths", "rows"),
+    [
+        # 16 rows of 30 + 20 tokens on each of two ranks, in passes of 300.
+        ("sft", SUPERVISED | {"batch_size": 32, "micro_batch_tokens": 300},
+         Lengths(30, 20), Rows(passes=3, computed=300, answers=120)),
+        # A comparison has its prompt twice and computes it once: 25 rows of 2 * 30 + 40 tokens.
+        ("reward_model", SUPERVISED | {"batch_size": 50, "micro_batch_tokens": 5000},
+         Lengths(30, 40, copies=2), Rows(passes=1, computed=25 * 70, answers=25 * 40)),
+        # A round trains on pairs of its own answers.
+        ("iterative_dpo", SUPERVISED | {"rounds": 3, "batch_size": 10, "micro_batch_tokens": 450,
+                                        "sample": {"n": 4, "prompts": 50, "sampling": ANSWERS}},
+         Lengths(30, 30, copies=2), Rows(passes=1, computed=300, answers=150)),
+        ("ppo", {"steps": 5, "rollout_batch_size": 16, "minibatch_size": 8, "ppo_epochs": 2,
+                 "micro_batch_tokens": 1000, "sampling": ANSWERS, "actor": OPTIMIZER,
+                 "critic": OPTIMIZER},
+         Lengths(30, 15), Rows(passes=1, computed=4 * 45, answers=4 * 15)),
+    ],
+)  # fmt: skip
+def test_rows_have_the_greatest_length_and_passes_the_tokens_of_their_budget(
+    stage, block, lengths, rows
+):
+    found = StageLoad.of(stage, {stage: block, "split": SPLIT}, RANKS)
+    assert (found.lengths, found.rows) == (lengths, rows)
 
 
 TEACHER = {"model_type": "llama", "hidden_size": 200, "num_hidden_layers": 8, "vocab_size": 1000,

@@ -50,32 +50,28 @@ def test_each_reward_has_its_own_curve():
 
 def test_a_stage_has_the_charts_of_its_metrics():
     given = records(dpo__loss=[0.7, 0.6], validation__loss=[None, 0.65], dpo__margin=[0.1, 0.2])
-    loss, margin = training_charts("dpo", given, {"step": 2, "validation/loss": 0.65})
+    loss, margin = training_charts("dpo", given, {"step": 2, "validation/loss": 0.65}, "Score")
     assert (loss.title, loss.value, loss.mark) == ("Loss", "0.650", 2)
     assert [series["name"] for series in loss.series] == ["training", "held-out"]
     assert (margin.title, margin.value) == ("Margin of the chosen response", "")
 
 
-def test_the_kl_of_a_distillation_is_that_from_its_teacher():
-    given = records(objective__kl=[5.0, 1.0])
-    (kl,) = training_charts("distill", given, {})
-    assert (kl.title, kl.note) == (
-        "KL from the teacher, nats per response",
-        "Healthy: it falls, then levels off.",
-    )
+EVALUATION = {
+    "candidate": "ppo",
+    "rewards": ["trained"],
+    "policies": {
+        "sft": {"kl": 0.0, "score": 0.1},
+        "ppo": {"kl": 2.25, "score": 0.9},
+        "ppo_ema": {"kl": 9.0, "score": 9.0},
+    },
+    "best_of_n": [{"n": 2, "kl": 0.25, "score": 0.5}],
+}
 
 
 def test_scores_stand_against_the_root_of_the_kl():
     training = records(validation__kl=[4.0, None, -0.01], validation__score=[1.0, None, 2.0])
-    evaluation = {
-        "candidate": "ppo",
-        "rewards": ["trained"],
-        "policies": {name: {"kl": kl, "score": score}
-                     for name, kl, score in (("sft", 0.0, 0.1), ("ppo", 2.25, 0.9),
-                                             ("ppo_ema", 9.0, 9.0))},
-        "best_of_n": [{"n": 2, "kl": 0.25, "score": 0.5}],
-    }  # fmt: skip
-    (chart,) = frontier({"PPO": training}, "Score of the reward model", evaluation)
+    (chart,) = frontier(training, "Score of the reward model", EVALUATION)
+    assert chart.x == "√KL from SFT, KL in nats"
     path, tested, best = chart.series
     assert (path["x"], path["y"], path["texts"]) == ([2.0, 0.0], [1.0, 2.0], ["step 1", "step 3"])
     assert (tested["x"], tested["y"]) == ([0.0, 1.5], [0.1, 0.9])
@@ -83,8 +79,9 @@ def test_scores_stand_against_the_root_of_the_kl():
     assert (best["x"], best["y"], best["texts"]) == ([0.5], [0.5], ["best of 2"])
 
 
-def test_without_scores_there_is_no_frontier():
-    assert [*frontier({"PPO": records(validation__score=[1.0])})] == []
+def test_without_a_kl_there_is_no_frontier():
+    evaluation = EVALUATION | {"policies": {"sft": {}, "ppo": {}}, "best_of_n": []}
+    assert [*frontier(records(validation__score=[1.0]), "Score", evaluation)] == []
 
 
 def test_policies_share_the_bars_of_a_histogram():
@@ -98,6 +95,6 @@ def test_policies_share_the_bars_of_a_histogram():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_no_chart_has_a_number_that_json_lacks(value):
     given = records(ppo__x=[1.0], validation__kl=[1.0], validation__score=[value])
-    charts = [*training_charts("ppo", given, {}), *frontier({"ppo": given})]
+    charts = [*training_charts("ppo", given, {}, ""), *frontier(given, "", EVALUATION)]
     assert all(isinstance(chart, Chart) for chart in charts)
     json.dumps([chart.series for chart in charts], allow_nan=False)

@@ -9,6 +9,7 @@ from random_answers import PROMPTS, TEXTS, WORDS, policy
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.verdict.comparison import Standing
 from rlhf_pipeline.verdict.gate import Evidence, decide, outcome
+from rlhf_pipeline.verdict.statistics import win_rate
 
 CONFIG = RegisterConfig()
 INDEPENDENT, OPTIMIZED = Standing("independent"), Standing("optimized", {"ppo": "rewards"})
@@ -130,28 +131,6 @@ def test_wins_by_a_hair_are_no_improvement():
     ]
 
 
-def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
-    """By the win rate alone: 200 candidates, each the only try; 200 times ten on equal prompts."""
-    rng = np.random.default_rng(5)
-    short = [" ".join(text.split()[:4]) for text in TEXTS]  # most of the time goes into words
-
-    def equal():
-        return policy(rng, 0.0, kl=0.0, texts=short[:PROMPTS])
-
-    def promoted(tries, baseline):
-        candidate = policy(rng, 0.0, texts=short[PROMPTS:])
-        verdict = decide(Evidence(candidate, baseline, "gold", INDEPENDENT, tries=tries), CONFIG)
-        return not any("win rate" in refusal for refusal in verdict.refusals)
-
-    single = sum(promoted(1, equal()) for _ in range(200))
-    assert single <= 10  # 2.5% are 5; binomial, 99th percentile
-    families = 0
-    for _ in range(200):
-        baseline = equal()
-        families += any(promoted(tries, baseline) for tries in range(1, 11))
-    assert families <= 18  # 5% are 10; binomial, 99th percentile
-
-
 @pytest.mark.parametrize(
     ("state", "words", "fix", "outcomes"),
     [
@@ -228,7 +207,32 @@ def test_the_verdict_has_every_number():
         "spread of the scores relative to SFT's",
     ]
     assert record["refusals"] == [] and all(check["passed"] for check in record["checks"])
-    assert record["checks"][0]["found"].endswith("as the lower end of its 98.33% interval")
+    scores = ([a.scores["gold"] for a in one] for one in (given.candidate, given.baseline))
+    lower = win_rate(*scores, alpha=0.1 / 6).lower
+    expected = f"{lower:.3f} as the lower end of its 98.33% interval"
+    assert record["checks"][0]["found"] == expected
+
+
+def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
+    """By the win rate alone: 200 candidates, each the only try; 200 times ten on equal prompts."""
+    rng = np.random.default_rng(5)
+    short = [" ".join(text.split()[:4]) for text in TEXTS]  # most of the time goes into words
+
+    def equal():
+        return policy(rng, 0.0, kl=0.0, texts=short[:PROMPTS])
+
+    def promoted(tries, baseline):
+        candidate = policy(rng, 0.0, texts=short[PROMPTS:])
+        verdict = decide(Evidence(candidate, baseline, "gold", INDEPENDENT, tries=tries), CONFIG)
+        return not any("win rate" in refusal for refusal in verdict.refusals)
+
+    single = sum(promoted(1, equal()) for _ in range(200))
+    assert single <= 10  # 2.5% are 5; binomial, 99th percentile
+    families = 0
+    for _ in range(200):
+        baseline = equal()
+        families += any(promoted(tries, baseline) for tries in range(1, 11))
+    assert families <= 18  # 5% are 10; binomial, 99th percentile
 
 
 def task(change):

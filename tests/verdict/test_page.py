@@ -58,20 +58,6 @@ def test_changed_curves_and_reports_are_refused(evaluation, models, changed):
         evaluation_page(evaluation(), models, None)
 
 
-@pytest.mark.parametrize(
-    ("promoted", "refusals", "heading"),
-    [
-        (True, [], "PPO is promoted."),
-        (True, ["no"], "PPO is promoted (register.promote: always)."),
-        (False, [], "PPO is not promoted (register.promote: never)."),
-    ],
-)
-def test_the_heading_says_what_overruled_the_gate(evaluation, promoted, refusals, heading):
-    verdict = REGISTRATION["verdict"] | {"refusals": refusals}
-    registration = REGISTRATION | {"promoted": promoted, "verdict": verdict}
-    assert f"<h1>{heading}</h1>" in evaluation_page(evaluation(), [], registration)
-
-
 def test_newer_fields_are_shown(evaluation):
     whole = {"rate": 0.5, "lower": 0.4, "upper": 0.6, "wins": 29, "ties": 1, "losses": 30, "n": 60}
     gain = {"gain": 0.2, "gain_lower": -0.1, "gain_upper": 0.5, "p_value": 0.0123}

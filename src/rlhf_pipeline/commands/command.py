@@ -47,7 +47,6 @@ gpus_option = click.option(
     metavar="8x80",
     help="Hardware: GPUs x GiB each (8x80), or nodes x GPUs x GiB (2x8x80).",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 ENV = "rlhf_pipeline.env"
 """Where a command finds the environment of its catalog in the `meta` of its context."""

@@ -7,14 +7,12 @@ from typing import Any
 import click
 from kedro.framework.project import pipelines, settings
 from rich.console import Console
-from rich.table import Table
 
 from rlhf_pipeline.commands.command import (
     CONFIGURATION,
     Command,
     console,
     gpus_option,
-    json_option,
     pipeline_option,
     plain_table,
 )
@@ -32,17 +30,6 @@ from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens,
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model, published
 from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
-
-COLUMNS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "master copies": "master\ncopies",
-    "optimizer": "opti-\nmizer",
-    "activations": "activa-\ntions",
-    "logits": "logits",
-    "KV cache": "KV\ncache",
-}
-"""Heads of the components with a column, for 80 columns in all; the others are added up."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ class Plan:
     is_flag=True,
     help="Only check the parameters for that hardware, as `kedro run` does.",
 )
-@json_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def plan(
     project: Path, pipeline: str, model: str | None, gpu: str | None, gpus: str | None,
     check: bool, as_json: bool, env: str | None, conf_source: str | None, params: dict[str, Any],
@@ -197,38 +184,20 @@ def show(plan: Plan, output: Console) -> None:
         f"[bold]{plan.model}[/]: {plan.shape.parameters:,} parameters, on {nodes}"
         f"{hardware.ranks} x {kind}{each}"
     )
-    output.print("\n[bold]Memory of a rank at its peak, GiB")
-    output.print(_memory_table(plan))
-    output.print(
-        "[dim]Lengths: the limits of split, as upper bounds. PPO's `generator: auto` counts as "
-        "transformers; a run takes vllm where a GPU has it.\n"
-    )
+    table = plain_table("stage", "phase", numbers=["GiB of a rank"])
+    for stage, fit in plan.fits.items():
+        memory = fit.memory
+        held, name = memory.libraries + memory.held, f"[bold]{stage}"
+        for phase in memory.phases:
+            color = "bold" if phase is memory.largest else "default"
+            size = f"[{color}]{(held + phase.total) / GIB:.2f}"
+            table.add_row(name, f"{phase.model.removeprefix(f'{stage}.')} {phase.name}", size)
+            name = ""
+    output.print("", table, "")
     for name, number in plan.numbers.items():
         output.print(f"{name}: auto is {number} here", highlight=False, soft_wrap=True)
     for stage, fit in plan.fits.items():
         output.print(verdict(stage, fit), highlight=False, soft_wrap=True)
-
-
-def _memory_table(plan: Plan) -> Table:
-    table = plain_table("stage, model", numbers=[*COLUMNS.values(), "other", "all"], gap=1)
-    empty = [""] * (len(COLUMNS) + 1)
-    for stage, fit in plan.fits.items():
-        memory = fit.memory
-        color = "green" if fit.fits else "red"
-        at = f" [dim]({memory.largest.name})" if memory.largest.model != stage else ""
-        table.add_row(f"[bold]{stage}[/]{at}", *empty, f"[bold {color}]{_gib(memory.peak)}")
-        for model in memory.models:
-            parts = memory.parts_of(model)
-            shown = [parts.pop(name, 0) for name in COLUMNS]
-            other = sum(parts.values())
-            cells = [_gib(value) if value else "" for value in (*shown, other)]
-            name = model.name.removeprefix(f"{stage}.")
-            table.add_row(f"  {name}", *cells, _gib(sum(shown) + other))
-        table.add_row("  [dim]libraries", *empty, f"[dim]{_gib(memory.libraries)}")
-        if memory.on_gpu:
-            main = memory.main_of_node(plan.hardware.ranks)
-            table.add_row("  [dim]main memory", *empty, f"[dim]{_gib(main)}")
-    return table
 
 
 def verdict(stage: str, fit: Fit) -> str:
@@ -243,7 +212,3 @@ def verdict(stage: str, fit: Fit) -> str:
     if fit.changes is None:
         return f"{text}No change of its parameters is enough ({after} at least). Fix: {fit.fix}"
     return f"{text}Fix: {fit.fix} ({after})"
-
-
-def _gib(value: float) -> str:
-    return f"{value / GIB:.2f}" if value < 100 * GIB else f"{value / GIB:.0f}"

@@ -5,12 +5,11 @@ from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, gpus_option, plain_table
 from rlhf_pipeline.errors import ConfigError, as_typed
-from rlhf_pipeline.presets.placement import Method
 from rlhf_pipeline.presets.preset import (
     HARDWARE,
     METHODS,
     ROADS,
-    Preset,
+    Method,
     Road,
     as_yaml,
     find_preset,
@@ -62,7 +61,8 @@ def preset(
     if listing:
         table = plain_table("model", *HARDWARE)
         for each in MODELS if model is None else (model,):
-            table.add_row(each, *(_fitting(each, gpus) for gpus in HARDWARE))
+            fitting = ([m for m in METHODS if find_preset(each, gpus, m)] for gpus in HARDWARE)
+            table.add_row(each, *("".join(m[0].upper() for m in own) or "-" for own in fitting))
         console.print(table)
         console.print("F: all weights, L: LoRA, Q: QLoRA")
         return
@@ -70,7 +70,10 @@ def preset(
         raise click.UsageError("use MODEL and --gpus, or --list")
     made = make_preset(model, gpus, method, road, instruct=instruct)
     folder = project / "conf" / made.name if output is None else output
-    texts = files(made, folder.name)
+    texts = {
+        "globals.yml": f"root: data/{folder.name}\n",
+        "parameters.yml": as_yaml(made, folder.name),
+    }
     present = [name for name in texts if (folder / name).exists()]
     if present and not overwrite:
         raise ConfigError(
@@ -83,14 +86,3 @@ def preset(
     command = f"{as_typed('kedro rlhf')} plan --env={folder.name} --gpus={gpus}"
     own_road = "" if road == "full" else f" --pipeline={road}"
     console.out(f"{folder} is written. Next: {command}{own_road}")
-
-
-def files(preset: Preset, name: str) -> dict[str, str]:
-    """The files of the environment `name`."""
-    return {"globals.yml": f"root: data/{name}\n", "parameters.yml": as_yaml(preset, name)}
-
-
-def _fitting(model: str, gpus: str) -> str:
-    """The initials of the methods that fit."""
-    fitting = (m[0].upper() for m in METHODS if find_preset(model, gpus, m) is not None)
-    return "".join(fitting) or "-"

@@ -23,7 +23,6 @@ from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.forward import network_of
-from rlhf_pipeline.models.loading import HEAD, MLMODEL
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.files import put_in_place, require_space
 
@@ -36,9 +35,9 @@ compared."""
 def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write safetensors, configuration, tokenizer, chat template and token contract.
 
-    A policy also gets the file that makes its folder an MLflow model. The folder is written
-    completely or not at all. All ranks call this together; the first one writes. `model` may be an
-    engine. Raises the errors of `require_same`, and StageError if the disk has too little space.
+    The folder is written completely or not at all. All ranks call this together; the first one
+    writes. `model` may be an engine. Raises the errors of `require_same`, and StageError if the
+    disk has too little space.
     """
     saved = network_of(model)
     weights = whole_state_dict(saved)
@@ -51,8 +50,6 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
         tokenizer.save_pretrained(partial)
         eos = getattr(saved.config, "eos_token_id", None)  # set by stage base_model
         TokenContract.of(tokenizer, eos).write(partial)
-        if not hasattr(saved, HEAD):  # a policy
-            (partial / "MLmodel").write_text(MLMODEL)
 
 
 def save_adapter(model: nn.Module, base: str, directory: Path) -> None:

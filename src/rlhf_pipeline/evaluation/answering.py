@@ -188,12 +188,12 @@ def judge_all(
     scores: dict[str, list[Scores]] = {}  # by judge, of each draw
 
     def by_draw(name: str, judge: Callable[[Draw], Scores]) -> list[Scores]:
-        judged = []
+        found = []
         for step, draw in enumerate(scored, start=1):
             heartbeat.at("scoring", step)
             with heartbeat.scored_by(name):
-                judged.append(judge(draw))
-        return judged
+                found.append(judge(draw))
+        return found
 
     def by_source(name: str, source: Source) -> list[Scores]:
         return by_draw(name, lambda draw: source(scored[draw], texts[draw]))
@@ -205,7 +205,13 @@ def judge_all(
         work = partial(by_own, name=name)
         by_model = [with_model(load_scores, job.inputs[place], setup, work) for place in places]
         scores[name] = np.mean(np.array(by_model, float), axis=0).tolist()
-    scores[GOLD] = by_draw(GOLD, lambda draw: _by_gold(texts[draw], setups[draw[0]]))
+
+    def by_gold(draw: Draw) -> Scores:
+        asked, text = setups[draw[0]].prompts["source"], texts[draw]
+        rows = zip(asked, text.prompts, text.responses, strict=True)
+        return [gold_score(*row) for row in rows]
+
+    scores[GOLD] = by_draw(GOLD, by_gold)
     for name, source in sources.items():
         scores[name] = by_source(name, source)
     reading: Any = {"micro_batch_tokens": setup.config.micro_batch_tokens, "world": setup.world}
@@ -213,28 +219,17 @@ def judge_all(
     for name, load in models.items():
         scores[name] = by_source(name, load(contracts=contracts, **reading))
         free_memory()
-    return {
-        draw: _judged(
-            one,
-            texts[draw],
-            {name: judged[place] for name, judged in scores.items()},
-            draw[1],
-            setup,
-        )
-        for place, (draw, one) in enumerate(scored.items())
-    }
+    judged = {}
+    for place, (draw, one) in enumerate(scored.items()):
+        own = {name: of_draws[place] for name, of_draws in scores.items()}
+        judged[draw] = _judged(one, texts[draw], own, draw[1], setup)
+    return judged
 
 
 def _as_text(scored: Scored, setup: Setup) -> Answered:
     ids = scored.sequences.response_ids
     texts = setup.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return Answered.of(setup.prompts, texts)
-
-
-def _by_gold(texts: Answered, setup: Setup) -> Scores:
-    """The true quality of each answer."""
-    rows = zip(setup.prompts["source"], texts.prompts, texts.responses, strict=True)
-    return [gold_score(*row) for row in rows]
 
 
 @torch.no_grad()

@@ -212,8 +212,8 @@ def headline(evaluation: dict[str, Any]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for policy, given in evaluation["policies"].items():
         metrics |= {f"{policy}/{name}": value for name, value in given.items()}
-    for policy, value in evaluation.get("perplexity", {}).items():
-        metrics[f"{policy}/held_out_perplexity"] = value
+    perplexities = evaluation.get("perplexity", {})
+    metrics |= {f"{policy}/held_out_perplexity": x for policy, x in perplexities.items()}
     for judge, counts in evaluation.get("pairwise_judges", {}).items():
         metrics |= {f"pairwise_judges/{judge}/{name}": float(n) for name, n in counts.items()}
     rates: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Load models the way all stages use them: explicit precision, no dropout, plain sampling."""
 
 import json
+import os
 import pickle
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +31,6 @@ HEAD = "score"  # attribute of a sequence classifier: the layer from hidden stat
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions by name; fp16 is for exports alone."""
 SAFE = (".safetensors", ".safetensors.index.json")
-MAX_NEW_TOKENS = 128
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-MLMODEL: str = _TABLE["mlmodel"].replace("MAX_NEW_TOKENS", str(MAX_NEW_TOKENS))
-"""The file `MLmodel`, by which `mlflow.pyfunc.load_model` loads a policy from its folder."""
 
 
 def load_policy(checkpoint: Path, precision: str | None, **how: Any) -> PreTrainedModel:
@@ -44,6 +40,24 @@ def load_policy(checkpoint: Path, precision: str | None, **how: Any) -> PreTrain
     install_logprob_head(model)
     use_packed_attention(model)
     return without_dropout(model)
+
+
+def load_finished(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a policy, ready for `generate`: on the GPU if there is one, in the
+    precision that it was saved in.
+
+    Raises ArtifactError if it needs its own Python code, unless RLHF_TRUST_REMOTE_CODE is "true".
+    """
+    trust = os.environ.get("RLHF_TRUST_REMOTE_CODE") == "true"
+    device = torch.device("cuda") if torch.cuda.is_available() else None
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust)
+    tokenizer.padding_side = "left"
+    model: PreTrainedModel = load_model(
+        AutoModelForCausalLM, folder, None, trust_remote_code=trust, device=device
+    )
+    contract = TokenContract.of(tokenizer, model.generation_config.eos_token_id)
+    model.generation_config = plain_generation(contract)
+    return model.eval(), tokenizer
 
 
 def saved_precision(checkpoint: Path) -> Precision:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.stages import BLOCKS
 from rlhf_pipeline.config.training import TrainedModel
@@ -98,29 +99,27 @@ def find_fit(stage: str, parameters: Parameters, shape: Shape, hardware: Hardwar
     """Whether a stage fits, or the first change or sum of changes that makes it fit: smaller micro
     batches cost time alone, so they come first; LoRA, which changes the result, comes last."""
     memory = plan_stage(stage, parameters, shape, hardware)
-    rank, main = needs(memory, hardware)
-    if rank.is_met and main.is_met:
-        return Fit(memory, rank, {}, rank)
+    before = needs(memory, hardware)
+    if fits(memory, hardware):
+        return Fit(memory, before[0], {}, before[0])
+    unmet = next(place for place, need in enumerate(before) if not need.is_met)
 
     def after(steps: Sequence[Changes]) -> StageMemory:
         with suppress(ValidationError):
             return plan_stage(stage, changed(parameters, *steps), shape, hardware)
         return memory  # the change does not fit the other parameters
 
-    def fit(changes: Changes | None, trials: Sequence[Sequence[Changes]]) -> Fit:
-        place = 0 if main.is_met or not rank.is_met else 1
-        left = (needs(after(trial), hardware)[place] for trial in trials)
-        return Fit(memory, (rank, main)[place], changes, min(left, key=lambda need: need.found))
-
     steps = list(_steps(stage, parameters, hardware))
     trials = [[step] for step in steps] + [steps[: end + 1] for end in range(len(steps))]
     chosen = next((trial for trial in trials if fits(after(trial), hardware)), None)
     if chosen is None:
-        return fit(None, trials)
+        left = (needs(after(trial), hardware)[unmet] for trial in trials)
+        return Fit(memory, before[unmet], None, min(left, key=lambda need: need.found))
     for step in reversed(chosen):
         rest = [each for each in chosen if each is not step]
         chosen = rest if fits(after(rest), hardware) else chosen
-    return fit({name: value for step in chosen for name, value in step.items()}, [chosen])
+    changes = {name: value for step in chosen for name, value in step.items()}
+    return Fit(memory, before[unmet], changes, needs(after(chosen), hardware)[unmet])
 
 
 def automatic(parameters: Parameters) -> list[str]:
@@ -169,9 +168,11 @@ def changed(parameters: Mapping[str, Any], *changes: Changes) -> dict[str, Any]:
 
 def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Iterator[Changes]:
     config = BLOCKS[stage].model_validate(parameters[stage])
-    for name in ("micro_batch_tokens", "sampling.batch_size_per_gpu"):
-        for place in (stage, f"{stage}.sample"):
-            yield from _halves(f"{place}.{name}", {stage: config.model_dump()})
+    values = leaves(config.model_dump(), f"{stage}.")
+    for ending in (".micro_batch_tokens", ".sampling.batch_size_per_gpu"):
+        for name, value in values:
+            if name.endswith(ending):  # a half, a quarter and so on
+                yield from ({name: value >> power} for power in range(1, value.bit_length()))
     if isinstance(config, EvaluateConfig):
         if hardware.world > 1:
             yield {"evaluate.zero_stage": 3}
@@ -193,13 +194,3 @@ def _steps(stage: str, parameters: Mapping[str, Any], hardware: Hardware) -> Ite
         yield each("deepspeed.offload_optimizer", True)
         yield each("deepspeed.zero_stage", 3) | each("deepspeed.offload_parameters", True)
     yield each("lora.rank", 16)
-
-
-def _halves(name: str, parameters: Mapping[str, Any]) -> Iterator[Changes]:
-    """A half, a quarter and so on of a parameter; nothing if the stage has no such parameter."""
-    value: Any = parameters
-    for place in name.split("."):
-        value = value.get(place) or {}
-    while isinstance(value, int) and value > 1:
-        value //= 2
-        yield {name: value}

@@ -195,8 +195,6 @@ def _for_generation(
     """Bytes of weights that exist for a rollout alone; `actor` holds a copy that remains."""
     weights = weight_bytes(TrainedModel(actor.name, config.actor), shape)
     deepspeed = config.actor.deepspeed
-    if config.generator == "vllm":
-        return weights
     if config.generator == "hybrid":
         layers = min(config.hybrid.tp_gather_partition_size, shape.layers)
         gathered = layers * shape.matrices // shape.layers
@@ -205,7 +203,17 @@ def _for_generation(
             return numbers.size * gathered + copy
         actor.held["sharded copy"] = copy
         return numbers.size * gathered
-    if deepspeed.zero_stage < 3 or (ranks == 1 and not deepspeed.offload_parameters):
+    is_split = deepspeed.zero_stage == 3 and (ranks > 1 or deepspeed.offload_parameters)
+    return _gathered(config, weights, shape, numbers, is_split=is_split)
+
+
+def _gathered(
+    config: PPOConfig | EvaluateConfig, weights: int, shape: Shape, numbers: Numbers, *,
+    is_split: bool,
+) -> int:  # fmt: skip
+    if config.generator == "vllm":
+        return weights  # the copy of its engine
+    if not is_split:
         return 0
     return weights if config.gather_for_generation else gathered_layer_bytes(shape, numbers)
 
@@ -226,11 +234,8 @@ def _evaluate(
     numbers = Numbers(size, hardware.on_gpu)
     is_sharded = all(each.zero_stage == 3 for each in models)
     weights = numbers.size * shape.parameters
-    gathered = 0
-    if config.generator == "vllm":
-        gathered = weights  # the copy of its engine
-    elif is_sharded and hardware.world > 1:
-        gathered = weights if config.gather_for_generation else gathered_layer_bytes(shape, numbers)
+    is_split = is_sharded and hardware.world > 1
+    gathered = _gathered(config, weights, shape, numbers, is_split=is_split)
     rows = min(config.sampling.batch_size_per_gpu, config.prompts)
     sampling = generation("evaluate", shape, numbers, rows, load.lengths, gathered)
     scoring = forward("evaluate", shape, numbers, load.rows, scalar=True, sharded=is_sharded)

@@ -39,12 +39,6 @@ class Chart:
     """The step of the exported model."""
 
 
-OF_A_REWARD = "it rises if you care about it; the others should not fall for it."
-OF_FRONTIER = "Healthy: it rises to the right. A curve that bends down shows over-optimization."
-SCORE = "Score by the rewards"
-"""Title of the score of trainings that may have different rewards."""
-
-
 class Curve(NamedTuple):
     """A row of the table `charts.toml`."""
 
@@ -54,29 +48,28 @@ class Curve(NamedTuple):
     band: Sequence[float] | None = None
 
 
+OF_A_REWARD = "it rises if you care about it; the others should not fall for it."
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PPO, (OF_TEACHER,), OTHERS = (
-    [Curve(**row) for row in _TABLE[kind]] for kind in ("ppo", "distill", "others")
-)
+ON_PROMPTS, OTHERS = ([Curve(**row) for row in _TABLE[kind]] for kind in ("on_prompts", "others"))
 
 
 def training_charts(
-    stage: str, records: Records, exported: Mapping[str, float], score: str = SCORE
+    stage: str, records: Records, exported: Mapping[str, float], score: str
 ) -> Iterator[Chart]:
     """The charts of a stage, of batches and held-out rows: one for each metric that it has.
 
     `exported` are the metrics of the exported model; `score` is the title of PPO's score.
     """
     present = {each for record in records for each in record["metrics"]}
-    shown_first, *others = PPO
-    rewards = [
-        Curve(f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD)
-        for metric in sorted(each for each in present if each.startswith("reward/"))
-    ]
-    if stage == "distill":
-        others = [OF_TEACHER if each.metric == OF_TEACHER.metric else each for each in others]
-    charts = (shown_first, *rewards, *others) if stage in POLICIES else OTHERS
-    for heading, pattern, note, healthy in charts:
+    curves = OTHERS
+    if stage in POLICIES:
+        rewards = [
+            Curve(f"Reward: {reward_title([metric.partition('/')[2]])}", metric, OF_A_REWARD)
+            for metric in sorted(each for each in present if each.startswith("reward/"))
+        ]
+        of_score = Curve(score, "objective/score", "it rises, then levels off.")
+        curves = [of_score, *rewards, *ON_PROMPTS]
+    for heading, pattern, note, healthy in curves:
         metric = pattern.format(stage)
         names = {metric: "training", f"validation/{metric.partition('/')[2]}": "held-out"}
         lines = [line(names[each], records, each) for each in names if each in present]
@@ -84,7 +77,7 @@ def training_charts(
         known = [exported[each] for each in names if each in exported]
         if lines:
             yield Chart(
-                heading.replace(SCORE, score), f"Healthy: {note}", "step", lines, healthy=healthy,
+                heading, f"Healthy: {note}", "step", lines, healthy=healthy,
                 value=f"{known[-1]:z#.3g}" if known else "", mark=exported.get("step"),
             )  # fmt: skip
 
@@ -108,45 +101,45 @@ def short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def frontier(
-    trainings: Mapping[str, Records], score: str = SCORE, evaluation: Mapping[str, Any] = {}
-) -> Iterator[Chart]:
+def frontier(records: Records, score: str, evaluation: Mapping[str, Any]) -> Iterator[Chart]:
     """Charts of scores against the square root of the KL.
 
-    They show the path of each training and, with an `evaluation`, its policies and the best of n
-    answers of SFT. The score of an evaluation is that of the reward model, so it is shown only if
-    the training optimized nothing else.
+    They show the path of the candidate's training, both policies, and the best of n answers of the
+    baseline. The score of an evaluation is that of the reward model, so it is shown only if the
+    training optimized nothing else.
     Gao, Schulman, Hilton, "Scaling Laws for Reward Model Overoptimization", 2023.
     """
+    names, baseline = titles(evaluation), baseline_of(evaluation)
+    candidate, policies = evaluation["candidate"], evaluation["policies"]
+    note = "Healthy: it rises to the right. A curve that bends down shows over-optimization."
     for metric, heading in (("score", score), ("gold_score", "Gold score")):
-        measured = f"validation/{metric}"
+        kl, measured = "validation/kl", f"validation/{metric}"
         paths = {
-            name: [
-                (found["validation/kl"], found[measured], f"step {step}")
+            names[candidate]: [
+                (found[kl], found[measured], f"step {step}")
                 for step, found in ((record["step"], record["metrics"]) for record in records)
-                if {"validation/kl", measured} <= found.keys() and math.isfinite(found[measured])
+                if {kl, measured} <= found.keys() and math.isfinite(found[measured])
             ]
-            for name, records in trainings.items()
         }
-        if evaluation and (metric != "score" or evaluation["rewards"] in ([], ["trained"])):
-            names, baseline = titles(evaluation), baseline_of(evaluation)
+        if metric != "score" or evaluation["rewards"] in ([], ["trained"]):
             paths["test prompts"] = [
-                (policy["kl"], policy[metric], names[name])
-                for name, policy in evaluation["policies"].items()
-                if name in (baseline, evaluation["candidate"]) and {"kl", metric} <= policy.keys()
+                (policies[policy]["kl"], policies[policy][metric], names[policy])
+                for policy in (baseline, candidate)
+                if {"kl", metric} <= policies[policy].keys()
             ]
             paths[f"best of n by {names[baseline]}"] = [
                 (each["kl"], each[metric], f"best of {each['n']}")
                 for each in evaluation.get("best_of_n", []) if metric in each
             ]  # fmt: skip
         series = [
-            {"name": name, "x": [short(math.sqrt(max(0.0, kl))) for kl, *_ in path],
-             "y": [short(score) for _, score, _ in path], "texts": [text for *_, text in path],
+            {"name": name, "x": [short(math.sqrt(max(0.0, x))) for x, *_ in path],
+             "y": [short(y) for _, y, _ in path], "texts": [text for *_, text in path],
              "dots": True}
             for name, path in paths.items() if path
         ]  # fmt: skip
         if series:
-            yield Chart(f"{heading} against √KL", OF_FRONTIER, "√KL from SFT, KL in nats", series)
+            x = f"√KL from {names[baseline]}, KL in nats"
+            yield Chart(f"{heading} against √KL", note, x, series)
 
 
 def histogram(title: str, note: str, x: str, values: Mapping[str, Sequence[float]]) -> Chart:

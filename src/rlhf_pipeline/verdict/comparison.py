@@ -180,7 +180,7 @@ def _metrics(
     shares = [judge for judge in judges if {a.scores[judge] for a in given} <= {0.0, 1.0}]
     policies = {name: summary(own, shares) for name, own in answers.items()}
     if GOLD in judges:
-        policies = {name: given | gold_means(answers[name]) for name, given in policies.items()}
+        policies = {name: own | gold_means(answers[name]) for name, own in policies.items()}
     by_truth = any(isinstance(judge, ReferenceReward) for judge in config.judges)
     if not by_truth or any(a.right is None for a in given):
         return policies, {}
@@ -189,11 +189,9 @@ def _metrics(
         for name, values in found.items():
             policies[policy] |= with_ends(name, share_with_interval(values))
     before, after, *_ = right.values()
-    ends = ("change", *ENDS[1:])
-    return policies, {
-        name: dict(zip(ends, difference(values, before[name]), strict=True))
-        for name, values in after.items()
-    }
+    changes = {name: difference(values, before[name]) for name, values in after.items()}
+    ends = ("change", "lower", "upper")
+    return policies, {n: dict(zip(ends, own, strict=True)) for n, own in changes.items()}
 
 
 def _independent(
@@ -211,7 +209,7 @@ def _independent(
 
 def _paired(ours: list[Answer], theirs: list[Answer], judge: str) -> dict[str, Any]:
     scores = scores_by(ours, judge), scores_by(theirs, judge)
-    rate, gain = (win_rate(*scores), with_ends("gain", standardized_gain(*scores)))
+    rate, gain = win_rate(*scores), with_ends("gain", standardized_gain(*scores))
     return asdict(rate) | gain | {"p_value": sign_test(rate.wins, rate.losses)}
 
 

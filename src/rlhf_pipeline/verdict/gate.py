@@ -140,16 +140,16 @@ def _comparisons(evidence: Evidence, config: RegisterConfig, alpha: float) -> It
         rivals["the champion"] = champion, evidence.champion_judge or judge, champion
     for name, (answers, by, met) in rivals.items():
         ours, theirs = (scores_by(given, by) for given in (evidence.candidate, answers))
-        lower, bound = win_rate(ours, theirs, alpha).lower, config.min_win_rate_lower
         what = f"paired win rate against {name} by {judge_title(by)}"
-        found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
-        yield Check(what, found, expected, "min_win_rate_lower", lower > bound)
-        bound = config.min_length_controlled_lower
-        lower = _at_equal_length(evidence.candidate, met, by, alpha)
-        what = f"win rate against {name} at equal length"
-        found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
-        if bound:
-            yield Check(what, found, expected, "min_length_controlled_lower", lower > bound)
+        measured = {"min_win_rate_lower": (what, win_rate(ours, theirs, alpha).lower)}
+        if config.min_length_controlled_lower:
+            lower = _at_equal_length(evidence.candidate, met, by, alpha)
+            what = f"win rate against {name} at equal length"
+            measured["min_length_controlled_lower"] = what, lower
+        for parameter, (what, lower) in measured.items():
+            bound = getattr(config, parameter)
+            found, expected = f"{lower:.3f} as {interval}", f"more than {bound:g}"
+            yield Check(what, found, expected, parameter, lower > bound)
     if evidence.champion_fault is not None:
         found = f"no answers ({evidence.champion_fault})"
         expected = "answers to the same prompts. Fix: make its files readable again, or set "

@@ -55,7 +55,11 @@ def standings(
     found = {GOLD: Standing("independent")}
     inputs = [(job.digests[name], path) for name, path in job.inputs.items() if name in job.digests]
     artifacts = {digest: path for digest, path in inputs if (path / NAME).is_file()}
-    for name, judge, places in _judges(job, config):
+    judges: list[tuple[str, Block, list[str]]] = [  # with the inputs that have their content
+        (name, TrainedReward(), places) for name, places in own_models(job.inputs).items()
+    ]
+    judges += [(one.label, one, [f"{JUDGE_PREFIX}{i}"]) for i, one in enumerate(config.judges)]
+    for name, judge, places in judges:
         contents = [job.digests[place] for place in places if place in job.digests]
         made = [Manifest.read(artifacts[each]) for each in contents if each in artifacts]
         learned = _comparisons(made)
@@ -83,14 +87,6 @@ def own_rewards(policy: Path) -> list[str]:
         for reward in _rewards(Manifest.read(policy).origin)
         if reward.weight
     ]
-
-
-def _judges(job: LaunchedJob, config: EvaluateConfig) -> Iterator[tuple[str, Block, list[str]]]:
-    """The name of each judge but the gold score, the judge, and the inputs with its content."""
-    for name, places in own_models(job.inputs).items():
-        yield name, TrainedReward(), places
-    for index, judge in enumerate(config.judges):
-        yield judge.label, judge, [f"{JUDGE_PREFIX}{index}"]
 
 
 def _optimized(
@@ -123,13 +119,12 @@ def _weighted(record: Record) -> Iterator[tuple[Scorer, str | None]]:
 def _may_read_truth(reward: Scorer, content: str | None) -> bool:
     """Whether a reward reads the true answers; a function whose file has changed may have."""
     try:
-        if isinstance(reward, CallableReward) and (
+        changed = isinstance(reward, CallableReward) and (
             file_digest(source_file(reward.callable)) != content
-        ):
-            return True
+        )
     except ConfigError:
         return True
-    return reads_references(reward)
+    return changed or reads_references(reward)
 
 
 def _rewards(record: Record) -> Sequence[Scorer]:
@@ -148,7 +143,7 @@ def _comparisons(made: Iterable[Manifest]) -> dict[str, Record | None]:
 def _comparisons_of_policy(policy: Manifest) -> dict[str, Record | None]:
     """The same of a policy: by DPO or KTO, or through a reward model that it was trained on."""
     records = {"": policy.origin, **policy.ancestors}
-    rewarding = {given for record in records.values() for _, given in _weighted(record)}
+    rewarding = {given for record in policy.lineage for _, given in _weighted(record)}
     learned = [
         record["inputs"]["comparisons"]
         for digest, record in records.items()
@@ -172,10 +167,10 @@ def _may_overlap(judge: Mapping[str, Record | None], policy: Mapping[str, Record
 def _may_be_download(judge: Block, policy: Manifest) -> bool:
     """Whether training may have maximized a judge on the hub in a local folder: the commit of the
     one and the bytes of the other cannot be compared."""
-    records = [policy.origin, *policy.ancestors.values()]
-    maximized = (reward for record in records for reward, _ in _weighted(record))
-    is_on_hub = isinstance(judge, ModelReward) and judge.on_hub
-    return is_on_hub and any(isinstance(reward, ModelReward) for reward in maximized)
+    if not (isinstance(judge, ModelReward) and judge.on_hub):
+        return False
+    maximized = (reward for record in policy.lineage for reward, _ in _weighted(record))
+    return any(isinstance(reward, ModelReward) for reward in maximized)
 
 
 def _imported(lineage: Iterable[Record]) -> set[tuple[tuple[str, str], ...]]:

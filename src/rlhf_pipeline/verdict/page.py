@@ -6,8 +6,8 @@ training.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlhf_pipeline.runtime.metrics_file import answers_in, read_curves, read_jso
 from rlhf_pipeline.verdict.answers import ANSWERS, judge_title, score_name
 from rlhf_pipeline.verdict.charts import (
     Chart,
+    Records,
     frontier,
     histogram,
     short,
@@ -24,7 +25,6 @@ from rlhf_pipeline.verdict.charts import (
 )
 from rlhf_pipeline.verdict.comparison import BASELINE, baseline_of, read_evaluation, reward_title
 from rlhf_pipeline.verdict.gate import outcome
-from rlhf_pipeline.verdict.statistics import smallest_visible_win_rate
 from rlhf_pipeline.verdict.words import (
     ABSENT,
     caveat,
@@ -50,11 +50,14 @@ def evaluation_page(
     Raises ArtifactError if a file was changed."""
     compared = read_evaluation(evaluation)
     manifest = Manifest.read(evaluation)
-    # Of several rounds, the last comes first.
-    models = {Manifest.read(folder).stage: folder for folder in reversed([*artifacts])}
-    judge_model, reward_report = models.get("reward_model", Path()), None
-    if (judge_model / REWARD_REPORT).is_file():
-        reward_report = json.loads(verified(judge_model, REWARD_REPORT).read_text())
+    models: dict[str, Manifest] = {}
+    records: dict[str, Records] = {}
+    reward_report = None
+    for folder in reversed([*artifacts]):  # of several rounds, the last comes first
+        made = Manifest.read(folder)
+        models[made.stage], records[made.stage] = made, read_curves(folder)
+        if made.stage == "reward_model" and (folder / REWARD_REPORT).is_file():
+            reward_report = json.loads(verified(folder, REWARD_REPORT).read_text())
     answers: dict[str, list[dict[str, Any]]] = {}
     for answer in read_json_lines(verified(evaluation, ANSWERS)):
         answers.setdefault(answer["policy"], []).append(answer)
@@ -76,11 +79,11 @@ def evaluation_page(
         registration=registration,
         manifest=manifest,
         reward_report=reward_report,
-        models={stage: Manifest.read(folder) for stage, folder in models.items()},
+        models=models,
         metrics=metric_rows(compared),
         data=_table(compared, answers),
-        sections=[*_sections(compared, models, answers)],
-        sampled=answers_in(read_curves(models[policy]) if policy in models else []),
+        sections=[*_sections(compared, models, records, answers)],
+        sampled=answers_in(records.get(policy, [])),
     )
     return _sealed(text, evaluation)
 
@@ -107,8 +110,7 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     templates.policies["json.dumps_kwargs"] = {"default": asdict}
-    filters = (judge_title, leaves, smallest_visible_win_rate, decimals)
-    templates.filters |= {function.__name__: function for function in filters}
+    templates.filters |= {each.__name__: each for each in (judge_title, leaves, decimals)}
     return templates.get_template(template).render(values)
 
 
@@ -119,26 +121,21 @@ def decimals(value: float | None) -> str:
 
 def _sections(
     compared: Mapping[str, Any],
-    models: Mapping[str, Path],
+    models: Mapping[str, Manifest],
+    records: Mapping[str, Records],
     answers: Answers,
-) -> Iterable[tuple[str, str, list[Chart]]]:
-    candidate, baseline = compared["candidate"], baseline_of(compared)
-    names = titles(compared)
-    records = {stage: read_curves(folder) for stage, folder in models.items()}
+) -> Iterator[tuple[str, str, list[Chart]]]:
+    candidate, baseline, names = compared["candidate"], baseline_of(compared), titles(compared)
     score = f"Score of {reward_title(compared['rewards'] or ['trained'])}"
 
     def training(stage: str) -> list[Chart]:
-        exported = Manifest.read(models[stage]).metrics if stage in models else {}
+        exported = models[stage].metrics if stage in models else {}
         return [*training_charts(stage, records.get(stage, []), exported, score)]
 
     def distribution(name: str, note: str, x: str, field: str) -> Chart:
         both = {names[policy]: answers[policy] for policy in (candidate, baseline)}
         values = {policy: [a[field] for a in given] for policy, given in both.items()}
         return histogram(name, f"Suspicious: {note}", x, values)
-
-    def named(chart: Chart) -> Chart:  # the baseline need not be SFT
-        title, x = (text.replace("SFT", names[baseline]) for text in (chart.title, chart.x))
-        return replace(chart, title=title, x=x)
 
     saturated = "one tall bar. A saturated judge gives all answers one score."
     distributions = [
@@ -151,17 +148,15 @@ def _sections(
         "Training is measured on batches, points on held-out rows. The dashed line is the exported "
         "model, whose value stands beside the title. A steep start can leave the chart."
     )
-    frontiers = [*frontier({names[candidate]: records.get(candidate, [])}, score, compared)]
     path = "Points of a training are on held-out prompts, those of policies on the test prompts."
-    for heading, note, charts in (
+    sections = (
         (f"Training of {names[candidate]}", trains, training(candidate)),
-        ("Score and KL", path, frontiers),
+        ("Score and KL", path, [*frontier(records.get(candidate, []), score, compared)]),
         ("Distributions", "Both policies on the test prompts.", distributions),
         ("Reward model", trains, training("reward_model")),
         ("SFT", trains, training(BASELINE)),
-    ):
-        if charts:
-            yield heading, note, [named(chart) for chart in charts]
+    )
+    yield from (section for section in sections if section[2])
 
 
 def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
@@ -190,6 +185,6 @@ def _table(compared: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
         }
         for number, pair in enumerate(zip(answers[baseline], answers[candidate], strict=True), 1)
     ]
-    unit = "pairs" if compared.get("answers_per_prompt", 1) > 1 else "prompts"
+    unit = "pairs" if compared["answers_per_prompt"] > 1 else "prompts"
     policies = [titles(compared)[each].removeprefix("the ") for each in (baseline, candidate)]
     return {"names": policies, "unit": unit, "columns": columns, "rows": rows}

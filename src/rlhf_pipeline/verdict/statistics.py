@@ -168,12 +168,10 @@ def share_with_interval(values: Values, k: int = 1) -> tuple[float, float, float
 
     without bias. With one group of k for each prompt and fewer than 10 ones or zeros, the interval
     is the exact one of Clopper and Pearson, Biometrika 26, 1934. Source of pass@k: Chen et al.
-    2021, https://arxiv.org/abs/2107.03374. Raises ValueError if k exceeds the values of a prompt.
+    2021, https://arxiv.org/abs/2107.03374. `k` is at most d.
     """
     x = _table("values", values)
     n, d = x.shape
-    if k > d:
-        raise ValueError(f"values has {d} for each prompt; pass@{k} needs at least {k}")
     y = [1 - math.comb(d - int(c), k) / math.comb(d, k) for c in x.sum(1)]
     rate, ones = float(np.mean(y)), round(sum(y))
     if k == d and min(ones, n - ones) < 10:
