@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FORMATS = ("jsonl", "json", "csv", "parquet", "txt")
 MAX_CHARACTERS = 16 * 2**20
 """Limit for a line of JSON, a field of CSV and a piece of text."""
-MAX_ARRAY_CHARACTERS = 2**30
+MAX_ARRAY_CHARACTERS = 2**28
 """Limit for a JSON array, which is read as a whole."""
 _PIECE = 2**20
 _BATCH_ROWS = 1_000
@@ -342,10 +342,20 @@ def _text_rows(stream: Stream) -> Numbered:
 def _csv_rows(stream: Stream) -> Numbered:
     """RFC 4180; a row has the number of the line where it begins, and blank lines are no rows."""
     csv.field_size_limit(MAX_CHARACTERS)  # the default of 128 KiB is less than a long answer
-    reader = csv.reader(_lines(_decode(stream, newline="")), strict=True)
+    size = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for line in _lines(_decode(stream, newline="")):
+            if (size := size + len(line)) > MAX_CHARACTERS:
+                fault = f"the row has more than {MAX_CHARACTERS} characters. Fix: close its quote."
+                raise _FileFault(begin, fault)
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
     header = list[str]()
     while True:
-        begin, fault = reader.line_num + 1, None
+        begin, fault, size = reader.line_num + 1, None, 0
         try:
             fields = next(reader)
         except StopIteration:
