@@ -86,7 +86,7 @@ def read_registration(file: Path) -> dict[str, Any]:
             raise ValueError("its digest does not match")
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise ArtifactError(
-            f"{file} was changed after the registration finished ({error}). Fix: restore the file; "
+            f"{file} is of an earlier version, or was changed ({error}). Fix: restore the file; "
             f"if you have no copy, remove {file.parent}"
         ) from None
     return found
