@@ -53,7 +53,7 @@ def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
     with safe_open(tmp_path / "file", framework="pt") as file:
         assert file.metadata() == {"a": "12"}
     # The header, three pieces of each full tensor, and one piece that `file_digest` read.
-    assert heartbeat._here.ticks == 1 + 3 + 3 + 1
+    assert heartbeat._here.pieces == 1 + 3 + 3 + 1
 
 
 def test_the_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path):

@@ -25,8 +25,8 @@ def test_a_phase_is_written_when_it_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeat, "WRITE_EVERY_S", HANGS_S)
     heartbeat.start(tmp_path, 0)
     for step in (1, 7):
-        heartbeat.at("rollout", step)
-        heartbeat.at("scoring")
+        heartbeat.begin_phase("rollout", step)
+        heartbeat.begin_phase("scoring")
         wait_until(
             lambda step=step: f"scoring of step {step} " in str(read_heartbeats(tmp_path)[0])
         )
@@ -39,25 +39,25 @@ def test_a_rank_reports_as_soon_as_it_starts_and_ends(tmp_path, monkeypatch, by_
         monkeypatch.delenv(heartbeat.LAUNCH)
     heartbeat.start(tmp_path, 3)
     found = read_heartbeats(tmp_path)[3]
-    assert (found.rank, found.phase, found.step, found.marks) == (3, "loading", None, 0)
+    assert (found.rank, found.phase, found.step, found.phases) == (3, "loading", None, 0)
     assert found.pid == (None if by_hand else os.getpid())
-    heartbeat.at("finished")
+    heartbeat.begin_phase("finished")
     assert read_heartbeats(tmp_path)[3].phase == "finished"
 
 
 def test_phases_and_many_ticks_cost_few_writes(tmp_path):
     heartbeat.start(tmp_path, 0)
-    heartbeat.at("rollout", 7)
-    heartbeat.tick()
-    heartbeat.at("update")
-    begun, before = time.monotonic(), heartbeat._beats
+    heartbeat.begin_phase("rollout", 7)
+    heartbeat.report_progress()
+    heartbeat.begin_phase("update")
+    begun, before = time.monotonic(), heartbeat._writes
     while time.monotonic() < begun + 1.5:
-        heartbeat.tick()
-    ticks, writes = heartbeat._here.ticks, heartbeat._beats - before
+        heartbeat.report_progress()
+    ticks, writes = heartbeat._here.pieces, heartbeat._writes - before
     assert ticks > 100 * writes
-    wait_until(lambda: read_heartbeats(tmp_path)[0].ticks == ticks)
+    wait_until(lambda: read_heartbeats(tmp_path)[0].pieces == ticks)
     found = read_heartbeats(tmp_path)[0]
-    assert (found.phase, found.step, found.marks) == ("update", 7, 2)
+    assert (found.phase, found.step, found.phases) == ("update", 7, 2)
     assert str(found).startswith("update of step 7 since ")
 
 
@@ -68,15 +68,15 @@ def test_a_file_that_a_library_writes_ticks_while_it_grows(tmp_path, monkeypatch
     with heartbeat.while_writing(tmp_path), (tmp_path / "model").open("wb", buffering=0) as file:
         file.truncate(2**23)  # reserved, not written
         time.sleep(0.2)
-        ticks = heartbeat._here.ticks
+        ticks = heartbeat._here.pieces
         assert ticks <= 1  # the file appeared
         for _ in range(2000):  # at most 8 MiB
-            if heartbeat._here.ticks >= ticks + 3:
+            if heartbeat._here.pieces >= ticks + 3:
                 break
             file.write(bytes(2**12))
             time.sleep(0.01)
-        assert heartbeat._here.ticks >= ticks + 3
-    ticks = heartbeat._here.ticks
+        assert heartbeat._here.pieces >= ticks + 3
+    ticks = heartbeat._here.pieces
     (tmp_path / "later").write_bytes(bytes(2**16))
     time.sleep(0.2)
-    assert heartbeat._here.ticks == ticks
+    assert heartbeat._here.pieces == ticks

@@ -212,10 +212,10 @@ def test_a_written_file_has_the_digest_of_its_bytes_and_is_not_read(
 ):
     """Every piece is a heartbeat."""
     assert write_pieces(tmp_path / "file", [b"abc", memoryview(b"defgh")]) == ENTRY
-    assert reads == [] and heartbeat._here.ticks == 2
+    assert reads == [] and heartbeat._here.pieces == 2
     assert list(read_pieces(tmp_path / "file")) == [b"abcd", b"efgh"]
     assert file_digest(tmp_path / "file") == ENTRY.sha256
-    assert heartbeat._here.ticks == 4
+    assert heartbeat._here.pieces == 4
 
 
 def test_a_large_file_is_not_read_again_under_any_name(tmp_path, pieces_of_four, reads):

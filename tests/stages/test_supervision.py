@@ -58,20 +58,20 @@ def main(job):
         subprocess.Popen([*sleep, os.environ["TOY_MARK"]], env={})  # as a sandbox does
     if act == "measure":
         job.metrics_file.write_text('{"step": 1, "total_steps": 2, "time": 1.0, "metrics": {}}\\n')
-    heartbeat.at("update", 7)
+    heartbeat.begin_phase("update", 7)
     if act == "raise":
         raise ValueError("the cause")
     if act == "stop":
         while [known(each).step for each in (rank, 1 - rank)] != [7, 8]:  # both are written
             time.sleep(0.01)
-            heartbeat.tick()
+            heartbeat.report_progress()
         os.kill(os.getpid(), signal.SIGSTOP)
-    heartbeat.at("update", 8)
+    heartbeat.begin_phase("update", 8)
     other = None
     while True:
         time.sleep(0.01)
         if other is None:  # until then this rank waits for its start, and does not hang
-            heartbeat.tick()
+            heartbeat.report_progress()
         other = other or heartbeat.read_heartbeats(job.directory).get(1 - rank)
         if act == "report" and other and process_identity(other.pid) is None:
             raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:1")

@@ -393,6 +393,6 @@ def test_no_rank_ends_by_sigterm_before_the_checkpoint_is_sealed(world, tmp_path
 
 
 def test_the_seal_of_a_checkpoint_is_progress(tmp_path):
-    heartbeat.at("saving", 2)
+    heartbeat.begin_phase("saving", 2)
     make_checkpoint(tmp_path, 2)
-    assert heartbeat._here.ticks == 2  # files
+    assert heartbeat._here.pieces == 2  # files

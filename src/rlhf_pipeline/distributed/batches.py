@@ -203,6 +203,6 @@ def by_micro_batches(
     for index in groups:
         part = function(model, sequences.rows(index).to(world.device)).float()
         parts.append(part if part.dim() == 1 else pad(part, (0, width - part.shape[1])))
-        heartbeat.tick()
+        heartbeat.report_progress()
     # The host waits for the device here and nowhere above.
     return torch.cat(parts).cpu()[torch.cat(groups).argsort()]

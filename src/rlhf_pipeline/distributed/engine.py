@@ -96,7 +96,7 @@ def train_engine(
     warn_of_padding(engine)  # the first look at the model, before training waits for it
     _fuse(engine, config.deepspeed.kernels, config.deepspeed.precision, own_device())
     release_freed()  # copies that DeepSpeed has made of the weights
-    heartbeat.tick()
+    heartbeat.report_progress()
     return engine
 
 
@@ -247,7 +247,7 @@ def loaded(
         model = load(precision, **({} if is_sharded else {"device": own_device()}))
     _exact_frequencies(model)
     release_freed()  # weights that were whole until they were sharded
-    heartbeat.tick()
+    heartbeat.report_progress()
     return model, settings(hidden_size=cast(Any, model.config).hidden_size, on_gpu=on_gpu())
 
 

@@ -122,7 +122,7 @@ def _read(written: Iterable[tuple[Any, Any, Any]], key: str, begin: int, piece: 
             values = tensor[first - start : last - start]
             piece[first - begin : last - begin].copy_(values)
             found += len(values)
-            heartbeat.tick()
+            heartbeat.report_progress()
     return found
 
 

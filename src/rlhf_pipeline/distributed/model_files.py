@@ -124,7 +124,7 @@ def _differing(
         source = name if name in stored else sources.get(id(read[name]))
         if source is None or not _identical(weight, stored[source].get_tensor(source)):
             found.append(name)
-        heartbeat.tick()
+        heartbeat.report_progress()
     return found
 
 

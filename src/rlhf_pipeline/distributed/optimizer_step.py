@@ -49,7 +49,7 @@ def optimizer_step(
             del own  # its graphs, for example that of the entropy, are not part of the loss
             engine.backward(loss * world.size)
             del loss
-            heartbeat.tick()
+            heartbeat.report_progress()
     engine.step()
     return sums
 
@@ -141,7 +141,7 @@ class LeanStep:
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         views = (pieces(self._engine, each) for each in (shards, means, squares))
         for (name, _, weights), (*_, mean), (*_, square) in zip(*views, strict=True):
-            heartbeat.tick()
+            heartbeat.report_progress()
             parameter, gradient = self._parameters[name], gradients[name]
             if gradient is None:
                 gradient = torch.zeros_like(parameter)

@@ -106,7 +106,7 @@ def whole_state_dict(model: nn.Module, names: Collection[str] | None = None) -> 
         with deepspeed.zero.GatheredParameters([tensor]):
             if torch.distributed.get_rank() == 0:
                 whole[name] = copies.setdefault(id(tensor), tensor.detach().cpu().clone())
-        heartbeat.tick()
+        heartbeat.report_progress()
     return whole
 
 

@@ -163,7 +163,7 @@ def answer_all(
             )
 
     for step, (name, folder) in enumerate(reversed(folders.items()), start=1):
-        heartbeat.at("rollout", step)
+        heartbeat.begin_phase("rollout", step)
         with_model(load_policy, folder, setups[name], partial(answer_and_read, name=name))
     return scored
 
@@ -190,7 +190,7 @@ def judge_all(
     def by_draw(name: str, judge: Callable[[Draw], Scores]) -> list[Scores]:
         found = []
         for step, draw in enumerate(scored, start=1):
-            heartbeat.at("scoring", step)
+            heartbeat.begin_phase("scoring", step)
             with heartbeat.scored_by(name):
                 found.append(judge(draw))
         return found

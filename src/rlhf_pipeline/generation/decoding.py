@@ -154,7 +154,7 @@ def decode(
         finished |= (newest[:, None] == eos).any(1)
         if step + 1 == steps:
             break
-        heartbeat.tick()
+        heartbeat.report_progress()
         cache.seen = width + step
         left = _rows_left(finished, step + 1, synced=synced)
         if left == 0:

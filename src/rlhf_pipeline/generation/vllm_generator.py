@@ -100,7 +100,7 @@ class VLLMGenerator:
                 request = {"type": "token", "prompt_token_ids": list(prompt)}
                 engine.add_request(str(row), request, parameters(sampling, seed, self._contract))
             while engine.has_unfinished_requests():
-                heartbeat.tick()
+                heartbeat.report_progress()
                 for finished in engine.step():
                     row, (answer,) = int(finished.request_id), finished.outputs
                     responses[row] = tokens = list(answer.token_ids)

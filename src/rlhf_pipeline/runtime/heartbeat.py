@@ -2,8 +2,8 @@
 
     heartbeats/rank0.json   a `Heartbeat`; rewritten when a phase begins, and once a second
 
-A program calls `at` when a phase begins and `tick` when a piece of it is done. Both change memory
-only. A thread writes the file, so training never waits for a disk and no rank waits for another.
+A program calls `begin_phase`, and `report_progress` when a piece of a phase is done. Both change
+memory only. A thread writes the file, so training waits for no disk and no rank for another.
 """
 
 import json
@@ -49,11 +49,11 @@ class Heartbeat:
     """When the phase began, seconds since 1970."""
     progressed: float = 0.0
     """When the rank last made progress, seconds since 1970."""
-    marks: int = 0
+    phases: int = 0
     """Phases begun so far. All ranks run the same phases, so the rank with the fewest is behind."""
-    ticks: int = 0
+    pieces: int = 0
     """Pieces done in this phase."""
-    beat: int = field(default=0, compare=False)
+    sequence: int = field(default=0, compare=False)
     """Number of this report: a rank that waits makes no progress, but it reports."""
     machine: str = ""
     """Where the process runs, see `machine`."""
@@ -69,7 +69,7 @@ class Heartbeat:
 
 _here = Heartbeat(rank=0, pid=None)
 _file: Path | None = None
-_beats = 0
+_writes = 0
 _writing = threading.Lock()
 _begun = threading.Event()
 
@@ -101,18 +101,18 @@ def start(directory: Path, rank: int) -> None:
     threading.Thread(target=_report, args=(_file,), daemon=True).start()
 
 
-def at(phase: Phase, step: int | None = None) -> None:
+def begin_phase(phase: Phase, step: int | None = None) -> None:
     """Begin a phase. All ranks call this in the same order. None: the step does not change."""
-    step, marks = step or _here.step, _here.marks + 1
-    _progress(phase=phase, step=step, since=time.time(), marks=marks, ticks=0, scorer="")
+    step, phases = step or _here.step, _here.phases + 1
+    _progress(phase=phase, step=step, since=time.time(), phases=phases, pieces=0, scorer="")
     _begun.set()
     if phase in ENDS and _file is not None:
         _write(_file, _here)
 
 
-def tick() -> None:
+def report_progress() -> None:
     """Report that a piece of the phase is done: a micro batch, a token of each response, a file."""
-    _progress(ticks=_here.ticks + 1)
+    _progress(pieces=_here.pieces + 1)
 
 
 @contextmanager
@@ -130,9 +130,9 @@ def _progress(**changes: Any) -> None:
 
 @contextmanager
 def while_writing(folder: Path) -> Iterator[None]:
-    """Tick while a library writes files into a folder inside the block: once a second.
+    """Report progress while a library writes files into a folder inside the block: once a second.
 
-    A write that hangs does not tick.
+    A write that hangs makes none.
     """
     done = threading.Event()
 
@@ -141,7 +141,7 @@ def while_writing(folder: Path) -> Iterator[None]:
         while not done.wait(WRITE_EVERY_S):
             now = _occupied(folder)
             if now != before:
-                tick()
+                report_progress()
             before = now
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -182,7 +182,9 @@ def _report(path: Path) -> None:
 
 
 def _write(path: Path, heartbeat: Heartbeat) -> None:
-    global _beats
+    global _writes
     with _writing:
-        _beats += 1
-        write_atomically(path, json.dumps(asdict(replace(heartbeat, beat=_beats))), force=False)
+        _writes += 1
+        write_atomically(
+            path, json.dumps(asdict(replace(heartbeat, sequence=_writes))), force=False
+        )

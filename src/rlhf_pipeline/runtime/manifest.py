@@ -275,7 +275,7 @@ def digest_of(pieces: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
-        heartbeat.tick()
+        heartbeat.report_progress()
     return digest.hexdigest()
 
 
@@ -286,7 +286,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)
-            heartbeat.tick()
+            heartbeat.report_progress()
     return FileEntry(path.stat().st_size, _remember(path, digest.hexdigest()))
 
 

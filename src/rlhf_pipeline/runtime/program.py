@@ -50,12 +50,12 @@ def run_program(main: Callable[[LaunchedJob], dict[str, float]]) -> None:
         metrics = main(job)
         if rank == 0:
             write_manifest(job, metrics)
-        heartbeat.at("finished")
+        heartbeat.begin_phase("finished")
     except BaseException as error:
         reason = str(error) if isinstance(error, PipelineError) else traceback.format_exc()
         with suppress(OSError):  # on a full disk, the driver explains the failure
             write_report(job.directory, rank, reason)
-            heartbeat.at("interrupted" if isinstance(error, Interrupted) else "failed")
+            heartbeat.begin_phase("interrupted" if isinstance(error, Interrupted) else "failed")
         raise
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -96,7 +96,7 @@ class ChatModel:
             with ThreadPoolExecutor(config.concurrency) as pool:
                 replies = pool.map(partial(self._reply, client), distinct)
                 for question, (answer, known) in zip(distinct, replies, strict=True):
-                    heartbeat.tick()
+                    heartbeat.report_progress()
                     text = answer["text"]
                     verdicts[question] = verdict(text)
                     self.counts["cached" if known else "calls"] += 1

@@ -177,7 +177,7 @@ class Workers:
         try:
             numbers = [self._threads.submit(self._number, call) for call in calls]
             for number in as_completed(numbers):
-                heartbeat.tick()
+                heartbeat.report_progress()
                 number.result()
             return [number.result() for number in numbers]
         except BaseException:

@@ -117,7 +117,7 @@ class CodeSource:
         run, scores = partial(sandbox.run, **limits), []
         with ThreadPoolExecutor(self.reward.processes) as pool:
             for outcome in pool.map(run, map(program_of, answered.responses), tests):
-                heartbeat.tick()
+                heartbeat.report_progress()
                 if outcome != "passed":
                     self.counts[outcome] += 1
                 scores.append(float(outcome == "passed"))

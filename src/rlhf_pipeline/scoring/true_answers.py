@@ -56,7 +56,7 @@ def _same_mathematics(true: str, given: str) -> bool:
 
     Raises StageError if math-verify does not run.
     """
-    heartbeat.tick()
+    heartbeat.report_progress()
     true, given = _as_tex(true), _as_tex(given)
     if not _processes or _processes[0].poll() is not None:
         pipe = subprocess.PIPE

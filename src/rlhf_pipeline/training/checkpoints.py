@@ -73,7 +73,7 @@ class Checkpoints:
 
     def save(self, step: int, loop: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all; remove the oldest ones beyond `keep`."""
-        heartbeat.at("saving", step)
+        heartbeat.begin_phase("saving", step)
         final = checkpoint_path(self.directory, step)
         partial = final.with_name(final.name + ".partial")
         own: dict[str, FileEntry] = {}  # the files that this rank writes
@@ -203,7 +203,7 @@ class BestModels:
         return self._directory / f"best-{model.step:08d}"
 
     def _save(self, model: nn.Module, folder: Path) -> None:
-        heartbeat.at("saving")
+        heartbeat.begin_phase("saving")
         if self.config.lora is None:
             save_model(model, self.tokenizer, folder)
         else:

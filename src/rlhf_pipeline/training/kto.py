@@ -75,7 +75,7 @@ class KTOTask(Task):
                 is_own = (index < own - start).to(world.device, non_blocking=True)
                 ratios = self.log_ratios(engine, pairs.rows(index).to(world.device).answers)
                 total += ratios.double().where(is_own, 0.0).sum()
-                heartbeat.tick()
+                heartbeat.report_progress()
         return replace(self, kl=(world.sum(total) / len(rows)).float())
 
     def loss(self, model: nn.Module, batch: Batch, answers: Tensor) -> tuple[Tensor, Sums]:

@@ -103,7 +103,7 @@ def train(setup: Setup) -> None:
         # 3. Compute the advantage of each token.
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         # 4. Update actor and critic.
-        heartbeat.at("update")
+        heartbeat.begin_phase("update")
         metrics = update_models(
             setup.models, experience, config, setup.world, key=(setup.seed, step), kl_coef=kl_coef,
             train_actor=step > config.critic_warmup_steps,

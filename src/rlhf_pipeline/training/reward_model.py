@@ -108,7 +108,7 @@ def write_report(
 ) -> dict[str, float]:
     """Write `reward_report.json` on the exported model; return its main numbers as metrics."""
     free_memory()  # of the model in training
-    heartbeat.at("evaluation")
+    heartbeat.begin_phase("evaluation")
     settings = FrozenModelConfig().beside(config.deepspeed)
     world.barrier()  # the first rank has exported the model
     load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)

@@ -68,7 +68,7 @@ def columns_of(table: Rows, numbers: np.ndarray) -> Columns:
 
 def roll_out(setup: Setup, rows: Columns, seeds: list[Seed], step: int | None = None) -> Rollout:
     """Sample a response to each prompt. Without a step, the prompts are those of an evaluation."""
-    heartbeat.at("evaluation" if step is None else "rollout", step)
+    heartbeat.begin_phase("evaluation" if step is None else "rollout", step)
     models, away = setup.models, setup.config.offload_during_rollout
     staying = weights(models.actor)
     with in_main_memory(held(setup), staying) if away else nullcontext():
@@ -111,7 +111,7 @@ def in_main_memory(tensors: Iterable[Tensor], staying: Iterable[Tensor]) -> Iter
         torch._foreach_copy_(copies, own, non_blocking=True)
         moved.append((storage, storage.nbytes(), own, copies))
         storage.resize_(0)
-        heartbeat.tick()
+        heartbeat.report_progress()
     free_memory()  # whole blocks, before something lasting takes a part of them
     try:
         yield
@@ -119,7 +119,7 @@ def in_main_memory(tensors: Iterable[Tensor], staying: Iterable[Tensor]) -> Iter
         for storage, size, own, copies in moved:
             storage.resize_(size)
             torch._foreach_copy_(own, copies, non_blocking=True)
-            heartbeat.tick()
+            heartbeat.report_progress()
         get_accelerator().synchronize()  # ZeRO-3 gathers on a stream that waits for no other
 
 
@@ -127,7 +127,7 @@ def score(
     setup: Setup, rollout: Rollout, rows: Columns, *, held_out: bool = False, trains: bool = False
 ) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
-    heartbeat.at("evaluation" if held_out else "scoring")
+    heartbeat.begin_phase("evaluation" if held_out else "scoring")
     known = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
     scored = score_sequences(
         rollout.sequences, setup.models, setup.config, setup.world,
@@ -190,9 +190,9 @@ def with_graphs(
     """The outputs of actor and critic for their losses, for all rows in one forward pass."""
     batch = sequences.to(world.device)
     logprobs, entropy = actor_pass(models, batch, config)
-    heartbeat.tick()
+    heartbeat.report_progress()
     values = None if models.critic is None else response_values(models.critic, batch)
-    heartbeat.tick()
+    heartbeat.report_progress()
     return TrainingPass(logprobs, entropy, values)
 
 

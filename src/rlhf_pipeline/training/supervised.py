@@ -157,7 +157,7 @@ def train(
         log.add(as_validation(evaluate(setup)))
         log.write(due=True)
     for step in range(done + 1, steps + 1):
-        heartbeat.at("update", step)
+        heartbeat.begin_phase("update", step)
         log = StepLog(step, guard)
         log.add(train_step(setup, step))
         if step in evaluated:
@@ -208,7 +208,7 @@ def micro_batch_losses(setup: Setup, batch: Batch, terms: Tensor) -> list[Loss]:
 @torch.no_grad()
 def evaluate(setup: Setup) -> dict[str, float]:
     """Held-out metrics over all rows; the ranks divide the rows."""
-    heartbeat.at("evaluation")
+    heartbeat.begin_phase("evaluation")
     setup.engine.eval()
     everything = np.arange(setup.validation.num_rows)
     setup = replace(setup, task=setup.task.at_step(setup, setup.validation, everything))
@@ -216,7 +216,7 @@ def evaluate(setup: Setup) -> dict[str, float]:
     for loss, counts in held_out_losses(setup):
         found = loss()[1]
         sums = add_sums(sums, found) if counts else sums
-        heartbeat.tick()
+        heartbeat.report_progress()
     setup.engine.train()
     return setup.task.metrics(setup.world.sums(sums))
 

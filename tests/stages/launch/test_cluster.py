@@ -37,7 +37,7 @@ def main(job):
     )
     asked = []
     signal.signal(signal.SIGTERM, lambda *arguments: asked.append(1))
-    heartbeat.at("update", 3)
+    heartbeat.begin_phase("update", 3)
     while (folder / "hold").exists():
         if asked:
             (folder / "hold").unlink()

@@ -28,7 +28,7 @@ def main(job):
     rank = os.environ.get("RANK", "0")
     asked = []
     signal.signal(signal.SIGTERM, lambda *arguments: asked.append(1))
-    heartbeat.at("update", 1)
+    heartbeat.begin_phase("update", 1)
     while not asked:
         time.sleep(0.01)
     (folder / f"asked-{rank}").touch()
@@ -102,7 +102,7 @@ class Saving:
 
     def read(self):
         ticks = int(min(self.now, self.progresses_until))
-        self.heartbeats = {0: Heartbeat(0, 1, self.phase, 3, ticks=ticks)}
+        self.heartbeats = {0: Heartbeat(0, 1, self.phase, 3, pieces=ticks)}
         return [0] if self.now < self.ends else []
 
     def send(self, rank, number):

@@ -53,7 +53,7 @@ def test_the_watchdog_waits_five_minutes_for_a_start_and_for_progress_of_any_ran
     assert ranks.stuck
     for seconds, rank in ((0, 0), (9, 1), (9, 0)):
         clock[0] += seconds
-        beat(tmp_path, rank, ticks=int(clock[0]))
+        beat(tmp_path, rank, pieces=int(clock[0]))
         ranks.update()
         assert not ranks.stuck
     clock[0] += 11
@@ -65,14 +65,14 @@ def test_the_watchdog_waits_five_minutes_for_a_start_and_for_progress_of_any_ran
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"marks": 7, "ticks": 9}, {"marks": 8, "ticks": 0}),  # a phase behind
+        ({"phases": 7, "pieces": 9}, {"phases": 8, "pieces": 0}),  # a phase behind
         (
-            {"marks": 8, "ticks": 2, "progressed": 2.0},
-            {"marks": 8, "ticks": 3},
+            {"phases": 8, "pieces": 2, "progressed": 2.0},
+            {"phases": 8, "pieces": 3},
         ),  # a micro batch behind
         (
-            {"marks": 8, "ticks": 3, "progressed": 1.0},
-            {"marks": 8, "ticks": 3, "progressed": 2.0},
+            {"phases": 8, "pieces": 3, "progressed": 1.0},
+            {"phases": 8, "pieces": 3, "progressed": 2.0},
         ),  # the first to stop
     ],
 )
@@ -151,7 +151,7 @@ def test_a_machine_whose_ranks_are_all_silent_is_lost(tmp_path, clock):
 
     def report(beats):
         for rank, number in enumerate(beats):
-            beat(tmp_path, rank, pid=os.getpid(), beat=number, machine=places[rank])
+            beat(tmp_path, rank, pid=os.getpid(), sequence=number, machine=places[rank])
         ranks.update()
 
     report([1, 1, 1, 1])

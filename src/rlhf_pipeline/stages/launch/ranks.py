@@ -83,8 +83,8 @@ class Ranks:
         """Read the heartbeats, without judging what has ended; return the ranks that are alive."""
         newest, now = self.heartbeats | read_heartbeats(self._directory), time.monotonic()
         for rank, heartbeat in newest.items():
-            if rank not in self._beats or self._beats[rank][0] != heartbeat.beat:
-                self._beats[rank] = heartbeat.beat, now
+            if rank not in self._beats or self._beats[rank][0] != heartbeat.sequence:
+                self._beats[rank] = heartbeat.sequence, now
         if newest != self.heartbeats:
             self.heartbeats, self._progressed = newest, now
         return self.alive
@@ -157,7 +157,7 @@ class Ranks:
         if silent:
             first = f"{', '.join(silent)} did not start"
         else:
-            last = min(self.heartbeats.values(), key=lambda h: (h.marks, h.ticks, h.progressed))
+            last = min(self.heartbeats.values(), key=lambda h: (h.phases, h.pieces, h.progressed))
             first = f"rank {last.rank} is behind, in {last}"
         lines = [
             f"  rank {rank}: {heartbeat}{STATES.get(self.status(rank), '')}"
