@@ -72,7 +72,7 @@ def test_numbers_have_their_intervals_and_the_verdict_its_conditions(evaluated):
     assert "# rlhf-policy PPO, version 3" in text
     assert "prefers PPO's answer to SFT's on 62.5% (95%: 50.0% to 75.0%) of 8 prompts" in text
     assert "| gold score | 1.00 \\[0.50, 1.50\\] | 2.00 \\[1.75, 2.25\\] | +1.00 |" in text
-    assert "The promotion gate passed it at try 2" in text
+    assert "The promotion gate passed it at attempt 2" in text
     assert "| KL from SFT | 0.5 nats | at most 10 | yes |" in text
     assert "| | sft | ppo | ppo minus sft |\n|:---|---:|---:|---:|\n" in text  # a table
 

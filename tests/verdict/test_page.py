@@ -28,7 +28,7 @@ def test_the_sections_follow_the_verdict(evaluation, models, tmp_path):
         "Results", "Training of PPO", "Score and KL", "Distributions", "Reward model", "SFT",
         "Answers during training", "Answers", "Origin",
     ]  # fmt: skip
-    assert "1 of 2 conditions hold. This is try 3 on this test set" in page
+    assert "1 of 2 conditions hold. This is attempt 3 on this test set" in page
     assert "99.17%" in page
     assert "The gold judge decides. No training has optimized this judge." in page
     assert "No statistic can see what the judge itself does not see" in page

@@ -91,7 +91,7 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
     option = "" if env is None else f" --env={env}"
     return [
         f"{'registry':>12}  {registration['model']}: {aliases}",
-        f"{'gate':>12}  {found}: {held} (judge: {judge}; try {verdict['tries']} on this test set)",
+        f"{'gate':>12}  {found}: {held} (judge: {judge}; attempt {verdict['tries']} on this test set)",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
         f"{'compare':>12}  {as_typed('kedro rlhf compare')} {rivals} candidate{option}",
     ]

@@ -89,7 +89,7 @@ class Verdict:
     judge: str
     state: State  # of the judge
     tries: int
-    confidence: float  # of the intervals: 0.95 at the first try, more at every further one
+    confidence: float  # of the intervals: 0.95 at the first attempt, more at each further one
     checks: tuple[Check, ...]
 
     @property
