@@ -89,9 +89,10 @@ def _registration(registration: dict[str, Any], env: str | None) -> list[str]:
     has_rival = not registration["promoted"] and CHAMPION in registration["aliases"]
     rivals = f"sft-baseline {CHAMPION}" if has_rival else "sft-baseline"
     option = "" if env is None else f" --env={env}"
+    attempt = f"attempt {verdict['tries']} on this test set"
     return [
         f"{'registry':>12}  {registration['model']}: {aliases}",
-        f"{'gate':>12}  {found}: {held} (judge: {judge}; attempt {verdict['tries']} on this test set)",
+        f"{'gate':>12}  {found}: {held} (judge: {judge}; {attempt})",
         *(f"{'':>12}  {escape(reason)}" for reason in refusals),
         f"{'compare':>12}  {as_typed('kedro rlhf compare')} {rivals} candidate{option}",
     ]
