@@ -30,7 +30,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.pipelines.evaluate import evaluate_models
 from rlhf_pipeline.pipelines.ppo import grpo
 from rlhf_pipeline.pipelines.preparation import base_model, split
-from rlhf_pipeline.pipelines.sample import rejection
+from rlhf_pipeline.pipelines.supervised import rejection
 from rlhf_pipeline.stages.job import RunContext
 from rlhf_pipeline.stages.run import StageRunner
 from rlhf_pipeline.verdict.statistics import cross_pairs, difference, share_with_interval

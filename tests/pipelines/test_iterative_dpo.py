@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.sample import IterativeDPOConfig
-from rlhf_pipeline.pipelines.sample import iterative_dpo
+from rlhf_pipeline.pipelines.supervised import iterative_dpo
 from rlhf_pipeline.runtime.manifest import Manifest, file_digest
 from rlhf_pipeline.stages.job import RunContext, StageListener
 from rlhf_pipeline.stages.run import StageRunner

@@ -14,7 +14,7 @@ from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.pipelines import evaluate, ppo, preparation, sample, supervised
+from rlhf_pipeline.pipelines import evaluate, ppo, preparation, supervised
 from rlhf_pipeline.stages.job import StageSpec, data_set_of, node_of
 
 
@@ -35,8 +35,8 @@ OWN = {
     "distill": Algorithm(ppo.DISTILL, ppo.distill, ON_ROWS),
     "dpo": Algorithm(supervised.DPO, supervised.dpo, ON_ROWS),
     "kto": Algorithm(supervised.KTO, supervised.kto, ON_ROWS),
-    "rejection": Algorithm(sample.REJECTION, sample.rejection, BY_REWARDS),
-    "iterative_dpo": Algorithm(sample.ITERATIVE_DPO, sample.iterative_dpo, BY_REWARDS),
+    "rejection": Algorithm(supervised.REJECTION, supervised.rejection, BY_REWARDS),
+    "iterative_dpo": Algorithm(supervised.ITERATIVE_DPO, supervised.iterative_dpo, BY_REWARDS),
 }
 POLICY = Door("policy", dict.fromkeys(OWN, __name__))
 """Modules of other packages that train a policy, by the name of its stage, `SPEC`. The function of
@@ -83,7 +83,7 @@ def stage_specs() -> dict[str, StageSpec]:
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = evaluate.TASKS, *map(evaluate.SPEC.for_candidate, candidates)
     judges = evaluate.JUDGE_SPLIT, evaluate.JUDGE
-    between = supervised.REWARD_MODEL, sample.SAMPLE, ppo.TEACHER, *judges
+    between = supervised.REWARD_MODEL, supervised.SAMPLE, ppo.TEACHER, *judges
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 
