@@ -267,7 +267,7 @@ ARRAYS = [
 FAULTS: list[tuple[str, bytes, str]] = [
     *(("a.csv", header + b"\n1,2\n", f"a.csv:1: {fault}") for header, fault in HEADERS.items()),
     *(
-        ("a.json", content, f"a.json:{line}: the JSON array is broken ({why}). Fix: correct it")
+        ("a.json", content, f"a.json:{line}: the JSON array is broken ({why}). Fix: co")
         for content, line, why in ARRAYS
     ),
     *(

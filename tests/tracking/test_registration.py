@@ -477,6 +477,7 @@ def test_a_changed_registration_is_named(client, sft, ppo, trained, tmp_path, da
     assert read_registration(file) == asdict(made)
     file.write_text(damage(json.dumps(made.record())))
     with pytest.raises(
-        ArtifactError, match=rf"{file} was changed after .*Fix: restore .*{file.parent}"
+        ArtifactError,
+        match=rf"{file} is of an earlier version, or was changed .*Fix: restore .*{file.parent}",
     ):
         read_registration(file)

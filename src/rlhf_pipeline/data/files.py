@@ -404,22 +404,21 @@ def _json_rows(stream: Stream) -> Numbered:
         blank += mark
     if mark == "[":
         return _array(blank + mark + file.read(MAX_ARRAY_CHARACTERS))
-    first = mark + file.readline(MAX_CHARACTERS)
-    return _json_lines(chain(["\n"] * blank.count("\n"), [first], _lines(file)))
+    before = blank.count("\n")
+    return _json_lines(chain(["\n"] * before, _lines(file, mark, before + 1)))
 
 
 def _array(written: str) -> Numbered:
-    line = 1
+    line, fix = 1, "correct it, or write one object per line (.jsonl)."
     try:
         if len(written) > MAX_ARRAY_CHARACTERS:
             fault = f"more than {MAX_ARRAY_CHARACTERS} characters"
         elif not is_utf8(written):
-            fault = NOT_UTF8
+            fault, fix = NOT_UTF8, TO_UTF8
         else:
             return enumerate(map(_object, json.loads(written)), start=1)
     except (ValueError, RecursionError) as error:
         fault, line = _json_fault(error), getattr(error, "lineno", 1)
-    fix = "correct it, or write one object per line (.jsonl)."
     raise _FileFault(line, f"the JSON array is broken ({fault}). Fix: {fix}")
 
 
@@ -451,10 +450,14 @@ def _json_fault(error: Exception) -> str:
     return "nested too deeply" if deep else "a number of too many digits"
 
 
-def _lines(file: io.TextIOWrapper) -> Iterator[str]:
-    """The lines of a file; raises _FileFault at one without an end."""
+def _lines(file: io.TextIOWrapper, begin: str = "", start: int = 1) -> Iterator[str]:
+    """The lines of a file, of whose line `start` the beginning was read already.
+
+    Raises _FileFault at a line without an end.
+    """
     lines = iter(partial(file.readline, MAX_CHARACTERS + 1), "")
-    for number, line in enumerate(lines, start=1):
+    first = [begin + next(lines, "")] if begin else []
+    for number, line in enumerate(chain(first, lines), start=start):
         if len(line) > MAX_CHARACTERS:
             reason = f"the line has more than {MAX_CHARACTERS} characters"
             raise _FileFault(number, f"{reason}. Fix: write one row per line, or split it.")

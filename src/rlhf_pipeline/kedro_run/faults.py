@@ -141,7 +141,7 @@ def path_faults(place: str, path: str | None) -> Iterator[str]:
         elif not any(any(folder.glob(each)) for each in _TOKENIZERS):
             fault = f"no tokenizer in the folder {path!r}, expected tokenizer.json or its kind"
             fix = "save the model's tokenizer in the same folder"
-    elif folder.is_absolute() or str(path).startswith(".") or len(folder.parts) > 2:
+    elif folder.is_absolute() or str(path).startswith(".") or str(path).count("/") > 1:
         fault = f"no folder {path!r}"
         fix = "check the spelling; models on the hub have names like facebook/opt-350m"
     if fault:

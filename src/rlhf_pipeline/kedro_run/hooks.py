@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 from kedro.framework.context import KedroContext
 from kedro.framework.hooks import hook_impl
 from kedro.io import CatalogProtocol, MemoryDataset
@@ -164,6 +165,8 @@ class RecordHook:
     """Records a `kedro run` as one MLflow run; each stage that is launched is a child of it."""
 
     tracker: "MlflowTracker"
+    explained: click.ClickException
+    """The error that ended the run."""
     _verdict: str
 
     def __init__(self, check: CheckHook) -> None:
@@ -203,17 +206,15 @@ class RecordHook:
         """Close the MLflow run with the verdict."""
         self.tracker.end("FINISHED", self._verdict)
 
-    @hook_impl(trylast=True)
+    @hook_impl
     def on_pipeline_error(self, error: Exception) -> None:
         """Explain the error, and close the MLflow run with its real status and the reason."""
         from rlhf_pipeline.kedro_run.explain import explain
 
-        explained = explain(error)
-        status: Status = "KILLED" if isinstance(explained, Interrupted) else "FAILED"
-        reason = without_secrets(explained.format_message())
+        self.explained = explain(error)
+        status: Status = "KILLED" if isinstance(self.explained, Interrupted) else "FAILED"
+        reason = without_secrets(self.explained.format_message())
         self.tracker.end(status, f"**{status.capitalize()}**\n\n```\n{reason}\n```")
-        if explained is not error:
-            raise explained from error
 
 
 class RunHook:
@@ -257,10 +258,12 @@ class RunHook:
         print_results(results, self._console, run_params.get("env"))
         self._stages.stored.close()
 
-    @hook_impl
-    def on_pipeline_error(self) -> None:
-        """Wait for uploads."""
+    @hook_impl(trylast=True)
+    def on_pipeline_error(self, error: Exception) -> None:
+        """Wait for uploads, after MLflow knows of the end, and raise the explained error."""
         try:
             self._stages.stored.close()
         except StageError as fault:  # the error that ended the run is reported
             logger.warning("%s", fault.message)
+        if self._record.explained is not error:
+            raise self._record.explained from error

@@ -25,6 +25,7 @@ from rlhf_pipeline.config.evaluate import (
 from rlhf_pipeline.config.rewards import as_judges
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
+from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.pipelines.preparation import SPLIT, split
 from rlhf_pipeline.pipelines.supervised import REWARD_MODEL
@@ -205,4 +206,11 @@ def report(
     reward_model: Path,
 ) -> str:
     """Make the page, after the registration: verdict, results, curves, every answer."""
-    return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
+    try:
+        return evaluation_page(evaluation, (candidate_model, reward_model, sft_model), registration)
+    except Exception as error:
+        raise PipelineError(
+            f"page of {evaluation}: found {type(error).__name__} ({error}), expected a page. "
+            "Models, evaluation and registration are complete. Fix: `kedro rlhf report` makes the "
+            "page again"
+        ) from error

@@ -121,9 +121,10 @@ def _results(function: Callable[..., Any], call: Call) -> list[float]:
     rows = [*zip(call.prompts, call.responses, strict=True)]  # the function may empty its lists
     result = function(call.prompts, call.responses, **call.more)
     result = asyncio.run(result) if inspect.iscoroutine(result) else result
-    items = None
+    iterator = None
     with suppress(TypeError):  # a number, None, or a tensor without a dimension
-        items = None if isinstance(result, str | bytes | Mapping | Set) else [*result]
+        iterator = None if isinstance(result, str | bytes | Mapping | Set) else iter(result)
+    items = None if iterator is None else [*iterator]  # a generator may fail by itself
     if items is None or len(items) != len(rows):
         found = repr(result)[:LONGEST_TEXT] if items is None else f"{len(items)} results"
         expected = f"a list of {len(rows)} numbers, one for each response"
@@ -140,7 +141,7 @@ def _results(function: Callable[..., Any], call: Call) -> list[float]:
 
 def _number(item: Any) -> float:
     """An item of a result as a number; NaN for what is none, such as a text of digits."""
-    with suppress(TypeError, ValueError):
+    with suppress(Exception):  # a tensor of two numbers, an integer that is too large
         return math.nan if isinstance(item, str | bytes) else float(item)
     return math.nan
 

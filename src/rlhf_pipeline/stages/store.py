@@ -47,6 +47,7 @@ MANIFEST_COPIES = ".store"  # folder of the workspace: stages that only the stor
 OBJECTS = "objects"
 SMALL = 2**20  # bytes of the largest JSON file beside a manifest that is copied alone
 POLL_S = 1.0  # seconds between two looks for a new checkpoint
+RETRY_S = 20.0  # seconds between two attempts at a store that fails
 _damaged: set[str] = set()  # digests of objects that the next push replaces
 
 
@@ -248,6 +249,8 @@ class StoredStages(StageStore):
         """Fingerprint and step of the newest checkpoint in the store."""
         self._waiting: list[StageRun] = []
         """Ended stages that are not yet uploaded. Only the thread removes entries."""
+        self._unusable: tuple[str, int] | None = None
+        """Fingerprint and step of a checkpoint in the store that could not be downloaded."""
         self._reason = ""  # of the last upload, if it failed
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -273,13 +276,18 @@ class StoredStages(StageStore):
         return None
 
     def fetch_checkpoint(self, run: StageRun, local: int | None) -> int | None:
-        if (self.newest_step(run) or 0) <= (local or 0):
-            return local
         folder = run.directory / "download"
-        shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
-        self._pull(run, self._checkpoint_store(run), CHECKPOINT, folder)
+        for _ in range(3):  # another machine may replace the checkpoint meanwhile
+            stored = self.newest_step(run)
+            if stored is not None and stored <= (local or 0):
+                return local
+            shutil.rmtree(folder, ignore_errors=True)  # a kill may have left a part of one
+            found = self._pull(run, self._checkpoint_store(run), CHECKPOINT, folder)
+            if found or stored is None or self.newest_step(run) == stored:
+                break
         step = newest_valid_step(folder / "checkpoints")
-        if step is None:  # it was damaged in the store, or before it was uploaded
+        if step is None:  # there is none, or it was damaged in the store or before its upload
+            self._unusable = None if stored is None else (run.fingerprint, stored)
             return local
         (folder / run.metrics_file.name).replace(run.metrics_file)
         put_in_place(folder / "checkpoints", run.checkpoints)
@@ -332,7 +340,7 @@ class StoredStages(StageStore):
         """Upload again and again, and a last time at the end."""
         closing = False
         while not closing:
-            closing = self._closing.wait(POLL_S)
+            closing = self._closing.wait(RETRY_S if self._reason else POLL_S)
             try:
                 while self._waiting:
                     self._push(self._waiting[0])
@@ -371,6 +379,9 @@ class StoredStages(StageStore):
         with suppress(ArtifactError):
             if (checkpoint := self._checkpoint(run)) is not None:
                 former = {entry.sha256 for entry in checkpoint.files.values()}
+                stored = run.fingerprint, int(checkpoint.metrics["step"])
+                if stored[1] > step and stored != self._unusable:  # another machine is ahead
+                    return
         try:
             if not _snapshot(run, step, folder):
                 return

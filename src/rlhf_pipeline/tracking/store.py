@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from filelock import FileLock
@@ -50,7 +51,11 @@ RUNS_VIEW = {
     "columnWidths": {VERDICT_COLUMNS[0]: 340},
 }
 """The view: verdict, win rate and reward in place of MLflow's source, models and data sets."""
+logger = logging.getLogger(__name__)
+
 ARTIFACTS = "mlartifacts"
+SILENT_S = 5.0
+"""Seconds until a line says what the store has not returned."""
 TOKENS = "token_contract.json"  # file of every model with the digest of its tokens
 UNSENT = "unsent_ends"  # folder with the ends of runs that the store has not received
 SCHEMES = ("databricks", "file", "http", "https", "mssql", "mysql", "postgresql", "sqlite")
@@ -371,6 +376,9 @@ def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[Mlf
     from mlflow.exceptions import MlflowException
 
     store = f"MLflow at {without_secrets(uri := tracking_uri(project))}"
+    silent = Timer(SILENT_S, logger.warning, ["%s has not returned %s yet", store, what])
+    silent.daemon = True
+    silent.start()
     try:
         with request_limits(uploads=uploads):
             yield connect(uri, project)
@@ -379,3 +387,5 @@ def registry(project: Path, what: str, *, uploads: bool = False) -> Iterator[Mlf
             f"{store} does not return {what}: {without_secrets(str(error))}. Fix: repeat the "
             "command when the store answers"
         ) from None
+    finally:
+        silent.cancel()

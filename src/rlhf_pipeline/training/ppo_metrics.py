@@ -78,7 +78,7 @@ def quality_metrics(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
 ) -> dict[str, float]:
-    """Gold score, and strict and lenient accuracy (`rollout.true_answers.accuracy`), as means over
+    """Gold score, and strict and lenient accuracy (`scoring.true_answers.accuracy`), as means over
     all ranks; each of them only if it is known for every prompt."""
     # Only an evaluation needs them, so a rank starts without them.
     from rlhf_pipeline.data.sources.synthetic import gold_score
