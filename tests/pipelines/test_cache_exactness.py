@@ -282,7 +282,7 @@ RERUNS = {
         {"base_model", "split", "ppo", "evaluate"},  # further judges
     ),
     "losses": ("rl/losses.py", "return -", "return -2 * ", TRAINED),
-    "rewards": ("rl/rewards.py", r"\Z", "CHANGED = True\n", {"ppo", "evaluate"}),
+    "rewards": ("rl/rewards.py", r"\Z", "CHANGED = True\n", TRAINED | {"evaluate"}),
     "masked sums": ("rl/masking.py", r"mask, x, 0\.0", "mask, x, 1.0", TRAINED | {"evaluate"}),
     "optimizer": (
         "distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED | {"evaluate"}

@@ -226,7 +226,7 @@ def frozen_model(
     found: M | DeepSpeedEngine
     if config.zero_stage == 0:
         _check_gpu(world.device, precision)
-        found = freeze(load(precision, device=world.device)).to(world.device)
+        found = freeze(load(precision, **_placement(world.device))).to(world.device)
     else:
         model, settings = loaded(load, precision, partial(inference_settings, config))
         found, *_ = deepspeed.initialize(model=freeze(model), config=settings)
@@ -244,7 +244,7 @@ def loaded(
     before = settings(hidden_size=0, on_gpu=on_gpu())
     is_sharded = before["zero_optimization"]["stage"] == 3
     with sharded_loading(before):
-        model = load(precision, **({} if is_sharded else {"device": own_device()}))
+        model = load(precision, **({} if is_sharded else _placement(own_device())))
     _exact_frequencies(model)
     release_freed()  # weights that were whole until they were sharded
     heartbeat.report_progress()
@@ -252,6 +252,11 @@ def loaded(
 
 
 # Models on a CPU with torch's own operators, the default, need no part of `models.kernels`.
+
+
+def _placement(device: torch.device) -> dict[str, torch.device]:
+    """The argument that makes `load` read weights onto a GPU, never whole into main memory."""
+    return {"device": device} if device.type == "cuda" else {}
 
 
 def _check_gpu(device: torch.device, precision: Precision) -> None:

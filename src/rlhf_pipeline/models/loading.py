@@ -112,8 +112,8 @@ def load_model(
         quantize: storage of the weight matrices, but not of heads; None = `precision`.
         unpickle: without safetensors, read the tensors of `pytorch_model.bin`, and nothing else.
         trust_remote_code: execute Python code that ships with the model.
-        device: a GPU where the weights go, each as it is read, so that main memory never holds a
-            copy for each rank. Others: main memory.
+        device: where the weights go, each as it is read, so that main memory never holds a copy for
+            each rank. None or the CPU: main memory.
     """
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     dtype = "auto" if precision is None else DTYPES[precision]
@@ -145,7 +145,7 @@ def load_model(
             path,
             dtype=dtype,
             use_safetensors=None if unpickle else True,
-            device_map={"": device} if device is not None and device.type == "cuda" else None,
+            device_map=None if device is None or device.type == "cpu" else {"": device},
             **source,
             **further,
         )
