@@ -119,7 +119,10 @@ def arrays() -> dict[str, bytes]:
         "endless-digits.json": b"[" + b"9" * (20 * MIB),
         "trailing.json": b'[{"x": 1}]' * 2,
         "latin1.json": b'[{"x": "\xe9"}]',
+        "long.json": b'[{"x": "' + b"a" * (40 * MIB) + b'"}]',
+        "objects.json": b'[{"x": [' + b"{}," * (12 * MIB) + b"{}]}]",
         "bomb.json.gz": bomb(b"a", 4096, b'[{"x": "'),
+        "bomb-blanks.json.gz": bomb(b" ", 400, b"["),
         "bomb-rows.json.gz": bomb(b"[],", 3, b"["),
     }
 
@@ -179,7 +182,7 @@ def parquets() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"), [(lines, 15), (arrays, 8), (tables, 15), (parquets, 11)]
+    ("make", "expected"), [(lines, 15), (arrays, 11), (tables, 15), (parquets, 11)]
 )
 def test_files_of_rows(
     check: Check, make: Callable[[], dict[str, bytes]], expected: int, tmp_path: Path

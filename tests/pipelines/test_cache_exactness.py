@@ -282,14 +282,12 @@ RERUNS = {
         {"base_model", "split", "ppo", "evaluate"},  # further judges
     ),
     "losses": ("rl/losses.py", "return -", "return -2 * ", TRAINED),
-    "rewards": ("rl/rewards.py", r"\Z", "CHANGED = True\n", TRAINED | {"evaluate"}),
+    "rewards": ("rl/rewards.py", r"\Z", "CHANGED = True\n", {"ppo", "evaluate"}),
     "masked sums": ("rl/masking.py", r"mask, x, 0\.0", "mask, x, 1.0", TRAINED | {"evaluate"}),
     "optimizer": (
         "distributed/engine.py", r"optim\.AdamW", "optim.Adam", TRAINED | {"evaluate"}
     ),
-    "optimizer step": (
-        "distributed/optimizer_step.py", r" \* world\.size", "", TRAINED | {"evaluate"}
-    ),
+    "optimizer step": ("distributed/optimizer_step.py", r" \* world\.size", "", TRAINED),
     "program of SFT": ("training/sft.py", r"\Z", "CHANGED = True\n", {"sft"}),
     "supervised loop": (
         "training/supervised.py", r"\Z", "CHANGED = True\n", {"sft", "reward_model"}

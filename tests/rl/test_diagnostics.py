@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_pipeline.rl.losses import explained_variance, policy_diagnostics, value_sums
+from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 
 NAN = float("nan")
 MASK = torch.tensor([[True, True, False], [True, True, False]])

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 FORMATS = ("jsonl", "json", "csv", "parquet", "txt")
 MAX_CHARACTERS = 16 * 2**20
-"""Limit for a line of JSON, a field of CSV and a piece of text."""
-MAX_ARRAY_CHARACTERS = 2**28
-"""Limit for a JSON array, which is read as a whole."""
+"""Limit for a row of JSON or CSV and a piece of text."""
 _PIECE = 2**20
 _BATCH_ROWS = 1_000
+_BLANK = re.compile(r"[ \t\n\r]*")
 _CHECKSUMS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified")
 """Fields in which stores report the identity of a file's bytes, best first."""
 _QUERY_VARIABLE = re.compile(r"(https?://[^?]*\?)\$(\w+)")
@@ -214,7 +213,7 @@ def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def read_rows(path: str, columns: Sequence[str], split: str) -> Iterator[tuple[str, Row | Unused]]:
-    """Yield every row with its place, file after file by name. Only JSON arrays fill the memory.
+    """Yield every row with its place, file after file by name, in constant memory.
 
     A place is "name.jsonl:17": the line, or in JSON arrays, Parquet and saved data sets the row,
     from 1. A broken row is `Unused`. `columns` are those that the caller reads, dotted if nested,
@@ -398,35 +397,87 @@ def _header_fault(header: list[str]) -> str | None:
 
 def _json_rows(stream: Stream) -> Numbered:
     """An array if the file starts with "[", else JSON Lines."""
-    file = _decode(stream, newline="\n")
-    blank = ""
-    while (mark := file.read(1)).isspace():
-        blank += mark
-    if mark == "[":
-        return _array(blank + mark + file.read(MAX_ARRAY_CHARACTERS))
-    before = blank.count("\n")
-    return _json_lines(chain(["\n"] * before, _lines(file, mark, before + 1)))
+    file, blank = _decode(stream, newline="\n"), 0
+    while (first := file.readline(MAX_CHARACTERS + 1)) and not first.strip():
+        blank += first.count("\n")
+    if first.lstrip().startswith("["):
+        return _array(_Window(file, "\n" * blank + first))
+    return _json_lines(chain(["\n"] * blank, _lines(file, first, blank + 1)))
 
 
-def _array(written: str) -> Numbered:
-    line, fix = 1, "correct it, or write one object per line (.jsonl)."
+def _array(window: "_Window") -> Numbered:
     try:
-        if len(written) > MAX_ARRAY_CHARACTERS:
-            fault = f"more than {MAX_ARRAY_CHARACTERS} characters"
-        elif not is_utf8(written):
-            fault, fix = NOT_UTF8, TO_UTF8
-        else:
-            return enumerate(map(_object, json.loads(written)), start=1)
+        window.next_mark()
+        window.at += 1
+        number, more = 0, window.next_mark() != "]"
+        while more:
+            number += 1
+            yield number, window.next_element()
+            mark = window.next_mark()
+            if mark not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", window.text, window.at)
+            more = mark == ","
+            window.at += more
+        window.at += 1
+        if window.next_mark():
+            raise json.JSONDecodeError("Extra data", window.text, window.at)
     except (ValueError, RecursionError) as error:
-        fault, line = _json_fault(error), getattr(error, "lineno", 1)
-    raise _FileFault(line, f"the JSON array is broken ({fault}). Fix: {fix}")
+        at = error.pos if isinstance(error, json.JSONDecodeError) else window.at
+        raise _FileFault(
+            window.line + window.text.count("\n", 0, at),
+            f"the JSON array is broken ({_json_fault(error)}). Fix: correct it, or write one "
+            "object per line (.jsonl).",
+        ) from None
+
+
+class _Window:
+    """The part of a JSON array that is in memory, of which `begin` was read already."""
+
+    def __init__(self, file: io.TextIOWrapper, begin: str) -> None:
+        self._file = file
+        self.text, self.at = begin, 0
+        self.line = 1
+        """Line of the file in which `text` begins."""
+
+    def next_mark(self) -> str:
+        """The next character that is not blank; empty at the end of the file."""
+        while True:
+            self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or not self._grow():
+                return self.text[self.at : self.at + 1]
+
+    def next_element(self) -> Row | Unused:
+        """Raises JSONDecodeError, or another ValueError or RecursionError, at what is no JSON."""
+        self.next_mark()
+        while True:
+            size = len(self.text) - self.at
+            more = min(size, MAX_CHARACTERS - size)
+            try:
+                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:  # broken, or cut
+                if size > MAX_CHARACTERS:
+                    error.msg += f", or the row has more than {MAX_CHARACTERS} characters"
+                if size > MAX_CHARACTERS or not self._grow(more):
+                    raise
+                continue
+            if end + len("e+") >= len(self.text) and self._grow(more):
+                continue  # a number may be cut
+            begin, self.at = self.at, end
+            return _object(value, self.text[begin:end])
+
+    def _grow(self, size: int = 0) -> bool:
+        """Read on, and forget what is before `at`; False at the end of the file."""
+        piece = self._file.read(max(size, _PIECE))
+        if piece:
+            self.line += self.text.count("\n", 0, self.at)
+            self.text, self.at = self.text[self.at :] + piece, 0
+        return bool(piece)
 
 
 def _json_lines(lines: Iterable[str]) -> Numbered:
     for number, line in enumerate(lines, start=1):
         try:
-            row = _object(json.loads(line))
-            yield number, row if is_utf8(line) else Unused(NOT_UTF8)
+            yield number, _object(json.loads(line), line)
         except (ValueError, RecursionError) as error:
             fault = f"not JSON ({_json_fault(error)})"
             if "\0" in line:
@@ -437,7 +488,9 @@ def _json_lines(lines: Iterable[str]) -> Numbered:
                 yield number, Unused(fault)
 
 
-def _object(value: Any) -> Row | Unused:
+def _object(value: Any, written: str) -> Row | Unused:
+    if not is_utf8(written):
+        return Unused(NOT_UTF8)
     if isinstance(value, dict):
         return value
     return Unused(f"a JSON {type(value).__name__}, not an object")
@@ -451,13 +504,12 @@ def _json_fault(error: Exception) -> str:
 
 
 def _lines(file: io.TextIOWrapper, begin: str = "", start: int = 1) -> Iterator[str]:
-    """The lines of a file, of whose line `start` the beginning was read already.
+    """The lines of a file, of which `begin` was read already, from number `start`.
 
     Raises _FileFault at a line without an end.
     """
     lines = iter(partial(file.readline, MAX_CHARACTERS + 1), "")
-    first = [begin + next(lines, "")] if begin else []
-    for number, line in enumerate(chain(first, lines), start=start):
+    for number, line in enumerate(chain(filter(None, [begin]), lines), start=start):
         if len(line) > MAX_CHARACTERS:
             reason = f"the line has more than {MAX_CHARACTERS} characters"
             raise _FileFault(number, f"{reason}. Fix: write one row per line, or split it.")

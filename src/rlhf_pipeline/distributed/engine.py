@@ -31,7 +31,7 @@ from rlhf_pipeline.config.training import (
     OptimizerConfig,
     TrainedModelConfig,
 )
-from rlhf_pipeline.distributed.optimizer_step import LeanStep
+from rlhf_pipeline.distributed.lean_step import LeanStep
 from rlhf_pipeline.distributed.world import World, on_gpu, own_device
 from rlhf_pipeline.distributed.zero import (
     DeepSpeedEngine,

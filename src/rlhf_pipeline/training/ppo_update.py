@@ -24,17 +24,15 @@ from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.forward import response_divergences, response_logprobs, response_values
 from rlhf_pipeline.models.sequences import Sequences
+from rlhf_pipeline.rl.diagnostics import explained_variance, policy_diagnostics, value_sums
 from rlhf_pipeline.rl.losses import (
     LossSum,
     Reduce,
     entropy_loss,
-    explained_variance,
     kl_loss,
-    policy_diagnostics,
     reduced,
     sft_loss,
     value_loss,
-    value_sums,
 )
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
