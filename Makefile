@@ -15,7 +15,7 @@ SIDE_BY_SIDE := $(PYTEST) --numprocesses=3 --dist=loadgroup --no-loadscope-reord
 # Where PYTHONDONTWRITEBYTECODE is set, each of the programs would compile the package again.
 COMPILE := $(BIN)/python -m compileall -q -x /conf/ src
 
-FAST := $(addprefix tests/,rl config data models sizing presets verdict datasets test_docs.py test_reference.py \
+FAST := $(addprefix tests/,rl config data models sizing verdict datasets test_docs.py test_reference.py \
 	kedro_run/test_checks.py kedro_run/test_mistakes.py kedro_run/test_faults.py)
 
 GPUS = $(shell nvidia-smi -L 2> /dev/null)

@@ -6,7 +6,7 @@ import socket
 import pytest
 from kedro.io import DataCatalog, MemoryDataset
 
-from rlhf_pipeline.commands.label import label
+from rlhf_pipeline.commands.serve import label
 from rlhf_pipeline.data.records import Message
 from rlhf_pipeline.errors import ConfigError, DataError
 from rlhf_pipeline.kedro_run.artifacts import Ledger
@@ -49,7 +49,7 @@ def test_a_file_of_something_else_is_not_taken_for_votes(serve, tmp_path):
 def test_pairs_come_from_a_file_of_any_format(ledger, tmp_path, monkeypatch, capsys):
     pairs = []
     monkeypatch.setattr(
-        "rlhf_pipeline.commands.label.application", lambda found, *_: pairs.extend(found)
+        "rlhf_pipeline.labelling.server.application", lambda found, *_: pairs.extend(found)
     )
     monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
     file = tmp_path / "pairs.csv"

@@ -44,7 +44,7 @@ def _no_gpu_to_check(monkeypatch):
         (1, GPU, {"device": GPU}),
         (2, GPU, {"device": GPU}),
         (3, GPU, {}),
-        (1, CPU, {"device": CPU}),
+        (1, CPU, {}),
     ],
 )
 def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
@@ -57,7 +57,7 @@ def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
 
 @pytest.mark.parametrize(
     ("zero_stage", "device", "expected"),
-    [(0, GPU, {"device": GPU}), (3, GPU, {}), (0, CPU, {"device": CPU})],
+    [(0, GPU, {"device": GPU}), (3, GPU, {}), (0, CPU, {})],
 )
 def test_a_frozen_model(world, monkeypatch, zero_stage, device, expected):
     monkeypatch.setattr(distributed_engine, "own_device", lambda: device)

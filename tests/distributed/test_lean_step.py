@@ -92,7 +92,7 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing(world, make_model, 
 def test_parameters_larger_than_a_piece(world, make_model, monkeypatch):
     settings = {"zero_stage": 1, "precision": "bf16"}
     whole = engine_of(make_model("opt"), settings, {}, True, monkeypatch)
-    monkeypatch.setattr("rlhf_pipeline.distributed.optimizer_step.SIZE", 100)
+    monkeypatch.setattr("rlhf_pipeline.distributed.lean_step.SIZE", 100)
     parts = engine_of(make_model("opt"), settings, {}, True, monkeypatch)
     for engine in (whole, parts):
         trained(engine, world, 2, 1)

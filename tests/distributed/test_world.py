@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -165,7 +166,7 @@ def test_hidden_gpus_are_not_used(world, monkeypatch):
     model = nn.Module()
     model.config = SimpleNamespace(hidden_size=32)
     settings = partial(dict, zero_optimization={"stage": 0})
-    assert loaded(lambda precision, device: model, "fp32", settings)[1]["on_gpu"] is False
+    assert loaded(lambda precision: model, "fp32", settings)[1]["on_gpu"] is False
     assert not on_gpu()
 
 
@@ -184,9 +185,41 @@ def test_a_gpu_that_torch_does_not_find_is_reported(gpus, monkeypatch):
     assert gpus == []
 
 
-def test_groups_that_are_made_without_a_timeout_get_that_of_the_ranks(world):
-    """DeepSpeed passes none; torch's default for NCCL is 10 minutes."""
-    join(0, timeout_s=4321)
+@pytest.fixture
+def joining(gpus, monkeypatch, rank_environment):
+    """Lets a rank on a GPU join, with all of torch's groups and DeepSpeed's operations replaced.
+
+    Returns what `init_process_group` got, and DeepSpeed's table of operations.
+    """
+    seen, operations = {}, {}
+    for name, value in rank_environment.items():
+        monkeypatch.setenv(name, value)
+    distributed = torch.distributed
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(module, "TCPStore", lambda *arguments, **options: None)
+    monkeypatch.setattr(socket, "create_server", lambda *arguments, **options: socket.socket())
+    monkeypatch.setattr(
+        distributed, "init_process_group", lambda *arguments, **options: seen.update(options)
+    )
+    monkeypatch.setattr(distributed, "new_group", lambda **options: None)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(module.deepspeed.ops, "__compatible_ops__", operations)
+    monkeypatch.setattr(module.deepspeed, "init_distributed", lambda **options: None)
+    monkeypatch.setattr(module.atexit, "register", lambda function: None)
+    return seen, operations
+
+
+def test_a_rank_on_a_gpu_joins(joining):
+    """NCCL then connects at once by the rank's GPU, and guesses no device in a barrier.
+
+    DeepSpeed's table probes the compilers of an operation that is asked for. DeepSpeed passes no
+    timeout; torch's default for NCCL is 10 minutes.
+    """
+    seen, operations = joining
+    assert join(0, timeout_s=4321).device == seen["device_id"] == torch.device("cuda", 0)
+    assert operations == {}
     for backend in ("nccl", "gloo"):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(seconds=4321)
-    join(0, timeout_s=600)

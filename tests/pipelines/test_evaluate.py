@@ -8,9 +8,9 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig, JudgeModelConfig
 from rlhf_pipeline.config.policies import GRPOConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
-from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.pipeline_registry import register_pipelines
-from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate, judge_models
+from rlhf_pipeline.pipelines.evaluate import CHAMPION, evaluate, judge_models, report
 from rlhf_pipeline.pipelines.ppo import PPO
 from rlhf_pipeline.pipelines.supervised import DPO
 
@@ -161,3 +161,15 @@ def test_the_number_of_passes_is_a_parameter(made):
 def test_one_of_both_is_needed(block):
     with pytest.raises(ValueError, match="expected one of held_back and path"):
         JudgeModelConfig.model_validate(block)
+
+
+def test_a_page_that_cannot_be_made_names_the_cause_and_the_command(tmp_path):
+    (tmp_path / "evaluation.json").write_text("{}")
+    models = [tmp_path / name for name in ("sft_model", "ppo_model", "reward_model")]
+    with pytest.raises(
+        PipelineError,
+        match=r"evaluation and registration are complete. Fix: `kedro rlhf report` makes",
+    ) as failure:
+        report(tmp_path, {}, *models)
+    cause = failure.value.__cause__
+    assert f"found {type(cause).__name__} ({cause}), expected a page" in str(failure.value)

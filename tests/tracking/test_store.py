@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
+from waiting import wait_until
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
@@ -22,6 +23,7 @@ from rlhf_pipeline.tracking.store import (
     find_version,
     local_folder,
     registration,
+    registry,
     tracking_uri,
 )
 
@@ -382,3 +384,14 @@ def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypat
         assert found.fault is None
         assert (found.folder / "model.safetensors").read_text() == "old"
     assert len(list((tmp_path / "downloads").iterdir())) == 1
+
+
+def test_a_store_that_is_silent_is_named_after_seconds(client, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
+    monkeypatch.setattr("rlhf_pipeline.tracking.store.SILENT_S", 0.01)
+    with registry(tmp_path, "a version"):
+        wait_until(lambda: "has not returned a version yet" in caplog.text)
+    monkeypatch.setattr("rlhf_pipeline.tracking.store.SILENT_S", 60.0)
+    with registry(tmp_path, "the champion"):
+        pass
+    assert "the champion" not in caplog.text

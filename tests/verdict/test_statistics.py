@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from rlhf_pipeline.verdict.statistics import (
@@ -231,3 +232,71 @@ def test_the_rank_correlation():
 def test_values_that_cannot_be_compared_are_refused(measure, values, message):
     with pytest.raises(ValueError, match=message):
         measure(*values)
+
+
+def test_ties_make_the_interval_narrower_but_never_a_point():
+    widths = [upper - lower for lower, upper in (rate_interval(0.5, 40, t) for t in (0, 20, 40))]
+    assert widths[0] > widths[1] > widths[2] > 0.05
+
+
+def test_a_smaller_error_makes_a_wider_interval():
+    usual, careful = rate_interval(0.6, 100), rate_interval(0.6, 100, alpha=0.01)
+    assert careful[0] < usual[0] < 0.6 < usual[1] < careful[1]
+
+
+def test_wilson_interval_of_8_in_10():
+    # The textbook case: 0.4902 to 0.9433.
+    result = win_rate([1.0] * 8 + [0.0] * 2, [0.5] * 10)
+    assert (result.lower, result.upper) == pytest.approx((0.4901625, 0.9433178), rel=1e-5)
+
+
+def test_the_same_answer_again_says_nothing_new():
+    scores = [1.0] * 8 + [0.0] * 2 + [1.0] * 4 + [0.0] * 6
+    twice, half = [[score, score] for score in scores], [[0.5, 0.5]] * 20
+    assert win_rate(twice, half) == win_rate(scores, [0.5] * 20)
+    assert mean_with_interval(twice) == mean_with_interval(scores)
+    extra = [[3, 3]] * 10 + [[-3, -3]] * 10
+    assert length_controlled(twice, half, extra) == pytest.approx(
+        (0.6202041, 0.3626506, 0.8241480), rel=1e-6
+    )
+
+
+def test_intervals_cover_where_the_answers_to_a_prompt_resemble_each_other():
+    """Nine of ten answers are like the prompt. Counted as independent pairs, they cover 70%."""
+    rng, covered = np.random.default_rng(1), {"by prompt": 0, "by pair": 0}
+    for _ in range(1000):
+        easy, other = rng.random((100, 1)) < 0.6, rng.random((100, 4)) < 0.6
+        wins = np.where(rng.random((100, 4)) < 0.9, easy, other).astype(float)
+        for unit, won in (("by prompt", wins), ("by pair", wins.reshape(-1, 1))):
+            rate = win_rate(won.tolist(), np.full_like(won, 0.5).tolist())
+            covered[unit] += rate.lower <= 0.6 <= rate.upper
+    assert 935 <= covered["by prompt"] <= 965
+    assert covered["by pair"] < 750
+
+
+def test_mean_with_interval():
+    # Mean 2, s = 1; Student's t for 2 degrees of freedom: 4.3026527 / sqrt(3) = 2.4841377.
+    assert mean_with_interval([1.0, 2.0, 3.0]) == pytest.approx(
+        (2.0, -0.4841377, 4.4841377), rel=1e-6
+    )
+
+
+def test_the_gain_is_in_units_of_the_spread():
+    """Gains 1, 1, 4 and mean 2. Variances 1 and 7: unit 2, so the gain is 1.
+
+    Squares 2.5, 0.5 and 5, mean 8/3. Influences (g - 2) / 2 - (square - 8/3) / 8: -0.4791667,
+    -0.2291667 and 0.7083333, with s = 0.6260408: half width 2.4841377 * 0.6260408 = 1.5551716.
+    """
+    gain = standardized_gain([2.0, 3.0, 7.0], [1.0, 2.0, 3.0])
+    assert gain == pytest.approx((1.0, -0.5551716, 2.5551716), rel=1e-6)
+
+
+def test_a_tie_is_half_a_win_in_the_length_controlled_rate():
+    """Every win of the shorter half becomes a tie: P(win) 0.8 and 0.2, so the rate is 1/2."""
+    scores = [1.0] * 8 + [0.0] * 2 + [0.5] * 4 + [0.0] * 6
+    found = length_controlled(scores, [0.5] * 20, [3] * 10 + [-3] * 10)
+    assert found[0] == pytest.approx(0.5, abs=1e-9)
+    assert found[1] == pytest.approx(1 - found[2])
+    whole = length_controlled([1.0] * 8 + [0.0] * 2 + [1.0] * 2 + [0.0] * 8, [0.5] * 20,
+                              [3] * 10 + [-3] * 10)  # fmt: skip
+    assert found[2] - found[1] < whole[2] - whole[1]  # ties say more

@@ -5,7 +5,9 @@ from rich.console import Console
 
 from rlhf_pipeline.commands.command import Command, gpus_option, plain_table
 from rlhf_pipeline.errors import ConfigError, as_typed
-from rlhf_pipeline.presets.preset import (
+from rlhf_pipeline.runtime.files import write_atomically
+from rlhf_pipeline.sizing.models import MODELS
+from rlhf_pipeline.sizing.presets import (
     HARDWARE,
     METHODS,
     ROADS,
@@ -15,8 +17,6 @@ from rlhf_pipeline.presets.preset import (
     find_preset,
     make_preset,
 )
-from rlhf_pipeline.runtime.files import write_atomically
-from rlhf_pipeline.sizing.models import MODELS
 
 
 @click.command(cls=Command)

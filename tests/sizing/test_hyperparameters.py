@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_pipeline.presets.preset import SOURCES, hyperparameters
 from rlhf_pipeline.sizing.models import MODELS
+from rlhf_pipeline.sizing.presets import SOURCES, hyperparameters
 
 RATES = ["sft", "reward_model", "ppo.actor", "ppo.critic", "dpo"]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.presets.preset import as_yaml, make_preset
+from rlhf_pipeline.sizing.presets import as_yaml, make_preset
 
 
 def test_the_file_contains_the_parameters_with_their_sources():

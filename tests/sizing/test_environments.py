@@ -12,10 +12,10 @@ from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.kedro_run.checks import check
 from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
-from rlhf_pipeline.presets.preset import HARDWARE, METHODS, as_yaml, find_preset, make_preset
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.sizing.models import MODELS, find_model
+from rlhf_pipeline.sizing.presets import HARDWARE, METHODS, as_yaml, find_preset, make_preset
 from rlhf_pipeline.stages.launch.resources import rank_count
 
 COMMITTED = (
