@@ -506,7 +506,7 @@ def test_an_interruption_in_a_database_call_is_not_swallowed(tracker, stage, mon
 
 
 def test_artifacts_that_cannot_be_stored_hold_nothing_else_back(
-    uri, stage, client, tmp_path, runs, parents, caplog
+    uri, stage, client, tmp_path, runs, parents, monkeypatch, caplog
 ):
     """They have a store of their own, which takes them in the next run."""
     elsewhere = tmp_path / "elsewhere"
@@ -534,6 +534,13 @@ def test_artifacts_that_cannot_be_stored_hold_nothing_else_back(
     assert names == ["answers.json", "report.json"]
     assert sft.info.end_time == ended  # it was not opened again
 
+    for name in ("log_artifact", "log_text"):
+        monkeypatch.setattr(MlflowClient, name, refuse)
+    third = make_tracker(uri, tmp_path)
+    third.stage_started(reused)
+    third.stage_ended(reused, "FINISHED", {"result": 2.0})
+    assert len(warnings(caplog)) == 1  # nothing is sent twice
+
 
 DRIVER = """
 import os, signal, sys
@@ -551,6 +558,21 @@ if orders:
     tracker.end(orders[0])
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def test_at_the_end_every_stage_is_tried_however_many_artifacts_fail(
+    tracker, tmp_path, runs, monkeypatch
+):
+    monkeypatch.setattr(MlflowClient, "log_artifact", refuse)
+    names = [f"stage{number}" for number in range(8)]
+    for name in names:
+        stage = stage_run(tmp_path, name)
+        tracker.stage_started(stage)
+        report(tracker, stage, [record(1, loss=1.0)])
+        finish(tracker, stage, {"result": 2.0}, report={})
+    tracker.end("FINISHED")
+    found = {run.data.tags["rlhf.stage"]: run.info.status for run in runs()}
+    assert found == dict.fromkeys(names, "FINISHED")
 
 
 def driver(uri, folder, *orders):

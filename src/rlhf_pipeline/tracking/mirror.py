@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 PIPELINE = "the pipeline run"
 EVERY_S, RETRY_S = 10.0, 60.0
 """Seconds between attempts while a stage runs, and after a failure."""
+PATIENCE_S = 5.0  # at the end, for what can still be sent once something has failed
 DESCRIPTION_TAG = "mlflow.note.content"  # MLflow shows it as the description of a run
 ANSWERS = "answers.json"  # table of a training's sampled answers
 Records = Sequence[dict[str, Any]]  # of the metrics file
@@ -78,7 +79,11 @@ class MlflowTracker(StageListener):
             return
         self._end = status, summary
         self._unsent = {(PIPELINE, ""): self._reconcile_parent} | self._unsent
-        self.reconcile()
+        began = time.monotonic()
+        for _ in range(len(self._unsent)):  # each `reconcile` ends at its first fault
+            self.reconcile()
+            if not self._unsent or time.monotonic() - began > PATIENCE_S:
+                break
         # The next run sends a finished stage from disk, with the metrics that the store lacks.
         for stage in self._stages.values():
             if stage.end and stage.end[0] != "FINISHED" and not stage.closed:
@@ -340,15 +345,20 @@ class ChildRun:
         `log_table`, but anew each time: after a resume, the table has no step twice."""
         from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
+        known = {}  # what an earlier run has sent of a reused stage
+        if self.run.cached:
+            known = {file.path: file.file_size for file in client.list_artifacts(run_id)}
         if answers and answers != self._answers:
             rows = [[*answer.values()] for answer in answers]
             tables = json.dumps([{"path": ANSWERS, "type": "table"}])
             client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, tables)
             table = json.dumps({"columns": [*answers[0]], "data": rows})
-            client.log_text(run_id, table, ANSWERS)
+            if known.get(ANSWERS) != len(table.encode()):
+                client.log_text(run_id, table, ANSWERS)
             self._answers = answers
         report = self.run.export / "report.json"
-        if self.end is not None and self.end[0] == "FINISHED" and report.is_file():
+        is_finished = self.end is not None and self.end[0] == "FINISHED" and report.is_file()
+        if is_finished and known.get(report.name) != report.stat().st_size:
             client.log_artifact(run_id, str(report))
 
 
