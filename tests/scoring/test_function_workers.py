@@ -139,6 +139,17 @@ HOSTILE = {
     "returns_none": ("return None", ": found None, expected a list of one number, for"),
     "returns_a_function": ("return [lambda: 1.0]", ": found <function"),
     "raises_what_cannot_be_sent": ("raise Unpicklable(lambda: 0)", " failed at"),
+    "raises_what_cannot_be_printed": (
+        "class Silent(Exception):\n        def __str__(self): raise ZeroDivisionError\n"
+        "    raise Silent", " failed at",
+    ),
+    "returns_what_cannot_be_printed": (
+        "class Silent:\n        def __repr__(self): raise ZeroDivisionError\n"
+        "    return [Silent()]", ": found an object of the type Silent",
+    ),
+    "is_cancelled": ("import asyncio; raise asyncio.CancelledError", " failed at"),
+    "fails_within_a_lazy_result": ("return (len(None) for _ in responses)", " failed at"),
+    "returns_a_number_that_is_too_large": ("return [10**400]", ": found 1000"),
     "forks_children_that_fork": (
         "[(os.fork(), time.sleep(0.2)) for _ in range(6)]; time.sleep(60); os._exit(0)",
         " took longer than 1 s (timeout_s) at",

@@ -90,7 +90,7 @@ def scores(place: str, function: Callable[..., Any], call: Call) -> list[float]:
     except ResultError as error:
         fix = "Fix: return one finite number for each response"
         raise StageError(f"{place}: {error.message}. {fix}") from error
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         where = _where(function, call)
         raise StageError(f"{place} failed {where}: {_described(error)}") from error
 
@@ -107,7 +107,11 @@ def _where(function: Callable[..., Any], call: Call) -> str:
 def _fails(function: Callable[..., Any], call: Call) -> bool:
     try:
         _results(function, call)
-    except (Exception, SystemExit):  # the user's function may raise anything
+    except (
+        Exception,
+        SystemExit,
+        asyncio.CancelledError,
+    ):  # the user's function may raise anything
         return True
     return False
 
@@ -126,7 +130,7 @@ def _results(function: Callable[..., Any], call: Call) -> list[float]:
         iterator = None if isinstance(result, str | bytes | Mapping | Set) else iter(result)
     items = None if iterator is None else [*iterator]  # a generator may fail by itself
     if items is None or len(items) != len(rows):
-        found = repr(result)[:LONGEST_TEXT] if items is None else f"{len(items)} results"
+        found = _shown(result) if items is None else f"{len(items)} results"
         expected = f"a list of {len(rows)} numbers, one for each response"
         if len(rows) == 1:
             expected = f"a list of one number, for {_row(*rows[0])}"
@@ -134,9 +138,14 @@ def _results(function: Callable[..., Any], call: Call) -> list[float]:
     numbers = [_number(item) for item in items]
     for row, item, number in zip(rows, items, numbers, strict=True):
         if not math.isfinite(number):
-            found = repr(item)[:LONGEST_TEXT]
-            raise ResultError(f"found {found}, expected a finite number, for {_row(*row)}")
+            raise ResultError(f"found {_shown(item)}, expected a finite number, for {_row(*row)}")
     return numbers
+
+
+def _shown(result: Any) -> str:
+    with suppress(Exception):  # of a method of the user
+        return repr(result)[:LONGEST_TEXT]
+    return f"an object of the type {type(result).__name__}"
 
 
 def _number(item: Any) -> float:
@@ -152,7 +161,9 @@ def _described(error: BaseException) -> str:
     for frame in traceback.extract_tb(error.__traceback__)[2:]:
         if not frame.filename.startswith(libraries):
             place = f" ({frame.filename}, line {frame.lineno})"
-    return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
+    with suppress(Exception):  # of a method of the user
+        return f"{type(error).__name__}: {error}"[:LONGEST_TEXT] + place
+    return f"{type(error).__name__}{place}"
 
 
 class Workers:
@@ -243,10 +254,13 @@ def work() -> None:
         while True:
             pipe.send(None)
             result: float | str
+            call = pipe.recv()
             try:
-                (result,) = scores(place, function, pipe.recv())
+                (result,) = scores(place, function, call)
             except StageError as error:
                 result = error.message
+            except BaseException as error:  # of another language, for example
+                result = f"{place} failed: {_described(error)}"
             if os.getpid() != own:  # a fork that the function has left behind
                 os._exit(0)
             pipe.send(result)
