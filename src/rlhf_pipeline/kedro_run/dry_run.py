@@ -209,9 +209,11 @@ def _tried(
     what: str, trial: tuple[str, Mapping[str, Any]], files: Sequence[Path], workspace: Path,
     limit_s: float | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """The certain faults that a trial of the program, with its arguments, finds in some files. Of
-    others, which another batch may not have, it warns, and if there is no answer in time. A trial
-    without a fault is remembered until a file changes."""
+    """Run a trial of the program, given with its arguments, and yield the faults that are certain.
+
+    A fault that another batch may not have is a warning, and so is a trial that does not answer in
+    time. A trial without a fault is not repeated until one of the files changes.
+    """
     limit_s = LOAD_S if limit_s is None else limit_s
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = json.dumps([trial, states, sys.prefix, version("rlhf-pipeline")], sort_keys=True)
