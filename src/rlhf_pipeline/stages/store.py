@@ -216,8 +216,8 @@ class Store:
             )
 
     def _read(self, name: str) -> Iterator[bytes]:
-        """The bytes of a file; none if it is lost. Only the reading is inside `_open`, so a full disk
-        of this machine does not look like an error of the store."""
+        """The bytes of a file; none if it is lost. Only the reading is inside `_open`, so a full
+        disk of this machine does not look like an error of the store."""
         with self._open() as (store, root), suppress(FileNotFoundError):
             yield from _pieces(store, f"{root}/{name}")
 
