@@ -71,7 +71,7 @@ PPO against the SFT model.
 By the gold judge, no difference is shown: it prefers PPO's answer to SFT's on
 47.5% (95%: 42.7% to 52.4%) of 400 prompts, and on 50.0% (95%: 45.0% to 55.0%)
 with equal draws. The reward model prefers it on 77.5% (95%: 73.1% to 81.3%).
-Prompts: 180 wins, 20 ties, 200 losses
+Prompts: 180 won, 20 tied, 200 lost
 """
 
 

@@ -74,7 +74,7 @@ def print_summary(evaluation: dict[str, Any], console: Console) -> None:
     console.print(Text(f"{road(evaluation)}.", "bold"))
     console.print(Text(summary(evaluation)))
     names, rate = titles(evaluation), evaluation["win_rates"][evaluation["judge"]]
-    console.print("Prompts: {wins} wins, {ties} ties, {losses} losses".format(**rate))
+    console.print("Prompts: {wins} won, {ties} tied, {losses} lost".format(**rate))
     if changes := evaluation.get("changes"):
         policies = (name.removeprefix("the ") for name in names.values())
         table = Table("", *policies, "difference", box=None, pad_edge=False)
