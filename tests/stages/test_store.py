@@ -552,6 +552,36 @@ def test_a_damaged_checkpoint_is_not_used_and_the_next_one_replaces_it(
     assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
 
 
+def test_a_machine_that_is_behind_replaces_no_checkpoint_that_can_be_used(
+    store, training, tmp_path
+):
+    upload_all(StoredStages(store, tmp_path / "one"), training, (4, None))
+    behind, stored = stage_run(tmp_path / "two"), StoredStages(store, tmp_path / "two")
+    save(behind, 2)
+    upload_all(stored, behind)
+    assert newest(store, training) == 4
+    for path in (tmp_path / "store").rglob("objects/*"):
+        path.write_text(path.read_text().replace("state 4", "state 5"))
+    assert stored.fetch_checkpoint(behind, 2) == 2
+    upload_all(stored, behind)
+    assert newest(store, training) == 2
+
+
+def test_a_checkpoint_that_is_replaced_during_its_download_is_fetched_again(
+    store, training, tmp_path, monkeypatch
+):
+    upload_all(StoredStages(store, tmp_path / "one"), training, (2, None))
+    pull, other = Store.pull, stage_run(tmp_path / "two")
+
+    def replaced_first(self, manifest, folder, **options):
+        if manifest.metrics["step"] == 2:
+            upload_all(StoredStages(store, tmp_path / "one"), training, (4, None))
+        return pull(self, manifest, folder, **options)
+
+    monkeypatch.setattr(Store, "pull", replaced_first)
+    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
+
+
 def test_the_checkpoints_of_a_finished_stage_leave_the_store(drill, store, tmp_path, monkeypatch):
     context = machine(drill, store, "one")
     drill.order("fail")
