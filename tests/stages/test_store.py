@@ -556,14 +556,15 @@ def test_a_machine_that_is_behind_replaces_no_checkpoint_that_can_be_used(
     store, training, tmp_path
 ):
     upload_all(StoredStages(store, tmp_path / "one"), training, (4, None))
-    behind, stored = stage_run(tmp_path / "two"), StoredStages(store, tmp_path / "two")
+    behind = stage_run(tmp_path / "two")
     save(behind, 2)
-    upload_all(stored, behind)
+    upload_all(StoredStages(store, tmp_path / "two"), behind)
     assert newest(store, training) == 4
     for path in (tmp_path / "store").rglob("objects/*"):
         path.write_text(path.read_text().replace("state 4", "state 5"))
-    assert stored.fetch_checkpoint(behind, 2) == 2
-    upload_all(stored, behind)
+    again = StoredStages(store, tmp_path / "two")
+    assert again.fetch_checkpoint(behind, 2) == 2
+    upload_all(again, behind)
     assert newest(store, training) == 2
 
 
