@@ -224,7 +224,7 @@ def tokenized(
     for model in models.values():
         tokens = tokens_of(model)
         if tokens not in by_tokens:
-            by_tokens[tokens] = split(model, config, seed, stages) / "evaluation"
+            by_tokens[tokens] = split(model, config, None, seed, stages) / "evaluation"
     return {name: by_tokens[tokens_of(model)] for name, model in models.items()}
 
 

@@ -43,6 +43,13 @@ from rlhf_pipeline.sizing.presets import (
     help="Start from the chat model that was made from MODEL, and leave SFT out.",
 )
 @click.option(
+    "--reward-model",
+    "reward",
+    type=click.Choice([*MODELS]),
+    metavar="NAME",
+    help="Start the reward model from this smaller model, such as opt-350m.",
+)
+@click.option(
     "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: conf/MODEL-GPUS]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the files of an earlier environment.")
@@ -51,7 +58,8 @@ from rlhf_pipeline.sizing.presets import (
 )
 def preset(
     console: Console, project: Path, model: str | None, gpus: str | None, method: Method,
-    road: Road, instruct: bool, output: Path | None, overwrite: bool, listing: bool,
+    road: Road, instruct: bool, reward: str | None, output: Path | None, overwrite: bool,
+    listing: bool,
 ) -> None:  # fmt: skip
     """Write an environment for MODEL, such as opt-1.3b, on the GPUs of --gpus.
 
@@ -68,7 +76,7 @@ def preset(
         return
     if model is None or gpus is None:
         raise click.UsageError("use MODEL and --gpus, or --list")
-    made = make_preset(model, gpus, method, road, instruct=instruct)
+    made = make_preset(model, gpus, method, road, instruct=instruct, reward=reward)
     folder = project / "conf" / made.name if output is None else output
     texts = {
         "globals.yml": f"root: data/{folder.name}\n",

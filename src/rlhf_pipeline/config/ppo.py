@@ -12,6 +12,7 @@ from pydantic import (
     field_validator,
 )
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, nearest, operational
 from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR, parameters
 from rlhf_pipeline.config.rewards import Rewards, TrainedReward, uses_trained
@@ -26,6 +27,7 @@ from rlhf_pipeline.config.training import (
     StageModel,
     TrainedModel,
     TrainedModelConfig,
+    own_base_faults,
 )
 
 
@@ -105,6 +107,22 @@ class SamplerCorrectionConfig(Block):
     """What happens to a weight above `maximum`: it becomes `maximum`, or 0."""
     maximum: float = Field(default=2.0, gt=1)
     """Largest weight; 2 as in Yao et al. 2025."""
+
+
+class CriticConfig(TrainedModelConfig):
+    """The value model, which reads the policy's tokens."""
+
+    start: Literal["reward_model", "policy", "own"] = "reward_model"
+    """The model that it starts from: the reward model, or without one the policy; the policy, the
+    SFT model with a new head; or `base_model` below with a new head."""
+    base_model: BaseModelConfig | None = None
+    """With `start: own`: a model with the policy's tokenizer, as in `reward_model.base_model`."""
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        yield from own_base_faults(self.start, self.base_model)
+        if self.base_model is not None and self.base_model.path is None:
+            yield "base_model.path: found none, expected a folder or a name. Fix: set it"
 
 
 class PPOConfig(SavingConfig):
@@ -207,8 +225,8 @@ class PPOConfig(SavingConfig):
     """gae only: scale the per-token rewards of a step to variance 1 (Huang et al. 2024)."""
     actor: TrainedModelConfig
     """The policy in training. It starts from the SFT model."""
-    critic: TrainedModelConfig | None = None
-    """The value model of gae. It starts from the reward model, or without one from the policy."""
+    critic: CriticConfig | None = None
+    """The value model of gae."""
     hybrid: HybridConfig = HybridConfig()
     """The copy for generation of the generator `hybrid`."""
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)

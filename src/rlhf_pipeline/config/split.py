@@ -7,6 +7,8 @@ from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, PositiveIn
 from rlhf_pipeline.config.block import Block, operational
 
 Phase = Literal["sft", "reward_model", "ppo"]
+OWN_COMPARISONS = "reward_model_own"
+"""Folder of a split with the comparisons in the tokens of a reward model with another tokenizer."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The training phases that the split divides the prompts among."""
 NEEDS: Mapping[Phase, str] = {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, Kernels, Precision, Quantization, operational
 from rlhf_pipeline.config.doors import REWARD_LOSS
 
@@ -294,6 +295,12 @@ class SFTConfig(SupervisedConfig):
 class RewardModelConfig(SupervisedConfig):
     """Reward modelling on pairs of answers. The best model has the lowest held-out loss."""
 
+    start: Literal["sft", "base", "own"] = "sft"
+    """The model that gets a scalar head: the SFT model, its base model, or `base_model` below
+    (docs/reward-model.md)."""
+    base_model: BaseModelConfig | None = None
+    """With `start: own`: a model of another size, family or tokenizer, in the form of the parameter
+    `base_model`."""
     loss: Annotated[str, REWARD_LOSS] = "bradley_terry"
     """Loss of a comparison: bradley_terry, or a function of yours (docs/extending.md)."""
     gate: float | None = operational(0.5)
@@ -302,3 +309,15 @@ class RewardModelConfig(SupervisedConfig):
 
     def models(self) -> list[StageModel]:
         return [TrainedModel("reward_model", self, scalar=True)]
+
+    def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
+        yield from own_base_faults(self.start, self.base_model)
+
+
+def own_base_faults(start: str, base_model: BaseModelConfig | None) -> Iterator[str]:
+    """Faults of a model that may start from a base model of its own."""
+    if start == "own" and base_model is None:
+        yield "base_model: found none, expected one for start own. Fix: add {path: FOLDER OR NAME}"
+    if start != "own" and base_model is not None:
+        yield f"start: found {start}, expected own beside base_model. Fix: set start to own"

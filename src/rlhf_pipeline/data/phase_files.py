@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.evaluate import JUDGE_MODEL
-from rlhf_pipeline.config.split import Phase, SplitConfig
+from rlhf_pipeline.config.split import OWN_COMPARISONS, Phase, SplitConfig
 from rlhf_pipeline.data.record_files import EXTRA, MESSAGE, ArrowWriter
 from rlhf_pipeline.data.tokenization import (
     ANSWERS,
@@ -51,6 +51,10 @@ class Table:
     labelled: bool = False
     """Whether it contains labelled answers alone, one in each row."""
 
+    @property
+    def folder(self) -> str:
+        return self.path.partition("/")[0]
+
 
 _FOLDERS: tuple[tuple[str, Part, Phase, tuple[Answer, ...], pa.Schema], ...] = (
     ("sft", "sft", "sft", ("chosen",), DEMONSTRATION),
@@ -58,7 +62,10 @@ _FOLDERS: tuple[tuple[str, Part, Phase, tuple[Answer, ...], pa.Schema], ...] = (
     ("ppo", "ppo", "ppo", (), _REWARDED),
     ("kto", "reward_model", "reward_model", ANSWERS, _ANSWER),
     (JUDGE_MODEL, "judge_model", "reward_model", ANSWERS, COMPARISON),
+    (OWN_COMPARISONS, "reward_model", "reward_model", ANSWERS, COMPARISON),
 )
+FOR_REWARD = JUDGE_MODEL, OWN_COMPARISONS
+"""Folders in the tokens of the reward model, if those are not the policy's."""
 TABLES = (
     *(
         Table(f"{folder}/{name}.arrow", part, phase, answers, schema, folder == "kto")
@@ -69,9 +76,10 @@ TABLES = (
 )
 
 
-def tables(config: SplitConfig) -> list[Table]:
-    """The files of a split."""
-    return [one for one in TABLES if config.held_back or not one.path.startswith(JUDGE_MODEL)]
+def tables(config: SplitConfig, *, has_own: bool) -> list[Table]:
+    """The files of a split; `has_own` if the reward model has tokens of its own."""
+    left_out = {JUDGE_MODEL: not config.held_back, OWN_COMPARISONS: not has_own}
+    return [one for one in TABLES if not left_out.get(one.folder)]
 
 
 def parts(config: SplitConfig) -> list[Part]:

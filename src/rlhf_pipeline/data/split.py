@@ -17,12 +17,28 @@ import pyarrow as pa
 from rlhf_pipeline.config.evaluate import JUDGE_MODEL
 from rlhf_pipeline.config.split import PHASES, Phase, SourceConfig, SplitConfig
 from rlhf_pipeline.data.blend import Blend, blend
-from rlhf_pipeline.data.phase_files import PARTS, Part, PhaseFile, RowMaker, parts, summary, tables
+from rlhf_pipeline.data.phase_files import (
+    FOR_REWARD,
+    PARTS,
+    Part,
+    PhaseFile,
+    RowMaker,
+    parts,
+    summary,
+    tables,
+)
 from rlhf_pipeline.data.record_files import ArrowWriter, example_rows, examples, texts
 from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.split_report import headline
-from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
-from rlhf_pipeline.data.tokenization import ANSWERS, ControlTokenFilter, encode, one_ahead, tokenize
+from rlhf_pipeline.data.token_contract import Reader, TokenContract, Tokenizer
+from rlhf_pipeline.data.tokenization import (
+    ANSWERS,
+    ControlTokenFilter,
+    Tokenized,
+    encode,
+    one_ahead,
+    tokenize,
+)
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
@@ -37,9 +53,17 @@ def main(job: LaunchedJob) -> dict[str, float]:
     """Split the sources with the base model's tokenizer; add the token contract to each folder."""
     from transformers import AutoTokenizer  # imported late: the program shows its start at once
 
-    base_model = job.inputs["base_model"]
+    trust = job.trust_remote_code
     config = job.block("split", SplitConfig)
-    contract = TokenContract.read(base_model)
+    readers = [
+        Reader(
+            AutoTokenizer.from_pretrained(path, trust_remote_code=trust), TokenContract.read(path)
+        )
+        for path in (
+            job.inputs[name] for name in ("base_model", "reward_base") if name in job.inputs
+        )
+    ]
+    contract, reward_contract = readers[0].contract, readers[-1].contract
     # The driver lists the inputs `source_0`, `source_1`, ... in order.
     sources, pretraining = (
         [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
@@ -47,9 +71,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     )
     report = split_sources(
         config,
-        AutoTokenizer.from_pretrained(base_model, trust_remote_code=job.trust_remote_code),
-        contract,
+        *readers[0],
         job.seed,
+        for_reward=None if reward_contract == contract else readers[-1],
         sources=sources,
         pretraining=pretraining,
         output=job.export,
@@ -58,7 +82,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     text = json.dumps(report, indent=2, ensure_ascii=False)
     (job.export / "report.json").write_text(text + "\n", encoding="utf-8")
     for phase in filter(Path.is_dir, job.export.iterdir()):
-        contract.write(phase)
+        (reward_contract if phase.name in FOR_REWARD else contract).write(phase)
     return headline(report)
 
 
@@ -72,47 +96,52 @@ def split_sources(
     pretraining: Sequence[Path],
     output: Path,
     metrics_file: Path,
+    for_reward: Reader | None = None,
 ) -> dict[str, Any]:
     """Divide the records by conversation, tokenize them, write the files of `phase_files.tables`.
 
     The same arguments give the same bytes. Memory grows by a few dozen bytes per record, and by the
     first turns of the held-out ones. `sources` and `pretraining` are folders of records, in the
-    order of the configuration. Returns the report, see `build_report`. Raises DataError if too many
-    rows are bad, a text is too long, a file gets no row, or a prompt has two true answers;
-    ArtifactError if the tokenizer or its chat template is unsuitable.
+    order of the configuration. `for_reward` reads the comparisons a second time: the tokenizer of a
+    reward model that has another than the policy. Returns the report, see `build_report`. Raises
+    DataError if too many rows are bad, a text is too long, a file gets no row, or a prompt has two
+    true answers; ArtifactError if a tokenizer or its chat template is unsuitable.
     """
     read = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
     labels = _unique_labels(config.sources)
-    control_tokens = ControlTokenFilter(tokenizer, contract, config.max_bad_fraction)
+    readers = [Reader(tokenizer, contract), *([] if for_reward is None else [for_reward])]
+    control_tokens = ControlTokenFilter(readers, config.max_bad_fraction)
     usable = list(map(control_tokens.usable_rows, labels, counts, read))
     plan = blend(config, read, usable, seed)
     extra = any("extra" in table.column_names for table in read)
     files = {
-        table.path: PhaseFile(table, output, *plan.rows(table), extra) for table in tables(config)
+        table.path: PhaseFile(table, output, *plan.rows(table), extra)
+        for table in tables(config, has_own=for_reward is not None)
     }
     _require_rows(files, config, config.unserved(plan.kinds()))
-    batches = _needed_batches(config, read, plan.references, list(files.values()))
-    progress = RowProgress(metrics_file, len(plan.parts))
+    progress = RowProgress(metrics_file, len(plan.parts) * len(readers))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
-    maker = RowMaker(config, tokenizer.bos_token_id)
-    # The next batch is tokenized meanwhile.
-    for batch, tokenized in one_ahead(
-        batches, lambda one: tokenize(one.examples, tokenizer, contract, turns=one.turns)
-    ):
-        source, numbers = config.sources[batch.source].name, plan.parts[batch.numbers].tolist()
-        rows = [
-            maker.make(source, example, tokens, PARTS[number])
-            for example, tokens, number in zip(batch.examples, tokenized, numbers, strict=True)
-        ]
-        for file in files.values():
-            file.add(rows, batch.numbers, config)
-        for one in tokenized:
-            lengths["prompt"][len(one.prompt)] += 1
-            lengths["response"].update(len(ids) for ids in (one.chosen, one.rejected) if ids)
-        progress.at(int(batch.numbers[-1]) + 1)
-    for file in files.values():
-        file.close()
+    for number, reader in enumerate(readers):
+        own = [one for one in files.values() if (one.table.folder in FOR_REWARD) == (number == 1)]
+        own = own if for_reward is not None else list(files.values())
+        batches = _needed_batches(config, read, plan.references, own)
+        maker = RowMaker(config, reader.tokenizer.bos_token_id)
+        # The next batch is tokenized meanwhile.
+        for batch, tokenized in one_ahead(batches, partial(_tokenized, reader)):
+            source, of_row = config.sources[batch.source].name, plan.parts[batch.numbers].tolist()
+            rows = [
+                maker.make(source, example, tokens, PARTS[part])
+                for example, tokens, part in zip(batch.examples, tokenized, of_row, strict=True)
+            ]
+            for file in own:
+                file.add(rows, batch.numbers, config)
+            for one in tokenized if number == 0 else ():
+                lengths["prompt"][len(one.prompt)] += 1
+                lengths["response"].update(len(ids) for ids in (one.chosen, one.rejected) if ids)
+            progress.at(number * len(plan.parts) + int(batch.numbers[-1]) + 1)
+        for file in own:
+            file.close()
     report = build_report(config, labels, counts, plan, files, lengths)
     report["examples"] = first_examples(output, tokenizer)
     if config.pretraining is not None:
@@ -141,7 +170,8 @@ def _needed_batches(
 ) -> Iterator[_Batch]:
     needed = _wanted(files)
     read = {name: _wanted(one for one in files if name in one.table.answers) for name in ANSWERS}
-    sft = _wanted(file for file in files if file.table.phase == "sft")
+    sft = [file for file in files if file.table.phase == "sft"]
+    learns = _wanted(sft) if sft and config.sft_loss == "assistant" else None
     start = 0
     for source, table in enumerate(tables):
         for records in table.to_batches():
@@ -153,8 +183,12 @@ def _needed_batches(
                 unread = [name for name in ANSWERS if not read[name][number]]
                 example |= dict.fromkeys(unread) | {"reference": reference}
             if batch:
-                turns = sft[numbers].tolist() if config.sft_loss == "assistant" else None
+                turns = None if learns is None else learns[numbers].tolist()
                 yield _Batch(source, numbers, batch, turns)
+
+
+def _tokenized(reader: Reader, batch: _Batch) -> list[Tokenized]:
+    return tokenize(batch.examples, *reader, turns=batch.turns)
 
 
 def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
@@ -210,7 +244,7 @@ def pack(
     assert config.pretraining is not None
     block_tokens = config.pretraining.block_tokens
     counts = [RowCounts.read(folder) for folder in sources]
-    control_tokens = ControlTokenFilter(tokenizer, contract, config.max_bad_fraction)
+    control_tokens = ControlTokenFilter([Reader(tokenizer, contract)], config.max_bad_fraction)
 
     def accepted() -> Iterator[list[str]]:
         for label, count, folder in zip(labels, counts, sources, strict=True):

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 from rlhf_pipeline.errors import ArtifactError
 
@@ -83,6 +83,13 @@ class TokenContract:
 
     def write(self, folder: Path) -> None:
         (folder / NAME).write_text(json.dumps(asdict(self), indent=2))
+
+
+class Reader(NamedTuple):
+    """A tokenizer with its contract."""
+
+    tokenizer: Tokenizer
+    contract: TokenContract
 
 
 def end_tokens(tokenizer: Tokenizer, model_eos: int | Sequence[int] | None) -> tuple[int, ...]:

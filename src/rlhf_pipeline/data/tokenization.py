@@ -1,7 +1,7 @@
 """Tokenize examples and apply the limits: over-long texts raise, are dropped, or are cut."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +15,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import example_rows, examples
 from rlhf_pipeline.data.records import RowCounts, Unused
 from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
-from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer, control_tokens
+from rlhf_pipeline.data.token_contract import Reader, TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 A = TypeVar("A")
@@ -169,16 +169,19 @@ def _check_end(
         )
 
 
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for some texts; the longest first, for one may be the beginning of another."""
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)))
+
+
 class ControlTokenFilter:
     """Rejects, as bad rows, records in which a control token would end or forge a turn."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, contract: TokenContract, max_bad_fraction: float
-    ) -> None:
+    def __init__(self, readers: Collection[Reader], max_bad_fraction: float) -> None:
         self._max_bad_fraction = max_bad_fraction
-        # Longest first: one token may be the beginning of another.
-        tokens = sorted(control_tokens(tokenizer, contract), key=lambda token: (-len(token), token))
-        self._pattern = re.compile("|".join(map(re.escape, tokens)))
+        tokens = frozenset[str]().union(*(control_tokens(*reader) for reader in readers))
+        self._pattern = any_of(tokens)
 
     def usable_rows(self, label: str, counts: RowCounts, examples: pa.Table) -> np.ndarray:
         """The examples of a source without a control token, as (N,) bool; raises like `accepts`."""

@@ -26,7 +26,7 @@ from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.generation.generator import Generator, load_generator, row_seeds
 from rlhf_pipeline.generation.records import Scored, ended
 from rlhf_pipeline.models import PreTrainedModel
-from rlhf_pipeline.models.forward import response_logprobs, sequence_scores
+from rlhf_pipeline.models.forward import response_logprobs
 from rlhf_pipeline.models.loading import load_policy, saved_precision
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import Sequences, collate
@@ -36,6 +36,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
 from rlhf_pipeline.scoring.answers import Answered, Source
 from rlhf_pipeline.scoring.chat_model import dialogue
+from rlhf_pipeline.scoring.reward_sources import ModelSource
 from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.verdict.answers import Answer
 
@@ -198,12 +199,18 @@ def judge_all(
     def by_source(name: str, source: Source) -> list[Scores]:
         return by_draw(name, lambda draw: source(scored[draw], texts[draw]))
 
-    def by_own(model: TokenScores | DeepSpeedEngine, name: str) -> list[Scores]:
-        return by_draw(name, lambda draw: _by_reward_model(scored[draw], model, setup))
+    reading = setup.config.micro_batch_tokens, setup.world
+    contracts = [each.contract for each in setups.values()]
+
+    def by_own(model: TokenScores | DeepSpeedEngine, name: str, folder: Path) -> list[Scores]:
+        how = folder, model, contracts, job.trust_remote_code
+        return by_source(name, ModelSource.of_pipeline(*how, *reading))
 
     for name, places in own_models(job.inputs).items():
-        work = partial(by_own, name=name)
-        by_model = [with_model(load_scores, job.inputs[place], setup, work) for place in places]
+        folders = [job.inputs[place] for place in places]
+        works = [partial(by_own, name=name, folder=folder) for folder in folders]
+        models_and_works = zip(folders, works, strict=True)
+        by_model = [with_model(load_scores, folder, setup, w) for folder, w in models_and_works]
         scores[name] = np.mean(np.array(by_model, float), axis=0).tolist()
 
     def by_gold(draw: Draw) -> Scores:
@@ -214,10 +221,10 @@ def judge_all(
     scores[GOLD] = by_draw(GOLD, by_gold)
     for name, source in sources.items():
         scores[name] = by_source(name, source)
-    reading: Any = {"micro_batch_tokens": setup.config.micro_batch_tokens, "world": setup.world}
-    contracts = [each.contract for each in setups.values()]
+    tokens, world = reading
     for name, load in models.items():
-        scores[name] = by_source(name, load(contracts=contracts, **reading))
+        how = {"contracts": contracts, "micro_batch_tokens": tokens, "world": world}
+        scores[name] = by_source(name, load(**how))
         free_memory()
     judged = {}
     for place, (draw, one) in enumerate(scored.items()):
@@ -230,16 +237,6 @@ def _as_text(scored: Scored, setup: Setup) -> Answered:
     ids = scored.sequences.response_ids
     texts = setup.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return Answered.of(setup.prompts, texts)
-
-
-@torch.no_grad()
-def _by_reward_model(
-    scored: Scored, model: TokenScores | DeepSpeedEngine, setup: Setup
-) -> list[float]:
-    """The score minus the model's mean on the chosen answers of held-out comparisons."""
-    tokens = setup.config.micro_batch_tokens
-    scores = by_micro_batches(sequence_scores, model, scored.sequences, tokens, setup.world)
-    return [score - model.score_mean for score in scores.tolist()]
 
 
 def _judged(

@@ -134,7 +134,8 @@ def load(
         folders = {baseline: sft, name: policy}
         if name != CHAMPION and (policy / "ema").is_dir():
             folders[f"{name}_ema"] = policy / "ema"
-        others = JUDGE_PREFIX, TASK_PREFIX
+        judging = {place for places in own_models(inputs).values() for place in places}
+        others = JUDGE_PREFIX, TASK_PREFIX, *judging  # reward models may read text
         models = {name: path for name, path in inputs.items() if not name.startswith(others)}
         return folders, dict.fromkeys(folders, setup(models, sft, inputs["prompts"]))
     folders = {name: inputs[f"{name}_model"] for name in compared.models}

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rlhf_pipeline.config.evaluate import JUDGE_PREFIX, REWARD_MODEL
+from rlhf_pipeline.config.evaluate import REWARD_MODEL
 from rlhf_pipeline.config.rewards import PairwiseJudge, Scorer, TrainedReward
 from rlhf_pipeline.config.sample import Kind, SampleConfig, TableConfig
 from rlhf_pipeline.data.phase_files import COMPARISON, DEMONSTRATION
@@ -53,7 +53,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     table = job.block("table", TableConfig)
     (place,) = job.config.keys() - {"table"}  # such as rejection.sample
     config, trust = job.block(place, SampleConfig), job.trust_remote_code
-    models = {name: path for name, path in job.inputs.items() if not name.startswith(JUDGE_PREFIX)}
+    models = {name: job.inputs[name] for name in ("prompts", "policy")}  # judges may read text
     contract, world = common_contract(models), join(job.seed, timeout_s=job.collective_timeout_s)
     tokenizer = load_tokenizer(job.inputs["policy"], trust_remote_code=trust)
     files = [load_rows(job.inputs["prompts"] / f"{part}.arrow", world) for part in PARTS]

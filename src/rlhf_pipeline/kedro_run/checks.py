@@ -38,10 +38,12 @@ from rlhf_pipeline.kedro_run.faults import (
     Origin,
     batch_faults,
     block_faults,
+    critic_faults,
     evaluation_faults,
     length_faults,
     machine_faults,
     memory_faults,
+    own_bases,
     path_faults,
     phase_faults,
     policy_faults,
@@ -83,14 +85,14 @@ def check(
         ranks = node_layout(blocks["launch"], gpus).ranks
     except ConfigError as error:
         refuse([str(error)], origin)
-    base_model, split, evaluate = (blocks[name] for name in ("base_model", "split", "evaluate"))
+    split, evaluate, bases = blocks["split"], blocks["evaluate"], own_bases(blocks)
     policies, values = prompt_policies(blocks), dict(leaves(as_json(blocks)))
     texts = split.pretraining.readings() if split.pretraining else []
     found = (
         machine_faults(values, ranks[0], gpus, elsewhere=elsewhere),
         source_faults("split.sources", split.readings(), wants_text=False),
-        path_faults("base_model.path", base_model.path),
-        length_faults(positions(base_model.configuration), split, policies, evaluate),
+        *(path_faults(f"{place}.path", base.path) for place, base in own_bases(blocks).items()),
+        length_faults(positions(bases["base_model"].configuration), split, policies, evaluate),
         *(policy_faults(policy, blocks, sum(ranks)) for policy in policies),
         evaluation_faults(evaluate),
         source_faults("split.pretraining.sources", texts, wants_text=True),
@@ -176,6 +178,7 @@ def before_node(
         limit = positions(saved_config(inputs[name]))
         refuse(length_faults(limit, split, [*policies.values()], evaluate))
     if "split" in inputs:
+        refuse(critic_faults(inputs["split"], blocks, nodes))
         check_split(inputs["split"], nodes, blocks)
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}

@@ -26,7 +26,7 @@ from rlhf_pipeline.config.split import BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
 from rlhf_pipeline.errors import ConfigError, DataError, StageError
-from rlhf_pipeline.kedro_run.faults import refuse
+from rlhf_pipeline.kedro_run.faults import own_bases, refuse
 from rlhf_pipeline.pipelines.table import blocks_of
 from rlhf_pipeline.runtime import sandbox
 from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
@@ -177,13 +177,14 @@ def code_faults(blocks: Mapping[str, Any], workspace: Path) -> Iterator[str]:
 def model_faults(
     blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path
 ) -> Iterator[str]:
-    """What is wrong with a teacher in a local folder, and with names of layers for adapters.
+    """What is wrong with local models that must have the policy's tokens, a teacher or the start of
+    a critic, and with names of layers for adapters.
 
     Everything else about the base model is said by the first stage, `base_model`.
     """
-    models = {"base_model": blocks["base_model"]}
-    if "distill" in nodes:
-        models["distill.teacher"] = blocks["distill"].teacher
+    reading = {"distill": "distill.teacher", "ppo": "ppo.critic.base_model"}
+    named = "base_model", *(place for node, place in reading.items() if node in nodes)
+    models = {place: base for place, base in own_bases(blocks).items() if place in named}
     here = {name: m for name, m in models.items() if m.path is None or Path(m.path).is_dir()}
     lora = {
         place: names
@@ -191,7 +192,7 @@ def model_faults(
         if place.endswith("lora.target_modules") and place.partition(".")[0] in nodes
         if isinstance(names, list)
     }
-    if lora or "distill.teacher" in here:
+    if lora or len(here) > 1:
         folders = [Path(model.path) for model in here.values() if model.path]
         files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
         trial = "try_models", {"models": as_json(here), "lora": lora}

@@ -13,7 +13,6 @@ from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import leaves, nearest
 from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.evaluate import EvaluateConfig, task_faults
-from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import (
     CallableReward,
@@ -26,7 +25,7 @@ from rlhf_pipeline.config.rewards import (
     name_faults,
 )
 from rlhf_pipeline.config.sample import SampledConfig
-from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config.split import OWN_COMPARISONS, SourceConfig, SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, PROMPT_POLICIES, trainers_of_phase
 from rlhf_pipeline.data.sources.registry import find_source
 from rlhf_pipeline.errors import ConfigError, install
@@ -202,8 +201,29 @@ def policy_faults(policy: Any, blocks: Mapping[str, Any], ranks: int) -> Iterato
             "the sources and block_tokens of split.pretraining, or set "
             f"{policy.stage}.ptx to null"
         )
-    if isinstance(policy, DistillConfig):
-        yield from path_faults("distill.teacher.path", policy.teacher.path)
+
+
+def own_bases(blocks: Mapping[str, Any]) -> dict[str, BaseModelConfig]:
+    """The models that are fetched or built, by parameter: the base model, and those of others."""
+    ppo, distill, trained = (blocks[name] for name in ("ppo", "distill", "reward_model"))
+    found = {
+        "base_model": blocks["base_model"],
+        "reward_model.base_model": trained and trained.base_model,
+        "ppo.critic.base_model": ppo and ppo.critic and ppo.critic.base_model,
+        "distill.teacher": distill and distill.teacher,
+    }
+    return {place: base for place, base in found.items() if base is not None}
+
+
+def critic_faults(split: Path, blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[str]:
+    """A critic that would start from a reward model with tokens of its own, as a split says."""
+    critic = blocks["ppo"].critic if "ppo" in nodes else None
+    if critic and critic.start == "reward_model" and (split / OWN_COMPARISONS).is_dir():
+        yield (
+            "ppo.critic.start: found reward_model, but reward_model.base_model has another "
+            "tokenizer than base_model, and a critic reads the tokens of the policy. Fix: set it "
+            "to policy; or to own, with ppo.critic.base_model of the policy's tokenizer"
+        )
 
 
 def evaluation_faults(evaluate: EvaluateConfig) -> Iterator[str]:

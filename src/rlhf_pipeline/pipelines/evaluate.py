@@ -27,7 +27,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.pipelines.ppo import reward_inputs
-from rlhf_pipeline.pipelines.preparation import SPLIT, split
+from rlhf_pipeline.pipelines.preparation import SPLIT, reward_base, split
 from rlhf_pipeline.pipelines.supervised import REWARD_MODEL
 from rlhf_pipeline.runtime.manifest import verify
 from rlhf_pipeline.stages.cache.workspace import DOWNLOADS
@@ -112,21 +112,24 @@ def judge_models(
     seed: int,
     stages: Stages,
 ) -> dict[str, Path]:
-    """Train the SFT model with a scalar head on comparisons held back, or on those of a file.
+    """Train a model with a scalar head on comparisons held back, or on those of a file: that of
+    `reward_model.base_model`, or else the SFT model.
 
     Returns the models by the name of the input.
     """
     comparisons, epochs = rows / JUDGE_MODEL, config.epochs or trained.epochs
+    start = reward_base(trained, data, seed, stages) or {"sft_model": sft_model}
     folds: list[dict[str, Block]] = [{}]
     if config.path is not None:
         nothing = dict.fromkeys(("held_back", "validation_fraction", "test_fraction"), 0.0)
         own = {"sources": (config.source,), "weights": (0.0, 1.0, 0.0), "pretraining": None}
         rows_of_file = data.model_copy(update=own | nothing)
-        careful = split(sft_model, rows_of_file, seed, stages, JUDGE_SPLIT)
+        tokens = next(iter(start.values()))
+        careful = split(tokens, rows_of_file, None, seed, stages, JUDGE_SPLIT)
         comparisons, epochs = careful / "reward_model", config.epochs or EPOCHS
         folds = [{"fold": FoldConfig(number=number, of=FOLDS)} for number in range(FOLDS)]
     block: dict[str, Block] = {"reward_model": trained.model_copy(update={"epochs": epochs})}
-    inputs = {"comparisons": comparisons, "sft_model": sft_model}
+    inputs = {"comparisons": comparisons} | start
     return {
         f"{JUDGE_MODEL}.{number}": stages.run(Job(JUDGE, block | fold, inputs, seed))
         for number, fold in enumerate(folds)

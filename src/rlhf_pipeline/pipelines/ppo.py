@@ -41,6 +41,8 @@ DISTILL = replace(
 )
 TEACHER = replace(BASE_MODEL, name="teacher", blocks={})
 """Fetches the teacher like a base model."""
+CRITIC_BASE = replace(TEACHER, name="critic_base")
+"""Fetches the model that a critic with `start: own` starts from."""
 
 
 def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
@@ -57,6 +59,9 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         assert isinstance(config, PPOConfig), "checked before the run"
         rewards, identities = reward_inputs(config.rewards)
         own = {} if trained is None else {"reward_model": reward_model}
+        if config.critic is not None and (base := config.critic.base_model) is not None:
+            known = base_model_identity(base, f"{policy.name}.critic.base_model")
+            own["critic_base"] = stages.run(Job(CRITIC_BASE, {"base_model": base}, {}, 0, known))
         job = _job(policy, split, sft_model, config, own | rewards, seed)
         return stages.run(replace(job, identities=identities))
 

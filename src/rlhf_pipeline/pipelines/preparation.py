@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.config.split import SourceConfig, SplitConfig
+from rlhf_pipeline.config.training import RewardModelConfig
 from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.sources.registry import adapter_module, find_source, source_origin
 from rlhf_pipeline.errors import ArtifactError
@@ -34,13 +35,32 @@ BASE_MODEL = StageSpec(
     blocks={"base_model": BaseModelConfig},
     distributed=False,
 )
+REWARD_BASE = replace(BASE_MODEL, name="reward_base", blocks={})
+"""Fetches the model that a reward model with `start: own` starts from."""
 
 
-def base_model(config: BaseModelConfig, split: SplitConfig, seed: int, stages: Stages) -> Path:
+def base_model(
+    config: BaseModelConfig,
+    split: SplitConfig,
+    seed: int,
+    stages: Stages,
+    spec: StageSpec = BASE_MODEL,
+    block: str = "base_model",
+) -> Path:
     """Fetch the base model, or build a small one with a tokenizer trained on the sources."""
     records = {} if config.path else read_sources("source", split.readings(), split, seed, stages)
-    job = Job(BASE_MODEL, {"base_model": config}, records, seed, base_model_identity(config))
-    return stages.run(job)
+    identities = base_model_identity(config, block)
+    return stages.run(Job(spec, {"base_model": config}, records, seed, identities))
+
+
+def reward_base(
+    config: RewardModelConfig | None, split: SplitConfig, seed: int, stages: Stages
+) -> dict[str, Path]:
+    """The model that the reward model starts from as the input `base_model`, if it has its own."""
+    if config is None or config.base_model is None:
+        return {}
+    block = "reward_model.base_model"
+    return {"base_model": base_model(config.base_model, split, seed, stages, REWARD_BASE, block)}
 
 
 def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> dict[str, str]:
@@ -63,10 +83,17 @@ def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> d
 
 
 def split(
-    base_model: Path, config: SplitConfig, seed: int, stages: Stages, spec: StageSpec = SPLIT
+    base_model: Path,
+    config: SplitConfig,
+    trained: RewardModelConfig | None,
+    seed: int,
+    stages: Stages,
+    spec: StageSpec = SPLIT,
 ) -> Path:
     """Divide the sources into disjoint, tokenized rows for each phase, validation and test."""
     inputs = {"base_model": base_model}
+    if own := reward_base(trained, config, seed, stages):
+        inputs["reward_base"] = own["base_model"]
     inputs |= read_sources("source", config.readings(), config, seed, stages)
     if config.pretraining is not None:
         inputs |= read_sources("pretraining", config.pretraining.readings(), config, seed, stages)

@@ -15,8 +15,10 @@ from rlhf_pipeline.config.sample import (
     SampledConfig,
     TableConfig,
 )
+from rlhf_pipeline.config.split import OWN_COMPARISONS, SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, SupervisedConfig
 from rlhf_pipeline.pipelines.ppo import reward_inputs
+from rlhf_pipeline.pipelines.preparation import reward_base
 from rlhf_pipeline.stages.job import Job, Stages, StageSpec
 
 
@@ -61,12 +63,21 @@ def sft(split: Path, base_model: Path, config: SFTConfig | None, seed: int, stag
 
 
 def reward_model(
-    split: Path, sft_model: Path, config: RewardModelConfig | None, seed: int, stages: Stages
+    base_model: Path,
+    split: Path,
+    sft_model: Path,
+    data: SplitConfig,
+    config: RewardModelConfig | None,
+    seed: int,
+    stages: Stages,
 ) -> Path:
-    """Train the SFT model with a scalar head on comparisons; null passes it on as it is."""
+    """Train a model with a scalar head on comparisons; null passes the SFT model on as it is."""
     if config is None:
         return sft_model
-    inputs = {"comparisons": split / "reward_model", "sft_model": sft_model}
+    own = split / OWN_COMPARISONS
+    inputs = {"comparisons": own if own.is_dir() else split / "reward_model"}
+    inputs |= {"sft_model": sft_model} if config.start == "sft" else {"base_model": base_model}
+    inputs |= reward_base(config, data, seed, stages)
     return stages.run(Job(REWARD_MODEL, {"reward_model": config}, inputs, seed))
 
 

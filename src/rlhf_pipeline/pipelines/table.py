@@ -83,7 +83,8 @@ def stage_specs() -> dict[str, StageSpec]:
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = evaluate.TASKS, *map(evaluate.SPEC.for_candidate, candidates)
     judges = evaluate.JUDGE_SPLIT, evaluate.JUDGE
-    between = supervised.REWARD_MODEL, supervised.SAMPLE, ppo.TEACHER, *judges
+    bases = preparation.REWARD_BASE, ppo.CRITIC_BASE, ppo.TEACHER
+    between = *bases, supervised.REWARD_MODEL, supervised.SAMPLE, *judges
     return {spec.name: spec for spec in (*prepared, *between, *policies, *evaluations)}
 
 
@@ -137,9 +138,13 @@ def _nodes() -> dict[str, Node]:
     stage = "params:seed stages"
     rows: list[tuple[Callable[..., Any], str, str]] = [  # function, what it reads and writes
         (preparation.base_model, f"params:base_model params:split {stage}", "base_model"),
-        (preparation.split, f"base_model params:split {stage}", "split"),
+        (preparation.split, f"base_model params:split params:reward_model {stage}", "split"),
         (supervised.sft, f"split base_model params:sft {stage}", "sft_model"),
-        (supervised.reward_model, f"{ON_ROWS} params:reward_model {stage}", "reward_model"),
+        (
+            supervised.reward_model,
+            f"base_model {ON_ROWS} params:split params:reward_model {stage}",
+            "reward_model",
+        ),
     ]
     nodes = {name: _node(name, *row) for name, row in zip(SHARED, rows, strict=True)}
     for name, policy in policy_stages().items():

@@ -119,7 +119,7 @@ def try_models(
         for place in paths:
             _, contracts[place] = found_tokenizer(configs[place])
         if len(contracts) > 1:
-            same_contract(contracts, paths, "choose a teacher with the student's tokenizer")
+            same_contract(contracts, paths, "choose a model with the tokenizer of base_model")
         model = without_weights(next(iter(configs.values()))) if lora else None
     except PipelineError as error:
         yield f"{place}: {error.message}", True

@@ -8,7 +8,6 @@ this rank.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,14 @@ from rlhf_pipeline.config.rewards import (
     INPUT_PREFIX,
     ModelReward,
     Scorer,
-    TrainedReward,
     clip_of,
 )
 from rlhf_pipeline.data.template import fix_date, render_dialogues
-from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.data.tokenization import encode
+from rlhf_pipeline.data.token_contract import NAME, TokenContract
+from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.forward import sequence_scores
@@ -42,15 +41,33 @@ from rlhf_pipeline.scoring.answers import Answered, Source, load_source
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A reward model in a folder of the user."""
+    """A reward model: of this pipeline, or in a folder of the user."""
 
     path: str
-    model: TokenScores
+    model: TokenScores | DeepSpeedEngine
     mean: float
     tokenizer: PreTrainedTokenizerBase | None
     """The model's tokenizer if it reads text; None if it reads the policy's tokens."""
+    contract: TokenContract | None
+    """The contract of a tokenizer that this pipeline has prepared."""
     micro_batch_tokens: int
     world: World
+
+    @classmethod
+    def of_pipeline(
+        cls,
+        folder: Path,
+        model: TokenScores | DeepSpeedEngine,
+        contracts: Collection[TokenContract],
+        trust: bool,
+        *how: Any,
+    ) -> "ModelSource":
+        """A reward model that this pipeline has trained. With the tokenizer of the policies, it
+        reads their tokens, else text as in its training."""
+        contract = TokenContract.read(folder)
+        reads_text = {contract} != {*contracts}
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust) if reads_text else None
+        return cls(str(folder), model, model.score_mean, tokenizer, contract, *how)
 
     @classmethod
     def load(
@@ -86,14 +103,15 @@ class ModelSource:
             job.expect_unchanged(name, folder)
         stored = float(getattr(model.config, "score_mean", 0.0))
         mean = stored if reward.mean is None else reward.mean
-        return cls(reward.path, model, mean, tokenizer, micro_batch_tokens, world)
+        contract = TokenContract.read(folder) if (folder / NAME).is_file() else None
+        return cls(reward.path, model, mean, tokenizer, contract, micro_batch_tokens, world)
 
     @torch.no_grad()
     def __call__(self, scored: Scored, answered: Answered) -> list[float]:
         """Centred scores at the last real token; StageError if a dialogue is too long."""
         sequences = scored.sequences
         if self.tokenizer is not None:
-            rows = self._retokenized(self.tokenizer, answered)
+            rows = self.retokenized(self.tokenizer, answered)
             # The score belongs to the last token, so that token alone is the response.
             before, last = [ids[:-1] for ids in rows], [ids[-1:] for ids in rows]
             sequences = collate(before, last, self.tokenizer.pad_token_id or 0)
@@ -102,13 +120,25 @@ class ModelSource:
         scores: list[float] = (raw - self.mean).tolist()
         return scores
 
-    def _retokenized(
+    def retokenized(
         self, tokenizer: PreTrainedTokenizerBase, answered: Answered
     ) -> list[list[int]]:
-        turns = [[{"role": "assistant", "content": text}] for text in answered.responses]
-        dialogues = [[*p, *turn] for p, turn in zip(answered.prompts, turns, strict=True)]
-        places = [f"{self.path}, row {row}" for row in range(len(dialogues))]
-        rows = encode(render_dialogues(tokenizer, places, dialogues), tokenizer)
+        """The dialogues in the model's template and tokens, up to the one with the score.
+
+        What the policy wrote cannot end or forge a turn: the texts of control tokens are removed.
+        """
+        control = any_of(tokenizer.all_special_tokens)
+        said = [control.sub("", text) for text in answered.responses]
+        places = [f"{self.path}, row {row}" for row in range(len(said))]
+        if self.contract is not None:  # as the split has tokenized comparisons
+            asked = zip(places, answered.prompts, said, strict=True)
+            examples = [{"id": i, "prompt": p, "chosen": s, "rejected": None} for i, p, s in asked]
+            both = tokenize(examples, tokenizer, self.contract)
+            rows = [[*one.prompt, *(one.chosen or ())] for one in both]
+        else:
+            turns = [[{"role": "assistant", "content": text}] for text in said]
+            dialogues = [[*p, *turn] for p, turn in zip(answered.prompts, turns, strict=True)]
+            rows = encode(render_dialogues(tokenizer, places, dialogues), tokenizer)
         limit = getattr(self.model.config, "max_position_embeddings", None)
         longest = max(range(len(rows)), key=lambda row: len(rows[row]))
         if limit is not None and len(rows[longest]) > limit:
@@ -179,15 +209,15 @@ def load_rewards(
     contract: TokenContract,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
-    trained_mean: float | None,
+    trained: TokenScores | DeepSpeedEngine | None,
     *,
     score_clip: float | None,
     micro_batch_tokens: int,
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
-    `trained_mean` is the mean score of the trained reward model, which has scored already; None if
-    it is not a source. Raises what `load_source` raises.
+    `trained` is the trained reward model; None if it is not a source. Raises what `load_source`
+    raises.
     """
     sources, read_texts = dict[str, WeightedSource](), False
     reading: Any = {"contracts": [contract], "micro_batch_tokens": micro_batch_tokens}
@@ -195,14 +225,9 @@ def load_rewards(
         name = f"{INPUT_PREFIX}{index}"
         source = load_source(reward, f"{job.stage}.{name}", name, job, world=world, **reading)
         if source is None:
-            assert trained_mean is not None, "the trained reward model is loaded as well"
-            source = partial(_by_trained, mean=trained_mean)
+            assert trained is not None, "the trained reward model is loaded as well"
+            how = job.inputs["reward_model"], trained, [contract], job.trust_remote_code
+            source = ModelSource.of_pipeline(*how, micro_batch_tokens, world)
         sources[reward.label] = WeightedSource(reward.weight, clip_of(reward, score_clip), source)
-        is_text = not isinstance(reward, TrainedReward)
-        read_texts |= reward.retokenize if isinstance(reward, ModelReward) else is_text
+        read_texts |= not isinstance(source, ModelSource) or source.tokenizer is not None
     return RewardSum(sources, tokenizer if read_texts else None)
-
-
-def _by_trained(scored: Scored, _: Answered, mean: float) -> list[float]:
-    scores: list[float] = (scored.scores - mean).tolist()
-    return scores

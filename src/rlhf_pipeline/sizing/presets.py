@@ -60,6 +60,8 @@ class Preset:
     road: Road
     instruct: bool
     """Whether it starts from the chat model, which SFT does not train again."""
+    reward: str | None
+    """The model that the reward model starts from, if that is not the policy's."""
     settings: Mapping[str, Value]
     """Values by dotted name, with the source or reason of each."""
     memory: dict[str, StageMemory]
@@ -68,7 +70,8 @@ class Preset:
     def name(self) -> str:
         start = f"{self.model}-instruct" if self.instruct else self.model
         kinds = (kind for kind in (self.method, self.road) if kind != "full")
-        return "-".join((start, self.gpus, *kinds))
+        own = () if self.reward is None else (self.reward,)
+        return "-".join((start, *own, self.gpus, *kinds))
 
     @property
     def hardware(self) -> Hardware:
@@ -79,14 +82,12 @@ class Preset:
         return changed({}, {name: value for name, (value, _) in self.settings.items()})
 
 
-def make_preset(
-    model: str, gpus: str, method: Method, road: Road = "full", *, instruct: bool = False
-) -> Preset:
+def make_preset(model: str, gpus: str, method: Method, road: Road = "full", **start: Any) -> Preset:
     """The preset of a model by its short name on hardware such as 2x8x80; raises ConfigError if the
-    model is unknown or does not fit, with what fits."""
+    model is unknown or does not fit, with what fits. `start` is as in `find_preset`."""
 
     def found(size: str, how: Method) -> Preset | None:
-        return find_preset(model, size, how, road, instruct=instruct)
+        return find_preset(model, size, how, road, **start)
 
     if (preset := found(gpus, method)) is not None:
         return preset
@@ -99,7 +100,13 @@ def make_preset(
 
 
 def find_preset(
-    model: str, gpus: str, method: Method, road: Road = "full", *, instruct: bool = False
+    model: str,
+    gpus: str,
+    method: Method,
+    road: Road = "full",
+    *,
+    instruct: bool = False,
+    reward: str | None = None,
 ) -> Preset | None:
     """The preset; None if a stage does not fit. Raises ConfigError if a name is unknown."""
     hardware, published = named(None, gpus), find_model(model)
@@ -121,7 +128,13 @@ def find_preset(
     if method != "full":
         adapters = [f"{name}.lora" for name in TRAINED if name.partition(".")[0] in stages]
         settings |= dict.fromkeys(adapters, Value(*RECIPES["adapters"][method]))
-    preset = Preset(model, gpus, method, road, instruct, settings, {})
+    if reward is not None and "reward_model" in stages:
+        own = find_model(reward)
+        settings["reward_model.start"] = Value("own", "a reward model of its own size")
+        settings["reward_model.base_model.path"] = Value(own.path)
+        if "ppo" in stages and own.shape.model_type != published.shape.model_type:
+            settings["ppo.critic.start"] = Value("policy", "the reward model has another tokenizer")
+    preset = Preset(model, gpus, method, road, instruct, reward, settings, {})
     parameters = preset.parameters
     for stage in stages:
         placed = place(stage, parameters, published.shape, hardware, method)

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.policies import POLICIES, DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig
-from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, TrainedModel
+from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, StageModel, TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import (
@@ -124,19 +125,23 @@ class StageLoad:
 def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardware) -> StageMemory:
     """The memory of a stage; raises pydantic.ValidationError if a block is invalid."""
     load = StageLoad.of(stage, parameters, hardware)
-    if isinstance(load.config, EvaluateConfig):
-        found = _evaluate(load.config, load, parameters, shape, hardware)
+    if isinstance(load.config, EvaluateConfig):  # the reward model may be the largest one
+        shapes = shape, _own_shape(_reward_base(parameters), shape)
+        largest = max(shapes, key=lambda each: each.parameters)
+        found = _evaluate(load.config, load, parameters, largest, hardware)
     else:
-        reference = _reference_shape(load.config, shape)
-        found = [
-            trained_model(model, shape, hardware, load.rows)
-            if isinstance(model, TrainedModel)
-            else frozen_model(model, shape if model.scalar else reference, hardware, load.rows)
-            for model in load.config.models()
-        ]
+        found = []
+        for model in load.config.models():
+            own = _own_shape(_base_of(model, load.config, parameters), shape)
+            found.append(
+                trained_model(model, own, hardware, load.rows)
+                if isinstance(model, TrainedModel)
+                else frozen_model(model, own, hardware, load.rows)
+            )
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
-            if load.config.has_teacher:
+            if isinstance(load.config, DistillConfig):
+                reference = _own_shape(("distill.teacher", load.config.teacher), shape)
                 # Its last hidden states stay for the backward pass, and a layer that was sharded.
                 teacher = load.config.reference.beside(load.config.actor.deepspeed)
                 kept = load.rows.answers * reference.hidden
@@ -152,15 +157,34 @@ def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardw
     return memory
 
 
-def _reference_shape(config: StageConfig, shape: Shape) -> Shape:
-    """The sizes of the reference: those of the base model, or of a teacher (ConfigError if not
-    known)."""
-    if not isinstance(config, DistillConfig):
+Base = tuple[str, BaseModelConfig | None]
+"""A parameter, and what it says of a model of its own."""
+
+
+def _reward_base(parameters: Parameters) -> Base:
+    own = (parameters.get("reward_model") or {}).get("base_model")
+    return "reward_model.base_model", None if own is None else BaseModelConfig.model_validate(own)
+
+
+def _base_of(model: StageModel, config: StageConfig, parameters: Parameters) -> Base:
+    """What a model of a stage starts from, beside the base model of the policy."""
+    if isinstance(config, DistillConfig) and model.name == "reference":
+        return "distill.teacher", config.teacher
+    critic = config.critic if isinstance(config, PPOConfig) and model.name == "critic" else None
+    if critic is not None and critic.start != "reward_model":
+        return f"{model.block}.base_model", critic.base_model
+    return _reward_base(parameters) if model.scalar else ("", None)
+
+
+def _own_shape(base: Base, shape: Shape) -> Shape:
+    """The sizes of such a model, or else of the base model; ConfigError if they are not known."""
+    place, config = base
+    if config is None:
         return shape
-    if (found := base_model_shape(config.teacher)) is None:
+    if (found := base_model_shape(config)) is None:
         raise ConfigError(
-            f"distill.teacher.path: found {config.teacher.path}, whose sizes are not known on this "
-            "machine. Fix: set it to a local folder with a config.json"
+            f"{place}.path: found {config.path}, whose sizes are not known on this machine. Fix: "
+            "set it to a local folder with a config.json"
         )
     return found
 

@@ -45,7 +45,7 @@ from rlhf_pipeline.training.ppo_metrics import (
     sampled_answers,
     sampler_fault,
 )
-from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, policies, set_up
+from rlhf_pipeline.training.ppo_setup import VALIDATION, Setup, critic_start, policies, set_up
 from rlhf_pipeline.training.ppo_update import update_models
 from rlhf_pipeline.training.rollouts import (
     columns_of,
@@ -65,9 +65,10 @@ from the seeds of every training step."""
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train the actor; export the best evaluated model within the KL bound."""
     config = job.block(job.stage, POLICIES[job.stage])
-    contract = common_contract(
-        {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
-    )
+    sharing = {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
+    if critic_start(config, job.inputs)[1] != "reward_model":
+        sharing.pop("reward_model", None)  # it may read text
+    contract = common_contract(sharing)
     setup = set_up(job, config, contract, join(job.seed, timeout_s=job.collective_timeout_s))
     train(setup)
     return export(setup)

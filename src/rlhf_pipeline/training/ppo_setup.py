@@ -1,6 +1,6 @@
 """What PPO works with: models, data, text of ptx, and the state that a checkpoint restores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -166,20 +166,20 @@ def load_ppo_models(
 ) -> PPOModels:
     """Load the models of `ppo`.
 
-    Policies are the SFT model, but the reference may be a teacher. Models with a scalar head are
-    the reward model; without one, the critic is the SFT model with a new head. The actor makes no
-    update during the critic's warm-up.
+    Policies are the SFT model, but the reference may be a teacher. The critic starts from what
+    `critic.start` names. The actor makes no update during the critic's warm-up.
     """
     trust = job.trust_remote_code
     steps = {"actor": config.steps - config.critic_warmup_steps, "critic": config.steps}
     updates = config.ppo_epochs * config.updates_per_epoch
-    has_scores = "reward_model" in job.inputs
-    scores = (load_scores, "reward_model") if has_scores else (untrained, "sft_model")
+    sources: dict[str, tuple[Any, str]] = {
+        "reference": (load_policy, "teacher" if config.has_teacher else "sft_model"),
+        "reward_model": (load_scores, "reward_model"),
+        "critic": critic_start(config, job.inputs),
+    }
 
     def load(model: TrainedModel | FrozenModel) -> Any:
-        is_teacher = model.name == "reference" and config.has_teacher
-        policy = load_policy, "teacher" if is_teacher else "sft_model"
-        source, name = scores if model.scalar else policy
+        source, name = sources.get(model.name, (load_policy, "sft_model"))
         from_disk = partial(source, job.inputs[name], trust_remote_code=trust)
         if isinstance(model, TrainedModel):
             return train_engine(from_disk, model.config, steps[model.name] * updates)
@@ -191,13 +191,12 @@ def load_ppo_models(
 
     models = {model.name: load(model) for model in config.models()}
     actor, critic, reward_model = models["actor"], models.get("critic"), models.get("reward_model")
-    if critic is not None:
+    if critic is not None and sources["critic"] == sources["reward_model"]:
         critic.module.scale = trained_weight(config.rewards)
     tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
-    mean = None if reward_model is None else reward_model.score_mean
     rewards = load_rewards(
-        job, config.rewards, contract, world, tokenizer, mean, score_clip=config.score_clip,
-        micro_batch_tokens=config.micro_batch_tokens,
+        job, config.rewards, contract, world, tokenizer, reward_model,
+        score_clip=config.score_clip, micro_batch_tokens=config.micro_batch_tokens,
     )  # fmt: skip
     generator = load_generator(
         config.generator, config.sampling, longest_prompt, policy=actor, contract=contract,
@@ -219,6 +218,14 @@ def load_ppo_models(
         tokenizer=tokenizer,
         ema=None if config.ema is None else EMA(actor, config.ema.decay),
     )
+
+
+def critic_start(config: PPOConfig, inputs: Collection[str]) -> tuple[Callable[..., Any], str]:
+    """What loads the critic, and the input with the model that it starts from."""
+    start = "policy" if config.critic is None else config.critic.start
+    if start == "reward_model" and "reward_model" in inputs:
+        return load_scores, "reward_model"
+    return untrained, "critic_base" if start == "own" else "sft_model"
 
 
 def ppo_advice(metric: str, config: PPOConfig) -> str:

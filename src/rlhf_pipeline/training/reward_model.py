@@ -1,4 +1,4 @@
-"""Stage program: a Bradley-Terry reward model, from the SFT model with a scalar head.
+"""Stage program: a Bradley-Terry reward model, from the SFT or a base model with a scalar head.
 
     deepspeed --module rlhf_pipeline.training.reward_model job.json
 
@@ -80,9 +80,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     is_fold = "fold" in job.config
     read = partial(rows_of_fold, job.block("fold", FoldConfig)) if is_fold else Rows.read
-    metrics = train(
-        job, config, task, untrained, world, start="sft_model", rows="comparisons", read=read
-    )
+    start = "sft_model" if "sft_model" in job.inputs else "base_model"
+    metrics = train(job, config, task, untrained, world, start=start, rows="comparisons", read=read)
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
     return metrics | write_report(job, config, task.contract, world, read)
