@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.ppo import CriticConfig, PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig
-from rlhf_pipeline.config.training import SavingConfig, SFTConfig
+from rlhf_pipeline.config.training import RewardModelConfig, SavingConfig, SFTConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 SUPERVISED = MODEL | {"epochs": 1, "batch_size": 4, "micro_batch_tokens": 2}
@@ -93,3 +93,31 @@ def test_checkpoints_follow_evaluations_intervals_and_the_last_step(fields, due)
         step for step in range(1, 8) if config.checkpoint_due(step, last=7, evaluated=step % 2 == 0)
     ]
     assert config.recipe() == {}  # the choice does not change the result
+
+
+OWN = {"path": "facebook/opt-350m"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"start": "own"}, "base_model: found none, expected one for start own"),
+        ({"base_model": OWN}, "start: found sft, expected own beside base_model"),
+        ({"start": "base", "base_model": OWN}, "start: found base, expected own beside base_model"),
+    ],
+)
+def test_a_base_model_of_its_own_and_the_start_belong_together(fields, message):
+    for kind, rest in ((RewardModelConfig, SUPERVISED), (CriticConfig, MODEL)):
+        if fields.get("start") == "base" and kind is CriticConfig:
+            continue
+        with pytest.raises(ValidationError) as refusal:
+            kind.model_validate(rest | fields)
+        assert message.replace("sft", kind.model_fields["start"].default) in str(refusal.value)
+        kind.model_validate(rest | {"start": "own", "base_model": OWN})
+
+
+def test_a_critic_starts_from_a_model_that_exists():
+    """A built one would learn another tokenizer than the policy's."""
+    built = {"architecture": {"model_type": "gpt2"}, "vocab_size": 300}
+    with pytest.raises(ValidationError, match=r"base_model\.path: found none, expected a folder"):
+        CriticConfig.model_validate(MODEL | {"start": "own", "base_model": built})

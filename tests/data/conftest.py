@@ -16,7 +16,7 @@ from rlhf_pipeline.data.files import read_rows
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message, Record, RowCounts, Unused
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 
 SENTENCES = (
     "\n\nHuman: What colour is the sky on a clear day?\n\nAssistant: On a clear day the sky is "
@@ -114,6 +114,7 @@ def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, 
         out: str = "out",
         seed: int = 0,
         texts: tuple[Path, ...] = (),
+        for_reward: Reader | None = None,
         **changes: Any,
     ) -> dict[str, Any]:
         report = module.split_sources(
@@ -125,6 +126,7 @@ def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, 
             pretraining=texts,
             output=tmp_path / out,
             metrics_file=tmp_path / "metrics.jsonl",
+            for_reward=for_reward,
         )
         return json.loads(json.dumps(report))
 

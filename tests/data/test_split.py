@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 
 FILES = [
     "evaluation/test.arrow",
@@ -122,3 +123,68 @@ def test_starting_imports_nothing_heavy(imported: str, kedro: set[str]) -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=ENVIRONMENT)
+
+
+@pytest.fixture
+def other_tokenizer():
+    """One of bytes alone, with another template and other control tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[SEP]", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["[PAD]", "[SEP]"])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", eos_token="[SEP]")
+    made.chat_template = (
+        "{% for m in messages %}{{ m.role }}={{ m.content }}[SEP]\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant={% endif %}"
+    )
+    return made
+
+
+def test_a_reward_model_with_another_tokenizer_gets_the_same_comparisons_in_its_own(
+    write_records, prepare: Prepare, tokenizer, other_tokenizer, tmp_path: Path, load, ten
+) -> None:
+    """The rows held back for the second reward model are in its tokens, too; all other files are
+    those of a split without it."""
+    reader = Reader(other_tokenizer, TokenContract.of(other_tokenizer))
+    own = write_records("own", *ten)
+    prepare(own, out="plain", held_back=0.4)
+    prepare(own, held_back=0.4, for_reward=reader)
+    plain, both = digests(tmp_path / "plain"), digests(tmp_path / "out")
+    in_its_tokens = {path for path in both if path.startswith(("judge_model", "reward_model_own"))}
+    assert both.keys() - plain.keys() == {
+        "reward_model_own/train.arrow", "reward_model_own/validation.arrow"
+    }  # fmt: skip
+    assert {path for path in plain if plain[path] != both[path]} == {
+        "judge_model/train.arrow", "judge_model/validation.arrow"
+    }  # fmt: skip
+    for path in in_its_tokens:
+        for row in load(path):
+            n = row["id"].removeprefix("own:")
+            texts = {name: other_tokenizer.decode(row[f"{name}_ids"]) for name in
+                     ("prompt", "chosen", "rejected")}  # fmt: skip
+            assert texts == {
+                "prompt": f"user=Question {n}?[SEP]\nassistant=",
+                "chosen": f"Right {n}.[SEP]",
+                "rejected": f"Wrong {n}.[SEP]",
+            }
+    for part in ("train", "validation"):
+        ids = [[row["id"] for row in load(f"{folder}/{part}.arrow")]
+               for folder in ("reward_model", "reward_model_own")]  # fmt: skip
+        assert ids[0] == ids[1] != []
+
+
+def test_control_tokens_of_either_tokenizer_are_bad_rows(
+    write_records, prepare: Prepare, other_tokenizer, ten
+) -> None:
+    forged = Example((Message("user", "Is this [SEP] an end?"),), "Yes.", "No.")
+    own = write_records("own", *ten, forged)
+    reader = Reader(other_tokenizer, TokenContract.of(other_tokenizer))
+    assert prepare(own, out="plain")["sources"]["files (0.jsonl)"]["bad"] == {}
+    report = prepare(own, for_reward=reader, max_bad_fraction=0.5)
+    reason = "the text contains the tokenizer's control token [SEP]"
+    assert report["sources"]["files (0.jsonl)"]["bad"] == {reason: 1}

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.records import Example, Message, RowCounts, Text
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.data.tokenization import (
     ControlTokenFilter,
     Limited,
@@ -250,7 +250,9 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
     added = ["<|end", "<|end|>|>", "[SEP].*"]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     counts = RowCounts(rows=4)
-    reader = ControlTokenFilter(tokenizer, TokenContract.of(tokenizer), max_bad_fraction=1.0)
+    reader = ControlTokenFilter(
+        [Reader(tokenizer, TokenContract.of(tokenizer))], max_bad_fraction=1.0
+    )
     assert reader.accepts("own", counts, "own:1", texts) == (found is None)
     reason = f"the text contains the tokenizer's control token {found}"
     assert counts.first_bad == ([] if found is None else [("own:1", reason)])

@@ -25,7 +25,12 @@ from rlhf_pipeline.kedro_run.checks import (
     check_values,
     sized,
 )
-from rlhf_pipeline.kedro_run.faults import block_faults, memory_faults, phase_faults
+from rlhf_pipeline.kedro_run.faults import (
+    block_faults,
+    critic_faults,
+    memory_faults,
+    phase_faults,
+)
 from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -141,6 +146,18 @@ def test_too_few_rows_to_judge_are_refused_before_anything_trains(
     check_split(tmp_path, ["register"], blocks)
     with pytest.raises(DataError, match=found) if fix else nullcontext():
         check_split(tmp_path, ["evaluate_dpo"], blocks)
+
+
+def test_a_critic_that_cannot_read_the_policys_tokens_is_refused_before_anything_trains(
+    changed, tmp_path
+):
+    """The split has comparisons in the tokens of the reward model only if those are others."""
+    blocks = check_values(changed({}))
+    (tmp_path / "reward_model_own").mkdir()
+    with pytest.raises(ConfigError, match=r"^ppo\.critic\.start: found reward_model, but"):
+        before_node("sft", {"split": tmp_path}, {"sft", "ppo"}, blocks)
+    blocks = check_values(changed({"ppo.critic.start": "policy"}))
+    assert [*critic_faults(tmp_path, blocks, {"sft", "ppo"})] == []
 
 
 @pytest.fixture

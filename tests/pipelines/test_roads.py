@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.runtime.manifest import Manifest
 
 pytestmark = pytest.mark.slow
@@ -204,3 +205,66 @@ def test_distill_moves_the_base_model_to_a_larger_teacher(road, tmp_path):
     (teacher / "notes.txt").write_text("other bytes")
     status = own.kedro(*arguments, command="rlhf status", **options)
     assert re.search(r"teacher +run +\w+ +input bytes changed", status), status
+
+
+def test_ppo_on_a_reward_model_of_another_family_size_and_tokenizer(road):
+    """A second one, which judges, is made from the same start; the critic is the policy's size."""
+    own = road(
+        "full",
+        [
+            {"prompt": f"What is {n} + 1?", "chosen": f"It is {n + 1}.", "rejected": "No."}
+            for n in range(300)
+        ],
+        sft={**SMALL, "epochs": 1},
+        reward_model={
+            **SMALL,
+            "gate": None,
+            "start": "own",
+            "base_model": {
+                "vocab_size": 300,
+                "architecture": {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2},
+            },
+        },
+        ppo={
+            "steps": 1,
+            "rollout_batch_size": 16,
+            "micro_batch_tokens": 256,
+            "ppo_epochs": 1,
+            "evaluations": 1,
+            "evaluation_prompts": 8,
+            "sampling": {"max_response_tokens": 8},
+            "critic": {"start": "policy"},
+        },
+        evaluate={
+            "prompts": 8,
+            "sampling": {"max_response_tokens": 8},
+            "judge_model": {"held_back": 0.3},
+        },
+    )
+    split, trained = own.newest("03_split/split"), own.newest("06_models/reward_model")
+    folders = ["reward_model", "reward_model_own", "judge_model"]
+    of_policy, of_reward, of_judge = (TokenContract.read(split / name) for name in folders)
+    assert of_policy == TokenContract.read(own.newest("06_models/sft_model"))
+    assert of_reward == of_judge == TokenContract.read(trained) != of_policy
+    config = json.loads((trained / "config.json").read_text())
+    assert (config["model_type"], config["n_embd"]) == ("gpt2", 16)
+    stages = [record["stage"] for record in Manifest.read(trained).lineage]
+    assert "reward_base" in stages and "sft" not in stages
+    (ppo,) = own.recipes("ppo")
+    settings = json.loads((ppo / "job.json").read_text())["inputs"]
+    assert {"reward_model", "sft_model"} <= settings.keys()
+    folder = own.newest("08_reporting/evaluation")
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    states = {name: one["state"] for name, one in evaluation["judges"].items()}
+    assert states["score"] == "optimized" and states["judge_model"] == "independent"
+    plan = json.loads(own.kedro(*own.arguments, "--json", command="rlhf plan", env="road"))
+    assert plan
+    status = own.kedro(*own.arguments, env="road", command="rlhf status")
+    assert re.search(r"reward_base +finished", status), status
+    output = own.kedro(*own.arguments, "--from-nodes=ppo", env="road")
+    assert "ppo: reused" in output
+
+    refused = own.kedro(
+        *own.arguments, params="ppo.critic.start=reward_model", env="road", check=False
+    )
+    assert "ppo.critic.start: found reward_model, but reward_model.base_model has" in refused

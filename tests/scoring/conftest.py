@@ -7,7 +7,8 @@ from pydantic import TypeAdapter
 from rlhf_pipeline.config.rewards import Rewards
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.generation.records import Scored
-from rlhf_pipeline.models.loading import load_tokenizer
+from rlhf_pipeline.models.forward import sequence_scores
+from rlhf_pipeline.models.loading import freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
@@ -48,15 +49,16 @@ def make_reward_model(policy, tmp_path):
 
 @pytest.fixture
 def load(policy, contract, world, tmp_path):
-    """Loads the sources of `ppo.rewards`; `files` are the inputs `rewards.<index>` of the job."""
+    """Loads the sources of `ppo.rewards`; `files` are the inputs `rewards.<index>` of the job, and
+    `trained` is the folder of the trained reward model."""
 
-    def make(*rewards, files=None, digests=None, trained_mean=None, score_clip=5.0):
+    def make(*rewards, files=None, digests=None, trained=None, score_clip=5.0):
         sources = TypeAdapter(Rewards).validate_python(rewards)
-        job = LaunchedJob(
-            "ppo", "f", 1, {}, files or {}, digests or {}, tmp_path / "ppo" / "f", 60.0
-        )
+        inputs = (files or {}) | ({} if trained is None else {"reward_model": trained})
+        job = LaunchedJob("ppo", "f", 1, {}, inputs, digests or {}, tmp_path / "ppo" / "f", 60.0)
+        model = None if trained is None else freeze(load_scores(trained, "fp32"))
         return load_rewards(
-            job, sources, contract, world, load_tokenizer(policy), trained_mean,
+            job, sources, contract, world, load_tokenizer(policy), model,
             score_clip=score_clip, micro_batch_tokens=48,
         )  # fmt: skip
 
@@ -76,9 +78,21 @@ def load_one(load):
 
 @pytest.fixture
 def scored(contract):
-    """Three responses; the trained reward model scores them 1.1, 0.1 and -0.9."""
+    """Three responses."""
     sequences = collate([[5], [6, 6], [7]], [[8, 9, contract.eos_id], [9], [10]], contract.pad_id)
-    return Scored(sequences, None, None, None, torch.tensor([1.1, 0.1, -0.9]), None)
+    return Scored(sequences, None, None, None, torch.zeros(3), None)
+
+
+@pytest.fixture
+def trained(make_reward_model):
+    """The folder of the trained reward model, whose mean score is 0.1."""
+    return make_reward_model("trained", mean=0.1)
+
+
+@pytest.fixture
+def centred(trained, scored):
+    """What it gives to the three responses."""
+    return sequence_scores(freeze(load_scores(trained, "fp32")), scored.sequences) - 0.1
 
 
 @pytest.fixture

@@ -120,3 +120,23 @@ def test_ppo_gets_the_cheapest_settings_that_fit(chosen, tokens, rows, settings)
         if name.startswith("ppo.") and name.endswith(names)
     }
     assert found == settings | sizes
+
+
+@pytest.mark.parametrize("model", ["opt-1.3b", "opt-13b"])
+def test_a_reward_model_of_350m_stands_beside_a_larger_policy(model):
+    """The pairs of DeepSpeed-Chat. OPT's models share a tokenizer, so the critic is small, too."""
+    preset = make_preset(model, "8x80", "full", reward="opt-350m")
+    assert preset.name == f"{model}-opt-350m-8x80"
+    trained = preset.parameters["reward_model"]
+    assert (trained["start"], trained["base_model"]) == ("own", {"path": "facebook/opt-350m"})
+    assert "start" not in preset.parameters["ppo"]["critic"]
+    alone = make_preset(model, "8x80", "full")
+    assert preset.memory["reward_model"].held < alone.memory["reward_model"].held / 3
+    text = as_yaml(preset, "x")
+    assert f"kedro rlhf preset {model} --gpus 8x80 --reward-model opt-350m`" in text
+    assert f"{'  start: own':<42}  # a reward model of its own size\n" in text
+
+
+def test_a_critic_starts_from_the_policy_beside_a_reward_model_of_another_family():
+    preset = make_preset("llama-3.2-1b", "1x80", "full", reward="opt-350m")
+    assert preset.parameters["ppo"]["critic"]["start"] == "policy"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import Lengths, Rows
 from rlhf_pipeline.sizing.models import Shape
@@ -67,3 +68,44 @@ def test_what_a_teacher_knows_stays_until_the_student_has_learned_it(
     update = next(phase for phase in memory.phases if phase.name == "update")
     # Half of 16 rows are this rank's, with 20 tokens each.
     assert update.parts["teacher"] == size * (8 * 20 * 200 + (stage == 3) * 1000 * 200)
+
+
+SMALL = {"model_type": "llama", "hidden_size": 40, "num_hidden_layers": 2, "vocab_size": 500,
+         "num_attention_heads": 4, "intermediate_size": 80}  # fmt: skip
+
+
+def test_reward_model_and_critic_have_the_sizes_of_what_they_start_from(tmp_path):
+    """Whole fp32 weights with their gradients and Adam's moments, of the body alone."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    own = {"start": "own", "base_model": {"path": str(tmp_path)}}
+    blocks = {
+        "split": SPLIT,
+        "sft": None,
+        "reward_model": SUPERVISED | {"batch_size": 8} | own,
+        "ppo": {"steps": 5, "rollout_batch_size": 16, "actor": OPTIMIZER, "critic": OPTIMIZER},
+        "evaluate": {},
+    }
+
+    def bodies(stage: str, **critic: object) -> list[int]:
+        changed = blocks | {"ppo": blocks["ppo"] | {"critic": OPTIMIZER | critic}}
+        held = plan_stage(stage, changed, SHAPE, Hardware(1)).models
+        return [model.held["weights"] // 4 for model in held if "weights" in model.held]
+
+    small, large = Shape.of(SMALL).body, SHAPE.body
+    assert bodies("reward_model") == [pytest.approx(small, abs=100)]
+    sizes = [pytest.approx(size, abs=200) for size in (SHAPE.parameters, SHAPE.parameters)]
+    assert bodies("ppo") == [*sizes, pytest.approx(small, abs=100), pytest.approx(small, abs=100)]
+    from_policy = bodies("ppo", start="policy")
+    assert from_policy[2:] == [pytest.approx(large, abs=200), pytest.approx(small, abs=100)]
+    assert plan_stage("evaluate", blocks, SHAPE, Hardware(1)).models[0].held["weights"] == (
+        4 * SHAPE.parameters
+    )
+
+
+def test_a_reward_model_on_the_hub_of_unknown_sizes_is_said():
+    own = {"start": "own", "base_model": {"path": "someone/unknown"}}
+    blocks = {"split": SPLIT, "reward_model": SUPERVISED | {"batch_size": 8} | own}
+    with pytest.raises(
+        ConfigError, match=r"^reward_model\.base_model\.path: found someone/unknown"
+    ):
+        plan_stage("reward_model", blocks, SHAPE, Hardware(1))

@@ -257,3 +257,16 @@ def test_a_model_that_was_trained_elsewhere_is_unknown_unless_both_come_from_it(
 def test_a_model_of_an_earlier_version_has_no_lineage(made):
     made.make("old", "ppo", {"ppo": {"rewards": []}}, sft_model="digest of something")
     assert made.standing("sft", "old")["score"] == ("unknown", {"old": "unknown", "sft": "unknown"})
+
+
+def test_the_start_of_a_reward_model_is_no_training_for_a_judge(made):
+    """Its head is new. A teacher from elsewhere is another matter: nobody knows its training."""
+    own = {"base_model": {"path": "/models/small"}}
+    made.make("small", "reward_base", own, bytes="of small")
+    made.make("rm3", "reward_model", {"reward_model": {}}, [("base_model", "small")],
+              comparisons="first of split")  # fmt: skip
+    made.make("ppo3", "ppo", PPO, [("sft_model", "sft"), ("reward_model", "rm3")])
+    assert made.standing("sft", "ppo3", reward_model="rm3", judge_model="rm2") == {
+        "score": ("optimized", {"ppo3": "rewards"}),
+        "judge_model": ("independent", {}),
+    }

@@ -174,8 +174,12 @@ def _may_be_download(judge: Block, policy: Manifest) -> bool:
 
 
 def _imported(lineage: Iterable[Record]) -> set[tuple[tuple[str, str], ...]]:
-    """What identifies each model of a lineage that was trained elsewhere."""
-    bases = ((r["config"].get("base_model") or {}, r["inputs"]) for r in lineage)
+    """What identifies each model of a lineage that was trained elsewhere.
+
+    The start of a reward model or a critic does not count: its head, and so its scores, are new.
+    """
+    own = [record for record in lineage if record["stage"] not in ("reward_base", "critic_base")]
+    bases = ((r["config"].get("base_model") or {}, r["inputs"]) for r in own)
     return {tuple(sorted(inputs.items())) for base, inputs in bases if base.get("path")}
 
 
