@@ -109,7 +109,7 @@ def test_a_cache_that_a_family_does_not_take_is_refused(tmp_path):
     """Mamba takes its cache by another name, and would sample each token without the others."""
     with pytest.raises(
         ArtifactError,
-        match=r"base_model: a mamba reads a padded row token by token: found ArithmeticError: "
+        match=r"base_model: a padded row of a mamba: found ArithmeticError: "
         r"logits that differ by [\d.]+ from those of the row alone, expected at most 0\.00012\.",
     ):
         fields = MAMBA | {"initializer_range": 0.2}
@@ -123,7 +123,7 @@ def test_padding_in_a_state_is_refused(architecture, tokenizer):
     base_model.try_states(model)  # all biases are 0
     for layer in model.model.layers[:1]:
         torch.nn.init.normal_(layer.conv.in_proj.bias)
-    with pytest.raises(ArtifactError, match=r"a lfm2 .* logits that differ by 0\.\d+ from"):
+    with pytest.raises(ArtifactError, match=r"of a lfm2: .* logits that differ by 0\.\d+ from"):
         base_model.try_states(model)
 
 
@@ -131,5 +131,5 @@ def test_a_layer_that_no_cache_knows_is_refused(architecture, tokenizer):
     config = BaseModelConfig(architecture=architecture("lfm2"), vocab_size=300)
     model = build_model(config, tokenizer).eval()
     model.config.layer_types = ["conv", "minimax_m3_sparse"]
-    with pytest.raises(ArtifactError, match=r"a lfm2 .* found KeyError: 'minimax_m3_sparse', exp"):
+    with pytest.raises(ArtifactError, match=r"of a lfm2: found KeyError: 'minimax_m3_sparse', exp"):
         base_model.try_states(model)

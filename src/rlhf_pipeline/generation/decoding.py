@@ -221,6 +221,7 @@ def takes_prepared_mask(config: PreTrainedConfig, capacity: int) -> bool:
     transformers takes a mask of four dimensions as it is. From one of two dimensions it makes a
     mask for each kind of layer, and waits for the GPU meanwhile.
     """
+    config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     return kinds == {"full_attention"} and (window is None or window >= capacity)

@@ -171,9 +171,8 @@ def try_states(model: PreTrainedModel) -> None:
             raise ArithmeticError(f"logits that differ by {apart:.2g} from those of the row alone")
     except Exception as error:  # also one in the code of a family
         raise ArtifactError(
-            f"base_model: a {model.config.model_type} reads a padded row token by token: found "
-            f"{type(error).__name__}: {error}, expected at most {bound:.2g}. Fix: choose another "
-            "model"
+            f"base_model: a padded row of a {model.config.model_type}: found "
+            f"{type(error).__name__}: {error}, expected at most {bound:.2g}. Fix: use another model"
         ) from error
 
 
