@@ -118,6 +118,13 @@ def tokenizer():
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROTARY = SIZES | {"intermediate_size": 64, "max_position_embeddings": 128, "initializer_range": 0.2}
+GROUPED = ROTARY | {"num_key_value_heads": 2, "attention_dropout": 0.1}
+WINDOWED = GROUPED | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+LINEAR = GROUPED | {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 ARCHITECTURES = {
     "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 16, "max_position_embeddings": 128,
                     "init_std": 0.2, "attention_dropout": 0.1, "layerdrop": 0.1},
@@ -128,8 +135,21 @@ ARCHITECTURES = {
               "attention_dropout": 0.1, "hidden_dropout": 0.1},
     "qwen2": ROTARY | {"num_key_value_heads": 2, "tie_word_embeddings": True,
                        "attention_dropout": 0.1},
-    "qwen3": ROTARY | {"num_key_value_heads": 2, "head_dim": 16, "attention_dropout": 0.1},
-    "mistral": ROTARY | {"num_key_value_heads": 2, "attention_dropout": 0.1},
+    "qwen3": GROUPED | {"head_dim": 16},
+    "mistral": GROUPED,
+    "olmo3": WINDOWED,
+    "smollm3": GROUPED | {"no_rope_layers": [1, 0]},
+    "gemma3_text": WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16},
+    "gemma4_text": WINDOWED | {"head_dim": 16, "hidden_size_per_layer_input": 8},
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                            "shared_expert_intermediate_size": 16},
+    "lfm2": ROTARY | {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"],
+                      "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": GROUPED | {"layer_types": ["linear_attention", "full_attention"],
+                                   "shared_intermediate_size": 32, "num_local_experts": 4,
+                                   "num_experts_per_tok": 2, "mamba_n_heads": 4,
+                                   "mamba_d_state": 8},
 }  # fmt: skip
 """Fields of a tiny model of each family, with dropout if the family has it, and with weights large
 enough to reveal a wrong position or mask."""

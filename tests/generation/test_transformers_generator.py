@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from rlhf_pipeline.config.training import LoRAConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -106,6 +106,11 @@ def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, gene
 )
 def test_a_window_that_is_shorter_than_the_responses_needs_a_mask_of_its_own(fields, expected):
     assert decoding.takes_prepared_mask(PreTrainedConfig(**fields), 64) is expected
+
+
+def test_so_does_one_in_the_text_part_of_a_model_with_images(architecture):
+    config = AutoConfig.for_model("gemma3", text_config=architecture("gemma3_text"))
+    assert decoding.takes_prepared_mask(config, 64) is False
 
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])

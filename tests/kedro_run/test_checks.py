@@ -242,6 +242,16 @@ def test_other_stages_small_models_and_unknown_sizes_pass(large, parameters):
         assert memory_faults(given, nodes, hardware) == ([], [])
 
 
+def test_of_a_mixture_of_experts_a_warning_says_that_it_is_not_checked(large, tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 2, '
+        '"num_attention_heads": 4, "vocab_size": 300, "num_experts": 4}'
+    )
+    given = large | {"base_model": {"path": str(tmp_path)}}
+    (faults, (warning,)) = memory_faults(given, {"sft"}, gpus(1))
+    assert faults == [] and warning.startswith("memory is not checked: base_model: found a mixture")
+
+
 def test_the_memory_of_a_distillation_contains_its_teacher(changed):
     """A bf16 OPT-13B beside a small student: 2 bytes for each weight on each of 2 GPUs."""
     plan = {"teacher": "facebook/opt-13b", "reference": {"deepspeed": {"precision": "bf16"}}}

@@ -1,6 +1,7 @@
 """Models built from their configuration, with a trained tokenizer."""
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.config.base_model import BYTES, BaseModelConfig
@@ -92,3 +93,43 @@ def test_a_model_is_enlarged_for_added_tokens_alone(make_model, tmp_path):
         match=r"found a vocabulary of 288 tokens, expected at most the model's 200 embeddings\. It",
     ):
         export(tmp_path, {"path": str(folder)}, {})
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"])
+def test_families_whose_states_hold_no_padding_are_accepted(architecture, tokenizer, family):
+    config = BaseModelConfig(architecture=architecture(family), vocab_size=300)
+    torch.manual_seed(1)
+    base_model.try_states(build_model(config, tokenizer).eval())
+
+
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+
+
+def test_a_cache_that_a_family_does_not_take_is_refused(tmp_path):
+    """Mamba takes its cache by another name, and would sample each token without the others."""
+    with pytest.raises(
+        ArtifactError,
+        match=r"base_model: a padded row of a mamba: found ArithmeticError: "
+        r"logits that differ by [\d.]+ from those of the row alone, expected at most 0\.00012\.",
+    ):
+        fields = MAMBA | {"initializer_range": 0.2}
+        export(tmp_path, {"architecture": fields, "vocab_size": 300}, {})
+
+
+def test_padding_in_a_state_is_refused(architecture, tokenizer):
+    """A bias of the projection before a convolution makes padding differ from 0."""
+    fields = architecture("lfm2") | {"conv_bias": True}
+    model = build_model(BaseModelConfig(architecture=fields, vocab_size=300), tokenizer).eval()
+    base_model.try_states(model)  # all biases are 0
+    for layer in model.model.layers[:1]:
+        torch.nn.init.normal_(layer.conv.in_proj.bias)
+    with pytest.raises(ArtifactError, match=r"of a lfm2: .* logits that differ by 0\.\d+ from"):
+        base_model.try_states(model)
+
+
+def test_a_layer_that_no_cache_knows_is_refused(architecture, tokenizer):
+    config = BaseModelConfig(architecture=architecture("lfm2"), vocab_size=300)
+    model = build_model(config, tokenizer).eval()
+    model.config.layer_types = ["conv", "minimax_m3_sparse"]
+    with pytest.raises(ArtifactError, match=r"of a lfm2: found KeyError: 'minimax_m3_sparse', exp"):
+        base_model.try_states(model)

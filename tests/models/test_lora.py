@@ -74,7 +74,7 @@ def test_merged_policy_and_peft_policy_equal_the_trained_one(checkpoint, tmp_pat
     folder = store(model, tmp_path / "adapter")
     plain = merged(load_policy(checkpoint, "fp32").eval(), CONFIG, folder)
     assert plain.state_dict().keys() == load_policy(checkpoint, "fp32").state_dict().keys()
-    torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=2e-5)
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert torch.equal(logits(PeftModel.from_pretrained(base, folder).eval()), logits(model))
 
@@ -97,7 +97,7 @@ def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):
     assert json.loads((folder / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
 
 
-def test_only_adapters_and_the_scalar_head_train(checkpoint):
+def test_only_adapters_and_the_scalar_head_train(checkpoint, family):
     trained = trained_names(adapted(checkpoint))
     assert all(".lora_A." in name or ".lora_B." in name for name in trained)
     linear = [
@@ -105,7 +105,11 @@ def test_only_adapters_and_the_scalar_head_train(checkpoint):
         for name, module in load_policy(checkpoint, "fp32").named_modules()
         if type(module).__name__ in ("Linear", "Conv1D") and name not in ("lm_head", "embed_out")
     ]
-    assert len(trained) == 2 * len(linear)
+    # In each layer, peft adapts two weights of Qwen3-Next's experts in place of the three matrices
+    # of its shared expert.
+    other = len([name for name in linear if ".shared_expert." in name]) // 3
+    assert other == (2 if family == "qwen3_next" else 0)
+    assert len(trained) == 2 * (len(linear) - other)
     scores = load_scores(checkpoint, "fp32", new_head=True)
     add_adapters(scores, CONFIG)
     assert [name for name in trained_names(scores) if "lora" not in name] == ["score.weight"]

@@ -48,6 +48,15 @@ def alone(model, row):
     return model(input_ids=torch.tensor([row])).logits[0]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"])
+def test_rows_are_not_packed_if_other_layers_would_cross_the_border(architecture, family):
+    """However small the weights, with which the trial would find no difference."""
+    fields = architecture(family) | {"initializer_range": 1e-3}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, vocab_size=300))
+    use_packed_attention(model)
+    assert not probe_capabilities(model).packed
+
+
 def test_a_row_sees_itself_alone_within_its_window(models):
     packed, eager = models
     assert probe_capabilities(packed).packed

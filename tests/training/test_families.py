@@ -14,6 +14,7 @@ from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine, untrained
+from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
@@ -79,6 +80,28 @@ def test_sft(checkpoint, contract, world):
     metrics = train_step(setup_of(engine, SFTTask(contract), config, rows, world), 1)
     assert metrics["sft/tokens"] == 6 and math.isfinite(metrics["sft/loss"])
     assert moved(before, engine.module) == names(engine.module)
+
+
+def test_a_resumed_engine_continues_with_the_same_bits(checkpoint, contract, world, tmp_path):
+    config = SFTConfig.model_validate(SUPERVISED)
+    rows = {"prompt_ids": PROMPTS, "response_ids": [[20, 1], [21, 22, 1], [23]]}
+    rows["loss_mask"] = [[True] * len(row) for row in rows["response_ids"]]
+
+    def engine():
+        return train_engine(partial(load_policy, checkpoint), config, total_steps=3)
+
+    def train(engine, *steps):
+        for step in steps:
+            train_step(setup_of(engine, SFTTask(contract), config, rows, world), step)
+        return engine.module.state_dict()
+
+    whole, resumed = engine(), engine()
+    train(whole, 1)
+    save_engine(whole, tmp_path)
+    expected = train(whole, 2, 3)
+    load_engine(resumed, tmp_path)
+    found = train(resumed, 2, 3)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def test_reward_model(checkpoint, contract, world):

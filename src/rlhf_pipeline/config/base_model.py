@@ -85,7 +85,8 @@ def find_family(model_type: str) -> Family:
     """The family of a `model_type`; raises `ValueError` if transformers has none."""
     package = find_spec("transformers")
     assert package is not None and package.origin is not None, "transformers is a dependency"
-    models, folder = Path(package.origin).parent / "models", model_type.replace("-", "_")
+    models = Path(package.origin).parent / "models"
+    folder = model_type.replace("-", "_").removesuffix("_text")  # of a family with images, too
     source = models / folder / f"configuration_{folder}.py"
     if not source.is_file():
         known = [path.parent.name for path in models.glob("*/configuration_*.py")]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models import Cache, PreTrainedModel
@@ -22,17 +22,6 @@ FINISHED = 0.25
 values of the other rows."""
 LOOK_EVERY = 16
 """Tokens between two looks at which rows have finished, of all ranks or of the host at its GPU."""
-
-
-class PromptLayer(DynamicLayer):
-    """The keys and values of one layer that a single forward pass makes."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keep the states, without a copy."""
-        self.keys, self.values = key_states, value_states
-        return key_states, value_states
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -73,12 +62,21 @@ class PreallocatedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._cache.seen
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Move these rows to the front, with the columns that were seen."""
+        for whole in (self.keys, self.values):
+            seen = whole[:, :, : self._cache.seen]
+            seen[: len(beam_idx)] = seen[beam_idx]
+
 
 class PreallocatedCache(Cache):
-    """A cache with a `PreallocatedLayer` of `capacity` tokens for each layer of a model."""
+    """A cache with a `PreallocatedLayer` of `capacity` tokens for each layer of keys and values.
+    Others are those of transformers: states of linear attention, which tokens do not lengthen."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(layer_class_to_replicate=lambda: PreallocatedLayer(self))
+    def __init__(self, config: PreTrainedConfig, capacity: int) -> None:
+        plain = DynamicLayer, DynamicSlidingWindowLayer
+        layers = DynamicCache(config=config).layers
+        super().__init__([PreallocatedLayer(self) if type(x) in plain else x for x in layers])
         self.capacity = capacity
         self.seen = 0
         """Tokens before the present forward pass."""
@@ -95,19 +93,11 @@ class PreallocatedCache(Cache):
             rows: (B,) the row of `mask` that each row of the result repeats.
         """
         place = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(mask.shape)[rows]  # or any token
-        for states in packed.layers:
+        for layer, states in zip(self.layers, packed.layers, strict=True):
             keys, values = (x[0][:, place].transpose(0, 1) for x in (states.keys, states.values))
             on_cpu = keys.device.type == "cpu"
-            layer = PreallocatedLayer(self)
             layer.write(*(x.float() if on_cpu else x for x in (keys, values)))
-            self.layers.append(layer)
             states.keys = states.values = None  # frees each layer in its turn
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Move these rows to the front, with the columns that were seen."""
-        for layer in self.layers:
-            for whole in (layer.keys, layer.values):
-                whole[: len(rows), :, : self.seen] = whole[rows, :, : self.seen]
 
 
 def decode(
@@ -134,7 +124,7 @@ def decode(
         synced: whether every rank must take part in every forward pass.
     """
     (rows, width), steps = ids.shape, draws.shape[1]
-    cache = PreallocatedCache(width + steps)
+    cache = PreallocatedCache(model.config, width + steps)
     logits = _prefill(model, cache, ids, mask, numbers, device)
     visible = torch.zeros(rows, cache.capacity, dtype=torch.bool, device=device)
     visible[:, :width].copy_(mask, non_blocking=True)
@@ -161,7 +151,7 @@ def decode(
             break
         if left < len(places):
             order = finished.byte().argsort(stable=True)[:left]
-            cache.keep_rows(order)
+            cache.reorder_cache(order)
             compacted = (x[order] for x in (visible, positions, places, finished, newest))
             visible, positions, places, finished, newest = compacted
         visible[:, cache.seen].fill_(True)
@@ -195,7 +185,7 @@ def _prefill(
     if numbers is None:
         return _forward(model, prompts.model_inputs(), cache)[:, -1]
     copies = copies.to(device, non_blocking=True)
-    rows, states = prompts.packed(), Cache(layer_class_to_replicate=PromptLayer)
+    rows, states = prompts.packed(), DynamicCache()
     logits = _forward(model, rows.model_inputs(), states, keep=rows.ends)[0]
     cache.unpack(states, prompts.prompt_mask, copies)
     return logits[copies]
@@ -231,6 +221,7 @@ def takes_prepared_mask(config: PreTrainedConfig, capacity: int) -> bool:
     transformers takes a mask of four dimensions as it is. From one of two dimensions it makes a
     mask for each kind of layer, and waits for the GPU meanwhile.
     """
+    config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     return kinds == {"full_attention"} and (window is None or window >= capacity)

@@ -337,9 +337,11 @@ def memory_faults(
     `parameters` are the blocks as plain values. Nothing is said of a model whose sizes are not
     known, nor of a machine whose memory is not known.
     """
-    shape = base_model_shape(BaseModelConfig.model_validate(parameters["base_model"]))
-    limit = hardware.rank_memory
-    faults, warnings = list[str](), list[str]()
+    limit, faults, warnings = hardware.rank_memory, list[str](), list[str]()
+    try:
+        shape = base_model_shape(BaseModelConfig.model_validate(parameters["base_model"]))
+    except ConfigError as error:
+        return [], [f"memory is not checked: {error}"]
     if shape is None or limit is None:
         return faults, warnings
     kind = "GPU" if hardware.on_gpu else "share of main memory"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.base_model import BYTES, COMMIT, BaseModelConfig
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE, fix_date
@@ -22,7 +22,11 @@ from rlhf_pipeline.models import (
     GenerationConfig,
     PreTrainedModel,
 )
+from rlhf_pipeline.models.forward import FIRST, SECOND, outputs
+from rlhf_pipeline.models.kernels import FUSED_ROUNDINGS, SUMMED
 from rlhf_pipeline.models.loading import load_model, load_tokenizer, plain_generation
+from rlhf_pipeline.models.packing import attends_only
+from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 
@@ -57,6 +61,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=EMBEDDING_MULTIPLE)
     model.config.pad_token_id, model.config.eos_token_id = contract.pad_id, contract.eos_token_id
     model.generation_config = plain_generation(contract)
+    if not attends_only(model):
+        try_states(model.eval())
     model.save_pretrained(job.export)
     tokenizer.save_pretrained(job.export)
     loaded = load_tokenizer(job.export, trust_remote_code=trust)
@@ -145,6 +151,29 @@ def prepared(
         tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
     fix_date(tokenizer, config.template_date)
     return TokenContract.of(tokenizer, model_eos)
+
+
+@torch.no_grad()
+def try_states(model: PreTrainedModel) -> None:
+    """Read a padded row beside another, their last tokens by themselves; raise ArtifactError if
+    they have other logits alone: a state that is no key or value contains padding, or is lost."""
+    rows, eps = (FIRST, SECOND), torch.finfo(model.dtype).eps
+    inputs = collate([row[:-1] for row in rows], [row[-1:] for row in rows], 0).model_inputs()
+    mask, bound = inputs.pop("attention_mask"), FUSED_ROUNDINGS * eps + SUMMED * 2**-23
+    try:
+        cache = DynamicCache(config=model.config)
+        for end, part in ((-1, slice(-1)), (None, slice(-1, None))):
+            now: Any = {name: each[:, part] for name, each in inputs.items()} | {"use_cache": True}
+            found = model(**now, attention_mask=mask[:, :end], past_key_values=cache).logits[:, -1]
+        alone = [outputs(model, model, input_ids=torch.tensor([row]))[-1] for row in rows]
+        apart = float((found - torch.stack(alone)).norm() / torch.stack(alone).norm())
+        if not apart <= bound:
+            raise ArithmeticError(f"logits that differ by {apart:.2g} from those of the row alone")
+    except Exception as error:  # also one in the code of a family
+        raise ArtifactError(
+            f"base_model: a padded row of a {model.config.model_type}: found "
+            f"{type(error).__name__}: {error}, expected at most {bound:.2g}. Fix: use another model"
+        ) from error
 
 
 def found_tokenizer(config: BaseModelConfig) -> tuple[PreTrainedTokenizerBase, TokenContract]:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
+from transformers.modeling_layers import GenericForSequenceClassification as Classifier
+from transformers.models.auto import modeling_auto as known
 from transformers.utils import find_adapter_config_file
 
 from rlhf_pipeline.config.block import Precision, Quantization
@@ -19,6 +21,7 @@ from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.models import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -135,6 +138,8 @@ def load_model(
                 "model (peft's merge_and_unload) and save the result, or remove the adapter's files"
             )
         config = AutoConfig.from_pretrained(path, **source)
+        if kind is AutoModelForSequenceClassification:
+            register_classifier(type(config))
         weights = getattr(config, "transformers_weights", None)
         if weights is not None and not str(weights).endswith(SAFE):
             raise ArtifactError(
@@ -149,6 +154,15 @@ def load_model(
             **source,
             **further,
         )
+
+
+def register_classifier(config: type[Any]) -> None:
+    """Make the sequence classifier of a family of which transformers has only other models."""
+    model = known.MODEL_MAPPING.get(config, None)
+    if model and config not in known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        name = config.__name__.replace("Config", "ForSequenceClassification")
+        made: Any = type(name, (Classifier, model.__base__), {"config_class": config})
+        AutoModelForSequenceClassification.register(config, made, exist_ok=True)
 
 
 @contextmanager

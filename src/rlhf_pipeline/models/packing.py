@@ -22,13 +22,16 @@ from rlhf_pipeline.models.sequences import Packed
 PACKED = "packed"  # name of the attention in a model's configuration
 
 
+def attends_only(model: PreTrainedModel) -> bool:
+    """Whether nothing else reads other tokens: no convolution, state space, linear attention."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return not model._is_stateful and {*kinds} <= {"full_attention", "sliding_attention"}
+
+
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Give a model this attention if its family takes any."""
-    if (
-        model.config._attn_implementation == "sdpa"
-        and model._supports_attention_backend
-        and not model._is_stateful
-    ):
+    is_sdpa = model.config._attn_implementation == "sdpa"
+    if is_sdpa and model._supports_attention_backend and attends_only(model):
         model.set_attn_implementation(PACKED)
 
 
