@@ -39,8 +39,8 @@ def make_experience(
     """Compute rewards, advantages and returns of a scored rollout.
 
     `kl_coef` is that of this step, in the reward or in the loss (`kl_coefs`). Moments and means are
-    over the rows of all ranks. Advantages of a critic are whitened over what trains; the others keep
-    the unit of the score, or of its standard deviation. What does not train is left out of the
+    over the rows of all ranks. Advantages of a critic are whitened over what trains; the others
+    keep the unit of the score, or of its standard deviation. What does not train is left out of the
     action mask. Raises StageError if `ppo.advantage` returns something else.
     """
     mask = scored.sequences.action_mask
