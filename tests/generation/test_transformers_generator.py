@@ -116,11 +116,15 @@ def test_so_does_one_in_the_text_part_of_a_model_with_images(architecture):
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+BF16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="needs a CPU with products in bf16, such as AVX-512",
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=BF16)])
 @torch.no_grad()
 def test_the_model_computes_the_same_and_gets_its_layers_back(make_model, family, dtype):
-    if dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("needs a CPU with products in bf16, such as AVX-512")
     model = load_policy(make_model(family), dtype)
     expected = model(IDS).logits
     with repacked(model, rows=2):
@@ -146,7 +150,9 @@ def test_the_next_block_sees_the_weights_of_an_optimizer_step_or_an_error():
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "opt"])  # without biases and with them
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 2**-5)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-6), pytest.param("bf16", 2**-5, marks=BF16)]
+)
 def test_adapters_are_added_to_the_weights_meanwhile(make_model, family, precision, tolerance):
     """Those in float32 also to weights in bfloat16."""
     model = load_policy(make_model(family), precision)

@@ -38,10 +38,10 @@ def make_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of a scored rollout.
 
-    `kl_coef` is that of the KL penalty in the reward, see `kl_coefs`.
-    Moments and means are over the rows of all ranks. Advantages of a critic are whitened over what
-    trains; the others keep the unit of the score, or of its standard deviation. What does not train
-    is left out of the action mask. Raises StageError if `ppo.advantage` returns something else.
+    `kl_coef` is that of this step, in the reward or in the loss (`kl_coefs`). Moments and means are
+    over the rows of all ranks. Advantages of a critic are whitened over what trains; the others
+    keep the unit of the score, or of its standard deviation. What does not train is left out of the
+    action mask. Raises StageError if `ppo.advantage` returns something else.
     """
     mask = scored.sequences.action_mask
     trained = mask & trained_rows(scored, config)[:, None]

@@ -65,7 +65,7 @@ def update_models(
     Args:
         experience: the rows of this rank.
         key: seed and step, which draw the minibatches.
-        kl_coef: weight of the KL penalty, if the loss contains it (`experience.kl_coefs`).
+        kl_coef: that of this step, in the reward or in the loss (`experience.kl_coefs`).
         train_actor: False while the critic warms up.
         texts: this rank's plain text for each update of the actor; None: no language-model loss.
         given: the same for demonstrations of a distillation.
