@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.config.policies import POLICIES
-from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows
@@ -38,6 +38,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import make_experience, value_offset
+from rlhf_pipeline.training.learned import learned
 from rlhf_pipeline.training.ppo_metrics import (
     quality_metrics,
     rollout_fault,
@@ -113,6 +114,11 @@ def train(setup: Setup) -> None:
         metrics["objective/kl_coef"] = kl_coef
         fault = rollout_fault(log.metrics | metrics, config, where, trained=trained)
         log.add(metrics, sampler_fault(metrics, config, step) or fault)
+        if "policy/advantage" in metrics:  # in neither a distillation nor the critic's warm-up
+            compares = config.advantage in ADVANTAGE_OF["equal_groups"]
+            equal = compares and log.metrics["rollout/equal_groups"] == 1
+            taught = metrics["policy/advantage"] > 0 and not equal
+            setup.checkpoints.known.setdefault("taught", []).append(taught)
         # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
@@ -194,8 +200,9 @@ def next_kl_coef(kl_coef: float, kl: float, config: PPOConfig) -> float:
 
 def export(setup: Setup) -> dict[str, float]:
     """Export the best model of each policy; return the metrics of the actor's. Raises StageError if
-    no evaluated model was within the KL bound."""
+    nothing was learned, or no evaluated model was within the KL bound."""
     metrics, stage = {}, setup.config.stage
+    found = learned(setup.checkpoints, "actor", f"{stage}.actor")
     for name, best in setup.best.items():
         if best.best is None:
             raise StageError(
@@ -205,7 +212,7 @@ def export(setup: Setup) -> dict[str, float]:
             )
         with policies(setup.models)[name]():
             metrics[name] = best.finish()
-    return metrics[VALIDATION]
+    return metrics[VALIDATION] | found
 
 
 if __name__ == "__main__":

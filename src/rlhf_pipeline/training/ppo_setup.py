@@ -132,7 +132,9 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     }  # fmt: skip
     trained = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
     averages = {} if models.ema is None else {"actor": models.ema.shards}
-    checkpoints = Checkpoints(job.checkpoints, world, trained, averages, keep=config.keep_last)
+    checkpoints = Checkpoints(
+        job.checkpoints, world, trained, averages, models.engines(), keep=config.keep_last
+    )
     prompts, done = rows("prompts"), job.resume_from
     stream = PromptStream(prompts.num_rows, job.seed, config.curriculum)
     if loop := checkpoints.restore(done):

@@ -223,6 +223,8 @@ def actor_loss(
     if config.has_teacher:  # nothing is clipped
         del diagnostics["clip_fraction"]
     sums |= {f"policy/{name}": value for name, value in diagnostics.items()}
+    if not config.has_teacher:
+        sums["policy/advantage"] = masked_sum(piece.advantages.abs(), mask)
     entropies = masked_sum(entropy, mask)
     sums |= {"policy/loss": loss * terms.tokens, "policy/entropy": entropies, "policy/count": count}
     if is_sampler and piece.sampler_logprobs is not None:

@@ -28,6 +28,7 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
 from rlhf_pipeline.training.checkpoints import BestModels, Checkpoints
+from rlhf_pipeline.training.learned import learned
 from rlhf_pipeline.training.step_log import (
     DivergenceGuard,
     StepLog,
@@ -130,7 +131,7 @@ def train(
 
     Returns the metrics of the exported model's step. Raises Interrupted after a signal, with the
     checkpoint of the last step, and StageError if a metric of a step, its gradient norm included,
-    is not finite.
+    is not finite, or if nothing was learned.
     """
     start_model, trust = job.inputs[start], job.trust_remote_code
     load = partial(load, start_model, trust_remote_code=trust)
@@ -144,7 +145,11 @@ def train(
     store_settings({task.name: engine}, job)
     setup = Setup(engine, task, config, training, validation, world, job.seed)
     best = BestModels(job, world, tokenizer, config, load, keep=config.keep_best)
-    checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine}, keep=config.keep_last)
+    reference: nn.Module | None = getattr(task, "reference", None)
+    checkpoints = Checkpoints(
+        job.checkpoints, world, {task.name: engine}, keep=config.keep_last,
+        frozen={} if reference is None else {"reference": reference},
+    )  # fmt: skip
     if loop := checkpoints.restore(job.resume_from):
         best.restored(loop["best"])
     writer = MetricsFile(job.metrics_file, steps, rank=world.rank, resumed_from=job.resume_from)
@@ -160,6 +165,7 @@ def train(
         heartbeat.begin_phase("update", step)
         log = StepLog(step, guard)
         log.add(train_step(setup, step))
+        checkpoints.known.setdefault("loss", log.metrics[f"{task.name}/loss"])
         if step in evaluated:
             held_out = evaluate(setup)
             log.add(as_validation(held_out))
@@ -168,7 +174,11 @@ def train(
         due = config.checkpoint_due(step, last=steps, evaluated=step in evaluated)
         if checkpoints.step_ended(step, due=due, loop={"best": best.state()}):
             best.forget_the_rest()
-    return best.finish()
+    found = learned(checkpoints, task.name, task.name)
+    first = training.take(step_rows(training.num_rows, config.batch_size, 0, job.seed))
+    after = evaluate(replace(setup, validation=first))["loss"]
+    found |= {"learned/loss_before": checkpoints.known["loss"], "learned/loss_after": after}
+    return best.finish() | found
 
 
 def optimizer_steps(config: SupervisedConfig, rows: int) -> int:

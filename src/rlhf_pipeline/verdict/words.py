@@ -16,6 +16,7 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     accuracy    held-out accuracy of each judge that is a reward model of the pipeline, see
                 `evaluate.accuracy_of`
     titles      names of policies as they stand in a sentence, where `title` has not the right one
+    learned     the metrics `learned/...` of the candidate's training, empty if it is not known
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -64,6 +65,9 @@ SMALL_KL = 0.02
 """KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
 prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
 FEW_DIFFER = 0.05  # share of answers
+FEW_TAUGHT = 0.05  # share of steps
+SMALL_MOVEMENT = 0.03  # of weights, in that of a random walk by the learning rate
+SMALL_FALL = 0.005  # of a loss, relative
 TITLES = {
     "rejection": "rejection sampling", "iterative_dpo": "iterative DPO", "distill": "distillation",
 }  # fmt: skip
@@ -131,6 +135,8 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
     """Sentences if the policies hardly differ, and if most answers of one were cut."""
     names, policies, candidate = titles(evaluation), evaluation["policies"], evaluation["candidate"]
     ours, baseline = policies[candidate], baseline_of(evaluation)
+    if shown := hardly_learned(evaluation.get("learned", {})):
+        yield f"The training of {names[candidate]} hardly learned: {shown}."
     differ = evaluation["differing"]
     if differ < FEW_DIFFER or ours.get("kl_upper", 1.0) < SMALL_KL:
         kl = f"KL {ours['kl']:z.2g} nats, and " if "kl" in ours else ""
@@ -150,6 +156,20 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
             "judges compare stumps. Fix: raise evaluate.sampling.max_response_tokens, or train "
             "until answers end by themselves."
         )
+
+
+def hardly_learned(metrics: Mapping[str, float]) -> str:
+    """What shows that a training hardly learned, by the metrics of its model; empty if nothing."""
+    known = {name: metrics.get(f"learned/{name}", 1.0) for name in ("taught", "movement", "change")}
+    before, after = (metrics.get(f"learned/loss_{when}") for when in ("before", "after"))
+    found = []
+    if known["taught"] < FEW_TAUGHT:
+        found.append("advantages other than 0 in only {taught:.1%} of its steps")
+    if before is not None and after is not None and abs(before - after) <= SMALL_FALL * abs(before):
+        found.append(f"a loss of its first batch of {before:.3f} before and {after:.3f} after it")
+    if known["movement"] < SMALL_MOVEMENT:
+        found.append("weights that moved {movement:.1%} of what its learning rate lets them")
+    return " and ".join(found).format(**known)
 
 
 def _change(change: Mapping[str, float], form: str) -> str:
