@@ -97,7 +97,7 @@ def test_a_training_that_hardly_moves_says_so(train, stage, before):
     if before is not None:
         assert found["learned/loss_before"] == pytest.approx(before, rel=1e-6)
     assert found["learned/loss_after"] == pytest.approx(found["learned/loss_before"], rel=1e-3)
-    what = f"a loss of its first batch of {found['learned/loss_before']:.3f} before and "
+    what = f"the loss of its first batch was {found['learned/loss_before']:.3f} and is "
     assert hardly_learned(found).startswith(what)
 
 

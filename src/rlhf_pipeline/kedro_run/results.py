@@ -41,7 +41,7 @@ class StageSummary(StageListener):
         if metrics.get("base_model/has_chat_template") == 0:
             show("base_model: found no chat template; turns are written as Human: and Assistant:")
         if shown := hardly_learned(metrics):
-            show(escape(f"{run.stage}: hardly learned: {shown}"))
+            show(escape(f"{run.stage}: it hardly learned: {shown}"))
         if added := metrics.get("base_model/new_tokens"):
             text = f"found {added:g} added tokens without an embedding; theirs are untrained"
             show(f"base_model: {text}")

@@ -195,7 +195,7 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     yield Check(f"answers that differ from {sft}'s", f"{changed:.0%}", "some", None, changed > 0)
     if found := evidence.hardly_learned:
         expected = "more. Fix: train with a higher learning rate or more steps"
-        yield Check("training of the candidate", found, expected, None, False)
+        yield Check("what the candidate learned", f"little ({found})", expected, None, False)
 
     if "kl" in ours:  # policies with one token contract
         kl, most = ours["kl"], config.max_kl

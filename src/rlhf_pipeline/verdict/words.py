@@ -19,6 +19,7 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     learned     the metrics `learned/...` of the candidate's training, empty if it is not known
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -136,7 +137,7 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
     names, policies, candidate = titles(evaluation), evaluation["policies"], evaluation["candidate"]
     ours, baseline = policies[candidate], baseline_of(evaluation)
     if shown := hardly_learned(evaluation.get("learned", {})):
-        yield f"The training of {names[candidate]} hardly learned: {shown}."
+        yield f"{sentence(names[candidate])} hardly learned: {shown}."
     differ = evaluation["differing"]
     if differ < FEW_DIFFER or ours.get("kl_upper", 1.0) < SMALL_KL:
         kl = f"KL {ours['kl']:z.2g} nats, and " if "kl" in ours else ""
@@ -160,16 +161,18 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 def hardly_learned(metrics: Mapping[str, float]) -> str:
     """What shows that a training hardly learned, by the metrics of its model; empty if nothing."""
-    known = {name: metrics.get(f"learned/{name}", 1.0) for name in ("taught", "movement", "change")}
-    before, after = (metrics.get(f"learned/loss_{when}") for when in ("before", "after"))
-    found = []
-    if known["taught"] < FEW_TAUGHT:
-        found.append("advantages other than 0 in only {taught:.1%} of its steps")
-    if before is not None and after is not None and abs(before - after) <= SMALL_FALL * abs(before):
-        found.append(f"a loss of its first batch of {before:.3f} before and {after:.3f} after it")
-    if known["movement"] < SMALL_MOVEMENT:
-        found.append("weights that moved {movement:.1%} of what its learning rate lets them")
-    return " and ".join(found).format(**known)
+    taught, movement = (metrics.get(f"learned/{name}", 1.0) for name in ("taught", "movement"))
+    before, after = (metrics.get(f"learned/loss_{when}", math.inf) for when in ("before", "after"))
+    found = {
+        f"only {taught:.1%} of its steps had advantages other than 0": taught < FEW_TAUGHT,
+        f"the loss of its first batch was {before:.3f} and is {after:.3f}": (
+            abs(before - after) <= SMALL_FALL * abs(before)
+        ),
+        f"its weights moved {movement:.1%} as far as its learning rate lets them": (
+            movement < SMALL_MOVEMENT
+        ),
+    }
+    return ", and ".join(text for text, holds in found.items() if holds)
 
 
 def _change(change: Mapping[str, float], form: str) -> str:
