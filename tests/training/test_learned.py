@@ -77,13 +77,10 @@ def train(make_inputs, world, tmp_path):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_training_reports_how_far_it_has_moved(train, zero_stage, lora):
-    """Four steps of a constant rate: each number moves by at most about four times the rate."""
+def test_a_training_that_moves_reports_its_losses(train, zero_stage, lora):
     fields = rate(1e-3, warmup_fraction=0.0) | {"deepspeed": {"zero_stage": zero_stage}}
     found = train("sft", lora=lora, **fields)
-    assert 0.1 < found["learned/movement"] < 2  # in all steps one way: the root of 4
-    assert 1e-4 < found["learned/change"] < 1
-    assert found["learned/loss_after"] < found["learned/loss_before"]
+    assert found["learned/loss_after"] < 0.995 * found["learned/loss_before"]
     assert "learned/taught" not in found and hardly_learned(found) == ""
 
 
@@ -112,7 +109,7 @@ def test_a_loss_without_a_gradient(train, tmp_path, monkeypatch):
         train("dpo", loss="flat_loss:loss", **rate(1e-3, warmup_fraction=0.0, weight_decay=0.1))
     assert str(failure.value) == (
         "dpo: found gradients of 0 in all 4 steps, expected something to learn. Fix: check whether "
-        "the loss counts a token, and whether the answers of a pair differ"
+        "scores or answers of a pair differ, and that the loss counts tokens"
     )
 
 
@@ -123,7 +120,7 @@ def test_a_warmup_in_the_only_step_moves_nothing(train):
         train("sft", **fields)
     assert str(failure.value) == (
         "sft: found no weight that 1 steps have moved, at rates up to 0, expected something to "
-        "learn. Fix: raise sft.optimizer.learning_rate (0.001), or lower its warmup_fraction"
+        "learn. Fix: raise sft.optimizer.learning_rate, or lower its warmup_fraction"
     )
 
 
@@ -131,7 +128,7 @@ def test_training_that_stops_at_the_kl_or_whose_critic_warms_up_has_learned(trai
     """The stop comes after step 2 of 4, and the actor rests in step 1."""
     sizes = {"rollout_batch_size": 8, "micro_batch_tokens": 64, "evaluations": 4}
     found = train("ppo", steps=4, critic_warmup_steps=1, kl={"maximum": 1e-9}, **sizes)
-    assert found["learned/taught"] == 1 and found["learned/movement"] > 0
+    assert "learned/taught" not in found  # a critic learns from equal scores, too
     assert found["step"] < 4
 
 
@@ -158,7 +155,7 @@ def test_groups_of_equal_scores_teach_nothing(make_inputs, world, tmp_path, monk
     with pytest.raises(StageError) as failure:
         ppo.main(job)
     assert str(failure.value).startswith(
-        "grpo.actor: found advantages of 0, or only groups of equal scores, in all 2 steps, "
+        "grpo.actor: found groups of equal scores alone in all 2 steps, "
     )
 
 
@@ -180,7 +177,7 @@ def test_a_rate_that_moves_nothing_on_two_ranks(make_inputs, tmp_path):
         found = stage_failure(SFT, {"sft": config}, inputs, tmp_path)
         assert (
             "sft: found no weight that 4 steps have moved, at rates up to 1e-30, expected "
-            "something to learn. Fix: raise sft.optimizer.learning_rate (1e-30), or lower"
+            "something to learn. Fix: raise sft.optimizer.learning_rate, or lower"
         ) in found
     (work,) = (tmp_path / "sft").iterdir()
     lines = [json.loads(line)["step"] for line in (work / "metrics.jsonl").read_text().splitlines()]
@@ -196,6 +193,6 @@ def test_equal_rewards_on_two_ranks(make_inputs, tmp_path, monkeypatch):
     inputs = {name: make_inputs()[name] for name in ("prompts", "sft_model")}
     inputs |= {"rewards.0": tmp_path / "equal_rewards.py"}
     assert (
-        "grpo.actor: found advantages of 0, or only groups of equal scores, in all 2 steps, "
+        "grpo.actor: found groups of equal scores alone in all 2 steps, "
         "expected something to learn. Fix: check the rewards, choose prompts that are solved"
     ) in stage_failure(GRPO, {"grpo": config}, inputs, tmp_path / "workspace")

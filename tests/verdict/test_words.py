@@ -171,13 +171,12 @@ def test_where_there_is_little_to_compare_a_sentence_says_so(differing, kl, cut,
 @pytest.mark.parametrize(
     ("learned", "found"),
     [
-        ({"loss_before": 0.69315, "loss_after": 0.6931, "movement": 0.5},
+        ({"loss_before": 0.69315, "loss_after": 0.6931},
          "PPO hardly learned: the loss of its first batch was 0.693 and is 0.693."),
-        ({"taught": 0.02, "movement": 0.5},
-         "PPO hardly learned: only 2.0% of its steps had advantages other than 0."),
-        ({"taught": 1.0, "movement": 0.0015},
-         "PPO hardly learned: its weights moved 0.1% as far as its learning rate lets them."),
-        ({"loss_before": 0.69315, "loss_after": 0.6866, "movement": 0.5, "taught": 0.06}, ""),
+        ({"taught": 0.02},
+         "PPO hardly learned: only 2.0% of its steps had groups of unequal scores."),
+        ({"loss_before": 0.69315, "loss_after": 0.6866}, ""),
+        ({"taught": 0.06}, ""),
         ({}, ""),
     ],
 )  # fmt: skip

@@ -46,15 +46,11 @@ class Rows:
 
     def columns(self, rows: np.ndarray) -> dict[str, list[Any]]:
         """The chosen rows, in the given order, as Python values by column."""
-        return dict(pa.Table.from_batches(self.take(rows).batches).to_pydict())
-
-    def take(self, rows: np.ndarray) -> "Rows":
-        """The chosen rows, in the given order, as a table."""
         batches = np.searchsorted(self.ends, rows, side="right")
         places = rows - np.concatenate([[0], self.ends])[batches]
         pairs = zip(batches.tolist(), places.tolist(), strict=True)
         chosen = [self.batches[batch].slice(row, 1) for batch, row in pairs]
-        return Rows(chosen, np.arange(1, len(chosen) + 1))
+        return dict(pa.Table.from_batches(chosen).to_pydict())
 
     def longest(self, column: str) -> int:
         """The length of the longest list in a column."""

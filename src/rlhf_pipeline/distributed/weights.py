@@ -1,97 +1,80 @@
-"""Weights in few numbers: digests of frozen ones, and how far trained ones move; none is copied."""
+"""Frozen weights keep their bits, and weights that train move: digests tell, without a copy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import mode
-from zlib import crc32
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
+from rlhf_pipeline.distributed.engine_state import saved_tensors
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine, fp32_shards, pieces
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime import heartbeat
 
-SIZE = 2**20  # numbers that are processed together
-WIDTH = 256  # of a sketch: the error of a distance is 4% (one over the root of 2 * WIDTH)
-UNIT = 2.0**-44  # of the numbers in a sketch: finer than float32, but for weights below 5e-7
-MIX = -7046029254386353131  # 2^64 divided by the golden ratio: Knuth's multiplicative hash
 
+def check_frozen(models: Mapping[str, nn.Module], world: World, start: dict[str, int]) -> None:
+    """Raise StageError if a bit that no step trains differs from `start`, the digests by name.
 
-class FrozenWeights:
-    """The weights of models that no step may change, equal on all ranks unless they are sharded."""
-
-    def __init__(self, models: Mapping[str, nn.Module], world: World) -> None:
-        self._weights = {
-            weight: f"{model}: {name}"
-            for model, module in models.items()
-            for name, weight in module.named_parameters()
-            if not weight.requires_grad
-        }
-        self._world, self._start = world, self._digests()
-        whole = [name for weight, name in self._weights.items() if not hasattr(weight, "ds_tensor")]
-        ranks = world.gather({name: self._start[name] for name in whole})
-        usual = {name: mode(own[name] for own in ranks) for name in whole}
-        different = [[name for name in whole if own[name] != usual[name]] for own in ranks]
-        _refuse(different, "the other ranks do not have")
-
-    def check(self) -> None:
-        """Raise StageError, as the constructor does, if a bit differs: here, from the start."""
-        changed = [name for name, now in self._digests().items() if now != self._start[name]]
-        _refuse(self._world.gather(changed), "it did not have at the start")
-
-    def _digests(self) -> dict[str, int]:  # of a rank's shards from ZeRO-3 on
-        return {name: digest(getattr(x, "ds_tensor", x)) for x, name in self._weights.items()}
-
-
-def _refuse(faults: Sequence[Sequence[str]], which: str) -> None:
-    """Raise StageError if a rank, in their order, has faulty weights."""
-    for rank, names in enumerate(faults):
-        if names:
+    An empty one is filled; then, ranks must have equal weights unless each has its own shard.
+    """
+    shard, all_ = f", shard {world.rank}", models.items()
+    named = ((f"{model}: {name}", x) for model, m in all_ for name, x in m.named_parameters())
+    frozen = {name: x for name, x in named if not x.requires_grad}
+    parts = {n + shard * hasattr(x, "ds_id"): getattr(x, "ds_tensor", x) for n, x in frozen.items()}
+    ranks = world.gather({name: digest(part) for name, part in parts.items()})
+    for name in () if start else {name for found in ranks for name in found}:
+        start[name] = mode(found[name] for found in ranks if name in found)
+    for rank, found in enumerate(ranks):
+        if different := [name for name, bits in found.items() if bits != start[name]]:
             raise StageError(
-                f"{names[0]}: found bits on rank {rank} that {which} ({len(names)} tensors), "
-                "expected frozen weights. Fix: run the same command again; if it recurs, leave out "
-                "that GPU or machine, whose memory may be faulty"
+                f"{different[0]}: found other bits on rank {rank} ({len(different)} weights), "
+                "expected those of the start and of other ranks: it is frozen. Fix: run the same "
+                "command again; if it recurs, test the memory of that GPU or machine"
             )
 
 
+def require_learned(engine: DeepSpeedEngine, world: World, known: Any, place: str) -> None:
+    """Raise StageError if no step taught, no gradient was other than 0, or no weight has moved.
+
+    `known`: the `trained_digest` of the start, and which steps of groups `taught`.
+    """
+    schedule, (_, memory) = engine.lr_scheduler, engine.optimizer.param_groups[0]["betas"]
+    rates = [schedule.base_lrs[0] * schedule.lr_lambdas[0](i) for i in range(schedule.last_epoch)]
+    squares = saved_tensors(engine, None).get("exp_avg_sq", [])  # of gradients, by Adam
+    has_gradient = world.any(any(bool(shard.any()) for shard in squares))
+    has_moved = trained_digest(engine, world) != known[place.rpartition(".")[2]]
+    if not any(taught := known.get("taught", [True])):
+        found = f"groups of equal scores alone in all {len(taught)} steps"
+        fix = "check the rewards, choose prompts that are solved sometimes, or sample more answers"
+    elif not has_gradient and not (has_moved and memory ** len(rates) < 1e-20):  # by weight decay
+        found = f"gradients of 0 in all {len(rates)} steps"
+        fix = "check whether scores or answers of a pair differ, and that the loss counts tokens"
+    elif not has_moved:
+        found = f"no weight that {len(rates)} steps have moved, at rates up to {max(rates):g}"
+        fix = f"raise {place}.optimizer.learning_rate, or lower its warmup_fraction"
+    else:
+        return
+    raise StageError(f"{place}: found {found}, expected something to learn. Fix: {fix}")
+
+
+def trained_digest(engine: DeepSpeedEngine, world: World) -> int:
+    """The digest of the fp32 weights that train; shards do not change it."""
+    shards = pieces(engine, fp32_shards(engine))
+    found = [digest(piece, start) for _, start, piece in shards]
+    own = torch.tensor(found, dtype=torch.int64).sum()  # a rank may have none
+    return int(world.sum(own) if engine.zero_optimization_stage() else own)
+
+
 @torch.no_grad()
-def digest(tensor: Tensor) -> int:
-    """The sum over i of (2 i + 1) * bits_i modulo 2^64: as factors are odd, a flipped bit shows."""
+def digest(tensor: Tensor, start: int = 0) -> int:
+    """The sum over i of (2 (start + i) + 1) bits_i modulo 2^64: odd, so that any flip shows."""
     bits = tensor.detach().reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for number, part in enumerate(bits.split(SIZE)):
-        first = 2 * SIZE * number + 1
-        total += (torch.arange(first, first + 2 * len(part), 2, device=bits.device) * part).sum()
+    for part in bits.split(2**20):  # the numbers of its int64 take 8 MiB
+        places = torch.arange(start, start + len(part), device=bits.device)
+        total += ((2 * places + 1) * part).sum()
+        start += len(part)
     heartbeat.report_progress()
     return int(total)
-
-
-@torch.no_grad()
-def sketch(engine: DeepSpeedEngine, world: World) -> list[int]:
-    """WIDTH numbers for the fp32 weights that train, which give their `distance` at two times.
-
-    A count sketch (Charikar et al. 2002): each weight is added with a pseudo-random sign to one of
-    the numbers, in integer units, whose sums depend on neither order nor shards.
-    """
-    total = torch.zeros(WIDTH, dtype=torch.int64, device=world.device)
-    for name, start, piece in pieces(engine, fp32_shards(engine)):
-        for part in piece.detach().split(SIZE):
-            places = torch.arange(start, start + len(part), device=part.device)
-            mixed = (places + (crc32(name.encode()) << 30)) * MIX
-            units = (part.double() / UNIT).round().long()
-            units = torch.where((mixed ^ (mixed >> 31)) * MIX < 0, -units, units)
-            units = pad(units, (start % WIDTH, -(start + len(part)) % WIDTH))
-            total += units.view(-1, WIDTH).sum(0).to(total.device)
-            start += len(part)
-        heartbeat.report_progress()
-    # At stage 0, every rank has all weights.
-    return (world.sum(total) if engine.zero_optimization_stage() else total).tolist()
-
-
-def distance(sketched: Sequence[int], other: Sequence[int]) -> float:
-    """The Euclidean distance of the weights of two sketches, an estimate; 0 is exact."""
-    wrapped = np.array(sketched) - np.array(other)  # modulo 2^64, as the sums are
-    return float(np.linalg.norm(wrapped.astype(float))) * UNIT

@@ -92,8 +92,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
         writer.write(step, {f"{name}/{key}": value for key, value in given.items()})
     measured = {name: value for name, value in perplexities.items() if value}
     training = Manifest.read(folders[candidate.name]).metrics.items()
-    learned = {name: value for name, value in training if name.startswith("learned/")}
-    evaluation["learned"] = learned
+    evaluation["learned"] = {name: x for name, x in training if name.startswith("learned/")}
     more = {"best_of_n": curve, "perplexity": measured, "pairwise_judges": replies}
     evaluation |= {name: value for name, value in more.items() if value}
     if f"{TASK_PREFIX}baseline" in job.inputs:

@@ -30,6 +30,7 @@ from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows
+from rlhf_pipeline.distributed.weights import require_learned
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.generation.generator import row_seeds
@@ -38,7 +39,6 @@ from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 from rlhf_pipeline.training.experience import make_experience, value_offset
-from rlhf_pipeline.training.learned import learned
 from rlhf_pipeline.training.ppo_metrics import (
     quality_metrics,
     rollout_fault,
@@ -114,11 +114,9 @@ def train(setup: Setup) -> None:
         metrics["objective/kl_coef"] = kl_coef
         fault = rollout_fault(log.metrics | metrics, config, where, trained=trained)
         log.add(metrics, sampler_fault(metrics, config, step) or fault)
-        if "policy/advantage" in metrics:  # in neither a distillation nor the critic's warm-up
-            compares = config.advantage in ADVANTAGE_OF["equal_groups"]
-            equal = compares and log.metrics["rollout/equal_groups"] == 1
-            taught = metrics["policy/advantage"] > 0 and not equal
-            setup.checkpoints.known.setdefault("taught", []).append(taught)
+        if config.advantage in ADVANTAGE_OF["equal_groups"]:
+            is_equal = log.metrics["rollout/equal_groups"] == 1
+            setup.checkpoints.known.setdefault("taught", []).append(not is_equal)
         # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
@@ -190,19 +188,18 @@ def stop_note(config: PPOConfig, log: StepLog, exported: int) -> str:
 
 def next_kl_coef(kl_coef: float, kl: float, config: PPOConfig) -> float:
     """The KL coefficient of the next step: adapted to hold `ppo.kl.target`, or unchanged."""
-    if config.kl.target is None:
+    size, target, horizon = config.responses_per_step, config.kl.target, config.kl.horizon
+    if target is None:
         return kl_coef
-    size = config.responses_per_step
-    return adapted_kl_coef(
-        kl_coef, kl, target=config.kl.target, horizon=config.kl.horizon, batch_size=size
-    )
+    return adapted_kl_coef(kl_coef, kl, target=target, horizon=horizon, batch_size=size)
 
 
 def export(setup: Setup) -> dict[str, float]:
     """Export the best model of each policy; return the metrics of the actor's. Raises StageError if
     nothing was learned, or no evaluated model was within the KL bound."""
     metrics, stage = {}, setup.config.stage
-    found = learned(setup.checkpoints, "actor", f"{stage}.actor")
+    known = setup.checkpoints.known
+    require_learned(setup.models.actor, setup.world, known, f"{stage}.actor")
     for name, best in setup.best.items():
         if best.best is None:
             raise StageError(
@@ -212,7 +209,8 @@ def export(setup: Setup) -> dict[str, float]:
             )
         with policies(setup.models)[name]():
             metrics[name] = best.finish()
-    return metrics[VALIDATION] | found
+    share = {"learned/taught": float(np.mean(known["taught"]))} if "taught" in known else {}
+    return metrics[VALIDATION] | share
 
 
 if __name__ == "__main__":

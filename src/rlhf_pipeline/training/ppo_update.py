@@ -13,12 +13,7 @@ from rlhf_pipeline.config.doors import POLICY_LOSS, call_with
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import micro_batches
-from rlhf_pipeline.distributed.optimizer_step import (
-    Loss,
-    Sums,
-    grad_norm,
-    optimizer_step,
-)
+from rlhf_pipeline.distributed.optimizer_step import Loss, Sums, grad_norm, optimizer_step
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.generation.records import Experience
@@ -223,8 +218,6 @@ def actor_loss(
     if config.has_teacher:  # nothing is clipped
         del diagnostics["clip_fraction"]
     sums |= {f"policy/{name}": value for name, value in diagnostics.items()}
-    if not config.has_teacher:
-        sums["policy/advantage"] = masked_sum(piece.advantages.abs(), mask)
     entropies = masked_sum(entropy, mask)
     sums |= {"policy/loss": loss * terms.tokens, "policy/entropy": entropies, "policy/count": count}
     if is_sampler and piece.sampler_logprobs is not None:

@@ -193,9 +193,8 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     pairs = zip(candidate, baseline, strict=True)
     changed = float(np.mean([a.response != b.response for a, b in pairs]))
     yield Check(f"answers that differ from {sft}'s", f"{changed:.0%}", "some", None, changed > 0)
-    if found := evidence.hardly_learned:
-        expected = "more. Fix: train with a higher learning rate or more steps"
-        yield Check("what the candidate learned", f"little ({found})", expected, None, False)
+    if shown := evidence.hardly_learned:
+        yield Check("what the candidate learned", f"little ({shown})", "more", None, False)
 
     if "kl" in ours:  # policies with one token contract
         kl, most = ours["kl"], config.max_kl

@@ -16,10 +16,9 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     accuracy    held-out accuracy of each judge that is a reward model of the pipeline, see
                 `evaluate.accuracy_of`
     titles      names of policies as they stand in a sentence, where `title` has not the right one
-    learned     the metrics `learned/...` of the candidate's training, empty if it is not known
+    learned     the metrics `learned/...` of the candidate's training, if it has any
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -65,9 +64,7 @@ ABSENT = "-"
 SMALL_KL = 0.02
 """KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
 prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
-FEW_DIFFER = 0.05  # share of answers
-FEW_TAUGHT = 0.05  # share of steps
-SMALL_MOVEMENT = 0.03  # of weights, in that of a random walk by the learning rate
+FEW_DIFFER = 0.05  # share of answers, and of steps that teach
 SMALL_FALL = 0.005  # of a loss, relative
 TITLES = {
     "rejection": "rejection sampling", "iterative_dpo": "iterative DPO", "distill": "distillation",
@@ -161,18 +158,11 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
 
 def hardly_learned(metrics: Mapping[str, float]) -> str:
     """What shows that a training hardly learned, by the metrics of its model; empty if nothing."""
-    taught, movement = (metrics.get(f"learned/{name}", 1.0) for name in ("taught", "movement"))
-    before, after = (metrics.get(f"learned/loss_{when}", math.inf) for when in ("before", "after"))
-    found = {
-        f"only {taught:.1%} of its steps had advantages other than 0": taught < FEW_TAUGHT,
-        f"the loss of its first batch was {before:.3f} and is {after:.3f}": (
-            abs(before - after) <= SMALL_FALL * abs(before)
-        ),
-        f"its weights moved {movement:.1%} as far as its learning rate lets them": (
-            movement < SMALL_MOVEMENT
-        ),
-    }
-    return ", and ".join(text for text, holds in found.items() if holds)
+    if (taught := metrics.get("learned/taught", 1.0)) < FEW_DIFFER:
+        return f"only {taught:.1%} of its steps had groups of unequal scores"
+    before, after = metrics.get("learned/loss_before", 0.0), metrics.get("learned/loss_after", 1.0)
+    is_small = abs(before - after) <= SMALL_FALL * abs(before)
+    return f"the loss of its first batch was {before:.3f} and is {after:.3f}" if is_small else ""
 
 
 def _change(change: Mapping[str, float], form: str) -> str:
