@@ -73,8 +73,8 @@ def digest(tensor: Tensor, start: int = 0) -> int:
     bits = tensor.detach().reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.split(2**20):  # the numbers of its int64 take 8 MiB
-        places = torch.arange(start, start + len(part), device=bits.device)
-        total += ((2 * places + 1) * part).sum()
-        start += len(part)
+        end = start + len(part)
+        factors = torch.arange(2 * start + 1, 2 * end + 1, 2, device=bits.device)
+        total, start = total + factors.mul_(part).sum(), end
     heartbeat.report_progress()
     return int(total)
