@@ -166,6 +166,14 @@ def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
     assert capsys.readouterr().out.splitlines() == lines
 
 
+def test_a_stage_that_hardly_learned_says_so_also_from_the_cache(capsys, tmp_path):
+    run = StageRun("dpo", "f", 1, {}, {}, {}, tmp_path, 60.0, cached=True)
+    found = {"learned/loss_before": 0.6931, "learned/loss_after": 0.693}
+    StageSummary(Console(), [], {}).stage_ended(run, "FINISHED", found)
+    shown = capsys.readouterr().out
+    assert shown == ("dpo: it hardly learned: the loss of its first batch was 0.693 and is 0.693\n")
+
+
 @pytest.mark.parametrize(
     ("error", "status", "raised"),
     [

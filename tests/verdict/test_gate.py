@@ -172,6 +172,16 @@ def test_an_outcome_against_the_conditions_names_its_parameter():
     assert outcome(False, verdict | {"refusals": []}) == "not promoted (register.promote: never)"
 
 
+def test_a_candidate_that_hardly_learned_is_refused_with_what_shows_it():
+    rng = np.random.default_rng(0)
+    given = evidence(rng, policy(rng, 0.8))
+    assert not decide(given, CONFIG).refusals
+    refused = decide(replace(given, hardly_learned="its loss was 0.693 and is 0.693"), CONFIG)
+    assert refused.refusals == [
+        "what the candidate learned: found little (its loss was 0.693 and is 0.693), expected more"
+    ]
+
+
 def test_a_fall_of_right_answers_is_no_improvement():
     """Lenient and strict accuracy fall from 1 to 0.9, and may fall by 0.05."""
     rng = np.random.default_rng(21)

@@ -169,6 +169,24 @@ def test_where_there_is_little_to_compare_a_sentence_says_so(differing, kl, cut,
 
 
 @pytest.mark.parametrize(
+    ("learned", "found"),
+    [
+        ({"loss_before": 0.69315, "loss_after": 0.6931},
+         "PPO hardly learned: the loss of its first batch was 0.693 and is 0.693."),
+        ({"taught": 0.02},
+         "PPO hardly learned: only 2.0% of its steps had groups of unequal scores."),
+        ({"loss_before": 0.69315, "loss_after": 0.6866}, ""),
+        ({"taught": 0.06}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_the_verdict_says_if_a_training_hardly_learned(learned, found):
+    metrics = {f"learned/{name}": value for name, value in learned.items()}
+    words = " ".join(printed(EVALUATION | {"learned": metrics}).split())
+    assert found in words and ("hardly learned" in words) == bool(found)
+
+
+@pytest.mark.parametrize(
     ("candidate", "baseline", "titles", "found"),
     [
         ("distill", "sft", {}, "Distillation against the SFT model"),

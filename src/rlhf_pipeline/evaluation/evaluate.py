@@ -91,6 +91,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     for step, (name, given) in enumerate(evaluation["policies"].items(), start=1):
         writer.write(step, {f"{name}/{key}": value for key, value in given.items()})
     measured = {name: value for name, value in perplexities.items() if value}
+    training = Manifest.read(folders[candidate.name]).metrics.items()
+    evaluation["learned"] = {name: x for name, x in training if name.startswith("learned/")}
     more = {"best_of_n": curve, "perplexity": measured, "pairwise_judges": replies}
     evaluation |= {name: value for name, value in more.items() if value}
     if f"{TASK_PREFIX}baseline" in job.inputs:

@@ -29,13 +29,7 @@ from rlhf_pipeline.pipelines.table import (
     policy_stages,
     stage_specs,
 )
-from rlhf_pipeline.stages.job import (
-    RunContext,
-    StageListener,
-    StageStore,
-    Status,
-    forced_stages,
-)
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageStore, Status, forced_stages
 
 if TYPE_CHECKING:
     from rlhf_pipeline.tracking.mirror import MlflowTracker

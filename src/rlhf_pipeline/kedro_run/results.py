@@ -18,11 +18,11 @@ from rlhf_pipeline.stages.job import StageListener, StageRun, Status
 from rlhf_pipeline.verdict.answers import judge_title
 from rlhf_pipeline.verdict.comparison import BASE_MODEL, read_evaluation
 from rlhf_pipeline.verdict.gate import outcome
-from rlhf_pipeline.verdict.words import print_summary
+from rlhf_pipeline.verdict.words import hardly_learned, print_summary
 
 
 class StageSummary(StageListener):
-    """Prints what a user should know about a finished split or base model."""
+    """Prints what a user should know about a finished stage."""
 
     def __init__(self, console: Console, nodes: Collection[str], blocks: Mapping[str, Any]) -> None:
         self._console = console
@@ -40,6 +40,8 @@ class StageSummary(StageListener):
                 show(escape(text))
         if metrics.get("base_model/has_chat_template") == 0:
             show("base_model: found no chat template; turns are written as Human: and Assistant:")
+        if shown := hardly_learned(metrics):
+            show(escape(f"{run.stage}: it hardly learned: {shown}"))
         if added := metrics.get("base_model/new_tokens"):
             text = f"found {added:g} added tokens without an embedding; theirs are untrained"
             show(f"base_model: {text}")

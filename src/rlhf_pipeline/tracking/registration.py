@@ -37,7 +37,7 @@ from rlhf_pipeline.verdict.comparison import (
     worst,
 )
 from rlhf_pipeline.verdict.gate import Evidence, Verdict, decide
-from rlhf_pipeline.verdict.words import summary, titles
+from rlhf_pipeline.verdict.words import hardly_learned, summary, titles
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -164,6 +164,7 @@ def _evidence(evaluation: Path, champion: store.Champion | None, answered: Path 
             or {"rewards", "earlier"} & {*standings[judge].by.values()}
         },
         tasks=compared.get("tasks", {}),
+        hardly_learned=hardly_learned(compared.get("learned", {})),
     )
     if answered is not None:
         if conditions(answered) != conditions(evaluation):

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
 from rlhf_pipeline.distributed.model_files import save_adapter, save_model
+from rlhf_pipeline.distributed.weights import check_frozen, trained_digest
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.errors import ArtifactError, Interrupted
@@ -37,11 +38,15 @@ class Checkpoints:
     engines: Mapping[str, DeepSpeedEngine]  # by the model's name
     averages: Mapping[str, list[Tensor]] = field(default_factory=dict)
     """Averages of their weights (`save_engine`), by the model's name."""
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # no bit of them may change
     keep: int = field(kw_only=True)  # number of checkpoints to keep
 
     def __post_init__(self) -> None:
-        self._received_sigterm = False
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._received_sigterm, self._frozen = False, dict[str, int]()
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_received_sigterm", True))
+        check_frozen({**self.engines, **self.frozen}, self.world, self._frozen)
+        digests = {name: trained_digest(each, self.world) for name, each in self.engines.items()}
+        self.known: dict[str, Any] = digests  # of start and steps, see `require_learned`
 
     def restore(self, step: int | None) -> dict[str, Any]:
         """Load the checkpoint of a step; return the state of its training loop, {} without one."""
@@ -50,7 +55,9 @@ class Checkpoints:
         checkpoint = checkpoint_path(self.directory, step)
         for name, engine in self.engines.items():
             load_engine(engine, checkpoint / name, average=self.averages.get(name))
-        return dict(json.loads((checkpoint / "loop.json").read_text()))
+        loop = dict(json.loads((checkpoint / "loop.json").read_text()))
+        self.known = loop.pop("known")
+        return loop
 
     def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> bool:
         """Save a checkpoint if one is due or a rank received SIGTERM; obey SIGTERM after that.
@@ -74,6 +81,7 @@ class Checkpoints:
     def save(self, step: int, loop: Mapping[str, Any]) -> None:
         """Write a checkpoint, complete or not at all; remove the oldest ones beyond `keep`."""
         heartbeat.begin_phase("saving", step)
+        check_frozen({**self.engines, **self.frozen}, self.world, self._frozen)
         final = checkpoint_path(self.directory, step)
         partial = final.with_name(final.name + ".partial")
         own: dict[str, FileEntry] = {}  # the files that this rank writes
@@ -89,7 +97,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
             for name in self.engines:
                 (partial / name).mkdir()
-            (partial / "loop.json").write_text(json.dumps(loop))
+            (partial / "loop.json").write_text(json.dumps({**loop, "known": self.known}))
             own["loop.json"] = FileEntry.of(partial / "loop.json")
         self.world.barrier()
         for name, engine in self.engines.items():
@@ -103,9 +111,6 @@ class Checkpoints:
             saved = [path for path in list_checkpoints(self.directory) if path <= final]
             for old in saved[: -self.keep]:
                 shutil.rmtree(old)
-
-    def _on_sigterm(self, *_: Any) -> None:
-        self._received_sigterm = True
 
 
 @dataclass

@@ -26,10 +26,11 @@ import numpy as np
 import torch
 
 from rlhf_pipeline.config.policies import POLICIES
-from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.ppo import ADVANTAGE_OF, PPOConfig
 from rlhf_pipeline.config.rewards import INPUT_PREFIX
 from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import own_share, sampled_rows
+from rlhf_pipeline.distributed.weights import require_learned
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.generation.generator import row_seeds
@@ -114,6 +115,9 @@ def train(setup: Setup) -> None:
         metrics["objective/kl_coef"] = kl_coef
         fault = rollout_fault(log.metrics | metrics, config, where, trained=trained)
         log.add(metrics, sampler_fault(metrics, config, step) or fault)
+        if config.advantage in ADVANTAGE_OF["equal_groups"]:
+            is_equal = log.metrics["rollout/equal_groups"] == 1
+            setup.checkpoints.known.setdefault("taught", []).append(not is_equal)
         # 5. Evaluate on held-out prompts, unless the KL is above its bound.
         stop = exceeds_bound(log.metrics, config)
         if evaluates := step in evaluated and not stop:
@@ -185,18 +189,18 @@ def stop_note(config: PPOConfig, log: StepLog, exported: int) -> str:
 
 def next_kl_coef(kl_coef: float, kl: float, config: PPOConfig) -> float:
     """The KL coefficient of the next step: adapted to hold `ppo.kl.target`, or unchanged."""
-    if config.kl.target is None:
+    size, target, horizon = config.responses_per_step, config.kl.target, config.kl.horizon
+    if target is None:
         return kl_coef
-    size = config.responses_per_step
-    return adapted_kl_coef(
-        kl_coef, kl, target=config.kl.target, horizon=config.kl.horizon, batch_size=size
-    )
+    return adapted_kl_coef(kl_coef, kl, target=target, horizon=horizon, batch_size=size)
 
 
 def export(setup: Setup) -> dict[str, float]:
     """Export the best model of each policy; return the metrics of the actor's. Raises StageError if
-    no evaluated model was within the KL bound."""
+    nothing was learned, or no evaluated model was within the KL bound."""
     metrics, stage = {}, setup.config.stage
+    known = setup.checkpoints.known
+    require_learned(setup.models.actor, setup.world, known, f"{stage}.actor")
     for name, best in setup.best.items():
         if best.best is None:
             raise StageError(
@@ -206,7 +210,8 @@ def export(setup: Setup) -> dict[str, float]:
             )
         with policies(setup.models)[name]():
             metrics[name] = best.finish()
-    return metrics[VALIDATION]
+    share = {"learned/taught": float(np.mean(known["taught"]))} if "taught" in known else {}
+    return metrics[VALIDATION] | share
 
 
 if __name__ == "__main__":

@@ -15,12 +15,7 @@ from rlhf_pipeline.config.rewards import trained_weight
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, load_rows
-from rlhf_pipeline.distributed.engine import (
-    frozen_model,
-    store_settings,
-    train_engine,
-    untrained,
-)
+from rlhf_pipeline.distributed.engine import frozen_model, store_settings, train_engine, untrained
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import EMA, DeepSpeedEngine
 from rlhf_pipeline.generation.generator import Generator, load_generator
@@ -132,7 +127,8 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     }  # fmt: skip
     trained = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
     averages = {} if models.ema is None else {"actor": models.ema.shards}
-    checkpoints = Checkpoints(job.checkpoints, world, trained, averages, keep=config.keep_last)
+    frozen, keep = models.engines(), config.keep_last
+    checkpoints = Checkpoints(job.checkpoints, world, trained, averages, frozen, keep=keep)
     prompts, done = rows("prompts"), job.resume_from
     stream = PromptStream(prompts.num_rows, job.seed, config.curriculum)
     if loop := checkpoints.restore(done):

@@ -13,12 +13,7 @@ from rlhf_pipeline.config.doors import POLICY_LOSS, call_with
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import micro_batches
-from rlhf_pipeline.distributed.optimizer_step import (
-    Loss,
-    Sums,
-    grad_norm,
-    optimizer_step,
-)
+from rlhf_pipeline.distributed.optimizer_step import Loss, Sums, grad_norm, optimizer_step
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.generation.records import Experience

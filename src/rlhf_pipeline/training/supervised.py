@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import SupervisedConfig
 from rlhf_pipeline.distributed.batches import Rows, load_rows, micro_batches, own_share, step_rows
 from rlhf_pipeline.distributed.engine import store_settings, train_engine
-from rlhf_pipeline.distributed.optimizer_step import (
-    Loss,
-    Sums,
-    add_sums,
-    grad_norm,
-    optimizer_step,
-)
+from rlhf_pipeline.distributed.optimizer_step import Loss, Sums, add_sums, grad_norm, optimizer_step
+from rlhf_pipeline.distributed.weights import require_learned
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.models.loading import load_tokenizer
@@ -122,15 +118,13 @@ def train(
     """Train the model on prepared rows; export the evaluated model with the lowest held-out loss.
 
     Args:
-        job: contains the seed, the inputs, and the places of metrics and checkpoints.
         load: loads the model from a folder, for example `load_policy`.
         start: the input that training starts from; its tokenizer is saved with each model.
         rows: the input with `train.arrow` and `validation.arrow`.
-        read: reads one of these files.
 
     Returns the metrics of the exported model's step. Raises Interrupted after a signal, with the
     checkpoint of the last step, and StageError if a metric of a step, its gradient norm included,
-    is not finite.
+    is not finite, or if nothing was learned.
     """
     start_model, trust = job.inputs[start], job.trust_remote_code
     load = partial(load, start_model, trust_remote_code=trust)
@@ -144,7 +138,9 @@ def train(
     store_settings({task.name: engine}, job)
     setup = Setup(engine, task, config, training, validation, world, job.seed)
     best = BestModels(job, world, tokenizer, config, load, keep=config.keep_best)
-    checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine}, keep=config.keep_last)
+    reference: nn.Module | None = getattr(task, "reference", None)
+    frozen, keep = {} if reference is None else {"reference": reference}, config.keep_last
+    checkpoints = Checkpoints(job.checkpoints, world, {task.name: engine}, {}, frozen, keep=keep)
     if loop := checkpoints.restore(job.resume_from):
         best.restored(loop["best"])
     writer = MetricsFile(job.metrics_file, steps, rank=world.rank, resumed_from=job.resume_from)
@@ -160,6 +156,7 @@ def train(
         heartbeat.begin_phase("update", step)
         log = StepLog(step, guard)
         log.add(train_step(setup, step))
+        checkpoints.known.setdefault("loss", log.metrics[f"{task.name}/loss"])
         if step in evaluated:
             held_out = evaluate(setup)
             log.add(as_validation(held_out))
@@ -168,7 +165,11 @@ def train(
         due = config.checkpoint_due(step, last=steps, evaluated=step in evaluated)
         if checkpoints.step_ended(step, due=due, loop={"best": best.state()}):
             best.forget_the_rest()
-    return best.finish()
+    require_learned(engine, world, checkpoints.known, task.name)
+    first = step_rows(training.num_rows, config.batch_size, 0, job.seed)
+    again = evaluate(replace(setup, validation=Rows.of(pa.table(training.columns(first)))))
+    losses = {"before": checkpoints.known["loss"], "after": again["loss"]}
+    return best.finish() | {f"learned/loss_{when}": loss for when, loss in losses.items()}
 
 
 def optimizer_steps(config: SupervisedConfig, rows: int) -> int:

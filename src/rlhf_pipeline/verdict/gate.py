@@ -63,6 +63,7 @@ class Evidence:
     `evaluate.accuracy_of`."""
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The change of each task from SFT to the candidate, see `evaluate.add_tasks`."""
+    hardly_learned: str = ""  # see `words.hardly_learned`
     tries: int = 1
     """Candidates registered with test prompts of these sources so far, this one included."""
 
@@ -192,6 +193,8 @@ def _audits(evidence: Evidence, config: RegisterConfig) -> Iterator[Check]:
     pairs = zip(candidate, baseline, strict=True)
     changed = float(np.mean([a.response != b.response for a, b in pairs]))
     yield Check(f"answers that differ from {sft}'s", f"{changed:.0%}", "some", None, changed > 0)
+    if shown := evidence.hardly_learned:
+        yield Check("what the candidate learned", f"little ({shown})", "more", None, False)
 
     if "kl" in ours:  # policies with one token contract
         kl, most = ours["kl"], config.max_kl

@@ -15,14 +15,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, verified
 from rlhf_pipeline.runtime.metrics_file import answers_in, read_curves, read_json_lines
 from rlhf_pipeline.verdict.answers import ANSWERS, judge_title, score_name
-from rlhf_pipeline.verdict.charts import (
-    Chart,
-    Records,
-    frontier,
-    histogram,
-    short,
-    training_charts,
-)
+from rlhf_pipeline.verdict.charts import Chart, Records, frontier, histogram, short, training_charts
 from rlhf_pipeline.verdict.comparison import BASELINE, baseline_of, read_evaluation, reward_title
 from rlhf_pipeline.verdict.gate import outcome
 from rlhf_pipeline.verdict.words import (

@@ -16,6 +16,7 @@ The evaluation is a dict of JSON types, see `comparison.compare`:
     accuracy    held-out accuracy of each judge that is a reward model of the pipeline, see
                 `evaluate.accuracy_of`
     titles      names of policies as they stand in a sentence, where `title` has not the right one
+    learned     the metrics `learned/...` of the candidate's training, if it has any
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -63,7 +64,8 @@ ABSENT = "-"
 SMALL_KL = 0.02
 """KL in nats below which two policies are hardly different: by Pinsker's inequality, no judge
 prefers one of them on more than 60%. So it is if few of their answers to the same draws differ."""
-FEW_DIFFER = 0.05  # share of answers
+FEW_DIFFER = 0.05  # share of answers, and of steps that teach
+SMALL_FALL = 0.005  # of a loss, relative
 TITLES = {
     "rejection": "rejection sampling", "iterative_dpo": "iterative DPO", "distill": "distillation",
 }  # fmt: skip
@@ -131,6 +133,8 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
     """Sentences if the policies hardly differ, and if most answers of one were cut."""
     names, policies, candidate = titles(evaluation), evaluation["policies"], evaluation["candidate"]
     ours, baseline = policies[candidate], baseline_of(evaluation)
+    if shown := hardly_learned(evaluation.get("learned", {})):
+        yield f"{sentence(names[candidate])} hardly learned: {shown}."
     differ = evaluation["differing"]
     if differ < FEW_DIFFER or ours.get("kl_upper", 1.0) < SMALL_KL:
         kl = f"KL {ours['kl']:z.2g} nats, and " if "kl" in ours else ""
@@ -150,6 +154,15 @@ def _little_to_compare(evaluation: Mapping[str, Any]) -> Iterator[str]:
             "judges compare stumps. Fix: raise evaluate.sampling.max_response_tokens, or train "
             "until answers end by themselves."
         )
+
+
+def hardly_learned(metrics: Mapping[str, float]) -> str:
+    """What shows that a training hardly learned, by the metrics of its model; empty if nothing."""
+    if (taught := metrics.get("learned/taught", 1.0)) < FEW_DIFFER:
+        return f"only {taught:.1%} of its steps had groups of unequal scores"
+    before, after = metrics.get("learned/loss_before", 0.0), metrics.get("learned/loss_after", 1.0)
+    is_small = abs(before - after) <= SMALL_FALL * abs(before)
+    return f"the loss of its first batch was {before:.3f} and is {after:.3f}" if is_small else ""
 
 
 def _change(change: Mapping[str, float], form: str) -> str:
