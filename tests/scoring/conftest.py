@@ -7,7 +7,6 @@ from pydantic import TypeAdapter
 from rlhf_pipeline.config.rewards import Rewards
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.generation.records import Scored
-from rlhf_pipeline.models.forward import sequence_scores
 from rlhf_pipeline.models.loading import freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
@@ -77,22 +76,16 @@ def load_one(load):
 
 
 @pytest.fixture
-def scored(contract):
-    """Three responses."""
-    sequences = collate([[5], [6, 6], [7]], [[8, 9, contract.eos_id], [9], [10]], contract.pad_id)
-    return Scored(sequences, None, None, None, torch.zeros(3), None)
-
-
-@pytest.fixture
 def trained(make_reward_model):
     """The folder of the trained reward model, whose mean score is 0.1."""
     return make_reward_model("trained", mean=0.1)
 
 
 @pytest.fixture
-def centred(trained, scored):
-    """What it gives to the three responses."""
-    return sequence_scores(freeze(load_scores(trained, "fp32")), scored.sequences) - 0.1
+def scored(contract):
+    """Three responses; the trained reward model scores them 1.1, 0.1 and -0.9."""
+    sequences = collate([[5], [6, 6], [7]], [[8, 9, contract.eos_id], [9], [10]], contract.pad_id)
+    return Scored(sequences, None, None, None, torch.tensor([1.1, 0.1, -0.9]), None)
 
 
 @pytest.fixture

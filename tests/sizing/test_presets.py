@@ -140,3 +140,10 @@ def test_a_reward_model_of_350m_stands_beside_a_larger_policy(model):
 def test_a_critic_starts_from_the_policy_beside_a_reward_model_of_another_family():
     preset = make_preset("llama-3.2-1b", "1x80", "full", reward="opt-350m")
     assert preset.parameters["ppo"]["critic"]["start"] == "policy"
+
+
+def test_a_pair_without_a_reward_model_or_with_a_chat_model_is_no_equal_pair():
+    with pytest.raises(ConfigError, match="--reward-model: found opt-350m with --pipeline grpo"):
+        make_preset("opt-1.3b", "1x80", "full", "grpo", reward="opt-350m")
+    preset = make_preset("llama-3-8b", "8x80", "full", instruct=True, reward="llama-3.2-1b")
+    assert preset.parameters["ppo"]["critic"]["start"] == "policy"

@@ -270,3 +270,13 @@ def test_the_start_of_a_reward_model_is_no_training_for_a_judge(made):
         "score": ("optimized", {"ppo3": "rewards"}),
         "judge_model": ("independent", {}),
     }
+
+
+def test_comparisons_in_the_tokens_of_the_reward_model_are_the_same_ones(made):
+    """DPO learned from them in its own tokens."""
+    made.make("dpo", "dpo", {"dpo": {}}, [("sft_model", "sft")], comparisons="first of split")
+    made.make("rm4", "reward_model", {"reward_model": {}}, comparisons="others of split",
+              comparisons_of_policy="first")  # fmt: skip
+    assert made.standing("sft", "dpo", reward_model="rm4") == {
+        "score": ("optimized", {"dpo": "comparisons"})
+    }

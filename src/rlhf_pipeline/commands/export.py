@@ -168,7 +168,7 @@ def model_card(
     origins = [
         _origin(manifest)
         for manifest in policy.made_from.values()
-        if manifest.stage in ("base_model", "teacher", "source")
+        if manifest.stage in ("base_model", "reward_base", "critic_base", "teacher", "source")
     ]
     return environment.get_template("model_card.md.j2").render(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),

@@ -9,6 +9,8 @@ from rlhf_pipeline.config.block import Block, operational
 Phase = Literal["sft", "reward_model", "ppo"]
 OWN_COMPARISONS = "reward_model_own"
 """Folder of a split with the comparisons in the tokens of a reward model with another tokenizer."""
+SAME_COMPARISONS = "comparisons_of_policy"
+"""Input of such a reward model, for its lineage alone: the same rows in the policy's tokens."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The training phases that the split divides the prompts among."""
 NEEDS: Mapping[Phase, str] = {

@@ -321,3 +321,8 @@ def own_base_faults(start: str, base_model: BaseModelConfig | None) -> Iterator[
         yield "base_model: found none, expected one for start own. Fix: add {path: FOLDER OR NAME}"
     if start != "own" and base_model is not None:
         yield f"start: found {start}, expected own beside base_model. Fix: set start to own"
+    if base_model is not None and base_model.trust_remote_code:
+        yield (
+            "base_model.trust_remote_code: found true, expected false: only the policy's model may "
+            "bring code of its own. Fix: choose a model that transformers knows"
+        )

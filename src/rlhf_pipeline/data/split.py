@@ -53,16 +53,10 @@ def main(job: LaunchedJob) -> dict[str, float]:
     """Split the sources with the base model's tokenizer; add the token contract to each folder."""
     from transformers import AutoTokenizer  # imported late: the program shows its start at once
 
-    trust = job.trust_remote_code
     config = job.block("split", SplitConfig)
-    readers = [
-        Reader(
-            AutoTokenizer.from_pretrained(path, trust_remote_code=trust), TokenContract.read(path)
-        )
-        for path in (
-            job.inputs[name] for name in ("base_model", "reward_base") if name in job.inputs
-        )
-    ]
+    folders = [job.inputs[name] for name in ("base_model", "reward_base") if name in job.inputs]
+    load = partial(AutoTokenizer.from_pretrained, trust_remote_code=job.trust_remote_code)
+    readers = [Reader(load(folder), TokenContract.read(folder)) for folder in folders]
     contract, reward_contract = readers[0].contract, readers[-1].contract
     # The driver lists the inputs `source_0`, `source_1`, ... in order.
     sources, pretraining = (
@@ -123,8 +117,11 @@ def split_sources(
     progress = RowProgress(metrics_file, len(plan.parts) * len(readers))
     lengths: dict[str, Counter[int]] = {"prompt": Counter(), "response": Counter()}
     for number, reader in enumerate(readers):
-        own = [one for one in files.values() if (one.table.folder in FOR_REWARD) == (number == 1)]
-        own = own if for_reward is not None else list(files.values())
+        own = [
+            file
+            for file in files.values()
+            if for_reward is None or (file.table.folder in FOR_REWARD) == (number == 1)
+        ]
         batches = _needed_batches(config, read, plan.references, own)
         maker = RowMaker(config, reader.tokenizer.bos_token_id)
         # The next batch is tokenized meanwhile.

@@ -117,10 +117,10 @@ def end_tokens(tokenizer: Tokenizer, model_eos: int | Sequence[int] | None) -> t
     return (tokenizer.eos_token_id, *sorted(ids - {tokenizer.eos_token_id}))
 
 
-def control_tokens(tokenizer: Tokenizer, contract: TokenContract) -> frozenset[str]:
+def control_tokens(tokenizer: Tokenizer, contract: TokenContract | None) -> frozenset[str]:
     """The texts that the tokenizer reads as control tokens, without that for unknown words."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ends = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
+    ends = tokenizer.convert_ids_to_tokens(list(contract.eos_ids)) if contract else ()
     roles = {tokenizer.bos_token, tokenizer.pad_token, *ends}
     return frozenset(special - ({tokenizer.unk_token} - roles))
 

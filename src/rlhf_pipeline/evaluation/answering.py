@@ -207,10 +207,10 @@ def judge_all(
         return by_source(name, ModelSource.of_pipeline(*how, *reading))
 
     for name, places in own_models(job.inputs).items():
-        folders = [job.inputs[place] for place in places]
-        works = [partial(by_own, name=name, folder=folder) for folder in folders]
-        models_and_works = zip(folders, works, strict=True)
-        by_model = [with_model(load_scores, folder, setup, w) for folder, w in models_and_works]
+        by_model = [
+            with_model(load_scores, folder, setup, partial(by_own, name=name, folder=folder))
+            for folder in (job.inputs[place] for place in places)
+        ]
         scores[name] = np.mean(np.array(by_model, float), axis=0).tolist()
 
     def by_gold(draw: Draw) -> Scores:

@@ -18,7 +18,6 @@ from torch import nn
 
 from rlhf_pipeline.config.evaluate import (
     CHAMPION,
-    JUDGE_PREFIX,
     SFT_MODEL,
     SFT_ROWS,
     TASK_PREFIX,
@@ -136,9 +135,8 @@ def load(
         folders = {baseline: sft, name: policy}
         if name != CHAMPION and (policy / "ema").is_dir():
             folders[f"{name}_ema"] = policy / "ema"
-        judging = {place for places in own_models(inputs).values() for place in places}
-        others = JUDGE_PREFIX, TASK_PREFIX, *judging  # reward models may read text
-        models = {name: path for name, path in inputs.items() if not name.startswith(others)}
+        read = "prompts", SFT_ROWS, SFT_MODEL, f"{name}_model"  # reward models may read text
+        models = {one: inputs[one] for one in read if one in inputs}
         return folders, dict.fromkeys(folders, setup(models, sft, inputs["prompts"]))
     folders = {name: inputs[f"{name}_model"] for name in compared.models}
     setups = {}

@@ -91,8 +91,11 @@ def check(
     found = (
         machine_faults(values, ranks[0], gpus, elsewhere=elsewhere),
         source_faults("split.sources", split.readings(), wants_text=False),
-        *(path_faults(f"{place}.path", base.path) for place, base in own_bases(blocks).items()),
-        length_faults(positions(bases["base_model"].configuration), split, policies, evaluate),
+        *(path_faults(f"{place}.path", base.path) for place, base in bases.items()),
+        *(
+            length_faults(positions(base.configuration), split, policies, evaluate)
+            for base in bases.values()
+        ),
         *(policy_faults(policy, blocks, sum(ranks)) for policy in policies),
         evaluation_faults(evaluate),
         source_faults("split.pretraining.sources", texts, wants_text=True),

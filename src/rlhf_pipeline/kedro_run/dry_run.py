@@ -184,15 +184,17 @@ def model_faults(
     """
     reading = {"distill": "distill.teacher", "ppo": "ppo.critic.base_model"}
     named = "base_model", *(place for node, place in reading.items() if node in nodes)
-    models = {place: base for place, base in own_bases(blocks).items() if place in named}
+    bases = own_bases(blocks)
+    models = {place: base for place, base in bases.items() if place in named}
     here = {name: m for name, m in models.items() if m.path is None or Path(m.path).is_dir()}
+    others = ("reward_model.", "ppo.critic.") if any(".base_model" in one for one in bases) else ()
     lora = {
         place: names
         for place, names in leaves(as_json(blocks) if "base_model" in here else {})
         if place.endswith("lora.target_modules") and place.partition(".")[0] in nodes
-        if isinstance(names, list)
+        if isinstance(names, list) and not place.startswith(others)  # of models with other layers
     }
-    if lora or len(here) > 1:
+    if lora or here.keys() - {"base_model"}:
         folders = [Path(model.path) for model in here.values() if model.path]
         files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
         trial = "try_models", {"models": as_json(here), "lora": lora}

@@ -23,6 +23,7 @@ from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
+from rlhf_pipeline.kedro_run.faults import own_bases
 from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
 from rlhf_pipeline.pipelines.preparation import base_model_identity, source_job
 from rlhf_pipeline.pipelines.table import stage_specs
@@ -30,6 +31,8 @@ from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, json_digest
 from rlhf_pipeline.stages.cache.planning import input_changes, value_changes
 
+FETCHED = {"reward_base": "reward_model.base_model", "critic_base": "ppo.critic.base_model"}
+"""The parameters of what some stages fetch or build."""
 _SOURCE = itemgetter("name", "path", "subset", "split")
 """What two jobs that read the same source have in common."""
 
@@ -73,7 +76,7 @@ def changes_since(
 
     Code, libraries and the number of ranks are not parameters. Inputs without changes are missing.
     """
-    split, specs = blocks["split"], stage_specs()
+    split, specs, bases = blocks["split"], stage_specs(), own_bases(blocks)
     texts = split.pretraining.readings() if split.pretraining else []
     sources = {_SOURCE(vars(source)): source for source in (*texts, *split.readings())}
     samples = {
@@ -87,6 +90,9 @@ def changes_since(
             # The blocks of a stage without blocks of its own follow from those of others.
             own = specs[record["stage"]].blocks if record["stage"] in specs else ()
             present = {block: blocks[block] for block in own} | samples
+            if place := FETCHED.get(record["stage"]):
+                present["base_model"] = bases.get(place)
+                changes += [] if place in bases else [f"{place} is gone"]
             if record["stage"] == "source":
                 read.add(key := _SOURCE(record["config"]["source"]))
                 present["source"] = sources.get(key)
@@ -96,6 +102,9 @@ def changes_since(
             changes += compared[digest]
         new = [key for key in map(_SOURCE, map(vars, split.readings())) if read and key not in read]
         changes += [f"source {' '.join(filter(None, key))} is new" for key in new]
+        fetched = {FETCHED.get(record["stage"]) for record in made.lineage}
+        if made.stage == "split" and "reward_model.base_model" in bases.keys() - fetched:
+            changes.append("reward_model.base_model is new")
         if changes:
             found[name] = list(dict.fromkeys(changes))
     return found

@@ -61,7 +61,9 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         own = {} if trained is None else {"reward_model": reward_model}
         if config.critic is not None and (base := config.critic.base_model) is not None:
             known = base_model_identity(base, f"{policy.name}.critic.base_model")
-            own["critic_base"] = stages.run(Job(CRITIC_BASE, {"base_model": base}, {}, 0, known))
+            start = stages.run(Job(CRITIC_BASE, {"base_model": base}, {}, 0, known))
+            same_tokens({"sft_model": sft_model, "ppo.critic.base_model": start}, "model")
+            own["critic_base"] = start
         job = _job(policy, split, sft_model, config, own | rewards, seed)
         return stages.run(replace(job, identities=identities))
 
@@ -81,11 +83,15 @@ def distill(
     assert config is not None, "checked before the run"
     identity = base_model_identity(config.teacher, "distill.teacher")
     teacher = stages.run(Job(TEACHER, {"base_model": config.teacher}, {}, 0, identity))
-    models = {"sft_model": sft_model, "distill.teacher": teacher}
-    if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
-        common_contract(models, "choose a teacher with the student's tokenizer and chat template")
+    same_tokens({"sft_model": sft_model, "distill.teacher": teacher}, "teacher")
     given = {"demonstrations": split / "sft"} if config.given_batch_size else {}
     return stages.run(_job(DISTILL, split, sft_model, config, {"teacher": teacher} | given, seed))
+
+
+def same_tokens(models: dict[str, Path], kind: str) -> None:
+    """Raise ArtifactError before the stage starts if models have different tokenizers."""
+    if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
+        common_contract(models, f"choose a {kind} with the policy's tokenizer and chat template")
 
 
 def _job(

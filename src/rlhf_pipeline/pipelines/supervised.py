@@ -15,7 +15,7 @@ from rlhf_pipeline.config.sample import (
     SampledConfig,
     TableConfig,
 )
-from rlhf_pipeline.config.split import OWN_COMPARISONS, SplitConfig
+from rlhf_pipeline.config.split import OWN_COMPARISONS, SAME_COMPARISONS, SplitConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, SupervisedConfig
 from rlhf_pipeline.pipelines.ppo import reward_inputs
 from rlhf_pipeline.pipelines.preparation import reward_base
@@ -74,8 +74,9 @@ def reward_model(
     """Train a model with a scalar head on comparisons; null passes the SFT model on as it is."""
     if config is None:
         return sft_model
-    own = split / OWN_COMPARISONS
-    inputs = {"comparisons": own if own.is_dir() else split / "reward_model"}
+    inputs = {"comparisons": split / "reward_model"}
+    if config.base_model is not None and (own := split / OWN_COMPARISONS).is_dir():
+        inputs = {"comparisons": own, SAME_COMPARISONS: split / "reward_model"}
     inputs |= {"sft_model": sft_model} if config.start == "sft" else {"base_model": base_model}
     inputs |= reward_base(config, data, seed, stages)
     return stages.run(Job(REWARD_MODEL, {"reward_model": config}, inputs, seed))

@@ -8,6 +8,7 @@ this rank.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ from rlhf_pipeline.config.rewards import (
     clip_of,
 )
 from rlhf_pipeline.data.template import fix_date, render_dialogues
-from rlhf_pipeline.data.token_contract import NAME, TokenContract
+from rlhf_pipeline.data.token_contract import NAME, TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.generation.records import Scored
-from rlhf_pipeline.models.forward import sequence_scores
+from rlhf_pipeline.models.forward import network_of, sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
 from rlhf_pipeline.models.sequences import collate
@@ -120,26 +121,26 @@ class ModelSource:
         scores: list[float] = (raw - self.mean).tolist()
         return scores
 
-    def retokenized(
-        self, tokenizer: PreTrainedTokenizerBase, answered: Answered
-    ) -> list[list[int]]:
+    def retokenized(self, tokenizer: Tokenizer, answered: Answered) -> list[list[int]]:
         """The dialogues in the model's template and tokens, up to the one with the score.
 
         What the policy wrote cannot end or forge a turn: the texts of control tokens are removed.
         """
-        control = any_of(tokenizer.all_special_tokens)
-        said = [control.sub("", text) for text in answered.responses]
+        control, said = any_of(control_tokens(tokenizer, self.contract)), [*answered.responses]
+        while any(map(control.search, said)):  # what is left of two can be another one
+            said = [control.sub("", text) for text in said]
+        limit = getattr(network_of(self.model).config, "max_position_embeddings", None)
         places = [f"{self.path}, row {row}" for row in range(len(said))]
         if self.contract is not None:  # as the split has tokenized comparisons
             asked = zip(places, answered.prompts, said, strict=True)
             examples = [{"id": i, "prompt": p, "chosen": s, "rejected": None} for i, p, s in asked]
             both = tokenize(examples, tokenizer, self.contract)
-            rows = [[*one.prompt, *(one.chosen or ())] for one in both]
+            # Without the oldest tokens, as the split cuts prompts.
+            rows = [[*one.prompt, *(one.chosen or ())][-(limit or 0) :] for one in both]
         else:
             turns = [[{"role": "assistant", "content": text}] for text in said]
             dialogues = [[*p, *turn] for p, turn in zip(answered.prompts, turns, strict=True)]
             rows = encode(render_dialogues(tokenizer, places, dialogues), tokenizer)
-        limit = getattr(self.model.config, "max_position_embeddings", None)
         longest = max(range(len(rows)), key=lambda row: len(rows[row]))
         if limit is not None and len(rows[longest]) > limit:
             raise StageError(
@@ -165,6 +166,7 @@ class RewardSum:
 
     sources: dict[str, WeightedSource]
     tokenizer: PreTrainedTokenizerBase | None  # the policy's; None: no source reads texts
+    trained_reads_tokens: bool  # of the policy: it scores with the other models, before the sum
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum, as it is and clipped.
@@ -216,10 +218,10 @@ def load_rewards(
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
-    `trained` is the trained reward model; None if it is not a source. Raises what `load_source`
-    raises.
+    `trained` is the trained reward model; None if it is not a source. With the policy's tokens, it
+    has scored already. Raises what `load_source` raises.
     """
-    sources, read_texts = dict[str, WeightedSource](), False
+    sources, reads_texts, reads_tokens = dict[str, WeightedSource](), False, False
     reading: Any = {"contracts": [contract], "micro_batch_tokens": micro_batch_tokens}
     for index, reward in enumerate(rewards):
         name = f"{INPUT_PREFIX}{index}"
@@ -228,6 +230,14 @@ def load_rewards(
             assert trained is not None, "the trained reward model is loaded as well"
             how = job.inputs["reward_model"], trained, [contract], job.trust_remote_code
             source = ModelSource.of_pipeline(*how, micro_batch_tokens, world)
+            if reads_tokens := source.tokenizer is None:
+                source = partial(_by_trained, mean=source.mean)
         sources[reward.label] = WeightedSource(reward.weight, clip_of(reward, score_clip), source)
-        read_texts |= not isinstance(source, ModelSource) or source.tokenizer is not None
-    return RewardSum(sources, tokenizer if read_texts else None)
+        is_of_tokens = isinstance(source, partial) or getattr(source, "tokenizer", "") is None
+        reads_texts |= not is_of_tokens
+    return RewardSum(sources, tokenizer if reads_texts else None, reads_tokens)
+
+
+def _by_trained(scored: Scored, _: Answered, mean: float) -> list[float]:
+    scores: list[float] = (scored.scores - mean).tolist()
+    return scores

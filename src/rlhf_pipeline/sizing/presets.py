@@ -128,12 +128,19 @@ def find_preset(
     if method != "full":
         adapters = [f"{name}.lora" for name in TRAINED if name.partition(".")[0] in stages]
         settings |= dict.fromkeys(adapters, Value(*RECIPES["adapters"][method]))
-    if reward is not None and "reward_model" in stages:
-        own = find_model(reward)
+    if reward is not None:
+        own, families = find_model(reward), (_family(model), _family(reward))
+        if "reward_model" not in stages:
+            raise ConfigError(
+                f"--reward-model: found {reward} with --pipeline {road}, which trains no reward "
+                "model. Fix: remove one of them"
+            )
         settings["reward_model.start"] = Value("own", "a reward model of its own size")
         settings["reward_model.base_model.path"] = Value(own.path)
-        if "ppo" in stages and own.shape.model_type != published.shape.model_type:
-            settings["ppo.critic.start"] = Value("policy", "the reward model has another tokenizer")
+        has_its_tokens = len({*families}) == 1 and own.shape.vocab == published.shape.vocab
+        if "ppo" in stages and (instruct or not has_its_tokens):
+            reason = "the reward model may have another tokenizer or template"
+            settings["ppo.critic.start"] = Value("policy", reason)
     preset = Preset(model, gpus, method, road, instruct, reward, settings, {})
     parameters = preset.parameters
     for stage in stages:
@@ -148,12 +155,11 @@ def find_preset(
 def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str, Value]:
     """Data, and the recipe of each stage; raises ConfigError if the model is unknown."""
     size = find_model(model).shape.parameters
-    family = next(name for name in RECIPES["families"] if model.startswith(name))
-    published = RECIPES["common"] | RECIPES["families"][family]
+    published = RECIPES["common"] | RECIPES["families"][_family(model)]
     if road == "full":
         published |= RECIPES["ppo_above_8b" if size > 8.5e9 else "ppo"]
     published |= RECIPES["above_30b"] if size > 29e9 else {}
-    published |= RECIPES["above_60b"].get(family, {}) if size > 60e9 else {}
+    published |= RECIPES["above_60b"].get(_family(model), {}) if size > 60e9 else {}
     published |= RECIPES["grpo"] if road == "grpo" else {}
     values = {name: Value(*each) for name, each in published.items()}
     if method == "full":
@@ -165,6 +171,10 @@ def hyperparameters(model: str, method: Method, road: Road = "full") -> dict[str
     values[f"sft.{RATE}"] = Value(1e-4 if size > 15e9 else 2e-4, "Dettmers 2023")
     values[f"sft.{DECAY}"] = Value(0.0, "Dettmers 2023")
     return values
+
+
+def _family(model: str) -> str:
+    return next(name for name in RECIPES["families"] if model.startswith(name))
 
 
 def _launch(hardware: Hardware) -> dict[str, Value]:

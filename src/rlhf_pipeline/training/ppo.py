@@ -69,7 +69,9 @@ def main(job: LaunchedJob) -> dict[str, float]:
     sharing = {name: path for name, path in job.inputs.items() if not name.startswith(INPUT_PREFIX)}
     if critic_start(config, job.inputs)[1] != "reward_model":
         sharing.pop("reward_model", None)  # it may read text
-    contract = common_contract(sharing)
+    contract = common_contract(
+        sharing, f"set {job.stage}.critic.start to policy, or train all again"
+    )
     setup = set_up(job, config, contract, join(job.seed, timeout_s=job.collective_timeout_s))
     train(setup)
     return export(setup)

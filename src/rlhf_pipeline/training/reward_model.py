@@ -76,11 +76,12 @@ class RewardModelTask(PairTask):
 def main(job: LaunchedJob) -> dict[str, float]:
     """Train; export the model with the lowest held-out loss, and store its mean chosen score."""
     config = job.block("reward_model", RewardModelConfig)
-    task = RewardModelTask(common_contract(job.inputs), config)
+    start = "sft_model" if "sft_model" in job.inputs else "base_model"
+    own = {name: job.inputs[name] for name in (start, "comparisons")}
+    task = RewardModelTask(common_contract(own), config)
     world = join(job.seed, timeout_s=job.collective_timeout_s)
     is_fold = "fold" in job.config
     read = partial(rows_of_fold, job.block("fold", FoldConfig)) if is_fold else Rows.read
-    start = "sft_model" if "sft_model" in job.inputs else "base_model"
     metrics = train(job, config, task, untrained, world, start=start, rows="comparisons", read=read)
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])

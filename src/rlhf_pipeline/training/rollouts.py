@@ -28,7 +28,7 @@ from rlhf_pipeline.distributed.world import World, on_gpu
 from rlhf_pipeline.distributed.zero import get_accelerator
 from rlhf_pipeline.generation.generator import Seed, row_seeds
 from rlhf_pipeline.generation.records import Rollout, Scored, TrainingPass, ended
-from rlhf_pipeline.models.forward import response_logprobs, response_values
+from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.training.experience import actor_pass, equal_groups, groups, training_scores
@@ -164,6 +164,9 @@ def score_sequences(
         ref_logprobs = torch.full(sequences.response_ids.shape, torch.nan)
     else:
         ref_logprobs = run(logprobs_of, models.reference)
+    scores = torch.zeros(len(sequences))
+    if models.reward_model is not None and models.rewards.trained_reads_tokens:
+        scores = run(sequence_scores, models.reward_model)
     # Last, because an actor with adapters is its own reference.
     kept = with_graphs(sequences, models, config, world) if trains else None
     if logprobs is None:
@@ -176,7 +179,7 @@ def score_sequences(
     is_ended = ended(sequences.response_ids, models.contract)
     return Scored(
         sequences=sequences, logprobs=logprobs, ref_logprobs=ref_logprobs, values=values,
-        scores=torch.zeros(len(sequences)), ended=is_ended, training_pass=kept,
+        scores=scores, ended=is_ended, training_pass=kept,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from rlhf_pipeline.config.rewards import (
     TrainedReward,
     reads_references,
 )
+from rlhf_pipeline.config.split import SAME_COMPARISONS
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, file_digest
@@ -37,6 +38,8 @@ Record = Mapping[str, Any]
 """`Manifest.origin` of an artifact."""
 _MODELS = ("base_model", "sft_model", "reward_model", "policy", "teacher")
 """Inputs that are models: a lineage without the record of one of them is incomplete."""
+
+_COMPARISONS = "comparisons", SAME_COMPARISONS
 
 
 def standings(
@@ -136,7 +139,7 @@ def _rewards(record: Record) -> Sequence[Scorer]:
 
 def _comparisons(made: Iterable[Manifest]) -> dict[str, Record | None]:
     """The digests of the comparisons that models have learned from, with the split of each."""
-    found = {one.inputs["comparisons"]: one for one in made if "comparisons" in one.inputs}
+    found = {one.inputs[name]: one for one in made for name in _COMPARISONS if name in one.inputs}
     return {digest: one.ancestors.get(digest) for digest, one in found.items()}
 
 
@@ -145,9 +148,10 @@ def _comparisons_of_policy(policy: Manifest) -> dict[str, Record | None]:
     records = {"": policy.origin, **policy.ancestors}
     rewarding = {given for record in policy.lineage for _, given in _weighted(record)}
     learned = [
-        record["inputs"]["comparisons"]
+        record["inputs"][name]
         for digest, record in records.items()
-        if "comparisons" in record["inputs"]
+        for name in _COMPARISONS
+        if name in record["inputs"]
         and ("reward_model" not in record["config"] or digest in rewarding)
     ]
     return {digest: policy.ancestors.get(digest) for digest in learned}
