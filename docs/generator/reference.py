@@ -47,8 +47,9 @@ class ParameterPage:
             self.visit(parameter)
         self.groups: dict[type[Block], str] = {}
         for block, found in self.places.items():
-            is_kind = len(found[0].blocks) > 1
-            self.groups[block] = KINDS if is_kind else SHARED if len(found) > 1 else OWN
+            is_kind, is_top = len(found[0].blocks) > 1, "." not in found[0].place
+            is_shared = len(found) > 1 and not is_top
+            self.groups[block] = KINDS if is_kind else SHARED if is_shared else OWN
         for block, group in INHERITED.items():
             heirs = [found[0] for each, found in self.places.items() if issubclass(each, block)]
             self.places[block], self.groups[block] = heirs, group
@@ -96,7 +97,7 @@ class ParameterPage:
     def items(self, block: type[Block]) -> dict[str, str]:
         """The parameters of a block as items of a list, by name."""
         found = self.places[block]
-        has_place = len(found) == 1 and block not in INHERITED
+        has_place = self.groups[block] == OWN or (len(found) == 1 and block not in INHERITED)
         parameter = found[0] if has_place else found[0]._replace(default=None)
         return {each.place.rpartition(".")[2]: self.item(each) for each in parameter.inside(block)}
 

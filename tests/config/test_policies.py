@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.training import FrozenModel
-from rlhf_pipeline.kedro_run.faults import policy_faults
+from rlhf_pipeline.kedro_run.faults import own_bases, path_faults
 
 LORA = {"optimizer": {"learning_rate": 1e-4}, "lora": {}}
 
@@ -63,7 +63,8 @@ def test_a_teacher_has_weights(block, fault):
 
 
 def test_a_teacher_s_folder_is_looked_at_before_a_run(tmp_path):
-    teacher = DistillConfig(teacher=str(tmp_path))
-    blocks = {"reward_model": {}, "split": None}
-    (fault,) = policy_faults(teacher, blocks, 1)
+    blocks = {"base_model": None, "ppo": None, "reward_model": None}
+    blocks["distill"] = DistillConfig(teacher=str(tmp_path))
+    ((place, teacher),) = own_bases(blocks).items()
+    (fault,) = path_faults(f"{place}.path", teacher.path)
     assert fault.startswith("distill.teacher.path: found '") and "a folder without c" in fault

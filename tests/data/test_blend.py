@@ -158,6 +158,8 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> Non
         "kto/validation.arrow": {},
         "judge_model/train.arrow": {},
         "judge_model/validation.arrow": {1: 1},
+        "reward_model_own/train.arrow": {1: 3},
+        "reward_model_own/validation.arrow": {1: 1},
     }
 
 

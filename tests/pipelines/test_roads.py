@@ -65,7 +65,8 @@ def test_grpo_needs_a_model_and_prompts_whose_answers_can_be_checked(road):
         source={"columns": {"prompt": "question", "reference": "answer"}},
         reward_model=None,
         grpo={
-            "rewards": [{"reference": "last_number"}],
+            # A random model is never right; it must learn something.
+            "rewards": [{"reference": "last_number"}, {"regex": "[a-m]"}],
             "steps": 1,
             "rollout_batch_size": 16,
             "minibatch_size": 16,
@@ -79,12 +80,12 @@ def test_grpo_needs_a_model_and_prompts_whose_answers_can_be_checked(road):
     assert list(evaluation["policies"]) == ["base_model", "grpo"]
     assert evaluation["judge"] == "last_number"
     assert evaluation["judges"]["last_number"]["state"] == "optimized"
-    assert evaluation["rewards"] == ["last_number"]
-    assert list(evaluation["win_rates"]) == ["last_number"]
+    assert evaluation["rewards"] == ["last_number", "regex"]
+    assert list(evaluation["win_rates"]) == ["last_number", "regex"]
     assert "best_of_n" in evaluation
     assert "GRPO's answer to the base model's" in " ".join(own.output.split())
     page = own.newest("08_reporting/grpo_evaluation.html").read_text()
-    assert "GRPO was trained to maximize the score of last_number" in page
+    assert "GRPO was trained to maximize the score of last_number and regex" in page
     assert "SFT" not in page
     baseline = own.newest("06_models/sft_model")
     assert Manifest.read(baseline).stage == "base_model"

@@ -76,7 +76,7 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
         )
         launches = Launches()
         context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
-        return split_node(base_model, config, 0, StageRunner(context)), launches.stages
+        return split_node(base_model, config, None, 0, StageRunner(context)), launches.stages
 
     return split
 

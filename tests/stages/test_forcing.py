@@ -9,7 +9,8 @@ from rlhf_pipeline.stages.job import forced_stages
 from rlhf_pipeline.stages.run import StageRunner
 
 ALL = [
-    *"source base_model split sft reward_model sample teacher judge_split judge_model".split(),
+    *"source base_model split sft reward_base critic_base teacher".split(),
+    *"reward_model sample judge_split judge_model".split(),
     *"ppo grpo distill dpo kto rejection iterative_dpo".split(),
     *"tasks evaluate evaluate_grpo evaluate_distill evaluate_dpo evaluate_kto".split(),
     *"evaluate_rejection evaluate_iterative_dpo evaluate_champion".split(),

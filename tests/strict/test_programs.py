@@ -50,7 +50,7 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
         "ppo",
         {
             "actor": trained(1), "critic": trained(1), "policy_loss": "cispo",
-            "denominator": "constant", "truncated": "mask", "value_lam": 1.0,
+            "denominator": "constant", "value_lam": 1.0,
         },
         True,
     ),

@@ -24,6 +24,17 @@ LOOK_EVERY = 16
 """Tokens between two looks at which rows have finished, of all ranks or of the host at its GPU."""
 
 
+class PromptLayer(DynamicLayer):
+    """The keys and values of one layer that a single forward pass makes."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the states, without a copy."""
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
 class PreallocatedLayer(DynamicLayer):
     """The keys and values of one layer, (rows, heads, capacity, width) each.
 
@@ -185,7 +196,7 @@ def _prefill(
     if numbers is None:
         return _forward(model, prompts.model_inputs(), cache)[:, -1]
     copies = copies.to(device, non_blocking=True)
-    rows, states = prompts.packed(), DynamicCache()
+    rows, states = prompts.packed(), Cache(layer_class_to_replicate=PromptLayer)
     logits = _forward(model, rows.model_inputs(), states, keep=rows.ends)[0]
     cache.unpack(states, prompts.prompt_mask, copies)
     return logits[copies]

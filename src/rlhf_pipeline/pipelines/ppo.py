@@ -62,7 +62,7 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         if config.critic is not None and (base := config.critic.base_model) is not None:
             known = base_model_identity(base, f"{policy.name}.critic.base_model")
             start = stages.run(Job(CRITIC_BASE, {"base_model": base}, {}, 0, known))
-            same_tokens({"sft_model": sft_model, "ppo.critic.base_model": start}, "model")
+            same_tokens({"sft_model": sft_model, "ppo.critic.base_model": start}, "model", "policy")
             own["critic_base"] = start
         job = _job(policy, split, sft_model, config, own | rewards, seed)
         return stages.run(replace(job, identities=identities))
@@ -83,15 +83,15 @@ def distill(
     assert config is not None, "checked before the run"
     identity = base_model_identity(config.teacher, "distill.teacher")
     teacher = stages.run(Job(TEACHER, {"base_model": config.teacher}, {}, 0, identity))
-    same_tokens({"sft_model": sft_model, "distill.teacher": teacher}, "teacher")
+    same_tokens({"sft_model": sft_model, "distill.teacher": teacher}, "teacher", "student")
     given = {"demonstrations": split / "sft"} if config.given_batch_size else {}
     return stages.run(_job(DISTILL, split, sft_model, config, {"teacher": teacher} | given, seed))
 
 
-def same_tokens(models: dict[str, Path], kind: str) -> None:
+def same_tokens(models: dict[str, Path], kind: str, other: str) -> None:
     """Raise ArtifactError before the stage starts if models have different tokenizers."""
     if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
-        common_contract(models, f"choose a {kind} with the policy's tokenizer and chat template")
+        common_contract(models, f"choose a {kind} with the {other}'s tokenizer and chat template")
 
 
 def _job(
