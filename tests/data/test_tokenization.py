@@ -15,6 +15,7 @@ from rlhf_pipeline.data.tokenization import (
     ControlTokenFilter,
     Limited,
     Tokenized,
+    any_of,
     control_tokens,
     corpus,
     encode,
@@ -257,3 +258,8 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
     reason = f"the text contains the tokenizer's control token {found}"
     assert counts.first_bad == ([] if found is None else [("own:1", reason)])
     assert counts.bad.total() == len(counts.first_bad)
+
+
+def test_a_tokenizer_without_control_tokens_finds_none():
+    assert any_of([]).search("any text") is None
+    assert any_of(["<|a|>", "<|a|>b"]).search("<|a|>b").group() == "<|a|>b"

@@ -179,11 +179,13 @@ def test_a_saved_scorer_loads_as_the_same_scorer_with_transformers_too(
     expected = sequence_scores(scorer, BATCH)
     save_model(scorer, load_tokenizer(checkpoint), tmp_path / "saved")
     again = freeze(load_scores(tmp_path / "saved", "fp32"))
-    # The same bits. Rounding depends on where in memory a file is mapped.
     weights, loaded = scorer.state_dict(), again.state_dict()
     assert weights.keys() == loaded.keys()
     assert all(torch.equal(weights[name], loaded[name]) for name in weights)
-    close(sequence_scores(again, BATCH), expected)
+    found = sequence_scores(again, BATCH)
+    # Rounding of these two depends on where in memory a file is mapped.
+    is_exact = again.classifier.config.model_type not in ("gemma3_text", "olmo3")
+    assert torch.equal(found, expected) if is_exact else close(found, expected) is None
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
     ids = torch.tensor(

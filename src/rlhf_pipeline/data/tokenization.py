@@ -170,9 +170,10 @@ def _check_end(
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for some texts; the longest first, for one may be the beginning of another."""
+    """A pattern for some texts, the longest first: one may be the beginning of another. That for
+    none matches nothing."""
     longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 class ControlTokenFilter:

@@ -155,8 +155,8 @@ def prepared(
 
 @torch.no_grad()
 def try_states(model: PreTrainedModel) -> None:
-    """Read a padded row beside another, their last tokens by themselves; raise ArtifactError if
-    they have other logits alone: a state that is no key or value contains padding, or is lost."""
+    """Read two rows, one of them padded, up to their last token, and then that token, as sampling
+    does. Raise ArtifactError if a row alone has other logits: its state contains the padding."""
     rows, eps = (FIRST, SECOND), torch.finfo(model.dtype).eps
     inputs = collate([row[:-1] for row in rows], [row[-1:] for row in rows], 0).model_inputs()
     mask, bound = inputs.pop("attention_mask"), FUSED_ROUNDINGS * eps + SUMMED * 2**-23
