@@ -130,7 +130,7 @@ def prepare(model: str, root: Path) -> tuple[Path, Path, StageRunner]:
     given = DATA | {"sources": [{**DATA["sources"][0], "path": str(file)}]}
     data = SplitConfig.model_validate(given)
     base = base_model(BaseModelConfig(path=model), data, 1, stages)
-    return base, split(base, data, 1, stages), stages
+    return base, split(base, data, None, 1, stages), stages
 
 
 def policy(method: str, seed: int, model: str, root: Path) -> Path:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.verdict.answers import Answer
+from rlhf_pipeline.verdict.comparison import Standing
 from rlhf_pipeline.verdict.gate import Evidence, decide
 from rlhf_pipeline.verdict.statistics import (
     cross_pairs,
@@ -234,7 +235,7 @@ def promotions(rng: np.random.Generator, draws: int, tries: int, families: int) 
 
     The bound on the gain is 0, so that the win rate decides.
     """
-    config = RegisterConfig(min_gain=0.0)
+    config, known = RegisterConfig(min_gain=0.0), Standing("independent")
 
     def policy(difficulty: np.ndarray) -> list[Answer]:
         shape = len(difficulty), draws
@@ -251,7 +252,7 @@ def promotions(rng: np.random.Generator, draws: int, tries: int, families: int) 
         baseline = policy(difficulty)
         return any(
             not decide(
-                Evidence(policy(difficulty), baseline, "gold", True, tries=k), config
+                Evidence(policy(difficulty), baseline, "gold", known, tries=k), config
             ).refusals
             for k in range(1, tries + 1)
         )

@@ -45,6 +45,7 @@ class Start:
 
     seed: int
     workspace: Path
+    base_model: Path
     split: Path
     sft_model: Path
     reward_model: Path
@@ -56,19 +57,14 @@ class Start:
 
 def prepare(seed: int, workspace: Path) -> Start:
     """Run everything before PPO with the default parameters."""
-    rows, policy = prepare_policy(seed, workspace)
-    config = RewardModelConfig.model_validate(parameters()["reward_model"])
-    scores = reward_model(rows, policy, config, seed, StageRunner(RunContext(workspace, LAUNCH)))
-    return Start(seed, workspace, rows, policy, scores)
-
-
-def prepare_policy(seed: int, workspace: Path) -> tuple[Path, Path]:
-    """The split and the SFT model of the default parameters."""
     given, common = parameters(), (seed, StageRunner(RunContext(workspace, LAUNCH)))
-    split_config = SplitConfig.model_validate(given["split"])
-    base = base_model(BaseModelConfig.model_validate(given["base_model"]), split_config, *common)
-    rows = split(base, split_config, *common)
-    return rows, sft(rows, base, SFTConfig.model_validate(given["sft"]), *common)
+    data = SplitConfig.model_validate(given["split"])
+    base = base_model(BaseModelConfig.model_validate(given["base_model"]), data, *common)
+    rows = split(base, data, None, *common)
+    policy = sft(rows, base, SFTConfig.model_validate(given["sft"]), *common)
+    config = RewardModelConfig.model_validate(given["reward_model"])
+    scores = reward_model(base, rows, policy, data, config, *common)
+    return Start(seed, workspace, base, rows, policy, scores)
 
 
 def ppo_config(changes: Tree) -> PPOConfig:
@@ -79,8 +75,11 @@ def ppo_config(changes: Tree) -> PPOConfig:
 
 def train_reward_model(start: Start, changes: Tree) -> Path:
     """Train a reward model with the default parameters and some changes."""
-    config = RewardModelConfig.model_validate(parameters()["reward_model"] | changes)
-    return reward_model(start.split, start.sft_model, config, start.seed, start.stages())
+    given = parameters()
+    config = RewardModelConfig.model_validate(given["reward_model"] | changes)
+    data = SplitConfig.model_validate(given["split"])
+    inputs = start.base_model, start.split, start.sft_model, data
+    return reward_model(*inputs, config, start.seed, start.stages())
 
 
 def train(start: Start, changes: Tree) -> Path:

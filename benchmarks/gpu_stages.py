@@ -237,9 +237,10 @@ def run_stages(name: str, rehearsal: bool) -> list[Result]:
         context = RunContext(FOLDER / "workspace", LaunchConfig(), listener=meter)
         common = values["seed"], StageRunner(context)
         base = base_model(blocks["base_model"], blocks["split"], *common)
-        rows = split(base, blocks["split"], *common)
+        rows = split(base, blocks["split"], None, *common)
         policy = sft(rows, base, blocks["sft"], *common)
-        scores = reward_model(rows, policy, blocks["reward_model"], *common)
+        own = blocks["split"], blocks["reward_model"]
+        scores = reward_model(base, rows, policy, *own, *common)
         judge, last = (
             (scores, blocks["reward_model"]),
             (blocks["split"], blocks["evaluate"], *common),

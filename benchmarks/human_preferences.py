@@ -113,24 +113,24 @@ def write_halves(comparisons: Path, root: Path) -> None:
         (root / f"{name}.jsonl").write_text("".join(rows))
 
 
-def prepare(half: str, model: str, root: Path) -> tuple[Path, Path, StageRunner]:
-    """The untouched model as a checkpoint, and the split of one half."""
+def prepare(half: str, model: str, root: Path) -> tuple[Path, Path, SplitConfig, StageRunner]:
+    """The untouched model as a checkpoint, the split of one half, and its parameters."""
     stages = StageRunner(RunContext(root / half, LAUNCH))
     source = {"name": "Anthropic/hh-rlhf", "path": str(root / f"{half}.jsonl")}
     config = SplitConfig.model_validate(SPLIT | HALVES[half] | {"sources": [source]})
     base = base_model(BaseModelConfig(path=model), config, 1, stages)
-    return base, split(base, config, 1, stages), stages
+    return base, split(base, config, None, 1, stages), config, stages
 
 
 def reward(half: str, seed: int, model: str, root: Path) -> Path:
     """The reward model of one half."""
-    base, rows, stages = prepare(half, model, root)
-    return reward_model(rows, base, REWARD_MODEL, seed, stages)
+    base, rows, data, stages = prepare(half, model, root)
+    return reward_model(base, rows, base, data, REWARD_MODEL, seed, stages)
 
 
 def policy(method: str, seed: int, model: str, root: Path) -> Path:
     """A policy that is trained on the half of the proxy."""
-    base, rows, stages = prepare(PROXY, model, root)
+    base, rows, _, stages = prepare(PROXY, model, root)
     if method == "dpo":
         return dpo(rows, base, DPO_CONFIG, seed, stages)
     scores = reward(PROXY, seed, model, root)
@@ -142,7 +142,7 @@ def part(name: str | int, model: str, root: Path) -> tuple[str | int, Tree]:
     if name == JUDGE:
         return name, {"accuracy": accuracy(reward(JUDGE, 1, model, root))}
     seed = int(name)
-    base, rows, stages = prepare(PROXY, model, root)
+    base, rows, _, stages = prepare(PROXY, model, root)
     proxy = reward(PROXY, seed, model, root)
     policies = {method: policy(method, seed, model, root) for method in ("dpo", "ppo")}
     judges = {JUDGE: reward(JUDGE, 1, model, root), PROXY: proxy}

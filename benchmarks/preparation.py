@@ -71,7 +71,7 @@ def main() -> None:
         )
 
         def prepare() -> Path:
-            return split(base_model, config, 0, stages(root / "workspace"))
+            return split(base_model, config, None, 0, stages(root / "workspace"))
 
         _, first_s = timed(prepare)
         peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

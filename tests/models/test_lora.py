@@ -74,9 +74,12 @@ def test_merged_policy_and_peft_policy_equal_the_trained_one(checkpoint, tmp_pat
     folder = store(model, tmp_path / "adapter")
     plain = merged(load_policy(checkpoint, "fp32").eval(), CONFIG, folder)
     assert plain.state_dict().keys() == load_policy(checkpoint, "fp32").state_dict().keys()
-    torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-5)
+    trained = logits(model)
+    # Sums in another order: their error follows the largest logit, not each one's own size.
+    rounding = 2e-5 * float(trained.abs().max())
+    torch.testing.assert_close(logits(plain), trained, rtol=0, atol=rounding)
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assert torch.equal(logits(PeftModel.from_pretrained(base, folder).eval()), logits(model))
+    assert torch.equal(logits(PeftModel.from_pretrained(base, folder).eval()), trained)
 
 
 def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):

@@ -24,8 +24,9 @@ def models(ppo_inputs):
     scorer = freeze(load_scores(ppo_inputs["reward_model"], "fp32"))
     contract = TokenContract.read(ppo_inputs["sft_model"])
     return SimpleNamespace(
-        actor=actor, reference=actor, critic=scorer, reward_model=scorer, contract=contract
-    )
+        actor=actor, reference=actor, critic=scorer, reward_model=scorer, contract=contract,
+        rewards=SimpleNamespace(trained_reads_tokens=True),
+    )  # fmt: skip
 
 
 def scored_by(models, world, tokens=8):
@@ -60,3 +61,10 @@ def test_without_critic_and_reward_model_values_are_none_and_scores_zero(models,
     scored = scored_by(fewer, world)
     assert scored.values is None
     assert scored.scores.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_reward_model_with_tokens_of_its_own_does_not_read_those_of_the_policy(models, world):
+    rewards = SimpleNamespace(trained_reads_tokens=False)
+    scored = scored_by(SimpleNamespace(**vars(models) | {"rewards": rewards}), world)
+    assert scored.scores.tolist() == [0.0, 0.0, 0.0]
+    assert scored.values is not None

@@ -151,6 +151,11 @@ class EvaluateConfig(AnsweringConfig):
     tasks: TasksConfig | None = None
     """Benchmark tasks that each policy also solves. None: no tasks."""
 
+    def rewards_judge(self, trained: Block | None) -> bool:
+        """Whether the rewards of a training judge its answers: without a `trained` reward model and
+        without `judges`."""
+        return trained is None and not self.judges
+
     def models(self, trained: Sequence[DeepSpeedConfig]) -> list[FrozenModel]:
         """The models that the stage loads one after the other, as they were `trained`."""
         own = FrozenModelConfig(

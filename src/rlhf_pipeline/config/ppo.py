@@ -115,7 +115,7 @@ class CriticConfig(TrainedModelConfig):
     start: Literal["reward_model", "policy", "own"] = "reward_model"
     """The model that it starts from: the reward model, or without one the policy; the policy, the
     SFT model with a new head; or `base_model` below with a new head."""
-    base_model: BaseModelConfig | None = None
+    base_model: BaseModelConfig | None = operational(None)  # its files are an input
     """With `start: own`: a model with the policy's tokenizer, as in `reward_model.base_model`."""
 
     def _faults(self) -> Iterator[str]:

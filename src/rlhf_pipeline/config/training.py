@@ -298,7 +298,7 @@ class RewardModelConfig(SupervisedConfig):
     start: Literal["sft", "base", "own"] = "sft"
     """The model that gets a scalar head: the SFT model, its base model, or `base_model` below
     (docs/reward-model.md)."""
-    base_model: BaseModelConfig | None = None
+    base_model: BaseModelConfig | None = operational(None)  # its files are an input
     """With `start: own`: a model of another size, family or tokenizer, in the form of the parameter
     `base_model`."""
     loss: Annotated[str, REWARD_LOSS] = "bradley_terry"

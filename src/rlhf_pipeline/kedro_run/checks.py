@@ -186,7 +186,7 @@ def before_node(
         named = {*nodes, *(name.removeprefix("params:") for name in inputs)}
         asked = policy_stages().keys() & named or {"ppo"}
         rewards = [one for name in policies if name in asked for one in policies[name].rewards]
-        judges = evaluate.judges if trained or evaluate.judges else as_judges(rewards)
+        judges = as_judges(rewards) if evaluate.rewards_judge(trained) else evaluate.judges
         is_trained = "params:evaluate" in inputs  # nothing reads the rewards any more
         require_true_answers(inputs["split"], [] if is_trained else rewards, judges)
     if trained is not None and "reward_model" in inputs:

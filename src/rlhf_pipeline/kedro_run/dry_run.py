@@ -65,7 +65,7 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
     rows = [(source, read(f"split.sources.{index}", source)) for index, source in sources]
     for_ppo = [(source, each) for source, each in rows if source.may_serve("ppo")]
     every = dict(enumerate(split.sources))
-    judge_too = blocks["reward_model"] is None and not evaluate.judges
+    judge_too = evaluate.rewards_judge(blocks["reward_model"])
     rated = {index: one for index, one in every.items() if judge_too or one.may_serve("ppo")}
     rewards = {
         f"{policy.sampler}.rewards.{index}": reward

@@ -188,7 +188,7 @@ def policy_faults(policy: Any, blocks: Mapping[str, Any], ranks: int) -> Iterato
     """Faults of a policy that answers prompts: its rewards, its text, its teacher."""
     place = f"{policy.sampler}.rewards"
     yield from judge_faults(policy.rewards, place, hub=False)
-    if blocks["reward_model"] is None and not blocks["evaluate"].judges:  # rewards judge, too
+    if blocks["evaluate"].rewards_judge(blocks["reward_model"]):
         yield from (f"{place}: {fault}" for fault in name_faults(as_judges(policy.rewards)))
     if isinstance(policy, SampledConfig):
         for name in ("prompts", "validation_prompts"):

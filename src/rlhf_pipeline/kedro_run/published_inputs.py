@@ -117,8 +117,8 @@ def _changes(record: Mapping[str, Any], present: Mapping[str, Block | None]) -> 
             continue
         block = with_generator(block) if isinstance(block, PPOConfig) else block
         yours, theirs = as_json({name: block})[name], record["config"][name]
-        if isinstance(block, EvaluateConfig) and not block.judges:
-            theirs = theirs | {"judges": []}  # a policy's rewards may judge in their place
+        if isinstance(block, EvaluateConfig) and block.rewards_judge(present.get("reward_model")):
+            theirs = theirs | {"judges": []}  # recorded are the rewards of the policy
         # A stage records the part of its policy's block that its program reads.
         earlier, faults = validated(name, type(block), yours | theirs)
         yield from faults

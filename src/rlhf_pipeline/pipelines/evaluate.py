@@ -85,7 +85,7 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
         inputs[f"{policy.name}_model"] = candidate_model
         if trained is not None:
             inputs["reward_model"] = reward_model
-        elif not config.judges:  # then those are the rewards that the training has maximized
+        if config.rewards_judge(trained):
             judges = as_judges(getattr(policy_config, "rewards", ()))
             config = config.model_copy(update={"judges": judges})
         if config.judge_model is not None:
