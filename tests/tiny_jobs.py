@@ -51,7 +51,8 @@ def tiny_job(
 ) -> LaunchedJob:
     """A job with changed parameters. Training takes two steps and saves a checkpoint in each."""
     folder.mkdir(exist_ok=True)
-    own = {name: inputs[name] for name in INPUTS[program]}
+    start = {"sft_model": "base_model"} if changes.get("start") == "base" else {}
+    own = {start.get(name, name): inputs[start.get(name, name)] for name in INPUTS[program]}
     return LaunchedJob(program, "f", 1, as_json(_blocks(program, changes)), own, {}, folder, 60.0)
 
 

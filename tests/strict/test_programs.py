@@ -13,7 +13,7 @@ from tiny_jobs import MAIN, STEPS, logged, tiny_job, trained
 SHARDED = {"zero_stage": 3, "offload_parameters": True}
 CASES = {  # the program, its changed parameters, and whether it also resumes
     "sft": ("sft", trained(3), True),
-    "reward model": ("reward_model", trained(2), False),
+    "reward model": ("reward_model", trained(2) | {"start": "base"}, False),
     "dpo": ("dpo", trained(1), False),
     "kto, sharded": ("kto", trained(3), True),
     "ppo, sharded": (
@@ -50,7 +50,8 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
         "ppo",
         {
             "actor": trained(1), "critic": trained(1), "policy_loss": "cispo",
-            "denominator": "constant", "value_lam": 1.0,
+            "denominator": "constant", "value_lam": 1.0, "truncated": "mask",
+            "sampling": {"max_response_tokens": 64},  # so that some answers end
         },
         True,
     ),

@@ -5,6 +5,7 @@ import torch
 from ppo_runs import ppo_config, run_ppo
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.ppo_setup import load_ppo_models
@@ -53,3 +54,19 @@ def test_without_a_reward_model_the_critic_is_the_policy_with_a_new_head(
     head = next(value for name, value in start.items() if name.endswith("score.weight"))
     assert float(head.std()) == pytest.approx((head.shape[1] + 1) ** -0.5, rel=0.5)
     assert all("value/loss" in line for line in run.lines)
+
+
+def test_a_critic_of_its_own_size_reads_the_tokens_of_the_policy(
+    ppo_inputs, make_model, world, tmp_path
+):
+    """It values them with a new head, so the weight of the reward model scales nothing."""
+    small = make_model("llama", seed=3, hidden_size=16)
+    base = {"start": "own", "base_model": {"path": str(small)}}
+    rewards = [{"model": "trained", "weight": 0.5}]
+    config = ppo_config(critic=dict(ppo_config().critic) | base, rewards=rewards)
+    run = run_ppo(config, {**ppo_inputs, "critic_base": small}, world, tmp_path)
+    start = run.start["critic"]
+    embedding = next(value for name, value in start.items() if name.endswith("embed_tokens.weight"))
+    assert torch.equal(embedding, load_policy(small, "fp32").get_input_embeddings().weight)
+    assert run.setup.models.critic.module.scale == 1.0
+    assert [line["value/loss"] > 0 for line in run.lines] == [True, True]
