@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +119,7 @@ def measure(seed: int, family: str, names: list[str]) -> int:
 
 def file_of(seed: int, name: str) -> Path:
     """The file with what a variant found on a seed."""
-    return FOLDER / f"{seed}-{name.replace(' ', '-').replace(',', '')}.json"
+    return FOLDER / f"{seed}-{re.sub('[^a-z0-9.]+', '-', name)}.json"
 
 
 def table(family: str, seeds: list[int], names: list[str]) -> Table:
