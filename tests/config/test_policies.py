@@ -38,8 +38,6 @@ NONE = "found a value, expected none: a distillation has neither scores nor adva
         ({"critic": LORA}, f"critic: {NONE}"),
         ({"old_logprobs": "recompute"}, f"old_logprobs: {NONE}"),
         ({"kl": {"place": "loss"}}, "place: found a value, expected none: a distillation min"),
-        ({"reference": {"deepspeed": {"offload_parameters": True}}},
-         "reference.deepspeed.offload_parameters: found true at zero_stage 0"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused(fields, message):

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from rlhf_pipeline.config.block import validated
 from rlhf_pipeline.config.ppo import CriticConfig, PPOConfig
 from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SavingConfig, SFTConfig
@@ -38,6 +39,23 @@ def test_options_that_conflict_are_refused(fields, message):
     with pytest.raises(ValidationError) as refusal:
         SFTConfig.model_validate(SUPERVISED | fields)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["reference", "reward_model"])
+def test_a_frozen_model_in_main_memory_is_sharded_whatever_trains(name):
+    """DeepSpeed-Chat's `--offload_reference_model`, beside an actor that is not sharded."""
+
+    def read(deepspeed):
+        block = {"actor": MODEL | {"deepspeed": {"zero_stage": 0}}, name: {"deepspeed": deepspeed}}
+        return validated("ppo", PPOConfig, PPO | block)
+
+    config, _ = read({"offload_parameters": True})
+    (model,) = [model for model in config.models() if model.name == name]
+    assert (model.config.zero_stage, model.config.offload_parameters) == (3, True)
+    assert read({"offload_parameters": True, "zero_stage": 0})[1] == [
+        f"ppo.{name}.deepspeed.zero_stage: found 0, expected 3 with offload_parameters. "
+        "Fix: set zero_stage to 3"
+    ]
 
 
 @pytest.mark.parametrize("reference", [{"precision": "bf16"}, {"zero_stage": 0}])

@@ -7,15 +7,20 @@ import pytest
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from rlhf_pipeline.config.training import FrozenModelConfig, SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed import engine as engines
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
+from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded
 from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.loading import load_policy
+
+AVAILABLE = ZeroParamStatus.AVAILABLE
 
 
 def block(**fields) -> TrainedModelConfig:
@@ -61,6 +66,43 @@ def test_stage_3_copies_weights_in_float32_once_more(policy, world):
     assert masters.untyped_storage().data_ptr() not in {
         weight.untyped_storage().data_ptr() for weight in weights
     }
+
+
+def test_no_weight_stays_gathered_after_its_pass(policy, world, monkeypatch):
+    """Weights that a backward pass gathers to recompute a layer are released with that layer.
+
+    DeepSpeed has to release frozen ones in another way than those that train.
+    """
+    monkeypatch.setattr(engines, "LIVE", 0)  # nothing is gathered ahead of its use
+    config = block(deepspeed={"zero_stage": 3}, lora={"rank": 4}, gradient_checkpointing=True)
+    engine = train_engine(partial(load_policy, policy), config, 3)
+    found, backward = [], engine.backward
+
+    def look(place):
+        """Remember the parts with a whole weight. Biases, norms and adapters always are whole."""
+        weights = engine.module.named_parameters()
+        whole = [n for n, x in weights if x.ds_status == AVAILABLE and not x.ds_persist]
+        found.append((place, {".".join(name.split(".")[:3]) for name in whole}))
+
+    for number, layer in enumerate(engine.module.model.layers):
+        place = f"model.layers.{number}"
+        layer.mlp.down_proj.register_forward_pre_hook(lambda *_, place=place: look(place))
+
+    def watched(loss):
+        look("forward")
+        backward(loss)
+        look("backward")
+
+    monkeypatch.setattr(engine, "backward", watched)
+
+    def loss():
+        return engine(torch.tensor([[5, 6, 7]]), use_cache=False).logits.square().mean(), {}
+
+    for _ in range(3):  # from the second one on, DeepSpeed knows the order of the weights
+        optimizer_step(engine, world, [loss, loss])
+        look("step")
+    assert [(place, whole) for place, whole in found if not whole <= {place}] == []
+    assert ("model.layers.0", {"model.layers.0"}) in found
 
 
 def test_a_frozen_model_has_the_precision_of_the_model_it_accompanies():

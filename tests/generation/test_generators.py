@@ -12,6 +12,7 @@ from rlhf_pipeline.config.training import HybridConfig, SamplingConfig, TrainedM
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
+from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.generation.generator import row_seeds, uniform_draws
 from rlhf_pipeline.generation.hybrid_generator import HybridGenerator
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
@@ -137,3 +138,14 @@ def test_draws_depend_on_the_seed_of_their_row_only():
     assert torch.equal(uniform_draws(row_seeds(7, 3, np.array([1, 3, 5])), 4), whole[1::2])
     assert not torch.equal(uniform_draws(row_seeds(7, 4, np.arange(6)), 4), whole)
     assert not torch.equal(uniform_draws(row_seeds(8, 3, np.arange(6)), 4), whole)
+
+
+def test_operators_without_gradients_are_refused_in_training(engine, contract, monkeypatch):
+    """vLLM would replace those of the whole process, which also trains."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ConfigError) as refused:
+        VLLMGenerator(engine, contract, rows=3, longest=20, place="ppo.generator")
+    assert str(refused.value) == (
+        "VLLM_BATCH_INVARIANT: found 1, expected none with ppo.generator: vLLM replaces operators "
+        "of torch in this process, and training needs their gradients. Fix: unset it"
+    )

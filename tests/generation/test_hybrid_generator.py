@@ -1,5 +1,6 @@
 """A copy sharded over two ranks answers as the actor itself does, at any ZeRO stage."""
 
+import gc
 from functools import partial
 
 import numpy as np
@@ -84,6 +85,26 @@ def test_ranks_that_form_no_groups_are_refused(engine, make_model, world):
     contract = TokenContract.read(make_model("llama"))
     with pytest.raises(StageError, match=r"found 2, expected a divisor of the 1 ranks"):
         HybridGenerator(engine, contract, HybridConfig(inference_tp_size=2), world)
+
+
+@pytest.mark.parametrize(("pinned", "copies"), [(True, 1), (False, 0)])
+def test_a_copy_that_is_not_pinned_leaves_no_weights(engine, make_model, world, pinned, copies):
+    """Without a garbage collection: the update needs the memory."""
+
+    def weights():
+        found = [x for x in gc.get_objects() if isinstance(x, torch.nn.Parameter)]
+        return len([weight for weight in found if weight.device.type != "meta"])
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, contract = weights(), TokenContract.read(make_model("llama"))
+        generator = HybridGenerator(engine, contract, HybridConfig(pin_parameters=pinned), world)
+        for _ in range(2):
+            generator.generate(PROMPTS, SAMPLING, row_seeds(1, 1, np.arange(len(PROMPTS))))
+        assert weights() - before == copies * len([*engine.module.parameters()])
+    finally:
+        gc.enable()
 
 
 def test_auto_takes_the_copy_if_ranks_share_it():

@@ -9,6 +9,7 @@ from ppo_runs import ppo_config, run_ppo
 from transformers import GenerationMixin
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.zero import is_sharded
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models.loading import load_policy
@@ -77,14 +78,21 @@ def test_the_first_values_have_the_mean_of_the_first_scores(generator, ppo_input
     assert abs(run.setup.models.critic.module.offset) > 1e-3
 
 
-def test_repeated_runs_have_equal_metrics(trained, ppo_inputs, world, tmp_path):
+@pytest.mark.parametrize(
+    "changes", [{}, {"reference": {"deepspeed": {"offload_parameters": True}}}]
+)
+def test_repeated_runs_have_equal_metrics(trained, ppo_inputs, world, tmp_path, changes):
+    """Also with a reference alone in main memory."""
+
     def numbers(run):
         return [
             {name: value for name, value in line.items() if not name.startswith("time/")}
             for line in run.lines
         ]
 
-    assert numbers(run_ppo(ppo_config(), ppo_inputs, world, tmp_path)) == numbers(trained)
+    run = run_ppo(ppo_config(**changes), ppo_inputs, world, tmp_path)
+    assert is_sharded(run.setup.models.reference) is bool(changes)
+    assert numbers(run) == numbers(trained)
 
 
 def test_the_responses_come_from_the_generator(generator, ppo_inputs, world, tmp_path, monkeypatch):

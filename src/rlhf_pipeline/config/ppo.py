@@ -390,11 +390,8 @@ class PPOConfig(SavingConfig):
     def _model_faults(self) -> Iterator[str]:
         if self.generator == "vllm":
             yield from self.refused_by_vllm()
-        if self.has_teacher:
-            yield from self.reference.faults_beside("reference", self.actor)
-        else:
+        if not self.has_teacher:
             yield from self.reference.faults_as_reference(self.actor)
-        yield from self.reward_model.faults_beside("reward_model", self.reward_model_companion)
 
 
 _BY_ACTOR = ("auto", "transformers", "hybrid")

@@ -109,15 +109,20 @@ class FrozenDeepSpeedConfig(Block):
     """DeepSpeed settings for one frozen model."""
 
     zero_stage: Literal[0, 3] | None = None
-    """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 if the companion in
-    training (the actor, or for the reward model the critic) is at stage 3, else 0."""
+    """0: a whole copy on every rank; 3: sharded over the ranks. None: 3 with `offload_parameters`,
+    or if the companion in training (the actor, or for the reward model the critic) is at stage 3,
+    else 0."""
     precision: Precision | None = None
     """Precision of weights and activations. None: that of the companion, so that the first KL to
     the reference is 0."""
     offload_parameters: bool = False
-    """Keep weights in main memory and fetch each layer when needed; requires stage 3."""
+    """Keep weights in main memory and fetch each layer when needed, also on one GPU."""
     kernels: Kernels | None = None
     """Fused kernels. None: those of the companion. A sharded model is not compiled."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.offload_parameters and self.zero_stage == 0:
+            yield self._fault("zero_stage", "3 with offload_parameters", "set zero_stage to 3")
 
 
 class LoRAConfig(Block):
@@ -179,20 +184,12 @@ class FrozenModelConfig(Block):
         """The DeepSpeed settings; what is None follows those of the companion model."""
         own, stage = self.deepspeed, self.deepspeed.zero_stage
         if stage is None:
-            stage = 3 if companion.zero_stage == 3 else 0
+            stage = 3 if own.offload_parameters or companion.zero_stage == 3 else 0
         kernels = own.kernels or companion.kernels
         kernels = None if (stage, kernels) == (3, "compile") else kernels
         precision = own.precision or companion.precision
         changes = {"zero_stage": stage, "precision": precision, "kernels": kernels}
         return own.model_copy(update=changes)
-
-    def faults_beside(self, name: str, companion: TrainedModelConfig) -> Iterator[str]:
-        """Faults of this block, whose name is `name`: unsharded weights cannot be offloaded."""
-        if self.deepspeed.offload_parameters and self.beside(companion.deepspeed).zero_stage != 3:
-            yield (
-                f"{name}.deepspeed.offload_parameters: found true at zero_stage 0, expected false: "
-                "it has no effect. Fix: set zero_stage to 3"
-            )
 
     def faults_as_reference(self, trained: TrainedModelConfig) -> Iterator[str]:
         """Faults of the block `reference`, which is unused if `trained` is its own reference."""
@@ -202,7 +199,6 @@ class FrozenModelConfig(Block):
                 "model with its adapters disabled, or loaded like it (fixed_reference). "
                 "Fix: remove reference, or set lora.train_rest to true"
             )
-        yield from self.faults_beside("reference", trained)
 
 
 @dataclass(frozen=True)

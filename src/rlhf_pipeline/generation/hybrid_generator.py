@@ -9,6 +9,7 @@ prompts together, each reading its share of the weights.
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 
 import torch
@@ -104,8 +105,9 @@ class ShardedCopy:
                 self._allocate(module, name, parameter, path, style)
             for name, _ in list(module.named_buffers(recurse=False)):
                 module.register_buffer(name, source.get_submodule(path).get_buffer(name))
+            # A method of this object would tie it to its model until a garbage collection.
             if style in (ROWS, COLUMNS_AND_GATHER):
-                module.register_forward_hook(self._added if style == ROWS else self._joined)
+                module.register_forward_hook(partial(_added if style == ROWS else _joined, group))
 
     @torch.no_grad()
     def refresh(self, layers: int) -> None:
@@ -136,14 +138,16 @@ class ShardedCopy:
         module.register_parameter(name, nn.Parameter(own, requires_grad=False))
         self._dims[f"{path}.{name}".lstrip(".")] = dim
 
-    def _added(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        torch.distributed.all_reduce(output, group=self._group.collectives)
-        return output
 
-    def _joined(self, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        parts = [torch.empty_like(output) for _ in range(self._group.size)]
-        torch.distributed.all_gather(parts, output.contiguous(), group=self._group.collectives)
-        return torch.cat(parts, dim=-1)
+def _added(group: Group, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    torch.distributed.all_reduce(output, group=group.collectives)
+    return output
+
+
+def _joined(group: Group, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    parts = [torch.empty_like(output) for _ in range(group.size)]
+    torch.distributed.all_gather(parts, output.contiguous(), group=group.collectives)
+    return torch.cat(parts, dim=-1)
 
 
 def own_group(world: World, size: int) -> Group:

@@ -56,8 +56,9 @@ class VLLMGenerator:
     A process can have one engine on a GPU, so models of equal configurations, as those of an
     evaluation, share it: each call loads its own weights.
 
-    Raises ConfigError if vLLM cannot make the engine, or does not compute what the model's family
-    computes; the message names `place`, the parameter that chose vLLM.
+    Raises ConfigError if vLLM cannot make the engine, does not compute what the model's family
+    computes, or would take gradients from the training; the message names `place`, the parameter
+    that chose vLLM.
     """
 
     def __init__(
@@ -71,6 +72,13 @@ class VLLMGenerator:
     ) -> None:
         self._contract = contract
         self._model: PreTrainedModel = getattr(policy, "module", policy)
+        trains = any(parameter.requires_grad for parameter in self._model.parameters())
+        if trains and (found := os.environ.get("VLLM_BATCH_INVARIANT", "0")) != "0":
+            raise ConfigError(
+                f"VLLM_BATCH_INVARIANT: found {found}, expected none with {place}: vLLM replaces "
+                "operators of torch in this process, and training needs their gradients. Fix: "
+                "unset it"
+            )
         self._sleeps = on_gpu()
         longest = max(longest, PROBED)
         kind = (self._model.config.to_json_string(), contract.vocab_size, rows, longest, PAGE)

@@ -13,14 +13,19 @@ from rlhf_pipeline.stages.cache.planning import recipe_changes
 from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.launch.node_program import ALLOCATOR, NodeProgram
 
-DETERMINISTIC = ("RLHF_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG")
+REPEATABLE = {
+    "RLHF_DETERMINISTIC": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+}
 
 
 @pytest.fixture
 def environment(nvidia_smi, monkeypatch, tmp_path):
     """The environment of two ranks on sixteen cores, with that many GPUs."""
     unset = ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "OMP_NUM_THREADS")
-    for name in (*unset, *ALLOCATOR, *DETERMINISTIC):
+    for name in (*unset, *ALLOCATOR, *REPEATABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
 
@@ -65,14 +70,19 @@ def test_the_allocator_has_the_options_of_the_user(environment, name):
 
 
 @pytest.mark.parametrize(
-    "gpus, deterministic, expected",
-    [(2, True, ["1", ":4096:8"]), (2, False, [None, None]), (0, True, [None, None])],
+    "gpus, deterministic, expected", [(2, True, REPEATABLE), (2, False, {}), (0, True, {})]
 )
 def test_ranks_on_gpus_repeat_their_results_if_they_are_told_to(
     environment, gpus, deterministic, expected
 ):
     found = environment(gpus, deterministic)
-    assert [found.get(name) for name in DETERMINISTIC] == expected
+    assert {name: found[name] for name in REPEATABLE if name in found} == expected
+
+
+def test_the_users_nccl_algorithm_counts_only_where_results_need_not_repeat(environment):
+    """The recipe says that they repeat, not by which algorithm."""
+    assert environment(2, NCCL_ALGO="Tree")["NCCL_ALGO"] == "Tree"
+    assert environment(2, deterministic=True, NCCL_ALGO="Tree")["NCCL_ALGO"] == "Ring"
 
 
 def test_it_is_part_of_the_recipe_of_ranks_if_it_is_true():

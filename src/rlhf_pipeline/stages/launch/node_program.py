@@ -36,6 +36,13 @@ PLAIN = re.compile(r"[\w@+=:,./-]+")  # a path that no shell and no launcher cha
 NODE_LAUNCHER = "rlhf_pipeline.distributed.node_launcher"  # starts the ranks of one machine
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Names of the variable that configures torch's allocator of GPU memory."""
+REPEATABLE = {
+    DETERMINISTIC: "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it, torch refuses products in this mode
+    "NCCL_ALGO": "Ring",  # adds in the order of the ranks; switches of NVLink add in any order
+    "FLASH_ATTENTION_DETERMINISTIC": "1",  # read by transformers
+}
+"""Variables of ranks on GPUs with `launch.deterministic`."""
 LOG = "program.log"  # the output of all processes, in the work directory
 
 
@@ -95,8 +102,7 @@ class NodeProgram:
             found["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"
             found["TOKENIZERS_PARALLELISM"] = "false"  # each rank would use all cores
         if self.deterministic and gpus:
-            # The variable of cuBLAS: without it, torch refuses products in its deterministic mode.
-            found |= {DETERMINISTIC: "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            found |= REPEATABLE
         return found
 
     @contextmanager
