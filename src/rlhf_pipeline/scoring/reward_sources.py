@@ -17,12 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.rewards import (
-    INPUT_PREFIX,
-    ModelReward,
-    Scorer,
-    clip_of,
-)
+from rlhf_pipeline.config.rewards import INPUT_PREFIX, ModelReward, Scorer, clip_of
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import NAME, TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
