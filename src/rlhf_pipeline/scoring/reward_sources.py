@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.rewards import INPUT_PREFIX, ModelReward, Scorer, clip_of
 from rlhf_pipeline.data.template import fix_date, render_dialogues
-from rlhf_pipeline.data.token_contract import NAME, TokenContract, Tokenizer, control_tokens
+from rlhf_pipeline.data.token_contract import NAME, Reader, TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
@@ -129,7 +129,7 @@ class ModelSource:
         if self.contract is not None:  # as the split has tokenized comparisons
             asked = zip(places, answered.prompts, said, strict=True)
             examples = [{"id": i, "prompt": p, "chosen": s, "rejected": None} for i, p, s in asked]
-            both = tokenize(examples, tokenizer, self.contract)
+            both = tokenize(examples, Reader(tokenizer, self.contract))
             # Without the oldest tokens, as the split cuts prompts.
             rows = [[*one.prompt, *(one.chosen or ())][-(limit or 0) :] for one in both]
         else:
