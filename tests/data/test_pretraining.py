@@ -87,7 +87,8 @@ def test_a_text_with_a_control_token_is_a_bad_row(
     first = write_records("first", Text("~"), Text("^"))
     second = write_records("second", Text("a<|end|>"), Text("#"), Text("##"))
     with pytest.raises(
-        DataError, match=r"(?s)source files \(second\): 1 of 3 rows .*second:0: .*control token <\|end\|>"
+        DataError,
+        match=r"(?s)source files \(second\): 1 of 3 rows .*second:0: .*control token <\|end\|>",
     ):
         packed(first, second, block_tokens=2)
     # A third of the second source's rows.
