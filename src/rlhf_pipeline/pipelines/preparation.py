@@ -119,12 +119,8 @@ def source_job(config: SourceConfig, seed: int) -> Job:
 
     Raises the errors of `source_origin`.
     """
-    origin, source = source_origin(config), find_source(config)
-    return Job(
-        replace(SOURCE, libraries=(*SOURCE.libraries, *source.libraries)),
-        {"source": config},
-        origin.files,
-        0 if source.generate is None else seed,
-        identities=origin.identities,
-        modules=(adapter_module(config.name),),
-    )
+    (files, identities), source = source_origin(config), find_source(config)
+    spec = replace(SOURCE, libraries=(*SOURCE.libraries, *source.libraries))
+    seed = 0 if source.generate is None else seed
+    modules = (adapter_module(config.name),)
+    return Job(spec, {"source": config}, files, seed, identities, modules)
