@@ -34,7 +34,6 @@ class TransformersGenerator:
 
     Args:
         policy: a model without dropout; an engine may be in training mode.
-        contract: the tokens of the policy.
         gather: whether to gather the weights of an engine at ZeRO stage 3 once for each call. This
             needs memory for the whole model; False gathers each layer at each token.
     """

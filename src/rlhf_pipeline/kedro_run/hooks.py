@@ -149,7 +149,6 @@ class CheckHook:
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, inputs: dict[str, Any]) -> None:
-        """Check what the node reads."""
         from rlhf_pipeline.kedro_run.checks import before_node
 
         before_node(node.name, inputs, self.nodes, self.blocks)
@@ -197,7 +196,6 @@ class RecordHook:
 
     @hook_impl
     def after_pipeline_run(self) -> None:
-        """Close the MLflow run with the verdict."""
         self.tracker.end("FINISHED", self._verdict)
 
     @hook_impl

@@ -100,7 +100,6 @@ class MlflowTracker(StageListener):
         self._mark(run)
 
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
-        """Reconcile every few seconds."""
         if time.monotonic() - self._attempted_at > (RETRY_S if self._failed else EVERY_S):
             self.reconcile()
 
@@ -303,7 +302,6 @@ class ChildRun:
         client.set_terminated(self.run_id, status, ended)
 
     def _log_headline(self, client: MlflowClient, parent: str, records: Records) -> None:
-        """Log the headline of the result to the parent."""
         run, metrics = self.run, self.end[1] if self.end else {}
         own = f"{run.stage}/"
         headline = {

@@ -153,9 +153,8 @@ def evaluate(setup: Setup, log: StepLog) -> None:
 def held_out(setup: Setup) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics of the actor on held-out prompts, and its answers to the first of them.
 
-    Prompts and seeds are the same at every evaluation.
-
-    Gold score and accuracy, if known for every prompt, are only shown: no choice depends on them.
+    Prompts and seeds are the same at every evaluation. Gold score and accuracy, if known for every
+    prompt, are only shown: no choice depends on them.
     """
     validation, world = setup.validation, setup.world
     # Equally many prompts on each rank: ZeRO-3 needs all ranks in every forward pass.
