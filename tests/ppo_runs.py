@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,20 @@ def run_ppo(
     return Run(setup, start, [json.loads(line)["metrics"] for line in lines])
 
 
+def ppo_setup_of(models: Any, config: PPOConfig, world: World, **more: Any) -> Any:
+    """What the steps of PPO read of their setup, with seed 1."""
+    further = {"seed": 1, "text": None, "given": None} | more
+    return SimpleNamespace(models=models, config=config, world=world, **further)
+
+
 def scored_rollout(
     models: PPOModels, prompts: list[list[int]], config: PPOConfig, step: int
 ) -> Scored:
     """Sample a response to each prompt and score it, as in one step of a run with seed 1."""
     seeds = row_seeds(1, step, np.arange(len(prompts)))
     rollout = models.generator.generate(prompts, config.sampling, seeds)
-    world = World(0, 1, models.actor.device)
-    return models.rewards(score_sequences(rollout.sequences, models, config, world), {})
+    setup = ppo_setup_of(models, config, World(0, 1, models.actor.device))
+    return models.rewards(score_sequences(setup, rollout.sequences), {})
 
 
 def _module(setup: Setup, name: str) -> Any:

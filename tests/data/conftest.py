@@ -114,19 +114,17 @@ def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, 
         out: str = "out",
         seed: int = 0,
         texts: tuple[Path, ...] = (),
-        for_reward: Reader | None = None,
+        further: tuple[Reader, ...] = (),
         **changes: Any,
     ) -> dict[str, Any]:
         report = module.split_sources(
             split_config(count=len(folders), texts=len(texts), **changes),
-            tokenizer,
-            TokenContract.of(tokenizer),
+            [Reader(tokenizer, TokenContract.of(tokenizer)), *further],
             seed,
             sources=folders,
             pretraining=texts,
             output=tmp_path / out,
             metrics_file=tmp_path / "metrics.jsonl",
-            for_reward=for_reward,
         )
         return json.loads(json.dumps(report))
 

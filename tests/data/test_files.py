@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.registry import _registry as fsspec_registry
 
-from rlhf_pipeline.data.files import Origin, find_files, origin
+from rlhf_pipeline.data.files import find_files, origin
 from rlhf_pipeline.errors import DataError
 
 Read = Callable[..., list[tuple[str, Any]]]
@@ -55,7 +55,7 @@ def test_local_paths(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     write("own.jsonl", b"1")
     for path in ("~/own.jsonl", "~/*.jsonl", "own.jsonl", f"file://{tmp_path}/own.jsonl"):
-        assert origin(path) == Origin({"own.jsonl": tmp_path / "own.jsonl"}, {})
+        assert origin(path) == ({"own.jsonl": tmp_path / "own.jsonl"}, {})
 
 
 def test_every_file_of_a_saved_data_set_counts(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_the_identity_that_a_web_server_reports(
         with pytest.raises(DataError, match=r"/a.jsonl: the server sends no ETag, .* Fix: downl"):
             origin(f"{web}/a.jsonl")
     else:
-        assert origin(f"{web}/a.jsonl?sign=key") == Origin({}, {"a.jsonl": identity})
+        assert origin(f"{web}/a.jsonl?sign=key") == ({}, {"a.jsonl": identity})
 
 
 def test_reading_from_s3(bucket: Path, read: Read) -> None:
@@ -181,7 +181,7 @@ def test_a_saved_data_set_on_s3(bucket: Path, read: Read) -> None:
         ("saved/test:1", {"x": 1}),
         ("saved/test:2", {"x": 2}),
     ]
-    assert "test/data-00000-of-00001.arrow" in origin("s3://bucket/saved").identities
+    assert "test/data-00000-of-00001.arrow" in origin("s3://bucket/saved")[1]
 
 
 def test_the_identity_on_s3_is_that_of_the_bytes(bucket: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_identity_on_s3_is_that_of_the_bytes(bucket: Path) -> None:
         (bucket / name / "a.jsonl").write_bytes(b'{"x": 1}\n')
     first = origin("s3://bucket/one/a.jsonl")
     # MD5 of the nine bytes, as md5sum prints it.
-    assert first.identities == {"a.jsonl": "ETag 15058b6e28ee0b319e87b24f005b9187, 9 bytes"}
+    assert first[1] == {"a.jsonl": "ETag 15058b6e28ee0b319e87b24f005b9187, 9 bytes"}
     assert origin("s3://bucket/one/*.jsonl") == first
     assert origin("s3://bucket/two/a.jsonl") == first
     (bucket / "one" / "a.jsonl").write_bytes(b'{"x": 2}\n')

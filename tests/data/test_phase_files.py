@@ -26,7 +26,7 @@ from rlhf_pipeline.data.phase_files import (
     summary,
 )
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.data.tokenization import Limited, Tokenized, tokenize
 from rlhf_pipeline.errors import DataError
 
@@ -254,8 +254,8 @@ def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: Split
         prompt += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     answer = prompt.pop()["content"]
     one = {"id": "own:1", "prompt": prompt, "chosen": answer, "rejected": None}
-    contract = TokenContract.of(tokenizer)
-    (tokens,) = tokenize([one], tokenizer, contract, turns=[config.sft_loss == "assistant"])
+    reader = Reader(tokenizer, TokenContract.of(tokenizer))
+    (tokens,) = tokenize([one], reader, [config.sft_loss == "assistant"])
     return RowMaker(config, tokenizer.bos_token_id).make("own", one, tokens, "sft")
 
 

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data.records import Text
 from rlhf_pipeline.data.split import pack
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.errors import DataError
 
 END = 1
@@ -22,11 +22,11 @@ def packed(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, i
     """Packs folders of texts into blocks."""
 
     def packed(*sources: Path, block_tokens: int, max_bad_fraction: float = 0.0) -> dict[str, int]:
-        texts = {"sources": [{"name": "files", "path": "a.txt"}], "block_tokens": block_tokens}
+        named = [{"name": "files", "path": source.name} for source in sources]
+        texts = {"sources": named, "block_tokens": block_tokens}
         config = split_config(max_bad_fraction=max_bad_fraction, pretraining=texts)
-        labels = [source.name for source in sources]
-        contract = TokenContract.of(tokenizer)
-        report = pack(config, labels, tokenizer, contract, sources, tmp_path)
+        reader = Reader(tokenizer, TokenContract.of(tokenizer))
+        report = pack(config, reader, sources, tmp_path)
         del report["sources"]
         return report
 
@@ -87,7 +87,8 @@ def test_a_text_with_a_control_token_is_a_bad_row(
     first = write_records("first", Text("~"), Text("^"))
     second = write_records("second", Text("a<|end|>"), Text("#"), Text("##"))
     with pytest.raises(
-        DataError, match=r"(?s)source second: 1 of 3 rows .*second:0: .*control token <\|end\|>"
+        DataError,
+        match=r"(?s)source files \(second\): 1 of 3 rows .*second:0: .*control token <\|end\|>",
     ):
         packed(first, second, block_tokens=2)
     # A third of the second source's rows.

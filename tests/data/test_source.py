@@ -112,8 +112,7 @@ def test_files_need_a_path_and_every_source_a_known_name(tmp_path: Path) -> None
 
 
 def test_a_generated_source_has_no_origin_and_rejects_one() -> None:
-    origin = source_origin(SourceConfig(samples=3))
-    assert (origin.files, origin.identities) == ({}, {})
+    assert source_origin(SourceConfig(samples=3)) == ({}, {})
     for field in ("path", "revision", "subset", "split"):
         with pytest.raises(
             ConfigError,
@@ -132,7 +131,7 @@ def test_a_split_is_for_saved_data_sets(tmp_path: Path) -> None:
         source_origin(config)
     rows = datasets.Dataset.from_list([{"prompt": "a"}])
     datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "saved")
-    assert source_origin(config.model_copy(update={"path": f"{tmp_path}/saved"})).files
+    assert source_origin(config.model_copy(update={"path": f"{tmp_path}/saved"}))[0]
 
 
 WEBGPT = "openai/webgpt_comparisons"
@@ -158,8 +157,8 @@ def test_the_hub_resolves_a_branch_to_a_commit(
         return huggingface_hub.DatasetInfo(id=repository, sha=COMMIT)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    origin = source_origin(SourceConfig(name=name, revision=revision))
-    assert origin.identities == {"revision": COMMIT} and questions == asked
+    _, identities = source_origin(SourceConfig(name=name, revision=revision))
+    assert identities == {"revision": COMMIT} and questions == asked
 
 
 def test_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from rlhf_pipeline.data.record_files import example_rows, examples
 from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.pipelines.preparation import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, json_digest
 from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun
@@ -134,7 +134,7 @@ def key(seed: int = 0, **config: Any) -> str:
     job = source_job(SourceConfig(**config), seed)
     assert job.inputs == {}
     recipe = fingerprint.recipe(job, job.identities, RunContext(Path()), 1)
-    return fingerprint.fingerprint(recipe)
+    return json_digest(recipe)
 
 
 def test_the_commit_decides_and_the_seed_does_not() -> None:

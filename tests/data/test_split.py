@@ -153,7 +153,7 @@ def test_a_reward_model_with_another_tokenizer_gets_the_same_comparisons_in_its_
     reader = Reader(other_tokenizer, TokenContract.of(other_tokenizer))
     own = write_records("own", *ten)
     prepare(own, out="plain", held_back=0.4)
-    prepare(own, held_back=0.4, for_reward=reader)
+    prepare(own, held_back=0.4, further=(reader,))
     plain, both = digests(tmp_path / "plain"), digests(tmp_path / "out")
     in_its_tokens = {path for path in both if path.startswith(("judge_model", "reward_model_own"))}
     assert both.keys() - plain.keys() == {
@@ -185,6 +185,6 @@ def test_control_tokens_of_either_tokenizer_are_bad_rows(
     own = write_records("own", *ten, forged)
     reader = Reader(other_tokenizer, TokenContract.of(other_tokenizer))
     assert prepare(own, out="plain")["sources"]["files (0.jsonl)"]["bad"] == {}
-    report = prepare(own, for_reward=reader, max_bad_fraction=0.5)
+    report = prepare(own, further=(reader,), max_bad_fraction=0.5)
     reason = "the text contains the tokenizer's control token [SEP]"
     assert report["sources"]["files (0.jsonl)"]["bad"] == {reason: 1}

@@ -64,7 +64,7 @@ from rlhf_pipeline.data.split import split_sources
 from rlhf_pipeline.data.record_files import RecordsWriter
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.data.records import RowCounts
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 
 rows, folder = int(sys.argv[1]), Path(sys.argv[2])
 folder.mkdir()
@@ -76,8 +76,8 @@ RowCounts(rows).write(folder)
 config = SplitConfig(sources=[{"samples": 1}], max_prompt_tokens=1000, max_response_tokens=1000)
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
 places = {"output": folder / "out", "metrics_file": folder / "metrics"}
-contract = TokenContract.of(tokenizer)
-split_sources(config, tokenizer, contract, 0, sources=[folder], pretraining=[], **places)
+readers = [Reader(tokenizer, TokenContract.of(tokenizer))]
+split_sources(config, readers, 0, sources=[folder], pretraining=[], **places)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

@@ -11,7 +11,7 @@ from rlhf_pipeline.data.template import (
     render_responses,
     render_turns,
 )
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.errors import ArtifactError
 
 QUESTION = [{"role": "user", "content": "Why?"}]
@@ -38,7 +38,7 @@ def use(tokenizer, template: str, **control_tokens: str) -> None:
 
 
 def responses(tokenizer, *arguments) -> list[str]:
-    return render_responses(tokenizer, TokenContract.of(tokenizer), *arguments)
+    return render_responses(Reader(tokenizer, TokenContract.of(tokenizer)), *arguments)
 
 
 def render(tokenizer, prompt, response) -> tuple[str, str]:
@@ -48,7 +48,8 @@ def render(tokenizer, prompt, response) -> tuple[str, str]:
 
 def turns(tokenizer, prompt) -> list[tuple[str, bool]]:
     (text,) = render_prompts(tokenizer, ["own.jsonl:7"], [prompt])
-    return render_turns(tokenizer, TokenContract.of(tokenizer), "own.jsonl:7", prompt, text)
+    reader = Reader(tokenizer, TokenContract.of(tokenizer))
+    return render_turns(reader, "own.jsonl:7", prompt, text)
 
 
 def test_our_template_takes_braces_in_the_data_as_data(tokenizer) -> None:
@@ -78,9 +79,8 @@ def test_a_turn_ends_at_the_first_token_that_the_template_ends_it_with(
         + "{% endif %}{% endfor %}"
     )
     contract = TokenContract.of(tokenizer, tokenizer.convert_tokens_to_ids(["<|eot|>"]))
-    assert render_responses(tokenizer, contract, ["a:1"], [QUESTION], ["Why?"], ["So."]) == [
-        expected
-    ]
+    given = ["a:1"], [QUESTION], ["Why?"], ["So."]
+    assert render_responses(Reader(tokenizer, contract), *given) == [expected]
 
 
 def test_a_generation_prompt_that_differs_from_the_dialogue_is_refused(tokenizer) -> None:

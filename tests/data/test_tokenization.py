@@ -41,8 +41,7 @@ def example(n: int, prompt: list[dict[str, str]], chosen=None, rejected=None) ->
 
 
 def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
-    contract = TokenContract.of(tokenizer)
-    return tokenize(batch(*rows), tokenizer, contract)
+    return tokenize(batch(*rows), Reader(tokenizer, TokenContract.of(tokenizer)))
 
 
 def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitConfig:
@@ -83,7 +82,7 @@ class TestTokenize:
         contract = TokenContract.of(tokenizer, [turn_end])
 
         def last_ids(answer: str) -> tuple[int, int]:
-            (one,) = tokenize(batch(("~<|end|>", answer, None)), tokenizer, contract)
+            (one,) = tokenize(batch(("~<|end|>", answer, None)), Reader(tokenizer, contract))
             return one.prompt[-1], one.chosen[-1]
 
         assert last_ids("~<|eot|>") == (1, turn_end)

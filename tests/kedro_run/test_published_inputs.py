@@ -46,7 +46,7 @@ def published(blocks, tmp_path):
     made = blocks()
     (source,) = made["split"].readings()
     policy, recorded = made["rejection"], as_json(made)
-    rows = {name: file_digest(path) for name, path in source_origin(source).files.items()}
+    rows = {name: file_digest(path) for name, path in source_origin(source)[0].items()}
     part = policy.model_dump(mode="json", include={*SFTConfig.model_fields})
     records = {
         "source": (as_json({"source": source}), rows),

@@ -15,7 +15,7 @@ from transformers.utils import chat_template_utils
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.phase_files import RowMaker, demonstration
-from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.data.tokenization import tokenize
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.generation.records import ended
@@ -73,7 +73,7 @@ def demonstration_of(dialogue, artifact, sft_loss="response"):
     tokenizer, contract = load_tokenizer(artifact), TokenContract.read(artifact)
     example = {"id": "own:0", "prompt": dialogue[:-1], "rejected": None}
     example["chosen"] = dialogue[-1]["content"]
-    (tokens,) = tokenize([example], tokenizer, contract, turns=[sft_loss == "assistant"])
+    (tokens,) = tokenize([example], Reader(tokenizer, contract), [sft_loss == "assistant"])
     config = SplitConfig(
         sources=[{}], max_prompt_tokens=512, max_response_tokens=256, sft_loss=sft_loss
     )

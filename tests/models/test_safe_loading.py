@@ -194,14 +194,11 @@ def test_trust_in_the_base_model_does_not_extend_to_a_reward_model(with_code, ma
     from rlhf_pipeline.data.token_contract import TokenContract
     from rlhf_pipeline.distributed.world import World
     from rlhf_pipeline.runtime.job import LaunchedJob
-    from rlhf_pipeline.scoring.reward_sources import ModelSource
+    from rlhf_pipeline.scoring.reward_sources import ModelSource, Reading
 
     contract, world = TokenContract.read(with_code), World(0, 1, torch.device("cpu"))
     reward = ModelReward(path=str(with_code))
     job = LaunchedJob("ppo", "f", 1, {}, {}, {}, with_code, 60.0)
     with pytest.raises(ArtifactError, match=r"applies to the base model"):
-        ModelSource.load(
-            reward, "ppo.rewards.0", "rewards.0", job,
-            contracts=[contract], micro_batch_tokens=2, world=world,
-        )  # fmt: skip
+        ModelSource.load(reward, "ppo.rewards.0", "rewards.0", job, Reading([contract], 2, world))
     assert not marker.exists()

@@ -13,8 +13,8 @@ from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_tokenizer
 from rlhf_pipeline.pipelines.ppo import distill, ppo, reward_inputs
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
-from rlhf_pipeline.stages.cache.fingerprint import fingerprint, library_version, recipe
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries, json_digest
+from rlhf_pipeline.stages.cache.fingerprint import library_version, recipe
 from rlhf_pipeline.stages.job import RunContext
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
@@ -26,7 +26,7 @@ class Fingerprints:
 
     def run(self, job):
         digests = {name: content_digest(path) for name, path in job.inputs.items()}
-        return fingerprint(recipe(job, digests, RunContext(Path()), 1))
+        return json_digest(recipe(job, digests, RunContext(Path()), 1))
 
 
 class Recorder:

@@ -1,5 +1,7 @@
 """A policy, reward models, and a rollout with known texts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -56,10 +58,8 @@ def load(policy, contract, world, tmp_path):
         inputs = (files or {}) | ({} if trained is None else {"reward_model": trained})
         job = LaunchedJob("ppo", "f", 1, {}, inputs, digests or {}, tmp_path / "ppo" / "f", 60.0)
         model = None if trained is None else freeze(load_scores(trained, "fp32"))
-        return load_rewards(
-            job, sources, contract, world, load_tokenizer(policy), model,
-            score_clip=score_clip, micro_batch_tokens=48,
-        )  # fmt: skip
+        config = SimpleNamespace(rewards=sources, score_clip=score_clip, micro_batch_tokens=48)
+        return load_rewards(job, config, contract, world, load_tokenizer(policy), model)
 
     return make
 

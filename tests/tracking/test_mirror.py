@@ -40,9 +40,7 @@ def record(step, **metrics):
 
 
 def make_tracker(uri, project, name="full"):
-    tracker = MlflowTracker(uri, project)
-    tracker.describe(name, {"kedro.pipeline": name}, {"seed": "7"})
-    return tracker
+    return MlflowTracker(uri, project, name, {"kedro.pipeline": name}, {"seed": "7"})
 
 
 @pytest.fixture
@@ -441,7 +439,7 @@ def test_an_outage_costs_one_warning_and_ends_with_one(tracker, stage, monkeypat
 def test_an_unreachable_store_does_not_harm_a_stage(stage, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     # Nothing listens on the discard port.
-    tracker = MlflowTracker("http://user:secret@127.0.0.1:9", tmp_path)
+    tracker = make_tracker("http://user:secret@127.0.0.1:9", tmp_path)
     tracker.stage_started(stage)
     report(tracker, stage, [record(1, objective_kl=0.5)])
     tracker.stage_ended(stage, "FAILED", {})

@@ -193,7 +193,8 @@ def test_policies_and_pages_that_a_server_keeps_on_s3(
     assert version.source == f"s3://bucket/mlflow/1/{run}/artifacts/policy"
     folder = local_folder(client, version, tmp_path / "downloads")
     assert (folder / "model.safetensors").read_text() == "weights"
-    MlflowTracker(client.tracking_uri, tmp_path).log_page("bbbb", "<p>page</p>")
+    tracker = MlflowTracker(client.tracking_uri, tmp_path, "full", {}, {})
+    tracker.log_page("bbbb", "<p>page</p>")
     stored = bucket / "mlflow" / "1" / run / "artifacts"
     assert (stored / "evaluation.html").read_text() == "<p>page</p>"
 

@@ -128,14 +128,15 @@ def test_the_gradient_is_that_of_the_mean_kl_of_own_and_given_answers(
         # Each rank has its own teacher, as each process does.
         reference = freeze(load_policy(teacher, "fp32"))
         models = replace(setup.models, actor=engines[world.rank], reference=reference)
+        own_setup = replace(setup, models=models, world=world)
         sequences = collate(PROMPTS[own], RESPONSES[own], 0)
         old = torch.zeros(len(sequences), sequences.response_ids.shape[1])
         rows = Experience(sequences, old, old, sampler_logprobs=old)
         (groups,) = micro_batches([sequences.lengths], tokens, models.actor, world)
         pieces = [rows.rows(index) for index in groups]
         given = FurtherRows(Rows.of(pa.table(GIVEN)), 2, 1, config, world, 1).batch(0)
-        pieces += demonstrations(given, models, config, world)
-        sums = update_minibatch(models, pieces, config, world, {}, kl_coef=3.0, train_actor=True)
+        pieces += demonstrations(given, own_setup)
+        sums = update_minibatch(own_setup, pieces, {}, kl_coef=3.0, train_actor=True)
         return world.sums(sums)
 
     sums, *_ = on_threads(ranks, step)

@@ -7,7 +7,7 @@ from functools import partial
 import pyarrow as pa
 import pytest
 import torch
-from ppo_runs import scored_rollout
+from ppo_runs import ppo_setup_of, scored_rollout
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
@@ -164,9 +164,7 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     assert metrics["objective/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["objective/kl_k3"] == pytest.approx(0.0, abs=1e-6)
     experience = make_experience(scored, config, kl_coef=0.1, world=world)
-    metrics = update_models(
-        models, experience, config, world, key=(1, 1), kl_coef=0.1, train_actor=True
-    )
+    metrics = update_models(ppo_setup_of(models, config, world), experience, 1, 0.1)
     assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
     assert math.isfinite(metrics["policy/loss"]) and math.isfinite(metrics["value/loss"])

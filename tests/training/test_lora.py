@@ -269,7 +269,7 @@ def test_dpo_starts_at_log_2_and_its_reference_does_not_change(make_model, world
 
 
 def test_ppo_trains_adapters_and_the_head_of_the_critic(ppo_inputs, world, tmp_path):
-    from ppo_runs import scored_rollout
+    from ppo_runs import ppo_setup_of, scored_rollout
 
     from rlhf_pipeline.data.token_contract import common_contract
     from rlhf_pipeline.models.lora import WithoutAdapters
@@ -290,7 +290,7 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(ppo_inputs, world, tmp_p
         kl = rollout_metrics(scored, config, world)["objective/kl_k3"]
         assert kl == 0 if step == 1 else kl > 0
         experience = make_experience(scored, config, kl_coef=0.1, world=world)
-        update_models(models, experience, config, world, key=(1, 1), kl_coef=0.1, train_actor=True)
+        update_models(ppo_setup_of(models, config, world), experience, 1, 0.1)
     after = models.critic.module.state_dict()
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed == {name for name in after if ".lora_" in name or "score" in name}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ppo_runs import ppo_config, run_ppo
+from ppo_runs import ppo_config, ppo_setup_of, run_ppo
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import load_policy
@@ -26,7 +26,7 @@ def test_the_critic_starts_on_the_scale_of_the_scores(ppo_inputs, world, tmp_pat
     models = load(config, ppo_inputs, world, tmp_path)
     inputs = SEQUENCES.rows(torch.tensor([0])).model_inputs()
     estimate = models.critic(**inputs, scores_to_keep=1)[0, 0]
-    raw = score_sequences(SEQUENCES, models, config, world, with_critic=False)
+    raw = score_sequences(ppo_setup_of(models, config, world), SEQUENCES, with_critic=False)
     score = models.rewards(raw, {}).scores[0]
     assert float(score) == pytest.approx(weight * (float(raw.scores[0]) - 0.1), abs=1e-5)
     assert float(estimate) == pytest.approx(float(score) + weight * 0.1, abs=1e-5)

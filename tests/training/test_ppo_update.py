@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from ppo_runs import ppo_config, run_ppo
+from ppo_runs import ppo_config, ppo_setup_of, run_ppo
 
 from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.sequences import collate
@@ -42,7 +42,7 @@ def minibatches(trained, world, **changes):
     prompts = [[5 + row % of_prompts] for row in range(8)]
     sequences = collate(prompts, [[20, 1]] * 8, 0)
     rows = Experience(sequences, torch.zeros(8, 2), torch.zeros(8, 2))
-    found = in_micro_batches(trained.setup.models, rows, config, world, key=(1, 1))
+    found = in_micro_batches(ppo_setup_of(trained.setup.models, config, world), rows, 1)
     return [
         [ids for piece in pieces for ids in piece.sequences.prompt_ids.flatten().tolist()]
         for pieces in found

@@ -6,7 +6,7 @@ import deepspeed
 import pyarrow as pa
 import pytest
 import torch
-from ppo_runs import run_ppo
+from ppo_runs import ppo_setup_of, run_ppo
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -140,14 +140,10 @@ def steps(inputs, world, tmp_path_factory, on_threads):
                 old[row, : len(response)] = logprobs[-len(response) :]
             experience = Experience(sequences, old, ADVANTAGES[own, :width])
             text = FurtherRows(table, 6, 1, options, world, 1).batch(0)
-            own_models = replace(models, actor=engines[rank])
-            (groups,) = micro_batches(
-                [experience.sequences.lengths], tokens, own_models.actor, world
-            )
+            setup = ppo_setup_of(replace(models, actor=engines[rank]), options, world)
+            (groups,) = micro_batches([experience.sequences.lengths], tokens, engines[rank], world)
             pieces = [experience.rows(index) for index in groups]
-            sums = update_minibatch(
-                own_models, pieces, options, world, {}, kl_coef=0.1, train_actor=True, text=text
-            )
+            sums = update_minibatch(setup, pieces, {}, kl_coef=0.1, train_actor=True, text=text)
             return world.sums(sums)
 
         sums = on_threads(ranks, one)
@@ -184,16 +180,7 @@ def test_loss_and_perplexity_of_a_uniform_model(inputs, world, tmp_path):
     batches = FurtherRows(
         load_rows(inputs["pretraining"] / "train.arrow", world), 6, 1, options, world, 1
     )
-    metrics = update_models(
-        models,
-        experience,
-        options,
-        world,
-        key=(1, 1),
-        kl_coef=0.1,
-        train_actor=True,
-        texts=batches.of_step(1),
-    )
+    metrics = update_models(ppo_setup_of(models, options, world, text=batches), experience, 1, 0.1)
     assert metrics["ptx/loss"] == pytest.approx(5.6629605, rel=1e-6)
     assert metrics["ptx/perplexity"] == pytest.approx(288.0, rel=1e-5)
 

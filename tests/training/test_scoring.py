@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ppo_runs import ppo_config
+from ppo_runs import ppo_config, ppo_setup_of
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.generation.records import ended
@@ -32,7 +32,7 @@ def models(ppo_inputs):
 def scored_by(models, world, tokens=8):
     sampling = {"temperature": 0.7, "max_response_tokens": 6}
     config = ppo_config(micro_batch_tokens=tokens, sampling=sampling)
-    return score_sequences(collate(PROMPTS, RESPONSES, 0), models, config, world)
+    return score_sequences(ppo_setup_of(models, config, world), collate(PROMPTS, RESPONSES, 0))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 100])

@@ -80,9 +80,10 @@ def evaluate(
     rows = first_prompts(tests[0], given.max_bad_fraction) if prompts else ()
     refuse(scorer_faults(judged, rows, dict(enumerate(tests)), {}, ledger.workspace))
     refuse(code_faults({"evaluate": config}, ledger.workspace))
-    tracker = MlflowTracker(tracking_uri(project), project)
+    title = f"evaluate {' '.join(models)}"
+    tracker = MlflowTracker(tracking_uri(project), project, title, {}, {})
     ledger = replace(ledger, listeners=(tracker,))
-    with _tracked(tracker, f"evaluate {' '.join(models)}"), ledger.stages() as stages:
+    with _tracked(tracker), ledger.stages() as stages:
         if prompts:  # its faults come before the import of a large model
             changes = {"sources": tests, "pretraining": None, "test_fraction": 0.0}
             given = given.model_copy(update=changes)
@@ -127,8 +128,7 @@ def first_prompts(source: BlendedSourceConfig, bad: float) -> Rows:
 
 
 @contextmanager
-def _tracked(tracker: MlflowTracker, title: str) -> Iterator[None]:
-    tracker.describe(title, {}, {})
+def _tracked(tracker: MlflowTracker) -> Iterator[None]:
     status: Status = "FAILED"
     try:
         yield

@@ -275,7 +275,6 @@ class SplitConfig(Block):
 
     @property
     def weight_of(self) -> dict[Phase, float]:
-        """The weight of each phase."""
         return dict(zip(PHASES, self.weights, strict=True))
 
     def unserved(self, kinds: Collection[Collection[Phase]]) -> list[Phase]:

@@ -63,19 +63,14 @@ class File:
         return self.path if self.local else str(self.store.unstrip_protocol(self.path))
 
     @property
-    def display_name(self) -> str:
-        """The URL without secrets, for messages."""
-        return without_secrets(self.url)
-
-    @property
     def format(self) -> str:
         """The format, by suffix; raises DataError for an unknown one."""
         suffix = PurePosixPath(self.name.lower().removesuffix(".gz")).suffix.removeprefix(".")
         if suffix not in FORMATS:
             known = ", ".join(f".{format}" for format in FORMATS)
             raise DataError(
-                f"{self.display_name}: unknown file format; expected {known}, each also with .gz. "
-                "Fix: convert or rename the file, or select the data files with a glob."
+                f"{without_secrets(self.url)}: unknown file format; expected {known}, each also "
+                "with .gz. Fix: convert or rename the file, or select the data files with a glob."
             )
         return suffix
 
@@ -87,14 +82,6 @@ class Location:
     files: tuple[File, ...]
     saved: str | None = None
     """Their folder, if `save_to_disk` of the datasets library wrote it."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Local files, and the identities that stores report of remote ones, by `File.name`."""
-
-    files: dict[str, Path]
-    identities: dict[str, str]
 
 
 def find_files(path: str) -> Location:
@@ -120,13 +107,14 @@ def find_files(path: str) -> Location:
     return Location(files)
 
 
-def origin(path: str) -> Origin:
-    """The files at a path; raises like `find_files`, and if a store tells no identity of a file."""
+def origin(path: str) -> tuple[dict[str, Path], dict[str, str]]:
+    """The local files at a path, and the identities that stores report of remote ones, by name.
+
+    Raises like `find_files`, and if a store tells no identity of a file.
+    """
     files = find_files(path).files
-    return Origin(
-        {file.name: file.local for file in files if file.local is not None},
-        {file.name: _identity(file) for file in files if file.local is None},
-    )
+    local = {file.name: file.local for file in files if file.local is not None}
+    return local, {file.name: _identity(file) for file in files if file.local is None}
 
 
 @contextmanager
@@ -180,8 +168,9 @@ def _identity(file: File) -> str:
                 return f"{name} {checksum}, {info['size']} bytes"
         if "url" in info:  # HTTP: `ukey` does not depend on the content
             raise DataError(
-                f"{file.display_name}: the server sends no ETag, checksum or date, so a changed "
-                "file would not be noticed. Fix: download the file, and set `path` to the copy."
+                f"{without_secrets(file.url)}: the server sends no ETag, checksum or date, so a "
+                "changed file would not be noticed. Fix: download the file, and set `path` to the "
+                "copy."
             )
         return str(file.store.ukey(file.path))
 

@@ -13,14 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_pipeline.config.split import PHASES, Phase
-from rlhf_pipeline.data.records import (
-    Example,
-    Record,
-    Text,
-    conversation,
-    key,
-    normalized_prompt,
-)
+from rlhf_pipeline.data.records import Example, Record, Text, conversation, key, normalized_prompt
 from rlhf_pipeline.errors import ArtifactError
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])

@@ -58,6 +58,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     load = partial(AutoTokenizer.from_pretrained, trust_remote_code=job.trust_remote_code)
     readers = [Reader(load(folder), TokenContract.read(folder)) for folder in folders]
     contract, reward_contract = readers[0].contract, readers[-1].contract
+    readers = readers[:1] if reward_contract == contract else readers
     # The driver lists the inputs `source_0`, `source_1`, ... in order.
     sources, pretraining = (
         [path for name, path in job.inputs.items() if name.startswith(f"{kind}_")]
@@ -65,9 +66,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     )
     report = split_sources(
         config,
-        *readers[0],
+        readers,
         job.seed,
-        for_reward=None if reward_contract == contract else readers[-1],
         sources=sources,
         pretraining=pretraining,
         output=job.export,
@@ -82,36 +82,34 @@ def main(job: LaunchedJob) -> dict[str, float]:
 
 def split_sources(
     config: SplitConfig,
-    tokenizer: Tokenizer,
-    contract: TokenContract,
+    readers: Sequence[Reader],
     seed: int,
     *,
     sources: Sequence[Path],
     pretraining: Sequence[Path],
     output: Path,
     metrics_file: Path,
-    for_reward: Reader | None = None,
 ) -> dict[str, Any]:
     """Divide the records by conversation, tokenize them, write the files of `phase_files.tables`.
 
     The same arguments give the same bytes. Memory grows by a few dozen bytes per record, and by the
     first turns of the held-out ones. `sources` and `pretraining` are folders of records, in the
-    order of the configuration. `for_reward` reads the comparisons a second time: the tokenizer of a
-    reward model that has another than the policy. Returns the report, see `build_report`. Raises
-    DataError if too many rows are bad, a text is too long, a file gets no row, or a prompt has two
-    true answers; ArtifactError if a tokenizer or its chat template is unsuitable.
+    order of the configuration. `readers` are that of the policy and, if the reward model has
+    another tokenizer, that one, which reads the comparisons a second time. Returns the report, see
+    `build_report`. Raises DataError if too many rows are bad, a text is too long, a file gets no
+    row, or a prompt has two true answers; ArtifactError if a tokenizer or its chat template is
+    unsuitable.
     """
     read = [examples(folder) for folder in sources]
     counts = [RowCounts.read(folder) for folder in sources]
     labels = _unique_labels(config.sources)
-    readers = [Reader(tokenizer, contract), *([] if for_reward is None else [for_reward])]
     control_tokens = ControlTokenFilter(readers, config.max_bad_fraction)
     usable = list(map(control_tokens.usable_rows, labels, counts, read))
     plan = blend(config, read, usable, seed)
     extra = any("extra" in table.column_names for table in read)
     files = {
         table.path: PhaseFile(table, output, *plan.rows(table), extra)
-        for table in tables(config, has_own=for_reward is not None)
+        for table in tables(config, has_own=len(readers) > 1)
     }
     _require_rows(files, config, config.unserved(plan.kinds()))
     progress = RowProgress(metrics_file, len(plan.parts) * len(readers))
@@ -120,7 +118,7 @@ def split_sources(
         own = [
             file
             for file in files.values()
-            if for_reward is None or (file.table.folder in FOR_REWARD) == (number == 1)
+            if len(readers) == 1 or (file.table.folder in FOR_REWARD) == (number == 1)
         ]
         batches = _needed_batches(config, read, plan.references, own)
         maker = RowMaker(config, reader.tokenizer.bos_token_id)
@@ -140,10 +138,9 @@ def split_sources(
         for file in own:
             file.close()
     report = build_report(config, labels, counts, plan, files, lengths)
-    report["examples"] = first_examples(output, tokenizer)
+    report["examples"] = first_examples(output, readers[0].tokenizer)
     if config.pretraining is not None:
-        text_labels = _unique_labels(config.pretraining.sources)
-        report["pretraining"] = pack(config, text_labels, tokenizer, contract, pretraining, output)
+        report["pretraining"] = pack(config, readers[0], pretraining, output)
     return report
 
 
@@ -185,7 +182,7 @@ def _needed_batches(
 
 
 def _tokenized(reader: Reader, batch: _Batch) -> list[Tokenized]:
-    return tokenize(batch.examples, *reader, turns=batch.turns)
+    return tokenize(batch.examples, reader, batch.turns)
 
 
 def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
@@ -223,12 +220,7 @@ def _require_rows(
 
 
 def pack(
-    config: SplitConfig,
-    labels: Sequence[str],
-    tokenizer: Tokenizer,
-    contract: TokenContract,
-    sources: Sequence[Path],
-    output: Path,
+    config: SplitConfig, reader: Reader, sources: Sequence[Path], output: Path
 ) -> dict[str, Any]:
     """Pack plain text for PPO's language-model loss (ptx; Ouyang et al. 2022, equation 2).
 
@@ -239,9 +231,10 @@ def pack(
     many rows are bad.
     """
     assert config.pretraining is not None
-    block_tokens = config.pretraining.block_tokens
+    block_tokens, (tokenizer, contract) = config.pretraining.block_tokens, reader
+    labels = _unique_labels(config.pretraining.sources)
     counts = [RowCounts.read(folder) for folder in sources]
-    control_tokens = ControlTokenFilter([Reader(tokenizer, contract)], config.max_bad_fraction)
+    control_tokens = ControlTokenFilter([reader], config.max_bad_fraction)
 
     def accepted() -> Iterator[list[str]]:
         for label, count, folder in zip(labels, counts, sources, strict=True):

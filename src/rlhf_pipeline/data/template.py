@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Template, TemplateError
 
 from rlhf_pipeline.data.records import Conversation
-from rlhf_pipeline.data.token_contract import TokenContract, Tokenizer
+from rlhf_pipeline.data.token_contract import Reader, Tokenizer
 from rlhf_pipeline.errors import ArtifactError
 
 HUMAN_ASSISTANT_TEMPLATE = (
@@ -114,8 +114,7 @@ def render_dialogues(
 
 
 def render_responses(
-    tokenizer: Tokenizer,
-    contract: TokenContract,
+    reader: Reader,
     ids: Sequence[str],
     prompts: Sequence[Conversation],
     prompt_texts: Sequence[str],
@@ -129,6 +128,7 @@ def render_responses(
     dialogue does not begin with them, so that the model would generate after other text than it
     trained on.
     """
+    tokenizer, contract = reader
     tokens = tokenizer.convert_ids_to_tokens(list(contract.eos_ids))
     one = "|".join(map(re.escape, tokens))
     # The last EOS, with those directly before it: the first of them ends the turn.
@@ -156,7 +156,7 @@ def render_responses(
 
 
 def render_turns(
-    tokenizer: Tokenizer, contract: TokenContract, name: str, prompt: Conversation, prompt_text: str
+    reader: Reader, name: str, prompt: Conversation, prompt_text: str
 ) -> list[tuple[str, bool]]:
     """Divide a prompt's text (from `render_prompts`) into pieces, with True for the assistant.
 
@@ -170,8 +170,8 @@ def render_turns(
         if message["role"] != "assistant":
             continue
         history = [prompt[:index]]
-        before = render_prompts(tokenizer, [name], history)
-        (said,) = render_responses(tokenizer, contract, [name], history, before, [message])
+        before = render_prompts(reader.tokenizer, [name], history)
+        (said,) = render_responses(reader, [name], history, before, [message])
         answer = said or ""
         if not prompt_text.startswith(before[0] + answer):
             raise ArtifactError(

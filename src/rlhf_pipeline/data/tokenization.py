@@ -15,7 +15,7 @@ from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.record_files import example_rows, examples
 from rlhf_pipeline.data.records import RowCounts, Unused
 from rlhf_pipeline.data.template import plain_text, render_prompts, render_responses, render_turns
-from rlhf_pipeline.data.token_contract import Reader, TokenContract, Tokenizer, control_tokens
+from rlhf_pipeline.data.token_contract import Reader, Tokenizer, control_tokens
 from rlhf_pipeline.errors import ArtifactError, DataError
 
 A = TypeVar("A")
@@ -49,11 +49,7 @@ class Limited:
 
 
 def tokenize(
-    examples: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer,
-    contract: TokenContract,
-    *,
-    turns: Sequence[bool] | None = None,
+    examples: Sequence[Mapping[str, Any]], reader: Reader, turns: Sequence[bool] | None = None
 ) -> list[Tokenized]:
     """Apply the chat template to all prompts and answers, and tokenize the texts.
 
@@ -63,26 +59,24 @@ def tokenize(
     `template`, and if a response does not contain exactly one EOS, at its end.
     """
     names, dialogues = ([example[key] for example in examples] for key in ("id", "prompt"))
-    prompts = render_prompts(tokenizer, names, dialogues)
+    prompts = render_prompts(reader.tokenizer, names, dialogues)
     given = ([example[answer] for example in examples] for answer in ANSWERS)
-    chosen, rejected = (
-        render_responses(tokenizer, contract, names, dialogues, prompts, said) for said in given
-    )
+    chosen, rejected = (render_responses(reader, names, dialogues, prompts, said) for said in given)
     pieces: list[list[tuple[str, bool]]] = [[] for _ in prompts]
     for row, wanted in enumerate(turns or ()):
         # A prompt of at most two messages has no earlier turn of the assistant.
         if wanted and len(dialogues[row]) > 2:
-            asked = names[row], dialogues[row], prompts[row]
-            pieces[row] = render_turns(tokenizer, contract, *asked)
+            pieces[row] = render_turns(reader, names[row], dialogues[row], prompts[row])
     texts = [*prompts, *chosen, *rejected, *(text for row in pieces for text, _ in row)]
     distinct = list({text: None for text in texts if text is not None})
-    ids: dict[str | None, list[int]] = dict(zip(distinct, encode(distinct, tokenizer), strict=True))
+    found = encode(distinct, reader.tokenizer)
+    ids: dict[str | None, list[int]] = dict(zip(distinct, found, strict=True))
     tokenized = []
     rows = names, prompts, chosen, rejected, pieces
     for name, prompt, preferred, other, spoken in zip(*rows, strict=True):
         for answer in (preferred, other, *(text for text, own in spoken if own)):
             if answer is not None:
-                _check_end(name, ids[answer], tokenizer, contract)
+                _check_end(name, ids[answer], reader)
         marked = [(token, own) for text, own in spoken for token in ids[text]]
         divided = [token for token, _ in marked], [own for _, own in marked]
         answers = ids.get(preferred), ids.get(other)
@@ -154,9 +148,8 @@ def newest_values(ids: list[int], values: list[A], limit: int, bos_id: int | Non
     return values[:leading] + values[len(values) - limit + leading :]
 
 
-def _check_end(
-    name: str, response_ids: list[int], tokenizer: Tokenizer, contract: TokenContract
-) -> None:
+def _check_end(name: str, response_ids: list[int], reader: Reader) -> None:
+    tokenizer, contract = reader
     *before, last = [token in contract.eos_ids for token in response_ids]
     if any(before) or not last:
         known = " or ".join(

@@ -36,7 +36,7 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, artifact_of
 from rlhf_pipeline.scoring.answers import Answered, Source
 from rlhf_pipeline.scoring.chat_model import dialogue
-from rlhf_pipeline.scoring.reward_sources import ModelSource
+from rlhf_pipeline.scoring.reward_sources import ModelSource, Reading
 from rlhf_pipeline.scoring.true_answers import accuracy
 from rlhf_pipeline.verdict.answers import Answer
 
@@ -199,12 +199,12 @@ def judge_all(
     def by_source(name: str, source: Source) -> list[Scores]:
         return by_draw(name, lambda draw: source(scored[draw], texts[draw]))
 
-    reading = setup.config.micro_batch_tokens, setup.world
     contracts = [each.contract for each in setups.values()]
+    reading = Reading(contracts, setup.config.micro_batch_tokens, setup.world)
 
     def by_own(model: TokenScores | DeepSpeedEngine, name: str, folder: Path) -> list[Scores]:
-        how = folder, model, contracts, job.trust_remote_code
-        return by_source(name, ModelSource.of_pipeline(*how, *reading))
+        how = folder, model, job.trust_remote_code
+        return by_source(name, ModelSource.of_pipeline(*how, reading))
 
     for name, places in own_models(job.inputs).items():
         by_model = [
@@ -221,10 +221,8 @@ def judge_all(
     scores[GOLD] = by_draw(GOLD, by_gold)
     for name, source in sources.items():
         scores[name] = by_source(name, source)
-    tokens, world = reading
     for name, load in models.items():
-        how = {"contracts": contracts, "micro_batch_tokens": tokens, "world": world}
-        scores[name] = by_source(name, load(**how))
+        scores[name] = by_source(name, load(reading))
         free_memory()
     judged = {}
     for place, (draw, one) in enumerate(scored.items()):

@@ -39,8 +39,8 @@ from rlhf_pipeline.verdict.words import Evaluation
 def load_judges(
     job: LaunchedJob, scorers: Sequence[Scorer], place: str
 ) -> tuple[dict[str, Source], dict[str, Callable[..., Any]]]:
-    """The judges that need no model, by name; and what loads the reward models, one at a time, with
-    the arguments of `ModelSource.load`. `place` is the parameter of the list."""
+    """The judges that need no model, by name; and what loads the reward models, one at a time, for
+    a `Reading`. `place` is the parameter of the list."""
     sources, models = dict[str, Source](), dict[str, Callable[..., Any]]()
     for index, scorer in enumerate(scorers):
         load = partial(load_source, scorer, f"{place}.{index}", f"{JUDGE_PREFIX}{index}", job)

@@ -34,7 +34,6 @@ class TransformersGenerator:
 
     Args:
         policy: a model without dropout; an engine may be in training mode.
-        contract: the tokens of the policy.
         gather: whether to gather the weights of an engine at ZeRO stage 3 once for each call. This
             needs memory for the whole model; False gathers each layer at each token.
     """
@@ -79,16 +78,11 @@ class TransformersGenerator:
                 # One copy, so the host waits for the device once.
                 tokens, logprobs[index] = torch.stack([each.double() for each in found]).cpu()
                 for i, row in zip(index.tolist(), tokens.long().tolist(), strict=True):
-                    responses[i] = _until_eos(row, self._contract.eos_ids)
+                    ends = (n for n, token in enumerate(row, 1) if token in self._contract.eos_ids)
+                    responses[i] = row[: next(ends, len(row))]
         sequences = collate(prompts, responses, pad_id, prompt_numbers=prompt_numbers)
         own = logprobs[:, : sequences.response_ids.shape[1]].float()
         return Rollout(sequences, own.masked_fill(~sequences.real_mask, 0.0))
-
-
-def _until_eos(row: list[int], eos_ids: Sequence[int]) -> list[int]:
-    """The response up to and including its first EOS; all of it if there is none."""
-    end = next((count for count, token in enumerate(row, 1) if token in eos_ids), len(row))
-    return row[:end]
 
 
 @contextmanager

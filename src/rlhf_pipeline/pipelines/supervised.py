@@ -77,8 +77,8 @@ def reward_model(
     inputs = {"comparisons": split / "reward_model"}
     if config.base_model is not None and (own := split / OWN_COMPARISONS).is_dir():
         inputs = {"comparisons": own, SAME_COMPARISONS: split / "reward_model"}
-    inputs |= {"sft_model": sft_model} if config.start == "sft" else {"base_model": base_model}
-    inputs |= reward_base(config, data, seed, stages)
+    own_base = reward_base(config, data, seed, stages) or base_model
+    inputs |= {"sft_model": sft_model} if config.start == "sft" else {"base_model": own_base}
     return stages.run(Job(REWARD_MODEL, {"reward_model": config}, inputs, seed))
 
 

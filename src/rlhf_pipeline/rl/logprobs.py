@@ -80,7 +80,18 @@ def logprobs_and_entropy(
     """
     weight, bias = (None, None) if head is None else head
     columns = logits.shape[-1] if weight is None else weight.shape[0]
-    vocab_size = _checked_vocab_size(logits, columns, ids, temperature, vocab_size)
+    if ids.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; "
+            "expected (B, R) and (B, R, V)"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature: found {temperature}, expected a positive number")
+    vocab_size = columns if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size: found {vocab_size}, expected 1 to {columns} (columns of logits)"
+        )
     chunk = chunk or (CHUNK if logits.device.type == "cpu" else GPU_CHUNK)
     chunk = chunk if teacher is None else -(-chunk // TEACHER_PARTS)
     settings = _Settings(columns, temperature, vocab_size, chunk, with_entropy, teacher)
@@ -341,20 +352,3 @@ def _entropy(log_p: Tensor) -> Tensor:
     rows = log_p.flatten(0, 1)
     parts = rows.split(max(1, -(-len(rows) // ENTROPY_PARTS)))
     return -torch.cat([part.exp().mul_(part).sum(-1) for part in parts]).view(log_p.shape[:-1])
-
-
-def _checked_vocab_size(
-    logits: Tensor, columns: int, ids: Tensor, temperature: float, vocab_size: int | None
-) -> int:
-    if ids.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"ids is {tuple(ids.shape)}, logits is {tuple(logits.shape)}; "
-            "expected (B, R) and (B, R, V)"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature: found {temperature}, expected a positive number")
-    if vocab_size is not None and not 1 <= vocab_size <= columns:
-        raise ValueError(
-            f"vocab_size: found {vocab_size}, expected 1 to {columns} (columns of logits)"
-        )
-    return columns if vocab_size is None else vocab_size

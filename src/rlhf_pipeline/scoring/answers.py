@@ -65,16 +65,15 @@ could not score has a method `counted`, which returns the numbers since its last
 
 
 def load_source(
-    scorer: Scorer, place: str, name: str, job: LaunchedJob, **reading: Any
+    scorer: Scorer, place: str, name: str, job: LaunchedJob, reading: Any = None
 ) -> Source | None:
     """Load what scores single answers; None for the trained reward model and a judge of pairs.
 
-    `place` is its parameter, and `name` the input with its content. A reward model needs the
-    further arguments of `ModelSource.load`. Each case imports what it needs, and the default needs
-    nothing. Raises StageError if a function cannot be imported, or the machine has no sandbox,
-    ConfigError if a function does not take prompts and responses, and ArtifactError if the content
-    has changed since the stage was planned, or a folder contains no reward model, or one of another
-    tokenizer.
+    `place` is its parameter, and `name` the input with its content. A reward model needs a
+    `Reading`. Each case imports what it needs, and the default needs nothing. Raises StageError if
+    a function cannot be imported, or the machine has no sandbox, ConfigError if a function does not
+    take prompts and responses, and ArtifactError if the content has changed since the stage was
+    planned, or a folder contains no reward model, or one of another tokenizer.
     """
     match scorer:
         case CallableReward():
@@ -101,5 +100,5 @@ def load_source(
         case ModelReward():
             from rlhf_pipeline.scoring.reward_sources import ModelSource
 
-            return ModelSource.load(scorer, place, name, job, **reading)
+            return ModelSource.load(scorer, place, name, job, reading)
     return None

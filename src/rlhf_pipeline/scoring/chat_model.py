@@ -1,6 +1,5 @@
 """Chat models behind an OpenAI-compatible server, for judges and rewards."""
 
-import hashlib
 import json
 import math
 import os
@@ -125,8 +124,7 @@ class ChatModel:
         messages = [{"role": "user", "content": question}]
         request: dict[str, Any] = {"model": self.config.model, "messages": messages}
         request["extra_body"] = self.config.request
-        text = json.dumps([self.config.base_url, request], sort_keys=True)
-        path = self.cache / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        path = self.cache / f"{json_digest([self.config.base_url, request])}.json"
         with suppress(FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
             known: dict[str, Any] = json.loads(path.read_text())
             if known.pop("sha256") == json_digest([path.stem, known]):  # as it was written

@@ -107,11 +107,7 @@ def _where(function: Callable[..., Any], call: Call) -> str:
 def _fails(function: Callable[..., Any], call: Call) -> bool:
     try:
         _results(function, call)
-    except (
-        Exception,
-        SystemExit,
-        asyncio.CancelledError,
-    ):  # the user's function may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError):  # a user's function may raise anything
         return True
     return False
 

@@ -6,7 +6,7 @@ PPO maximizes the same sum with the centred scores of reward models clipped. Sha
 this rank.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,10 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.rewards import (
-    INPUT_PREFIX,
-    ModelReward,
-    Scorer,
-    clip_of,
-)
+from rlhf_pipeline.config.ppo import PPOConfig
+from rlhf_pipeline.config.rewards import INPUT_PREFIX, ModelReward, clip_of
 from rlhf_pipeline.data.template import fix_date, render_dialogues
-from rlhf_pipeline.data.token_contract import NAME, TokenContract, Tokenizer, control_tokens
+from rlhf_pipeline.data.token_contract import NAME, Reader, TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
 from rlhf_pipeline.distributed.batches import by_micro_batches
 from rlhf_pipeline.distributed.world import World
@@ -41,6 +37,15 @@ from rlhf_pipeline.scoring.answers import Answered, Source, load_source
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What reward models read: responses of policies with these contracts, in micro-batches."""
+
+    contracts: Collection[TokenContract]
+    micro_batch_tokens: int
+    world: World
+
+
+@dataclass(frozen=True)
 class ModelSource:
     """A reward model: of this pipeline, or in a folder of the user."""
 
@@ -51,45 +56,31 @@ class ModelSource:
     """The model's tokenizer if it reads text; None if it reads the policy's tokens."""
     contract: TokenContract | None
     """The contract of a tokenizer that this pipeline has prepared."""
-    micro_batch_tokens: int
-    world: World
+    reading: Reading
 
     @classmethod
     def of_pipeline(
-        cls,
-        folder: Path,
-        model: TokenScores | DeepSpeedEngine,
-        contracts: Collection[TokenContract],
-        trust: bool,
-        *how: Any,
+        cls, folder: Path, model: TokenScores | DeepSpeedEngine, trust: bool, reading: Reading
     ) -> "ModelSource":
         """A reward model that this pipeline has trained. With the tokenizer of the policies, it
         reads their tokens, else text as in its training."""
         contract = TokenContract.read(folder)
-        reads_text = {contract} != {*contracts}
+        reads_text = {contract} != {*reading.contracts}
         tokenizer = load_tokenizer(folder, trust_remote_code=trust) if reads_text else None
-        return cls(str(folder), model, model.score_mean, tokenizer, contract, *how)
+        return cls(str(folder), model, model.score_mean, tokenizer, contract, reading)
 
     @classmethod
     def load(
-        cls,
-        reward: ModelReward,
-        place: str,
-        name: str,
-        job: LaunchedJob,
-        *,
-        contracts: Collection[TokenContract],
-        micro_batch_tokens: int,
-        world: World,
+        cls, reward: ModelReward, place: str, name: str, job: LaunchedJob, reading: Reading
     ) -> "ModelSource":
-        """Load the model, which scores policies with these contracts; see `load_source`.
+        """Load the model; see `load_source`.
 
-        Raises ArtifactError if its tokenizer is another one, and `retokenize` is off.
+        Raises ArtifactError if its tokenizer is not the policies', and `retokenize` is off.
         """
         folder = job.inputs.get(name, reward.folder)
         if reward.on_hub:
             folder = Path(snapshot_download(reward.path, revision=job.digests[name]))
-        if not reward.retokenize and {TokenContract.read(folder)} != {*contracts}:
+        if not reward.retokenize and {TokenContract.read(folder)} != {*reading.contracts}:
             raise ArtifactError(
                 f"{place}: {reward.path} uses a different tokenizer from the policy. Fix: set its "
                 "retokenize to true; it then reads text in its own chat template"
@@ -97,7 +88,7 @@ class ModelSource:
         tokenizer = load_tokenizer(folder) if reward.retokenize else None
         if tokenizer is not None:
             fix_date(tokenizer, reward.template_date)
-        how: Any = {"foreign": reward.retokenize, "device": world.device}
+        how: Any = {"foreign": reward.retokenize, "device": reading.world.device}
         model = freeze(load_scores(folder, reward.precision, **how))
         assert_no_dropout(model)
         if not reward.on_hub and name not in job.inputs:
@@ -105,7 +96,7 @@ class ModelSource:
         stored = float(getattr(model.config, "score_mean", 0.0))
         mean = stored if reward.mean is None else reward.mean
         contract = TokenContract.read(folder) if (folder / NAME).is_file() else None
-        return cls(reward.path, model, mean, tokenizer, contract, micro_batch_tokens, world)
+        return cls(reward.path, model, mean, tokenizer, contract, reading)
 
     @torch.no_grad()
     def __call__(self, scored: Scored, answered: Answered) -> list[float]:
@@ -116,7 +107,7 @@ class ModelSource:
             # The score belongs to the last token, so that token alone is the response.
             before, last = [ids[:-1] for ids in rows], [ids[-1:] for ids in rows]
             sequences = collate(before, last, self.tokenizer.pad_token_id or 0)
-        how = self.micro_batch_tokens, self.world
+        how = self.reading.micro_batch_tokens, self.reading.world
         raw = by_micro_batches(sequence_scores, self.model, sequences, *how)
         scores: list[float] = (raw - self.mean).tolist()
         return scores
@@ -134,7 +125,7 @@ class ModelSource:
         if self.contract is not None:  # as the split has tokenized comparisons
             asked = zip(places, answered.prompts, said, strict=True)
             examples = [{"id": i, "prompt": p, "chosen": s, "rejected": None} for i, p, s in asked]
-            both = tokenize(examples, tokenizer, self.contract)
+            both = tokenize(examples, Reader(tokenizer, self.contract))
             # Without the oldest tokens, as the split cuts prompts.
             rows = [[*one.prompt, *(one.chosen or ())][-(limit or 0) :] for one in both]
         else:
@@ -207,14 +198,11 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    rewards: Sequence[Scorer],
+    config: PPOConfig,
     contract: TokenContract,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
     trained: TokenScores | DeepSpeedEngine | None,
-    *,
-    score_clip: float | None,
-    micro_batch_tokens: int,
 ) -> RewardSum:
     """Load the sources of rewards for the policy with this contract and tokenizer.
 
@@ -222,17 +210,18 @@ def load_rewards(
     has scored already. Raises what `load_source` raises.
     """
     sources, reads_texts, reads_tokens = dict[str, WeightedSource](), False, False
-    reading: Any = {"contracts": [contract], "micro_batch_tokens": micro_batch_tokens}
-    for index, reward in enumerate(rewards):
+    reading = Reading([contract], config.micro_batch_tokens, world)
+    for index, reward in enumerate(config.rewards):
         name = f"{INPUT_PREFIX}{index}"
-        source = load_source(reward, f"{job.stage}.{name}", name, job, world=world, **reading)
+        source = load_source(reward, f"{job.stage}.{name}", name, job, reading)
         if source is None:
             assert trained is not None, "the trained reward model is loaded as well"
-            how = job.inputs["reward_model"], trained, [contract], job.trust_remote_code
-            source = ModelSource.of_pipeline(*how, micro_batch_tokens, world)
+            how = job.inputs["reward_model"], trained, job.trust_remote_code
+            source = ModelSource.of_pipeline(*how, reading)
             if reads_tokens := source.tokenizer is None:
                 source = partial(_by_trained, mean=source.mean)
-        sources[reward.label] = WeightedSource(reward.weight, clip_of(reward, score_clip), source)
+        clip = clip_of(reward, config.score_clip)
+        sources[reward.label] = WeightedSource(reward.weight, clip, source)
         is_of_tokens = isinstance(source, partial) or getattr(source, "tokenizer", "") is None
         reads_texts |= not is_of_tokens
     return RewardSum(sources, tokenizer if reads_texts else None, reads_tokens)

@@ -215,21 +215,19 @@ def place(
 
     block = {"micro_batch_tokens": TOKENS[0][0]} | parameters[stage]
     config = BLOCKS[stage].model_validate(block)
+    samples = stage in (*POLICIES, "evaluate")
+    batches = [{"sampling.batch_size_per_gpu": rows} for rows in ROWS] if samples else [{}]
     for tokens, strategy in product(TOKENS, [*_strategies(config, shape, hardware, method)]):
-        sizes = [strategy | size for size in _sizes(stage, tokens)]
+        # Micro batches, and batches for generation, larger ones first.
+        sizes = [
+            strategy | {"micro_batch_tokens": number} | batch
+            for number, batch in product(tokens, batches)
+        ]
         if fits(planned(sizes[-1]), hardware):  # the smallest
             for settings in sizes:
                 if fits(memory := planned(settings), hardware):
                     return settings, memory
     return None
-
-
-def _sizes(stage: str, tokens: Sequence[int]) -> Iterator[Changes]:
-    """Sizes of micro batches and of batches for generation, larger ones first."""
-    samples = stage in (*POLICIES, "evaluate")
-    batches = [{"sampling.batch_size_per_gpu": rows} for rows in ROWS] if samples else [{}]
-    for number, batch in product(tokens, batches):
-        yield {"micro_batch_tokens": number} | batch
 
 
 def _strategies(

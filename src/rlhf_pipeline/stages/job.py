@@ -95,7 +95,6 @@ class StageRun(LaunchedJob):
     cached: bool = False
     """True: the result of an earlier run is reused, nothing is launched."""
     headline_metrics: tuple[str, ...] = ()
-    """The metrics that the progress display shows."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """Everything that decides the result; the fingerprint is its digest."""
 

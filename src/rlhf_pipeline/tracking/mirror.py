@@ -51,12 +51,15 @@ class MlflowTracker(StageListener):
     closes the runs of killed drivers.
 
     A recipe has one child run over all its attempts: an unfinished run of the same fingerprint is
-    resumed. A reused stage is linked from the parent by the tag `rlhf.cached.<stage>`.
+    resumed. A reused stage is linked from the parent by the tag `rlhf.cached.<stage>`. The first
+    stage opens the parent: no earlier failure leaves a run.
     """
 
-    def __init__(self, uri: str, project: Path) -> None:
+    def __init__(
+        self, uri: str, project: Path, name: str, tags: dict[str, str], params: dict[str, str]
+    ) -> None:
         self._uri, self._project = uri, project
-        self.describe("pipeline", {})
+        self._name, self._tags, self._params = name, tags, params  # of the parent
         self._client: MlflowClient | None = None
         self._parent: str | None = None
         self._end: tuple[Status, str] | None = None  # of the parent, and its description
@@ -66,12 +69,6 @@ class MlflowTracker(StageListener):
         }
         """What sends it, by its name in messages and its fingerprint."""
         self._failed, self._attempted_at = False, 0.0
-
-    def describe(
-        self, run_name: str, tags: dict[str, str], params: dict[str, str] | None = None
-    ) -> None:
-        """Describe the parent run, which the first stage opens: no earlier failure leaves a run."""
-        self._name, self._tags, self._params = run_name, tags, params or {}
 
     def end(self, status: Status, summary: str = "") -> None:
         """Close the parent run. `summary` is its description: the verdict, or why it failed."""
@@ -103,7 +100,6 @@ class MlflowTracker(StageListener):
         self._mark(run)
 
     def stage_phase(self, run: StageRun, heartbeat: Heartbeat) -> None:
-        """Reconcile every few seconds."""
         if time.monotonic() - self._attempted_at > (RETRY_S if self._failed else EVERY_S):
             self.reconcile()
 
@@ -306,7 +302,6 @@ class ChildRun:
         client.set_terminated(self.run_id, status, ended)
 
     def _log_headline(self, client: MlflowClient, parent: str, records: Records) -> None:
-        """Log the headline of the result to the parent."""
         run, metrics = self.run, self.end[1] if self.end else {}
         own = f"{run.stage}/"
         headline = {

@@ -105,9 +105,8 @@ def register_evaluated(
     """Register the policies of an evaluation with its metrics, and apply the gate.
 
     The gate reads the answers of the evaluation and those of the present champion to the same
-    prompts, in the evaluation `answered`. `sources` are those of the data.
-
-    Raises StageError, see `register`.
+    prompts, in the evaluation `answered`. `sources` are those of the data. Raises StageError, see
+    `register`.
     """
     compared = read_evaluation(evaluation)
     candidate, baseline = compared["candidate"], baseline_of(compared)

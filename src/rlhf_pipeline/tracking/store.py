@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from rlhf_pipeline.config.evaluate import CHAMPION
-from rlhf_pipeline.errors import (
-    ArtifactError,
-    ConfigError,
-    StageError,
-    suggestion,
-    without_secrets,
-)
+from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError, suggestion, without_secrets
 from rlhf_pipeline.runtime.heartbeat import machine
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.job import Status

@@ -22,7 +22,7 @@ from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.rl.advantages import gae, to_tokens
 from rlhf_pipeline.rl.masking import masked_moments, mean_and_variance, whiten
 from rlhf_pipeline.rl.rewards import per_token_rewards, sampler_weights, shaped_scores
-from rlhf_pipeline.training.ppo_setup import PPOModels
+from rlhf_pipeline.training.ppo_setup import PPOModels, Setup
 
 
 def actor_pass(models: PPOModels, batch: Sequences, config: PPOConfig) -> tuple[Tensor, Tensor]:
@@ -198,9 +198,7 @@ def groups(x: Tensor, config: PPOConfig) -> Tensor:
     return x.view(config.responses_per_prompt, -1)
 
 
-def in_micro_batches(
-    models: PPOModels, experience: Experience, config: PPOConfig, world: World, key: tuple[int, int]
-) -> Iterator[list[Experience]]:
+def in_micro_batches(setup: Setup, experience: Experience, step: int) -> Iterator[list[Experience]]:
     """The micro batches of each minibatch, epoch after epoch.
 
     A minibatch has all responses to its prompts if its size allows it, because they share the
@@ -209,6 +207,7 @@ def in_micro_batches(
     if experience.training_pass is not None:
         yield [experience]
         return
+    config, world, key = setup.config, setup.world, (setup.seed, step)
     rows = torch.arange(len(experience.sequences))
     together = config.responses_per_prompt
     if config.minibatch_size % (together * world.size):
@@ -222,7 +221,7 @@ def in_micro_batches(
     if config.equal_groups != "keep" or config.truncated == "mask":
         drawn = only_trained(drawn, experience.sequences.action_mask.any(1), world)
     lengths = [experience.sequences.lengths[rows] for rows in drawn]
-    groups = micro_batches(lengths, config.micro_batch_tokens, models.actor, world)
+    groups = micro_batches(lengths, config.micro_batch_tokens, setup.models.actor, world)
     for rows, own in zip(drawn, groups, strict=True):
         yield [experience.rows(rows[index]) for index in own]
 

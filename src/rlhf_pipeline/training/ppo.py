@@ -108,12 +108,7 @@ def train(setup: Setup) -> None:
         experience = make_experience(scored, config, kl_coef=kl_coef, world=setup.world)
         # 4. Update actor and critic.
         heartbeat.begin_phase("update")
-        metrics = update_models(
-            setup.models, experience, config, setup.world, key=(setup.seed, step), kl_coef=kl_coef,
-            train_actor=step > config.critic_warmup_steps,
-            texts=None if setup.text is None else setup.text.of_step(step),
-            given=None if setup.given is None else setup.given.of_step(step),
-        )  # fmt: skip
+        metrics = update_models(setup, experience, step, kl_coef)
         metrics["objective/kl_coef"] = kl_coef
         fault = rollout_fault(log.metrics | metrics, config, where, trained=trained)
         log.add(metrics, sampler_fault(metrics, config, step) or fault)
@@ -158,9 +153,8 @@ def evaluate(setup: Setup, log: StepLog) -> None:
 def held_out(setup: Setup) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics of the actor on held-out prompts, and its answers to the first of them.
 
-    Prompts and seeds are the same at every evaluation.
-
-    Gold score and accuracy, if known for every prompt, are only shown: no choice depends on them.
+    Prompts and seeds are the same at every evaluation. Gold score and accuracy, if known for every
+    prompt, are only shown: no choice depends on them.
     """
     validation, world = setup.validation, setup.world
     # Equally many prompts on each rank: ZeRO-3 needs all ranks in every forward pass.
@@ -171,7 +165,7 @@ def held_out(setup: Setup) -> tuple[dict[str, float], list[dict[str, Any]]]:
     rollout = roll_out(setup, rows, row_seeds(setup.seed, HELD_OUT_STEP, slots))
     scored = score(setup, rollout, rows, held_out=True)
     metrics = rollout_metrics(scored, setup.config, world, held_out=True)
-    metrics |= quality_metrics(rows, scored.sequences, setup.models.tokenizer, world)
+    metrics |= quality_metrics(rows, scored.sequences, setup)
     return metrics, sampled_answers(rows, scored, setup, min(setup.answers, count))
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
@@ -73,10 +72,7 @@ def rollout_metrics(
 
 
 def quality_metrics(
-    rows: dict[str, list[Any]],
-    sequences: Sequences,
-    tokenizer: PreTrainedTokenizerBase,
-    world: World,
+    rows: dict[str, list[Any]], sequences: Sequences, setup: Setup
 ) -> dict[str, float]:
     """Gold score, and strict and lenient accuracy (`scoring.true_answers.accuracy`), as means over
     all ranks; each of them only if it is known for every prompt."""
@@ -84,7 +80,8 @@ def quality_metrics(
     from rlhf_pipeline.data.sources.synthetic import gold_score
     from rlhf_pipeline.scoring.true_answers import accuracy
 
-    texts = tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
+    ids = sequences.response_ids
+    texts = setup.models.tokenizer.batch_decode(ids, skip_special_tokens=True)
     right = [each or (None, None) for each in map(accuracy, rows["reference"], texts)]
     columns = {
         "gold_score": list(map(gold_score, rows["source"], rows["messages"], texts)),
@@ -93,7 +90,7 @@ def quality_metrics(
     }
     known = [[value for value in column if value is not None] for column in columns.values()]
     counts = torch.tensor([[sum(own), len(own), len(texts)] for own in known]).double()
-    sums = zip(columns, world.sum(counts).tolist(), strict=True)
+    sums = zip(columns, setup.world.sum(counts).tolist(), strict=True)
     return {f"objective/{name}": total / n for name, (total, own, n) in sums if own == n}
 
 

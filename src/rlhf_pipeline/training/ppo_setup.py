@@ -190,10 +190,7 @@ def load_ppo_models(
     if critic is not None and sources["critic"] == sources["reward_model"]:
         critic.module.scale = trained_weight(config.rewards)
     tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
-    rewards = load_rewards(
-        job, config.rewards, contract, world, tokenizer, reward_model,
-        score_clip=config.score_clip, micro_batch_tokens=config.micro_batch_tokens,
-    )  # fmt: skip
+    rewards = load_rewards(job, config, contract, world, tokenizer, reward_model)
     generator = load_generator(
         config.generator, config.sampling, longest_prompt, policy=actor, contract=contract,
         world=world, gather=config.gather_for_generation, hybrid=config.hybrid,

@@ -1,7 +1,7 @@
 """The update of PPO: minibatches, and the losses of actor and critic in each optimizer step."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from rlhf_pipeline.rl.losses import (
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.training.experience import actor_pass, in_micro_batches, kl_coefs
-from rlhf_pipeline.training.ppo_setup import PPOModels
+from rlhf_pipeline.training.ppo_setup import PPOModels, Setup
 
 
 class Terms(NamedTuple):
@@ -44,30 +44,20 @@ class Terms(NamedTuple):
 
 
 def update_models(
-    models: PPOModels,
-    experience: Experience,
-    config: PPOConfig,
-    world: World,
-    *,
-    key: tuple[int, int],
-    kl_coef: float,
-    train_actor: bool,
-    texts: Iterator[Sequences] | None = None,
-    given: Iterator[Sequences] | None = None,
+    setup: Setup, experience: Experience, step: int, kl_coef: float
 ) -> dict[str, float]:
     """Take all optimizer steps of one rollout; return means over the tokens of all epochs.
 
-    Args:
-        experience: the rows of this rank.
-        key: seed and step, which draw the minibatches.
-        kl_coef: that of this step, in the reward or in the loss (`experience.kl_coefs`).
-        train_actor: False while the critic warms up.
-        texts: this rank's plain text for each update of the actor; None: no language-model loss.
-        given: the same for demonstrations of a distillation.
+    `experience` are the rows of this rank. `kl_coef` is that of the step, in the reward or in the
+    loss (`experience.kl_coefs`). While the critic warms up, the actor does not train.
     """
+    models, config, world = setup.models, setup.config, setup.world
+    train_actor = step > config.critic_warmup_steps
+    texts = None if setup.text is None else setup.text.of_step(step)
+    given = None if setup.given is None else setup.given.of_step(step)
     engines = {"actor": models.actor} if train_actor else {}
     engines |= {} if models.critic is None else {"critic": models.critic}
-    minibatches = in_micro_batches(models, experience, config, world, key)
+    minibatches = in_micro_batches(setup, experience, step)
     metrics = {f"optim/{name}_lr": engine.get_lr()[0] for name, engine in engines.items()}
     sums: Sums = {}
     for epoch in range(1, config.ppo_epochs + 1):
@@ -75,10 +65,10 @@ def update_models(
         for number, pieces in enumerate(islice(minibatches, config.updates_per_epoch)):
             text = next(texts) if texts is not None and train_actor else None
             if given is not None:
-                pieces = pieces + demonstrations(next(given), models, config, world)
+                pieces = pieces + demonstrations(next(given), setup)
             sums = update_minibatch(
-                models, pieces, config, world, sums, kl_coef=kl_coef, train_actor=train_actor,
-                text=text, is_sampler=epoch == 1 and number == 0,
+                setup, pieces, sums, kl_coef=kl_coef, train_actor=train_actor, text=text,
+                is_sampler=epoch == 1 and number == 0,
             )  # fmt: skip
         if train_actor and config.kl.stop_update is not None:
             metrics["policy/epochs"] = epoch
@@ -108,29 +98,24 @@ def update_models(
     return metrics
 
 
-def chunks_of(
-    rows: Sequences, models: PPOModels, config: PPOConfig, world: World
-) -> list[Sequences]:
+def chunks_of(rows: Sequences, setup: Setup) -> list[Sequences]:
     """Rows that train beside the responses, as micro batches."""
-    (groups,) = micro_batches([rows.lengths], config.micro_batch_tokens, models.actor, world)
+    tokens, actor = setup.config.micro_batch_tokens, setup.models.actor
+    (groups,) = micro_batches([rows.lengths], tokens, actor, setup.world)
     return [rows.rows(index) for index in groups]
 
 
-def demonstrations(
-    rows: Sequences, models: PPOModels, config: PPOConfig, world: World
-) -> list[Experience]:
+def demonstrations(rows: Sequences, setup: Setup) -> list[Experience]:
     """Demonstrations as micro batches of the minibatch that they are added to."""
-    chunks = chunks_of(rows, models, config, world)
+    chunks = chunks_of(rows, setup)
     none = [torch.zeros(chunk.response_ids.shape) for chunk in chunks]
     pairs = zip(chunks, none, strict=True)
     return [Experience(chunk, zeros, zeros, given=True) for chunk, zeros in pairs]
 
 
 def update_minibatch(
-    models: PPOModels,
+    setup: Setup,
     pieces: Sequence[Experience],
-    config: PPOConfig,
-    world: World,
     sums: Sums,
     *,
     kl_coef: float,
@@ -144,6 +129,7 @@ def update_minibatch(
     to the actor's, each a mean over its own tokens. `is_sampler`: the actor still is the policy
     that sampled.
     """
+    models, config, world = setup.models, setup.config, setup.world
     terms = terms_of([piece.sequences.action_mask for piece in pieces], config, world)
     if train_actor:
         losses: list[Loss] = [
@@ -154,8 +140,8 @@ def update_minibatch(
         ]
         if text is not None:
             length = text.response_ids.numel() * world.size  # every rank has equally many blocks
-            chunks = chunks_of(text, models, config, world)
-            losses += [partial(text_loss, models, blocks, config, length) for blocks in chunks]
+            chunks = chunks_of(text, setup)
+            losses += [partial(text_loss, setup, blocks, length) for blocks in chunks]
         sums = optimizer_step(models.actor, world, losses, sums)
         if models.ema is not None:
             models.ema.update()
@@ -262,16 +248,15 @@ def critic_loss(
     return loss, {"value/loss": loss * tokens, "value/count": count}
 
 
-def text_loss(
-    models: PPOModels, blocks: Sequences, config: PPOConfig, tokens: int
-) -> tuple[Tensor, Sums]:
+def text_loss(setup: Setup, blocks: Sequences, tokens: int) -> tuple[Tensor, Sums]:
     """The language-model loss (ptx) of plain text; `tokens` are those of the whole step."""
-    assert config.ptx is not None
+    models, ptx = setup.models, setup.config.ptx
+    assert ptx is not None
     blocks = blocks.to(models.actor.device)
     logprobs = response_logprobs(models.actor, blocks, vocab_size=models.contract.vocab_size)
     total, count = sft_loss(logprobs, blocks.action_mask)
     loss = total / tokens
-    return config.ptx.coef * loss, {"ptx/loss": loss * tokens, "ptx/count": count}
+    return ptx.coef * loss, {"ptx/loss": loss * tokens, "ptx/count": count}
 
 
 def _means(sums: dict[str, float]) -> dict[str, float]:

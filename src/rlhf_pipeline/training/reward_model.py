@@ -21,7 +21,7 @@ from rlhf_pipeline.config.doors import REWARD_LOSS, call_with
 from rlhf_pipeline.config.evaluate import FoldConfig
 from rlhf_pipeline.config.training import FrozenModelConfig, RewardModelConfig
 from rlhf_pipeline.data.record_files import mapped
-from rlhf_pipeline.data.token_contract import TokenContract, common_contract
+from rlhf_pipeline.data.token_contract import common_contract
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, even_share, load_rows
 from rlhf_pipeline.distributed.engine import free_memory, frozen_model, untrained
 from rlhf_pipeline.distributed.optimizer_step import Sums
@@ -85,7 +85,7 @@ def main(job: LaunchedJob) -> dict[str, float]:
     metrics = train(job, config, task, untrained, world, start=start, rows="comparisons", read=read)
     if world.rank == 0:
         store_score_mean(job.export, metrics["validation/chosen_score_mean"])
-    return metrics | write_report(job, config, task.contract, world, read)
+    return metrics | write_report(job, task, world, read)
 
 
 def rows_of_fold(fold: FoldConfig, file: Path) -> Rows:
@@ -100,21 +100,17 @@ def rows_of_fold(fold: FoldConfig, file: Path) -> Rows:
 
 
 def write_report(
-    job: LaunchedJob,
-    config: RewardModelConfig,
-    contract: TokenContract,
-    world: World,
-    read: Callable[[Path], Rows],
+    job: LaunchedJob, task: RewardModelTask, world: World, read: Callable[[Path], Rows]
 ) -> dict[str, float]:
     """Write `reward_report.json` on the exported model; return its main numbers as metrics."""
     free_memory()  # of the model in training
     heartbeat.begin_phase("evaluation")
-    settings = FrozenModelConfig().beside(config.deepspeed)
+    settings = FrozenModelConfig().beside(task.config.deepspeed)
     world.barrier()  # the first rank has exported the model
     load = partial(load_scores, job.export, trust_remote_code=job.trust_remote_code)
-    model, tokens = frozen_model(load, settings, world), config.micro_batch_tokens
+    model = frozen_model(load, settings, world)
     table = load_rows(job.inputs["comparisons"] / "validation.arrow", world, read)
-    report = describe(*held_out(model, table, contract, tokens, world))
+    report = describe(*held_out(model, table, task, world))
     if world.rank == 0:
         (job.export / "reward_report.json").write_text(json.dumps(report, indent=2))
     metrics = {
@@ -130,17 +126,18 @@ def write_report(
 
 
 def held_out(
-    model: nn.Module, table: Rows, contract: TokenContract, tokens: int, world: World
+    model: nn.Module, table: Rows, task: RewardModelTask, world: World
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Source, scores and tokens of the chosen and the rejected answer, (N,), (N, 2), (N, 2).
 
     The ranks divide the comparisons.
     """
+    tokens = task.config.micro_batch_tokens
     own, found = even_share(np.arange(table.num_rows), world), list[Any]()
     for start in range(0, len(own), BLOCK):
         rows = own[start : start + BLOCK]
         columns = table.columns(rows)
-        answers = pairs(columns, contract.pad_id).answers
+        answers = pairs(columns, task.contract.pad_id).answers
         sources = [name.rpartition(":")[0] for name in columns["id"]]
         scores = by_micro_batches(sequence_scores, model, answers, tokens, world)
         lengths = answers.action_mask.sum(1)

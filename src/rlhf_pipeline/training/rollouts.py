@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.batches import Rows, by_micro_batches, micro_batches, own_share
 from rlhf_pipeline.distributed.engine import free_memory, release_freed
 from rlhf_pipeline.distributed.engine_state import saved_tensors
-from rlhf_pipeline.distributed.world import World, on_gpu
+from rlhf_pipeline.distributed.world import on_gpu
 from rlhf_pipeline.distributed.zero import get_accelerator
 from rlhf_pipeline.generation.generator import Seed, row_seeds
 from rlhf_pipeline.generation.records import Rollout, Scored, TrainingPass, ended
@@ -32,7 +31,7 @@ from rlhf_pipeline.models.forward import response_logprobs, response_values, seq
 from rlhf_pipeline.models.sequences import Sequences
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.training.experience import actor_pass, equal_groups, groups, training_scores
-from rlhf_pipeline.training.ppo_setup import PPOModels, Setup
+from rlhf_pipeline.training.ppo_setup import Setup
 
 Columns = dict[str, list[Any]]
 """Columns of the prompts' table, and `prompt_number`, the row of the table."""
@@ -130,18 +129,15 @@ def score(
     heartbeat.begin_phase("evaluation" if held_out else "scoring")
     known = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
     scored = score_sequences(
-        rollout.sequences, setup.models, setup.config, setup.world,
-        with_critic=not held_out, logprobs=known, trains=trains,
-    )  # fmt: skip
+        setup, rollout.sequences, with_critic=not held_out, logprobs=known, trains=trains
+    )
     return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
 
 
 @torch.no_grad()
 def score_sequences(
+    setup: Setup,
     sequences: Sequences,
-    models: PPOModels,
-    config: PPOConfig,
-    world: World,
     *,
     with_critic: bool = True,
     logprobs: Tensor | None = None,
@@ -152,6 +148,7 @@ def score_sequences(
     `logprobs` (B, R) are those of the actor, if they are known. `trains` keeps the graphs of actor
     and critic for the loss, in one forward pass for all rows.
     """
+    models, config, world = setup.models, setup.config, setup.world
     logprobs_of = partial(
         response_logprobs,
         vocab_size=models.contract.vocab_size,
@@ -168,7 +165,7 @@ def score_sequences(
     if models.reward_model is not None and models.rewards.trained_reads_tokens:
         scores = run(sequence_scores, models.reward_model)
     # Last, because an actor with adapters is its own reference.
-    kept = with_graphs(sequences, models, config, world) if trains else None
+    kept = with_graphs(setup, sequences) if trains else None
     if logprobs is None:
         logprobs = run(logprobs_of, models.actor) if kept is None else kept.logprobs.detach().cpu()
     values = None
@@ -184,14 +181,12 @@ def score_sequences(
 
 
 @torch.enable_grad()
-def with_graphs(
-    sequences: Sequences, models: PPOModels, config: PPOConfig, world: World
-) -> TrainingPass:
+def with_graphs(setup: Setup, sequences: Sequences) -> TrainingPass:
     """The outputs of actor and critic for their losses, for all rows in one forward pass."""
-    batch = sequences.to(world.device)
-    logprobs, entropy = actor_pass(models, batch, config)
+    batch, critic = sequences.to(setup.world.device), setup.models.critic
+    logprobs, entropy = actor_pass(setup.models, batch, setup.config)
     heartbeat.report_progress()
-    values = None if models.critic is None else response_values(models.critic, batch)
+    values = None if critic is None else response_values(critic, batch)
     heartbeat.report_progress()
     return TrainingPass(logprobs, entropy, values)
 

@@ -243,18 +243,16 @@ def smallest_visible_win_rate(n: int) -> float:
     return min(1.0, 0.5 + (_normal_quantile(ALPHA) + NormalDist().inv_cdf(0.8)) / (2 * n**0.5))
 
 
-def calibration(
-    margins: Sequence[float], bins: int = 10
-) -> tuple[float, list[dict[str, float | None]]]:
+def calibration(margins: Sequence[float]) -> tuple[float, list[dict[str, float | None]]]:
     """Expected calibration error of a reward model, and its bins as JSON types.
 
         confidence = sigmoid(|margin|) in [0.5, 1]      margin: chosen score minus rejected score
         error = sum over bins of n_bin / n |accuracy - confidence|
 
-    in bins of equal width, with means. The model predicts that the answer with the higher score is
-    the chosen one; a tie is half right. Source: Guo et al. 2017, https://arxiv.org/abs/1706.04599.
+    in 10 bins of equal width, with means. The model predicts that the answer with the higher score
+    is the chosen one; a tie is half right. Source: Guo et al. 2017, https://arxiv.org/abs/1706.04599.
     """
-    margin = np.asarray(margins, dtype=float)
+    bins, margin = 10, np.asarray(margins, dtype=float)
     confidence, right = 1 / (1 + np.exp(-abs(margin))), (np.sign(margin) + 1) / 2
     place = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     found, error = [], 0.0

@@ -30,7 +30,7 @@ from rlhf_pipeline.data.sources.registry import read, source_origin
 for line in sys.stdin:
     config = SourceConfig(**json.loads(line))
     try:
-        commit = source_origin(config).identities["revision"]
+        commit = source_origin(config)[1]["revision"]
         records = [repr(record) for record in read(config, 0, commit)]
         print(json.dumps([commit, records]), flush=True)
     except Exception as error:

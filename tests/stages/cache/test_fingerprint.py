@@ -9,8 +9,9 @@ from rlhf_pipeline.config.launch import LaunchConfig, ProgressConfig
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.pipelines.supervised import SFT as SPEC
 from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.runtime.manifest import json_digest
 from rlhf_pipeline.stages.cache import fingerprint as module
-from rlhf_pipeline.stages.cache.fingerprint import code_digests, fingerprint, identify, recipe
+from rlhf_pipeline.stages.cache.fingerprint import code_digests, identify, recipe
 from rlhf_pipeline.stages.job import Job, RunContext
 
 
@@ -25,7 +26,7 @@ def job(seed: int = 1, **changes: object) -> Job:
 
 
 def key(job: Job, digest: str = "a", processes: int = 2) -> str:
-    return fingerprint(recipe(job, {"demonstrations": digest}, RunContext(Path()), processes))
+    return json_digest(recipe(job, {"demonstrations": digest}, RunContext(Path()), processes))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhf_pipeline.config.doors import Door
 from rlhf_pipeline.config.split import TASKS, ColumnMap, SourceConfig
-from rlhf_pipeline.data.files import Origin, data_set_rows, find_files, origin, read_rows
+from rlhf_pipeline.data.files import data_set_rows, find_files, origin, read_rows
 from rlhf_pipeline.data.records import Example, Record, RowCounts, Text, Unused, is_utf8
 from rlhf_pipeline.data.sources.adapter import (
     CONVERTED,
@@ -80,8 +80,9 @@ def carried(config: SourceConfig) -> tuple[str, ...]:
     return (config.columns.extra or ()) if config.columns else find_source(config).extra
 
 
-def source_origin(config: SourceConfig) -> Origin:
-    """What decides the rows besides the configuration: the files, or the commit on the hub.
+def source_origin(config: SourceConfig) -> tuple[dict[str, Path], dict[str, str]]:
+    """What decides the rows besides the configuration: local files, and identities of remote ones
+    or the commit on the hub.
 
     Raises ConfigError if the source is unknown or a field does not fit it; DataError if a file is
     missing, or the hub is unreachable.
@@ -95,7 +96,7 @@ def source_origin(config: SourceConfig) -> Origin:
                     f"source {config.name!r}: found {field} {found!r}, expected "
                     f"{' or '.join((*known, 'none'))}. Fix: correct or remove {field}"
                 )
-        return Origin({}, {})
+        return {}, {}
     if config.path is not None:
         if config.split is not None and find_files(config.path).saved is None:
             raise ConfigError(
@@ -111,7 +112,7 @@ def source_origin(config: SourceConfig) -> Origin:
         )
     try:
         revision = config.revision or source.revision
-        return Origin({}, {"revision": commit_of("dataset", source.name, revision)})
+        return {}, {"revision": commit_of("dataset", source.name, revision)}
     except LookupError as error:
         raise DataError(
             f"source {source.name!r}: {error}. Fix: check the network, set the source's `revision` "

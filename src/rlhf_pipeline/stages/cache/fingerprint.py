@@ -8,7 +8,6 @@ without docstrings, comments and layout.
 
 import ast
 import hashlib
-import json
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.runtime.job import as_json
+from rlhf_pipeline.runtime.manifest import json_digest
 from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
 from rlhf_pipeline.stages.job import Job, RunContext, StageRun
 from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
@@ -49,7 +49,7 @@ def identify(job: Job, digests: Mapping[str, str], context: RunContext) -> Stage
 
 def _run(job: Job, digests: Mapping[str, str], context: RunContext, processes: int) -> StageRun:
     ingredients = recipe(job, digests, context, processes)
-    key = fingerprint(ingredients)
+    key = json_digest(ingredients)
     return StageRun(
         stage=job.spec.name,
         fingerprint=key,
@@ -95,11 +95,6 @@ def recipe(
         **({"trust_remote_code": True} if trusts else {}),
         **({"deterministic": True} if repeats else {}),
     }
-
-
-def fingerprint(recipe: Mapping[str, Any]) -> str:
-    """SHA-256 of a recipe."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 @cache  # the stages share most of their libraries

@@ -70,7 +70,6 @@ class NodeProgram:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The program's environment."""
         return self.defaults | os.environ | self.settings | {"PATH": search_path()}
 
     @property
