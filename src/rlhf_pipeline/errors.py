@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import requires
 from pathlib import Path
 from typing import IO
@@ -63,6 +64,15 @@ class Interrupted(PipelineError):  # noqa: N818 - not an error
     def show(self, file: IO[str] | None = None) -> None:
         """Print the message without the word "Error": the user wanted the end."""
         click.echo(self.format_message(), file=file, err=file is None)
+
+
+@contextmanager
+def about(place: str) -> Iterator[None]:
+    """Begin the message of an error with the place that it is about."""
+    try:
+        yield
+    except PipelineError as error:
+        raise type(error)(f"{place}: {error.message}") from error
 
 
 def as_typed(text: str) -> str:

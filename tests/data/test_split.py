@@ -13,6 +13,7 @@ import pytest
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
+from rlhf_pipeline.errors import ArtifactError, DataError
 
 FILES = [
     "evaluation/test.arrow",
@@ -188,3 +189,14 @@ def test_control_tokens_of_either_tokenizer_are_bad_rows(
     report = prepare(own, further=(reader,), max_bad_fraction=0.5)
     reason = "the text contains the tokenizer's control token [SEP]"
     assert report["sources"]["files (0.jsonl)"]["bad"] == {reason: 1}
+
+
+def test_a_fault_in_the_tokens_of_the_reward_model_names_its_parameter(
+    write_records, prepare: Prepare, other_tokenizer, ten
+) -> None:
+    own, contract = write_records("own", *ten), TokenContract.of(other_tokenizer)
+    with pytest.raises(DataError, match=r"^reward_model\.base_model: own:\d: the prompt has"):
+        prepare(own, further=(Reader(other_tokenizer, contract),), max_prompt_tokens=20)
+    other_tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ArtifactError, match=r"^reward_model\.base_model: own:\d: .*template rej"):
+        prepare(own, out="two", further=(Reader(other_tokenizer, contract),))

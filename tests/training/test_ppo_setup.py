@@ -5,10 +5,12 @@ import torch
 from ppo_runs import ppo_config, ppo_setup_of, run_ppo
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.ppo_setup import load_ppo_models
+from rlhf_pipeline.training.ppo import train
+from rlhf_pipeline.training.ppo_setup import load_ppo_models, set_up
 from rlhf_pipeline.training.rollouts import score_sequences
 
 SEQUENCES = collate([[5, 6, 7], [8]], [[9, 10, 11], [12, 13]], 0)
@@ -70,3 +72,18 @@ def test_a_critic_of_its_own_size_reads_the_tokens_of_the_policy(
     assert torch.equal(embedding, load_policy(small, "fp32").get_input_embeddings().weight)
     assert run.setup.models.critic.module.scale == 1.0
     assert [line["value/loss"] > 0 for line in run.lines] == [True, True]
+
+
+def test_a_reward_model_of_the_user_that_changes_a_bit_ends_the_training(
+    ppo_inputs, world, tmp_path
+):
+    """Its weights are compared at each checkpoint, as those of reference and reward model are."""
+    inputs = {name: path for name, path in ppo_inputs.items() if name != "reward_model"}
+    config = ppo_config(rewards=[{"path": str(ppo_inputs["reward_model"]), "name": "mine"}])
+    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, tmp_path, 60.0)
+    setup = set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
+    model = setup.models.rewards.sources["mine"].score.model
+    weight = next(parameter for parameter in model.parameters())
+    weight.data.view(torch.int32)[0, 0] ^= 1
+    with pytest.raises(StageError, match=r"rewards\.mine: .*found other bits on rank 0"):
+        train(setup)

@@ -6,6 +6,7 @@ python -m rlhf_pipeline.data.split job.json
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import combinations, compress
 from pathlib import Path
@@ -39,7 +40,7 @@ from rlhf_pipeline.data.tokenization import (
     one_ahead,
     tokenize,
 )
-from rlhf_pipeline.errors import DataError
+from rlhf_pipeline.errors import DataError, about
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
@@ -122,19 +123,22 @@ def split_sources(
         ]
         batches = _needed_batches(config, read, plan.references, own)
         maker = RowMaker(config, reader.tokenizer.bos_token_id)
-        # The next batch is tokenized meanwhile.
-        for batch, tokenized in one_ahead(batches, partial(_tokenized, reader)):
-            source, of_row = config.sources[batch.source].name, plan.parts[batch.numbers].tolist()
-            rows = [
-                maker.make(source, example, tokens, PARTS[part])
-                for example, tokens, part in zip(batch.examples, tokenized, of_row, strict=True)
-            ]
-            for file in own:
-                file.add(rows, batch.numbers, config)
-            for one in tokenized if number == 0 else ():
-                lengths["prompt"][len(one.prompt)] += 1
-                lengths["response"].update(len(ids) for ids in (one.chosen, one.rejected) if ids)
-            progress.at(number * len(plan.parts) + int(batch.numbers[-1]) + 1)
+        with about("reward_model.base_model") if number else nullcontext():
+            # The next batch is tokenized meanwhile.
+            for batch, tokenized in one_ahead(batches, partial(_tokenized, reader)):
+                source = config.sources[batch.source].name
+                of_row = plan.parts[batch.numbers].tolist()
+                rows = [
+                    maker.make(source, example, tokens, PARTS[part])
+                    for example, tokens, part in zip(batch.examples, tokenized, of_row, strict=True)
+                ]
+                for file in own:
+                    file.add(rows, batch.numbers, config)
+                for one in tokenized if number == 0 else ():
+                    answers = one.chosen, one.rejected
+                    lengths["prompt"][len(one.prompt)] += 1
+                    lengths["response"].update(len(ids) for ids in answers if ids)
+                progress.at(number * len(plan.parts) + int(batch.numbers[-1]) + 1)
         for file in own:
             file.close()
     report = build_report(config, labels, counts, plan, files, lengths)

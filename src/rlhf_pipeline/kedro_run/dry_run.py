@@ -24,7 +24,7 @@ from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import BlendedSourceConfig, SourceConfig
 from rlhf_pipeline.config.stages import prompt_policies
 from rlhf_pipeline.data.sources.registry import FirstRows, carried, first_rows
-from rlhf_pipeline.errors import ConfigError, DataError, StageError
+from rlhf_pipeline.errors import ConfigError, StageError, about
 from rlhf_pipeline.kedro_run.faults import own_bases, refuse
 from rlhf_pipeline.pipelines.table import blocks_of
 from rlhf_pipeline.runtime import sandbox
@@ -56,10 +56,8 @@ def dry_run(blocks: Mapping[str, Any], nodes: Collection[str], workspace: Path, 
     is_judged = "evaluate" in blocks_of(nodes)
 
     def read(place: str, source: BlendedSourceConfig) -> FirstRows:
-        try:
+        with about(place):
             return first_rows(source.reading(), split.max_bad_fraction)
-        except DataError as error:
-            raise DataError(f"{place}: {error.message}") from None
 
     sources = enumerate(split.sources if "split" in nodes else ())
     rows = [(source, read(f"split.sources.{index}", source)) for index, source in sources]

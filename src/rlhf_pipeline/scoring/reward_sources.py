@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.config.ppo import PPOConfig
@@ -158,6 +158,12 @@ class RewardSum:
     sources: dict[str, WeightedSource]
     tokenizer: PreTrainedTokenizerBase | None  # the policy's; None: no source reads texts
     trained_reads_tokens: bool  # of the policy: it scores with the other models, before the sum
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The reward models among them."""
+        sources = {f"rewards.{name}": source.score for name, source in self.sources.items()}
+        return {name: one.model for name, one in sources.items() if isinstance(one, ModelSource)}
 
     def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
         """The rollout with the weighted sum, as it is and clipped.

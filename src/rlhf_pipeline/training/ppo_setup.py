@@ -128,6 +128,7 @@ def set_up(job: LaunchedJob, config: PPOConfig, contract: TokenContract, world: 
     trained = {"actor": models.actor} | ({} if models.critic is None else {"critic": models.critic})
     averages = {} if models.ema is None else {"actor": models.ema.shards}
     frozen, keep = models.engines(), config.keep_last
+    frozen |= {name: m for name, m in models.rewards.models.items() if m not in frozen.values()}
     checkpoints = Checkpoints(job.checkpoints, world, trained, averages, frozen, keep=keep)
     prompts, done = rows("prompts"), job.resume_from
     stream = PromptStream(prompts.num_rows, job.seed, config.curriculum)
