@@ -51,7 +51,7 @@ CASES = {  # the program, its changed parameters, and whether it also resumes
         {
             "actor": trained(1), "critic": trained(1), "policy_loss": "cispo",
             "denominator": "constant", "value_lam": 1.0, "truncated": "mask",
-            "sampling": {"max_response_tokens": 64},  # so that some answers end
+            "sampling": {"max_response_tokens": 112},  # so that some answers end
         },
         True,
     ),
