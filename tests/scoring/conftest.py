@@ -1,7 +1,5 @@
 """A policy, reward models, and a rollout with known texts."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -14,7 +12,7 @@ from rlhf_pipeline.models.scalar_head import load_scores, store_score_mean
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.scoring.answers import Answered
-from rlhf_pipeline.scoring.reward_sources import load_rewards
+from rlhf_pipeline.scoring.reward_sources import Reading, load_rewards
 
 PROMPTS = [[{"role": "user", "content": f"Question {n}?"}] for n in range(3)]
 
@@ -58,8 +56,8 @@ def load(policy, contract, world, tmp_path):
         inputs = (files or {}) | ({} if trained is None else {"reward_model": trained})
         job = LaunchedJob("ppo", "f", 1, {}, inputs, digests or {}, tmp_path / "ppo" / "f", 60.0)
         model = None if trained is None else freeze(load_scores(trained, "fp32"))
-        config = SimpleNamespace(rewards=sources, score_clip=score_clip, micro_batch_tokens=48)
-        return load_rewards(job, config, contract, world, load_tokenizer(policy), model)
+        reading = Reading([contract], 48, world)
+        return load_rewards(job, sources, score_clip, reading, load_tokenizer(policy), model)
 
     return make
 

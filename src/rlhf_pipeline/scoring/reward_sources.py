@@ -6,7 +6,7 @@ PPO maximizes the same sum with the centred scores of reward models clipped. Sha
 this rank.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.rewards import INPUT_PREFIX, ModelReward, clip_of
+from rlhf_pipeline.config.rewards import INPUT_PREFIX, ModelReward, Scorer, clip_of
 from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import NAME, Reader, TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
@@ -204,20 +203,19 @@ class RewardSum:
 
 def load_rewards(
     job: LaunchedJob,
-    config: PPOConfig,
-    contract: TokenContract,
-    world: World,
+    rewards: Sequence[Scorer],
+    score_clip: float | None,
+    reading: Reading,
     tokenizer: PreTrainedTokenizerBase,
     trained: TokenScores | DeepSpeedEngine | None,
 ) -> RewardSum:
-    """Load the sources of rewards for the policy with this contract and tokenizer.
+    """Load the sources of rewards for the policy with this tokenizer.
 
     `trained` is the trained reward model; None if it is not a source. With the policy's tokens, it
     has scored already. Raises what `load_source` raises.
     """
     sources, reads_texts, reads_tokens = dict[str, WeightedSource](), False, False
-    reading = Reading([contract], config.micro_batch_tokens, world)
-    for index, reward in enumerate(config.rewards):
+    for index, reward in enumerate(rewards):
         name = f"{INPUT_PREFIX}{index}"
         source = load_source(reward, f"{job.stage}.{name}", name, job, reading)
         if source is None:
@@ -226,7 +224,7 @@ def load_rewards(
             source = ModelSource.of_pipeline(*how, reading)
             if reads_tokens := source.tokenizer is None:
                 source = partial(_by_trained, mean=source.mean)
-        clip = clip_of(reward, config.score_clip)
+        clip = clip_of(reward, score_clip)
         sources[reward.label] = WeightedSource(reward.weight, clip, source)
         is_of_tokens = isinstance(source, partial) or getattr(source, "tokenizer", "") is None
         reads_texts |= not is_of_tokens

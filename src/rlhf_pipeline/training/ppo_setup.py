@@ -23,7 +23,7 @@ from rlhf_pipeline.models.loading import assert_no_dropout, load_policy, load_to
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import MetricsFile
-from rlhf_pipeline.scoring.reward_sources import RewardSum, load_rewards
+from rlhf_pipeline.scoring.reward_sources import Reading, RewardSum, load_rewards
 from rlhf_pipeline.training.checkpoints import BestModels, Checkpoints
 from rlhf_pipeline.training.prompts import TEXT_STREAM, FurtherRows, PromptStream
 from rlhf_pipeline.training.step_log import DivergenceGuard, stability_advice
@@ -191,7 +191,8 @@ def load_ppo_models(
     if critic is not None and sources["critic"] == sources["reward_model"]:
         critic.module.scale = trained_weight(config.rewards)
     tokenizer = load_tokenizer(job.inputs["sft_model"], trust_remote_code=trust)
-    rewards = load_rewards(job, config, contract, world, tokenizer, reward_model)
+    reading = Reading([contract], config.micro_batch_tokens, world)
+    rewards = load_rewards(job, config.rewards, config.score_clip, reading, tokenizer, reward_model)
     generator = load_generator(
         config.generator, config.sampling, longest_prompt, policy=actor, contract=contract,
         world=world, gather=config.gather_for_generation, hybrid=config.hybrid,
