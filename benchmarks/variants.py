@@ -25,6 +25,7 @@ from rich.table import Table
 
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.sources.synthetic import generate
+from rlhf_pipeline.errors import StageError
 
 FOLDER = RESULTS / "variants"
 
@@ -61,11 +62,11 @@ def write_texts(file: Path) -> None:
 VARIANTS: dict[str, dict[str, Tree]] = {
     "reward_model": {
         "default": {},
-        "own, the policy's tokens": own_reward_model({}, "reward_model"),
+        "own, tokens of the policy": own_reward_model({}, "reward_model"),
         "own, other tokens": own_reward_model({"vocab_size": 512}, "policy"),
-        "default, critic from the policy": {"ppo.critic.start": "policy"},
+        "from the base model": {"reward_model.start": "base"},
     },
-    "ptx": {"default": {}} | {f"ptx {coef:g}": ptx(coef) for coef in (1.0, 5.0, 27.8)},
+    "ptx": {"default": {}} | {f"ptx {coef:g}": ptx(coef) for coef in (0.1, 1.0, 5.0, 27.8)},
 }
 
 
@@ -101,7 +102,12 @@ def measure(seed: int, family: str, names: list[str]) -> int:
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{root}/mlflow.db"
     for name in names:
         common = {"seed": seed, "root": str(root), "launch.processes": 1, "evaluate.best_of_n": 0}
-        result = run("full", params=common | VARIANTS[family][name], project=PROJECT)
+        try:
+            result = run("full", params=common | VARIANTS[family][name], project=PROJECT)
+        except StageError as error:  # such as a KL above its bound at each evaluation
+            reason = error.message.splitlines()[1].partition(": ")[2]
+            file_of(seed, name).write_text(json.dumps({"failed": reason}))
+            continue
         evaluation, history = result.evaluation, result.metrics("ppo")
         scores = result.metrics("reward_model")
         norms = [one["metrics"]["optim/actor_grad_norm"] for one in history]
@@ -144,6 +150,9 @@ def table(family: str, seeds: list[int], names: list[str]) -> Table:
     for name in names:
         for seed in seeds:
             found = json.loads(file_of(seed, name).read_text())
+            if "failed" in found:
+                made.add_row(name, str(seed), "", f"failed: {found['failed']}")
+                continue
             sft, ppo, perplexity = found["sft"], found["ppo"], found["perplexity"]
             shares = [
                 f"{one[part]:.0%}"
