@@ -2,7 +2,7 @@
 
     python benchmarks/variants.py reward_model          # reward models from a base of their own
     python benchmarks/variants.py ptx                   # coefficients of the loss on plain text
-    python benchmarks/variants.py ptx --seeds 1 2 --variants default ptx_27.8
+    python benchmarks/variants.py ptx --seeds 1 2 --variants default "ptx 27.8"
 
 A seed decides data, model, split, training and decoding. Each seed runs with one process on its own
 core. Variants of a seed share the stages that they have in common, and finished stages are reused,

@@ -415,6 +415,22 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
     assert whole == run(sharded, tmp_path / "d", gather_for_generation=False)
 
 
+def test_a_policy_is_whole_whatever_the_shards_of_the_models_beside_it(
+    inputs, world, tmp_path, monkeypatch
+):
+    """A reference in main memory is at stage 3 beside an actor that is not."""
+    policy, seen = tmp_path / "policy", []
+    shutil.copytree(inputs["ppo_model"], policy)
+    stages = {"actor": 1, "reference": 3}
+    engines = {name: {"zero_optimization": {"stage": stage}} for name, stage in stages.items()}
+    replace(Manifest.read(policy), deepspeed=engines).write(policy)
+    monkeypatch.setattr(
+        answering, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
+    )
+    run(inputs | {"ppo_model": policy}, tmp_path / "a")
+    assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3
+
+
 def test_one_model_at_a_time_is_loaded_in_the_precision_that_it_was_saved_in(
     inputs, world, tmp_path, monkeypatch
 ):

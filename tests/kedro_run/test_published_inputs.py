@@ -1,6 +1,7 @@
 """The lineage of published artifacts is compared with the parameters; no node is executed."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,24 @@ def test_a_change_is_found_in_the_lineage_of_each_input(
     given = blocks(**places)
     assert changes_since(published, given, 5) == {
         name: changes for name, changes in expected.items() if changes
+    }
+
+
+def test_another_start_of_the_reward_model_is_named_by_its_own_parameter(blocks, tmp_path):
+    own = {"reward_model.start": "own", "reward_model.base_model": {"path": "model"}}
+    made = blocks(**own)
+    base = made["reward_model"].base_model
+    record = {
+        "stage": "reward_base", "config": as_json({"base_model": base}),
+        "inputs": base_model_identity(base),
+    }  # fmt: skip
+    rest = {"versions": {}, "metrics": {}, "files": {}, "ancestors": {}}
+    Manifest(**record, fingerprint="", seed=5, **rest).write(tmp_path)
+    assert changes_since({"reward_model": tmp_path}, made, 5) == {}
+    shutil.copytree("model", "other")
+    given = blocks(**own | {"reward_model.base_model": {"path": "other"}})
+    assert changes_since({"reward_model": tmp_path}, given, 5) == {
+        "reward_model": ["reward_model.base_model.path model -> other"]
     }
 
 

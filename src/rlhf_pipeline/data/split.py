@@ -139,8 +139,8 @@ def split_sources(
                     lengths["prompt"][len(one.prompt)] += 1
                     lengths["response"].update(len(ids) for ids in answers if ids)
                 progress.at(number * len(plan.parts) + int(batch.numbers[-1]) + 1)
-        for file in own:
-            file.close()
+            for file in own:
+                file.close()
     report = build_report(config, labels, counts, plan, files, lengths)
     report["examples"] = first_examples(output, readers[0].tokenizer)
     if config.pretraining is not None:

@@ -73,8 +73,9 @@ def with_model(
     stage = setup.config.zero_stage
     if stage is None:
         artifact = artifact_of(folder) or folder  # the average is inside
-        engines = Manifest.read(artifact).deepspeed.values()
-        stage = 3 if 3 in [engine["zero_optimization"]["stage"] for engine in engines] else 0
+        engines = Manifest.read(artifact).deepspeed  # of PPO also critic, reference, reward model
+        own = [engines["actor"]] if "actor" in engines else engines.values()
+        stage = 3 if 3 in [engine["zero_optimization"]["stage"] for engine in own] else 0
     precision = setup.config.precision or saved_precision(folder)
     settings = FrozenDeepSpeedConfig(zero_stage=stage, precision=precision)
     model = frozen_model(

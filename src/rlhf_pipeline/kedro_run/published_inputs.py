@@ -98,7 +98,7 @@ def changes_since(
                 present["source"] = sources.get(key)
             digest = json_digest(record)
             if digest not in compared:  # several inputs share a part of their lineage
-                compared[digest] = [*_changes(record, present)]
+                compared[digest] = [*_changes(record, present, blocks["reward_model"])]
             changes += compared[digest]
         new = [key for key in map(_SOURCE, map(vars, split.readings())) if read and key not in read]
         changes += [f"source {' '.join(filter(None, key))} is new" for key in new]
@@ -110,20 +110,23 @@ def changes_since(
     return found
 
 
-def _changes(record: Mapping[str, Any], present: Mapping[str, Block | None]) -> Iterator[str]:
+def _changes(
+    record: Mapping[str, Any], present: Mapping[str, Block | None], trained: Block | None
+) -> Iterator[str]:
     """Of the blocks of a stage, and of the files and models that these name."""
     for name in record["config"]:
         if (block := present.get(name)) is None:
             continue
         block = with_generator(block) if isinstance(block, PPOConfig) else block
         yours, theirs = as_json({name: block})[name], record["config"][name]
-        if isinstance(block, EvaluateConfig) and block.rewards_judge(present.get("reward_model")):
+        if isinstance(block, EvaluateConfig) and block.rewards_judge(trained):
             theirs = theirs | {"judges": []}  # recorded are the rewards of the policy
         # A stage records the part of its policy's block that its program reads.
-        earlier, faults = validated(name, type(block), yours | theirs)
+        place = FETCHED.get(record["stage"], name)
+        earlier, faults = validated(place, type(block), yours | theirs)
         yield from faults
         if earlier is not None:
-            yield from value_changes(earlier.recipe(), block.recipe(), f"{name}.")
+            yield from value_changes(earlier.recipe(), block.recipe(), f"{place}.")
         with suppress(PipelineError, OSError):  # a hub is unreachable, or a file is gone
             old, new = record["inputs"], _digests(block)
             # Other stages have further inputs, and read a part of what their block names.
