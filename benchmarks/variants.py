@@ -52,7 +52,7 @@ def ptx(coef: float) -> Tree:
 
 
 def write_texts(file: Path) -> None:
-    """Plain text for the loss: demonstrations of a seed that no run uses, in the chat template."""
+    """Plain text for the loss: prompts and preferred answers of a seed that no run uses."""
     source = SplitConfig.model_validate(parameters()["split"]).sources[0]
     rows = (row for _, row in generate(source.model_copy(update={"samples": 5000}), seed=0))
     texts = (f"\n\nHuman: {row.prompt[-1].content}\n\nAssistant: {row.chosen}" for row in rows)
@@ -137,6 +137,7 @@ def table(family: str, seeds: list[int], names: list[str]) -> Table:
         "accuracy of the reward model",
         "win rate by gold",
         "KL, nats",
+        "steps",
         "right answers of SFT",
         "of PPO",
         "refusals of SFT",
@@ -165,6 +166,7 @@ def table(family: str, seeds: list[int], names: list[str]) -> Table:
                 f"{found['accuracy']:.1%}",
                 f"{ppo['rate']:.3f} [{ppo['lower']:.3f}, {ppo['upper']:.3f}]",
                 f"{ppo['kl']:.2f}",
+                str(found["steps"]),
                 *shares,
                 *(f"{perplexity[policy]:.3f}" for policy in ("sft", "ppo")),
                 *(f"{norm:.2f}" for norm in found["grad_norm"]),
