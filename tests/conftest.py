@@ -19,8 +19,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+import warm
 from filelock import FileLock
 from ports import reserved_port
+
+from rlhf_pipeline.stages.launch import node_program
 
 pytest_plugins = [
     *("machine_fixtures", "policy_fixtures", "rank_fixtures", "rank_lab", "s3_fixtures"),
@@ -319,11 +322,8 @@ class Project:
         )
         environment = os.environ | self.secrets
         environment |= {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
-        result = subprocess.run(
-            command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False
-        )
-        output = result.stdout + result.stderr
-        assert (result.returncode == 0) == check, output
+        code, output = warm.output_of(command, environment, PROJECT)
+        assert (code == 0) == check, output
         return output
 
     def versions(self, path: str) -> list[Path]:
@@ -414,6 +414,19 @@ def _own_interpreter_first():
     assert Path(sys.executable).with_name("deepspeed").exists(), (
         "install the project first: make test"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_template(shared, request):
+    """Workers of pytest-xdist share a template of the programs; a run without them starts cold."""
+    if hasattr(request.config, "workerinput"):
+        warm.open_template(shared, os.getppid())
+
+
+@pytest.fixture(autouse=True)
+def _warm_programs(monkeypatch, request):
+    if warm.address and request.node.get_closest_marker("cold") is None:
+        monkeypatch.setattr(node_program, "start", warm.start)
 
 
 @pytest.fixture

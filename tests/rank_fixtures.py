@@ -7,19 +7,19 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import warm
 from ports import reserved_port
 
 import rlhf_pipeline
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.stages.launch.node_program import launcher_of_machine
 
 TESTS = Path(__file__).parent
 
@@ -124,23 +124,17 @@ def on_ranks(tmp_path_factory):
 
     def run(file: str, argument: object, *, ranks: int = 2, accelerator: str = "cpu") -> Path:
         folder = tmp_path_factory.mktemp("ranks")
-        deepspeed = Path(sys.executable).with_name("deepspeed")
         environment = {
             "PYTHONPATH": f"{Path(rlhf_pipeline.__file__).parents[1]}{os.pathsep}{TESTS}",
             "DS_ACCELERATOR": accelerator,
             "OMP_NUM_THREADS": "1",
         }
         with reserved_port() as port:
-            options = ["--num_gpus", str(ranks), "--master_port", str(port), "--no_local_rank"]
-            ended = subprocess.run(
-                [deepspeed, *options, file, json.dumps(argument, default=str), folder],
-                env=os.environ | environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=1800,
-            )
-        assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-6000:]
+            devices = [str(rank) for rank in range(ranks)]
+            launcher = launcher_of_machine([devices], 0, "127.0.0.1", port)
+            program = [file, json.dumps(argument, default=str), str(folder)]
+            code, output = warm.output_of([*launcher, *program], os.environ | environment)
+        assert code == 0, output[-12000:]
         return folder
 
     return run
