@@ -43,7 +43,8 @@ class Lab:
     folder: Path
 
 
-FAMILIES = ("gpt_neox", "qwen2", "qwen3")
+FAMILIES = ("gpt_neox", "qwen2", "qwen3", "olmo3", "smollm3", "gemma3_text", "gemma4_text",
+            "qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid")  # fmt: skip
 """Those of `lab.models`, beside Llama."""
 FILES: dict[str, dict[str, list[str]]] = {"cpu": {}, "cuda": {}}
 """The names of the cases to run, by device and test file."""
