@@ -41,9 +41,7 @@ class GRPOConfig(PPOConfig):
     advantage: Annotated[str, ADVANTAGE] = "grpo"
     """Advantage estimator, as in `ppo.advantage`: any without a critic, or a function of yours."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
-    """How responses are sampled."""
     kl: KLConfig = KLConfig(coef=0.04, place="loss")
-    """KL constraint to the reference."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a response that was cut."""
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=1e-6))
@@ -123,7 +121,6 @@ class DistillConfig(PPOConfig):
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How responses are sampled; the temperature is also that of the teacher."""
     kl: TeacherKLConfig = TeacherKLConfig()
-    """The divergence from the teacher."""
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=5e-5))
     """The student. It starts from the SFT model, or without SFT from the base model."""
     reference: FrozenModelConfig = FrozenModelConfig()

@@ -12,7 +12,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig
-from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, StageModel, TrainedModel
+from rlhf_pipeline.config.training import DeepSpeedConfig, StageModel, TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import (
@@ -128,7 +128,7 @@ def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardw
     if isinstance(load.config, EvaluateConfig):  # the reward model may be the largest one
         shapes = shape, _own_shape(_reward_base(parameters), shape)
         largest = max(shapes, key=lambda each: each.parameters)
-        found = _evaluate(load.config, load, parameters, largest, hardware)
+        found = _evaluate(load, parameters, largest, hardware)
     else:
         found = []
         for model in load.config.models():
@@ -242,18 +242,14 @@ def _gathered(
     return weights if config.gather_for_generation else gathered_layer_bytes(shape, numbers)
 
 
-def _evaluate(
-    config: EvaluateConfig,
-    load: StageLoad,
-    parameters: Parameters,
-    shape: Shape,
-    hardware: Hardware,
-) -> Found:
+def _evaluate(load: StageLoad, parameters: Parameters, shape: Shape, hardware: Hardware) -> Found:
     """One model at a time: the largest of their precisions, sharded if all of them are."""
+    config = load.config
+    assert isinstance(config, EvaluateConfig)
     actors = [(parameters.get(name) or {}).get("actor", {}) for name in POLICIES]
     trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
     settings = [DeepSpeedConfig.model_validate(one.get("deepspeed", {})) for one in trained]
-    models = [each.config for each in config.models(settings) if isinstance(each, FrozenModel)]
+    models = [each.config for each in config.models(settings)]
     size = max(BYTES[each.precision] for each in models if each.precision)
     numbers = Numbers(size, hardware.on_gpu)
     is_sharded = all(each.zero_stage == 3 for each in models)
