@@ -54,10 +54,8 @@ class TeacherConfig(BaseModelConfig):
 
     path: str
     """A Hugging Face id or a local folder."""
-    architecture: None = None
-    """A teacher has weights."""
-    vocab_size: None = None
-    """A teacher has a tokenizer."""
+    architecture: None = None  # a teacher has weights
+    vocab_size: None = None  # and a tokenizer
 
 
 class TeacherKLConfig(KLConfig):
@@ -110,14 +108,10 @@ class DistillConfig(PPOConfig):
     """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt = 64
     """Responses per generated batch, over all ranks."""
-    advantage: str = "none"
-    """None: the loss is a divergence."""
-    old_logprobs: Literal["recompute", "rollout"] = "rollout"
-    """rollout: only metrics read them."""
-    rewards: tuple[Reward, ...] = ()
-    """None: the teacher alone says what is good."""
-    missing_eos_penalty: NonNegativeFloat = 0.0
-    """None: the teacher's probability of EOS counts."""
+    advantage: str = "none"  # the loss is a divergence
+    old_logprobs: Literal["recompute", "rollout"] = "rollout"  # only metrics read them
+    rewards: tuple[Reward, ...] = ()  # the teacher alone says what is good
+    missing_eos_penalty: NonNegativeFloat = 0.0  # the teacher's probability of EOS counts
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How responses are sampled; the temperature is also that of the teacher."""
     kl: TeacherKLConfig = TeacherKLConfig()

@@ -345,7 +345,10 @@ class PPOConfig(SavingConfig):
                 expected = f"2 or more for {name}, which compares the responses to one prompt"
                 yield self._fault("responses_per_prompt", expected, f"raise it, or remove {name}")
         yield from self._score_and_loss_faults()
-        yield from self._model_faults()
+        if self.generator == "vllm":
+            yield from self.refused_by_vllm()
+        if not self.has_teacher:
+            yield from self.reference.faults_as_reference(self.actor)
         if self.critic_warmup_steps >= self.steps:
             expected = f"less than steps {self.steps}, so that the actor trains"
             yield self._fault("critic_warmup_steps", expected)
@@ -380,12 +383,6 @@ class PPOConfig(SavingConfig):
         if lora is not None and lora.quantize is not None:
             expected = "null for generator vllm, which adds the adapters to the matrices"
             yield self._fault("actor.lora.quantize", expected)
-
-    def _model_faults(self) -> Iterator[str]:
-        if self.generator == "vllm":
-            yield from self.refused_by_vllm()
-        if not self.has_teacher:
-            yield from self.reference.faults_as_reference(self.actor)
 
 
 _BY_ACTOR = ("auto", "transformers", "hybrid")

@@ -39,7 +39,6 @@ Origin = Callable[[str], str | None]
 """The file that sets a parameter; None: no file."""
 
 _TOKENIZERS = "*token*.json", "*.model", "vocab.*"
-"""The files of a tokenizer."""
 
 EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
 """The smallest block of a policy, if not an empty one is enough."""
