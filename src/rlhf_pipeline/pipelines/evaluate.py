@@ -66,7 +66,6 @@ steps."""
 
 def evaluate(policy: StageSpec) -> Callable[..., Path]:
     """The node function for a policy trained by the stage `policy`, such as PPO or DPO."""
-    candidate = CandidateConfig(name=policy.name)
 
     def node(
         split: Path,
@@ -98,7 +97,7 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             for place, model in (("baseline", sft_model), ("candidate", candidate_model)):
                 job = Job(TASKS, own, {"policy": model, **files}, seed)
                 inputs[f"{TASK_PREFIX}{place}"] = stages.run(job)
-        blocks = {"evaluate": config, "candidate": candidate}
+        blocks = {"evaluate": config, "candidate": CandidateConfig(name=policy.name)}
         return _judged(Job(SPEC.for_candidate(policy.name), blocks, inputs, seed), config, stages)
 
     return node
