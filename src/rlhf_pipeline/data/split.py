@@ -125,7 +125,7 @@ def split_sources(
         maker = RowMaker(config, reader.tokenizer.bos_token_id)
         with about("reward_model.base_model") if number else nullcontext():
             # The next batch is tokenized meanwhile.
-            for batch, tokenized in one_ahead(batches, partial(_tokenized, reader)):
+            for batch, tokenized in one_ahead(batches, partial(_Batch.tokenized, reader=reader)):
                 source = config.sources[batch.source].name
                 of_row = plan.parts[batch.numbers].tolist()
                 rows = [
@@ -159,6 +159,9 @@ class _Batch(NamedTuple):
     turns: list[bool] | None
     """The rows whose earlier assistant turns SFT learns; None: none."""
 
+    def tokenized(self, reader: Reader) -> list[Tokenized]:
+        return tokenize(self.examples, reader, self.turns)
+
 
 def _needed_batches(
     config: SplitConfig,
@@ -183,10 +186,6 @@ def _needed_batches(
             if batch:
                 turns = None if learns is None else learns[numbers].tolist()
                 yield _Batch(source, numbers, batch, turns)
-
-
-def _tokenized(reader: Reader, batch: _Batch) -> list[Tokenized]:
-    return tokenize(batch.examples, reader, batch.turns)
 
 
 def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:
