@@ -62,7 +62,7 @@ def test_in_an_empty_workspace_every_stage_would_run_and_nothing_is_created(tmp_
     ]
     assert not (tmp_path / "data").exists()
     assert "rlhf_pipeline.stages.cache.planning" in modules
-    assert modules & {"torch", "transformers", "deepspeed", "mlflow"} == set()
+    assert modules & {"torch", "transformers", "deepspeed", "mlflow", "pandas"} == set()
 
 
 def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
