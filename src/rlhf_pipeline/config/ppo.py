@@ -74,8 +74,8 @@ class PtxConfig(Block):
     prevents forgetting (PPO-ptx, Ouyang et al. 2022, equation 2)."""
 
     coef: PositiveFloat = 0.1
-    """Weight of the text's mean loss per token relative to PPO's. With InstructGPT's 27.8, no policy
-    here learned from its rewards (docs/ppo.md)."""
+    """Weight of the text's mean loss per token relative to PPO's. With InstructGPT's 27.8, policies
+    learned nothing from their rewards (docs/ppo.md)."""
     batch_size: PositiveInt
     """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response."""
 
