@@ -116,7 +116,8 @@ def outcome(world, inputs, folder, program, changes, rows, models):
     if family := changes.pop("family", None):
         inputs = inputs | {"base_model": models(family)}
     if program == "distill":
-        changes["teacher"] = str(models("llama"))
+        inputs = inputs | {"teacher": models("llama")}
+        changes["teacher"] = str(inputs["teacher"])
     if rows != 8:
         if world.rank == 0:
             for name in TABLES:
