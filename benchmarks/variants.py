@@ -3,10 +3,14 @@
     python benchmarks/variants.py reward_model          # reward models from a base of their own
     python benchmarks/variants.py ptx                   # coefficients of the loss on plain text
     python benchmarks/variants.py ptx --seeds 1 2 --variants default "ptx 27.8"
+    python benchmarks/variants.py ptx_pretrained --seeds 1 2   # on SmolLM2 and WikiText-2
 
 A seed decides data, model, split, training and decoding. Each seed runs with one process on its own
 core. Variants of a seed share the stages that they have in common, and finished stages are reused,
 so an interrupted benchmark resumes. Results: benchmarks/results/variants/.
+
+`ptx_pretrained` needs SMOLLM2_PATH and HH_RLHF_PATH as docs/smollm2.md says, and WIKITEXT_PATH, a
+text file. PPO starts from the instruct model and maximizes the reward of brevity.py.
 """
 
 from __future__ import annotations
@@ -18,16 +22,21 @@ import re
 from pathlib import Path
 
 import numpy as np
-from baselines import ends, figures
+from baselines import ends
 from experiments import PROJECT, RESULTS, Tree, commit, parameters, side_by_side
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_pipeline.api import RunResults
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.sources.synthetic import generate
 from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
+from rlhf_pipeline.verdict.words import Evaluation
 
 FOLDER = RESULTS / "variants"
+CURVES = ("optim/actor_grad_norm", "objective/score", "objective/kl", "ptx/perplexity")
+"""Metrics of training that the table shows."""
 
 
 def own_reward_model(changes: Tree, critic: str) -> Tree:
@@ -51,6 +60,35 @@ def ptx(coef: float) -> Tree:
     }
 
 
+def ptx_pretrained(coef: float) -> Tree:
+    """PPO from SmolLM2 on a reward by code. With a coefficient near 0, text is only measured."""
+    text = {"name": "files", "path": os.environ.get("WIKITEXT_PATH", "")}
+    model = {
+        "deepspeed": {"precision": "bf16"},
+        "lora": {"rank": 16, "alpha": 32},
+        "optimizer.learning_rate": 5e-4,
+    }
+    return {
+        "sft": None,
+        "reward_model": None,
+        "split.weights": [0, 0, 1],
+        "split.max_prompt_tokens": 64,
+        "split.pretraining": {"sources": [text], "block_tokens": 128},
+        "evaluate.prompts": 100,
+        "ppo.rewards": ["benchmarks/brevity.py:brevity"],
+        "ppo.advantage": "rloo",  # a critic from nothing would learn first
+        "ppo.critic": None,
+        "ppo.responses_per_prompt": 4,
+        "ppo.steps": 12,
+        "ppo.ppo_epochs": 1,
+        "ppo.evaluations": 1,
+        "ppo.evaluation_prompts": 32,
+        "ppo.sampling.max_response_tokens": 48,
+        "ppo.ptx": {"coef": coef, "batch_size": 4},
+        "ppo.actor": model,
+    }
+
+
 def write_texts(file: Path) -> None:
     """Plain text for the loss: prompts and preferred answers of a seed that no run uses."""
     source = SplitConfig.model_validate(parameters()["split"]).sources[0]
@@ -67,6 +105,7 @@ VARIANTS: dict[str, dict[str, Tree]] = {
         "from the base model": {"reward_model.start": "base"},
     },
     "ptx": {"default": {}} | {f"ptx {coef:g}": ptx(coef) for coef in (0.1, 1.0, 5.0, 27.8)},
+    "ptx_pretrained": {f"ptx {coef:g}": ptx_pretrained(coef) for coef in (1e-9, 0.1, 1.0, 27.8)},
 }
 
 
@@ -85,7 +124,7 @@ def main() -> None:
         write_texts(FOLDER / "texts.jsonl")
     for seed in side_by_side(measure, [(seed, given.family, names) for seed in given.seeds]):
         print(f"seed {seed}: done", flush=True)
-    console = Console(width=150)
+    console = Console(width=200)
     console.print(f"at commit {commit()}")
     console.print(table(given.family, given.seeds, names))
 
@@ -94,7 +133,7 @@ def measure(seed: int, family: str, names: list[str]) -> int:
     """Run the variants on one seed, and write what each one found to a file of its own."""
     from rlhf_pipeline import run
 
-    root = FOLDER / str(seed)
+    root, env = FOLDER / str(seed), "smollm2" if family == "ptx_pretrained" else None
     root.mkdir(parents=True, exist_ok=True)
     log = os.open(root / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -103,24 +142,66 @@ def measure(seed: int, family: str, names: list[str]) -> int:
     for name in names:
         common = {"seed": seed, "root": str(root), "launch.processes": 1, "evaluate.best_of_n": 0}
         try:
-            result = run("full", params=common | VARIANTS[family][name], project=PROJECT)
+            result = run("full", params=common | VARIANTS[family][name], env=env, project=PROJECT)
         except StageError as error:  # such as a KL above its bound at each evaluation
-            reason = error.message.splitlines()[1].partition(": ")[2]
-            file_of(seed, name).write_text(json.dumps({"failed": reason}))
-            continue
-        evaluation, history = result.evaluation, result.metrics("ppo")
-        scores = result.metrics("reward_model")
-        norms = [one["metrics"]["optim/actor_grad_norm"] for one in history]
-        found = {
-            "sft": figures(evaluation["policies"]["sft"]),
-            "ppo": figures(evaluation["policies"]["ppo"]) | ends(evaluation, "gold"),
-            "perplexity": evaluation.get("perplexity", {}),
-            "accuracy": scores[-1]["metrics"]["validation/accuracy"],
-            "grad_norm": [float(np.median(norms)), max(norms)],
-            "steps": len(history),
-        }
+            found = {"failed": error.message.splitlines()[1].partition(": ")[2]}
+            newest = max((root / "07_workspace" / "ppo").iterdir(), key=os.path.getmtime)
+            history = read_json_lines(newest / "metrics.jsonl")
+        else:
+            history = result.metrics("ppo")
+            found = pretrained(result) if env else default_world(result)
+        found |= training(history)
         file_of(seed, name).write_text(json.dumps(found, indent=2))
     return seed
+
+
+def default_world(result: RunResults) -> dict[str, str]:
+    """PPO on the default's world."""
+    evaluation = result.evaluation
+    sft, ppo = (evaluation["policies"][name] for name in ("sft", "ppo"))
+    accuracy = result.metrics("reward_model")[-1]["metrics"]["validation/accuracy"]
+    shares = {
+        f"right {part} of {name}": f"{row[f'gold_right_{part}']:.0%}"
+        for part in ("answers", "refusals")
+        for name, row in (("SFT", sft), ("PPO", ppo))
+    }
+    perplexity = evaluation.get("perplexity", {})
+    return (
+        {"accuracy of the reward model": f"{accuracy:.1%}"}
+        | won(evaluation, "gold")
+        | shares
+        | {f"perplexity of {name}": f"{perplexity[name]:.3f}" for name in ("sft", "ppo")}
+    )
+
+
+def pretrained(result: RunResults) -> dict[str, str]:
+    """PPO from an instruct model."""
+    return won(result.evaluation, "brevity")
+
+
+def won(evaluation: Evaluation, judge: str) -> dict[str, str]:
+    """How PPO's policy compares with its start."""
+    found = ends(evaluation, judge)
+    return {
+        f"win rate by {judge}": f"{found['rate']:.3f} [{found['lower']:.3f}, {found['upper']:.3f}]",
+        "KL, nats": f"{evaluation['policies']['ppo']['kl']:.2f}",
+    }
+
+
+def training(history: list[Tree]) -> dict[str, str]:
+    """What PPO's training shows; text is measured before a step learns from it."""
+    curve = {name: [each["metrics"].get(name, 0.0) for each in history] for name in CURVES}
+    norms = curve.pop("optim/actor_grad_norm")
+    return {
+        "steps": str(len(history)),
+        "gradient norm, median": f"{np.median(norms):.2f}",
+        "largest": f"{max(norms):.2f}",
+        **{
+            f"{name}, {part} 3 steps": f"{np.mean(values[steps]):.2f}"
+            for name, values in curve.items()
+            for part, steps in (("first", slice(3)), ("last", slice(-3, None)))
+        },
+    }
 
 
 def file_of(seed: int, name: str) -> Path:
@@ -130,47 +211,13 @@ def file_of(seed: int, name: str) -> Path:
 
 def table(family: str, seeds: list[int], names: list[str]) -> Table:
     """A row for each variant and seed."""
-    made = Table(title=f"{family}: PPO against SFT on unseen requests")
-    for column in (
-        "variant",
-        "seed",
-        "accuracy of the reward model",
-        "win rate by gold",
-        "KL, nats",
-        "steps",
-        "right answers of SFT",
-        "of PPO",
-        "refusals of SFT",
-        "of PPO",
-        "perplexity of SFT",
-        "of PPO",
-        "gradient norm, median",
-        "largest",
-    ):
-        made.add_column(column, justify="left" if column == "variant" else "right")
-    for name in names:
-        for seed in seeds:
-            found = json.loads(file_of(seed, name).read_text())
-            if "failed" in found:
-                made.add_row(name, str(seed), "", f"failed: {found['failed']}")
-                continue
-            sft, ppo, perplexity = found["sft"], found["ppo"], found["perplexity"]
-            shares = [
-                f"{one[part]:.0%}"
-                for part in ("gold_right_answers", "gold_right_refusals")
-                for one in (sft, ppo)
-            ]
-            made.add_row(
-                name,
-                str(seed),
-                f"{found['accuracy']:.1%}",
-                f"{ppo['rate']:.3f} [{ppo['lower']:.3f}, {ppo['upper']:.3f}]",
-                f"{ppo['kl']:.2f}",
-                str(found["steps"]),
-                *shares,
-                *(f"{perplexity[policy]:.3f}" for policy in ("sft", "ppo")),
-                *(f"{norm:.2f}" for norm in found["grad_norm"]),
-            )
+    rows = {(n, seed): json.loads(file_of(seed, n).read_text()) for n in names for seed in seeds}
+    made = Table("variant", "seed", title=f"{family}: PPO against its start on unseen requests")
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    for column in columns:
+        made.add_column(column, justify="right")
+    for (name, seed), row in rows.items():
+        made.add_row(name, str(seed), *(row.get(column, "") for column in columns))
     return made
 
 

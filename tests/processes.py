@@ -1,6 +1,10 @@
-"""Look at the programs that another program started."""
+"""Look at the programs that another program started, and at what a program imports."""
 
+import json
+import subprocess
+import sys
 from contextlib import suppress
+from dataclasses import asdict
 
 import psutil
 
@@ -17,3 +21,29 @@ def descendants(pid: int) -> list[psutil.Process]:
             process.info = process.as_dict(["cmdline", "environ"], ad_value=())
             found.append(process)
     return found
+
+
+LIST_MODULES = """
+import atexit, runpy, sys
+atexit.register(lambda: print("", *sys.modules, file=sys.stderr))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def imported(
+    module: str, *arguments: str, **options
+) -> tuple[set[str], subprocess.CompletedProcess[str]]:
+    """Run `python -m module ...`; return the modules that are imported at its end, and the rest."""
+    command = [sys.executable, "-c", LIST_MODULES, module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr
+    done.stderr, _, modules = done.stderr.rstrip().rpartition("\n ")
+    return set(modules.split()), done
+
+
+def job_file(job) -> str:
+    """Write the job.json of a `LaunchedJob` into its folder; return its path."""
+    fields = asdict(job)
+    file = fields.pop("directory") / "job.json"
+    file.write_text(json.dumps(fields, default=str))
+    return str(file)

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import imported, job_file
 
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.split_report import headline
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.pipelines.preparation import SPLIT as SPEC
+from rlhf_pipeline.runtime.job import LaunchedJob, as_json
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries, verify
 from rlhf_pipeline.stages.job import Job, RunContext
 from rlhf_pipeline.stages.run import StageRunner
@@ -52,6 +54,44 @@ def test_the_stage_writes_data_report_and_token_contract(
     report = json.loads((export / "report.json").read_text())
     assert report["distinct_prompts"]["sft"] == 12
     assert verify(export).metrics == headline(report)
+
+
+CODE = """
+import torch
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_code", [False, True])
+def test_only_a_tokenizer_with_code_of_its_own_costs_the_import_of_torch(
+    write_records, split_config, tokenizer, ten, tmp_path: Path, has_code: bool
+) -> None:
+    """So with both tokenizers, that of the policy and that of a reward model of its own base."""
+    inputs = {"source_0": write_records("own", *ten)}
+    for name in ("base_model", "reward_base"):
+        inputs[name] = folder = tmp_path / name
+        tokenizer.save_pretrained(folder)
+        TokenContract.of(tokenizer).write(folder)
+        tokenizer.add_tokens("penguins")  # the second one differs
+    if has_code:
+        (folder / "own.py").write_text(CODE)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings |= {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+        settings["tokenizer_class"] = "OwnTokenizer"
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    block = as_json({"split": split_config()})
+    places = inputs, {}, tmp_path, 60.0
+    job = LaunchedJob("split", "f", 0, block, *places, trust_remote_code=has_code)
+    modules, done = imported(module.__spec__.name, job_file(job))
+    assert "transformers.models.auto.tokenization_auto" in modules
+    assert ("torch" in modules) == has_code
+    assert has_code or not modules & {"sklearn", "scipy", "boto3"}
+    assert has_code or done.stdout + done.stderr == ""  # not that PyTorch is missing
+    assert (job.export / "sft" / "train.arrow").is_file()
 
 
 # A separate process, so that its peak memory is that of the split: rows of 600 characters.

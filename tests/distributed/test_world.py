@@ -45,6 +45,32 @@ ports = [socket.laddr for socket in psutil.Process().net_connections() if socket
 print(json.dumps([found, ports]))
 """
 
+STARTED = """
+import sys
+started = []
+sys.addaudithook(lambda event, given: event == "subprocess.Popen" and started.append(given[1]))
+from rlhf_pipeline.distributed.world import join
+
+join(0, timeout_s=600)
+print([one for one in started if "ldconfig" not in one[0]], "setuptools" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_on_a_cpu_starts_no_compiler(tmp_path):
+    """DeepSpeed probes all its operations when the table of them is first read. The `ldconfig` is
+    that of a library of httpx."""
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", RENDEZVOUS: str(tmp_path / "store")}
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED],
+        env=os.environ | alone | {"PYTHONPATH": str(SOURCE.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[] False"
+
 
 def test_numbers_that_all_ranks_have_are_read_but_not_summed(monkeypatch):
     """Two ranks with the same values: sums are doubled, equal numbers are not."""
@@ -220,6 +246,6 @@ def test_a_rank_on_a_gpu_joins(joining):
     """
     seen, operations = joining
     assert join(0, timeout_s=4321).device == seen["device_id"] == torch.device("cuda", 0)
-    assert operations == {}
+    assert module.deepspeed.ops.__compatible_ops__ is operations and operations == {}
     for backend in ("nccl", "gloo"):
         assert distributed_c10d._get_default_timeout(backend) == timedelta(seconds=4321)

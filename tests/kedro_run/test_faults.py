@@ -218,7 +218,7 @@ TASKS = {"chain_sum": {}}
         ("liger_kernel", "liger", "sft.deepspeed", {"kernels": "liger"},
          "sft.deepspeed.kernels: Liger's kernels need liger_kernel"),
         ("vllm", "vllm", "evaluate.generator", "vllm",
-         "evaluate.generator: vllm needs the package vllm"),
+         "evaluate.generator: answers by vLLM need vllm"),
         ("math_verify", "math", "evaluate.judges", [{"reference": "math"}],
          "evaluate.judges.0.reference: math needs math-verify"),
         ("lm_eval", "tasks", "evaluate.tasks", {"names": ["own.yaml"]},

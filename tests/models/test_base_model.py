@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from processes import imported, job_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.config.base_model import BYTES, BaseModelConfig
@@ -56,6 +57,16 @@ def export(folder, block, digests):
     """Run stage base_model in this process; return its metrics."""
     job = LaunchedJob("base_model", "f", 1, {"base_model": block}, {}, digests, folder, 60.0)
     return base_model.main(job)
+
+
+@pytest.mark.slow
+def test_the_program_imports_neither_deepspeed_nor_mlflow(make_model, tmp_path):
+    """Saving a model looks for engines of DeepSpeed, whose import takes over a second."""
+    block = {"base_model": {"path": str(make_model("llama"))}}
+    job = LaunchedJob("base_model", "f", 1, block, {}, {}, tmp_path, 60.0)
+    modules, _ = imported(base_model.__spec__.name, job_file(job))
+    assert (job.export / "model.safetensors").is_file()
+    assert not modules & {"deepspeed", "mlflow"}
 
 
 def test_a_tokenizer_that_changes_when_saved_is_refused(architecture, tmp_path, monkeypatch):

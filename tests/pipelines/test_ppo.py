@@ -150,7 +150,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_the_launch(make_mode
     message = str(error.value)
     assert "sft_model and distill.teacher use different tokenizers: chat_template_digest" in message
     assert str(student) in message and str(teacher) in message
-    assert "Fix: choose a teacher with the student's tokenizer and chat template" in message
+    assert "Fix: choose a model with the policy's tokenizer and chat template" in message
 
 
 def test_models_that_do_not_exist_yet_are_planned(make_model):

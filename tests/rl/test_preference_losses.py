@@ -14,9 +14,9 @@ from rlhf_pipeline.rl.preference_losses import (
     chosen_nll,
     dpo_loss,
     hinge_loss,
-    implicit_rewards,
     ipo_loss,
     kto_loss,
+    log_ratios,
     normalized_dpo_loss,
     robust_dpo_loss,
     simpo_loss,
@@ -50,7 +50,7 @@ def test_dpo_loss_is_the_likelihood_of_the_preferences_under_the_implicit_reward
     """-beta * (1 - sigmoid(margin)) / 3: -(1/2)(1/2)/3, -(1/2)(1/4)/3, -(1/2)(3/4)/3."""
     inputs = {name: x.clone().requires_grad_() for name, x in LOGPROBS.items()}
     chosen_rewards, rejected_rewards = (
-        implicit_rewards(inputs[f"{name}_logprobs"], inputs[f"ref_{name}_logprobs"], beta=0.5)
+        0.5 * log_ratios(inputs[f"{name}_logprobs"], inputs[f"ref_{name}_logprobs"])
         for name in ("chosen", "rejected")
     )
     exact(chosen_rewards.detach(), torch.tensor([0.5, 0.0, -1.0]))

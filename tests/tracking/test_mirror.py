@@ -10,8 +10,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
@@ -198,16 +200,39 @@ def test_an_unsuccessful_stage_has_its_real_status(
     assert client.get_run(stranger.info.run_id).info.status == "RUNNING"
 
 
+def test_records_are_sent_every_few_seconds_and_at_the_end(
+    tracker, stage, client, runs, monkeypatch
+):
+    """Five steps a second: MLflow gets them together, and metrics.jsonl has them at once."""
+    now = 1000.0
+    monkeypatch.setattr(mirror, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    tracker.stage_started(stage)
+    sent = []
+    for step in range(1, 111):
+        now = 1000 + step / 5
+        with stage.metrics_file.open("a") as file:
+            file.write(json.dumps(record(step, loss=1.0)) + "\n")
+        tracker.stage_metrics(stage, [record(step, loss=1.0)])
+        tracker.stage_phase(stage, None)
+        sent.append(len(history(client, runs()[0], "loss")))
+    assert sorted({*sent}) == [0, 51, 102]  # after 10 seconds and one look
+    tracker.stage_ended(stage, "FAILED", {})
+    assert len(history(client, runs()[0], "loss")) == 110
+
+
 @pytest.mark.parametrize("status", ["FAILED", None])
 def test_an_unfinished_run_is_resumed_without_a_step_twice(
-    tracker, stage, uri, tmp_path, client, runs, status
+    tracker, stage, uri, tmp_path, client, runs, status, monkeypatch
 ):
+    """Nor is the history of a metric read, which may have a point for each step of months."""
     tracker.stage_started(stage)
     report(tracker, stage, [record(1, objective_kl=0.5), record(2, objective_kl=0.75)])
     if status is not None:  # None: the driver was killed, and MLflow says RUNNING
         tracker.stage_ended(stage, status, {})
     (before,) = runs()
 
+    whole = SqlAlchemyStore.get_metric_history
+    monkeypatch.setattr(SqlAlchemyStore, "get_metric_history", refuse)
     again = make_tracker(uri, tmp_path, "ppo")
     # MLflow refuses to change ppo.lora: the first attempt's value stays.
     config = {**stage.config, "log": {"interval": 5}, "ppo": {**stage.config["ppo"], "lora": 4}}
@@ -218,6 +243,7 @@ def test_an_unfinished_run_is_resumed_without_a_step_twice(
     resumed = [{**record(step, objective_kl=0.75), "time": 5000.0 + step} for step in (2, 3)]
     report(again, stage, resumed)
     again.stage_ended(stage, "FINISHED", {})
+    monkeypatch.setattr(SqlAlchemyStore, "get_metric_history", whole)
 
     (after,) = runs()
     assert after.info.run_id == before.info.run_id

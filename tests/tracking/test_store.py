@@ -105,6 +105,26 @@ def test_a_creation_that_was_killed_begins_again(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"mlartifacts", "mlflow.db"}
 
 
+CONNECT = """
+import sys
+from pathlib import Path
+from rlhf_pipeline.tracking.store import connect
+connect(sys.argv[1], Path(sys.argv[2]))
+print("pygments" in sys.modules)
+import pandas, pygments, scipy.sparse
+from mako.exceptions import html_error_template
+from mlflow.data import from_pandas
+print(pandas.DataFrame([1]).shape)
+"""
+
+
+def test_what_a_client_leaves_out_can_be_imported_later(uri, tmp_path):
+    """Code of the user may be in the same process. MLflow itself is whole."""
+    command = [sys.executable, "-c", CONNECT, uri, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines() == ["False", "(1, 1)"]
+
+
 def test_find_run_takes_the_newest_finished_run_of_the_recipe(client):
     experiment = experiment_id(client)
 

@@ -253,7 +253,8 @@ def of_ours(config: GRPOConfig, batch: Batch, on_threads) -> tuple[Tensor, Tenso
 
     ((experience, terms),) = on_threads(1, experience_and_terms)
     models = SimpleNamespace(actor=SimpleNamespace(device=torch.device("cpu")))
-    loss, _ = actor_loss(models, experience, config, terms, kl_coef=config.kl.coef)
+    setup = SimpleNamespace(models=models, config=config)
+    loss, _ = actor_loss(setup, experience, terms, kl_coef=config.kl.coef)
     loss.backward()
     return loss.detach().float(), logprobs.grad
 

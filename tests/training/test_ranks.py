@@ -6,7 +6,7 @@ steps whole, at stage 0. The gradients of that are compared with plain torch els
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -77,8 +77,16 @@ CASES = {  # program, what it learns from, how the work is divided, and rows of 
     "distill, likeliest": ("distill", DISTILL | {"top_k": 20}, student(2, 3), 8),
     "distill, bf16": ("distill", DISTILL, student(3, 3, "bf16"), 8),
 }  # fmt: skip
+NEW = ("olmo3", "smollm3", "gemma3_text", "gemma4_text", "qwen3_5_text", "qwen3_next", "lfm2")
+CASES |= {
+    f"sft, ZeRO 3, {name}": ("sft", {"family": name}, trained(3), 8)
+    for name in (*NEW, "granitemoehybrid")
+}
 HALF = ("sft, bf16, ZeRO 3", "distill, bf16")
-SHORT = ("sft, ZeRO 2, checkpointed", "kto, 5 rows, ZeRO 3", "ppo, ZeRO 3", "distill, sharded")
+SHORT = (
+    "sft, ZeRO 2, checkpointed", "kto, 5 rows, ZeRO 3", "ppo, ZeRO 3", "distill, sharded",
+    "sft, ZeRO 3, qwen3_5_text",
+)  # fmt: skip
 ENGINES = {
     "ppo, ZeRO 3": {"actor": 3, "reference": 3, "critic": 3, "reward_model": 3},
     "ppo, mixed": {"actor": 3, "reference": 3, "critic": 2},
@@ -102,10 +110,13 @@ def merged(one, other):
     return one | both
 
 
-def outcome(world, inputs, folder, program, changes, rows):
+def outcome(world, inputs, folder, program, changes, rows, models):
     """The metrics of each step, the exported weights' file, and the stages of all engines."""
     changes = dict(changes)
+    if family := changes.pop("family", None):
+        inputs = inputs | {"base_model": models(family)}
     if program == "distill":
+        inputs = inputs | {"teacher": models("llama")}
         changes["teacher"] = str(inputs["teacher"])
     if rows != 8:
         if world.rank == 0:
@@ -127,21 +138,20 @@ def outcome(world, inputs, folder, program, changes, rows):
 
 
 def case(lab, program, what, how, rows):
-    inputs = {**lab.inputs, "teacher": lab.models["llama"]}
     changes = merged(merged(plain(program), what), how)
-    return outcome(lab.world, inputs, lab.folder, program, changes, rows)
+    return outcome(lab.world, lab.inputs, lab.folder, program, changes, rows, lab.models.get)
 
 
 @pytest.fixture(scope="module")
 def alone(program_inputs, make_model, world, tmp_path_factory):
     """The outcome of a single rank."""
-    inputs = {**program_inputs, "teacher": make_model("llama", seed=3)}
+    model = cache(partial(make_model, seed=3))
 
     @cache
     def run(program, what, rows):
         changes = merged(plain(program), json.loads(what)) | {"micro_batch_tokens": 1000}
         folder = tmp_path_factory.mktemp("alone")
-        return outcome(world, inputs, folder, program, changes, rows)
+        return outcome(world, program_inputs, folder, program, changes, rows, model)
 
     return lambda program, what, _, rows: run(program, json.dumps(what), rows)
 

@@ -80,8 +80,7 @@ class AnsweringConfig(Block):
     generator: Annotated[str, GENERATOR] = "transformers"
     """Program that samples the answers of all policies, as in `ppo.generator`."""
     gather_for_generation: bool = operational(True)
-    """At ZeRO stage 3: gather all weights to answer, which every GPU needs memory for. False:
-    gather each layer at every token, which is much slower."""
+    """As in `ppo.gather_for_generation`."""
 
 
 class JudgeModelConfig(Block):
@@ -137,7 +136,6 @@ class EvaluateConfig(AnsweringConfig):
     answers_per_prompt: PositiveInt = 1
     """Answers of each policy to each prompt, which narrow intervals less than further prompts."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
-    """Decoding of both policies."""
     judges: Judges = ()
     """Judges beside the reward model and the gold score, in the forms of `config.rewards`; without
     any and with `reward_model: null`, the rewards of training judge. The first independent one

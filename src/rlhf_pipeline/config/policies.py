@@ -41,9 +41,7 @@ class GRPOConfig(PPOConfig):
     advantage: Annotated[str, ADVANTAGE] = "grpo"
     """Advantage estimator, as in `ppo.advantage`: any without a critic, or a function of yours."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
-    """How responses are sampled."""
     kl: KLConfig = KLConfig(coef=0.04, place="loss")
-    """KL constraint to the reference."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a response that was cut."""
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=1e-6))
@@ -56,10 +54,8 @@ class TeacherConfig(BaseModelConfig):
 
     path: str
     """A Hugging Face id or a local folder."""
-    architecture: None = None
-    """A teacher has weights."""
-    vocab_size: None = None
-    """A teacher has a tokenizer."""
+    architecture: None = None  # a teacher has weights
+    vocab_size: None = None  # and a tokenizer
 
 
 class TeacherKLConfig(KLConfig):
@@ -112,18 +108,13 @@ class DistillConfig(PPOConfig):
     """Number of steps, each on `rollout_batches` * `rollout_batch_size` responses."""
     rollout_batch_size: PositiveInt = 64
     """Responses per generated batch, over all ranks."""
-    advantage: str = "none"
-    """None: the loss is a divergence."""
-    old_logprobs: Literal["recompute", "rollout"] = "rollout"
-    """rollout: only metrics read them."""
-    rewards: tuple[Reward, ...] = ()
-    """None: the teacher alone says what is good."""
-    missing_eos_penalty: NonNegativeFloat = 0.0
-    """None: the teacher's probability of EOS counts."""
+    advantage: str = "none"  # the loss is a divergence
+    old_logprobs: Literal["recompute", "rollout"] = "rollout"  # only metrics read them
+    rewards: tuple[Reward, ...] = ()  # the teacher alone says what is good
+    missing_eos_penalty: NonNegativeFloat = 0.0  # the teacher's probability of EOS counts
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
     """How responses are sampled; the temperature is also that of the teacher."""
     kl: TeacherKLConfig = TeacherKLConfig()
-    """The divergence from the teacher."""
     actor: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(learning_rate=5e-5))
     """The student. It starts from the SFT model, or without SFT from the base model."""
     reference: FrozenModelConfig = FrozenModelConfig()

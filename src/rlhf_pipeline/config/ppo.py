@@ -63,7 +63,7 @@ class KLConfig(Block):
 
 
 class EMAConfig(Block):
-    """Exponential moving average of the actor's weights in fp32, exported beside the actor."""
+    """Exponential moving average of the actor's fp32 weights, evaluated and exported beside it."""
 
     decay: float = Field(default=0.992, gt=0, lt=1)
     """Weight of the previous average at each optimizer step; 0.992 as in DeepSpeed-Chat."""
@@ -73,8 +73,9 @@ class PtxConfig(Block):
     """Language-model loss on `split.pretraining` in every optimizer step of the actor, which
     prevents forgetting (PPO-ptx, Ouyang et al. 2022, equation 2)."""
 
-    coef: PositiveFloat = 27.8
-    """Weight of the text's mean loss per token relative to PPO's; 27.8 as in InstructGPT."""
+    coef: PositiveFloat = 0.1
+    """Weight of the text's mean loss per token relative to PPO's. With InstructGPT's 27.8, policies
+    learned nothing from their rewards (docs/ppo.md)."""
     batch_size: PositiveInt
     """Blocks of text per optimizer step, over all ranks; InstructGPT uses 8 per response."""
 
@@ -110,7 +111,7 @@ class SamplerCorrectionConfig(Block):
 
 
 class CriticConfig(TrainedModelConfig):
-    """The value model, which reads the policy's tokens."""
+    """The value model of gae, which reads the policy's tokens."""
 
     start: Literal["reward_model", "policy", "own"] = "reward_model"
     """The model that it starts from: the reward model, or without one the policy; the policy, the
@@ -180,9 +181,7 @@ class PPOConfig(SavingConfig):
     reinforce_baseline: Literal["batch_mean", "none"] = "batch_mean"
     """reinforce only: baseline subtracted from a response's return."""
     sampling: SamplingConfig = SamplingConfig()
-    """How responses are sampled."""
     kl: KLConfig = KLConfig()
-    """KL constraint to the reference."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount factor; 1 as in InstructGPT."""
     lam: float = Field(default=0.95, ge=0, le=1)
@@ -208,7 +207,6 @@ class PPOConfig(SavingConfig):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus: the policy's mean entropy per token. Usually 0 in RLHF."""
     ptx: PtxConfig | None = None
-    """Additional language-model loss on plain text. None: no such loss."""
     value_clip_range: PositiveFloat | None = 0.2
     """Clip range of new values around the old ones. None: no clipping."""
     score_clip: PositiveFloat | None = 5.0
@@ -226,9 +224,7 @@ class PPOConfig(SavingConfig):
     actor: TrainedModelConfig
     """The policy in training. It starts from the SFT model."""
     critic: CriticConfig | None = None
-    """The value model of gae."""
     hybrid: HybridConfig = HybridConfig()
-    """The copy for generation of the generator `hybrid`."""
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
     """Program that samples responses. transformers: the actor itself; hybrid: a copy, sharded over
     `hybrid.inference_tp_size` ranks; vllm: a copy on each rank; auto: hybrid if that size is above
@@ -243,7 +239,6 @@ class PPOConfig(SavingConfig):
     critic_warmup_steps: int = Field(default=0, ge=0)
     """gae only: number of first steps that train only the critic."""
     ema: EMAConfig | None = None
-    """Moving average of the actor's weights, evaluated and exported beside it. None: no average."""
     reference: FrozenModelConfig = FrozenModelConfig()
     """The frozen SFT model that the KL refers to; with LoRA without `train_rest`, the actor
     itself."""
@@ -351,7 +346,10 @@ class PPOConfig(SavingConfig):
                 expected = f"2 or more for {name}, which compares the responses to one prompt"
                 yield self._fault("responses_per_prompt", expected, f"raise it, or remove {name}")
         yield from self._score_and_loss_faults()
-        yield from self._model_faults()
+        if self.generator == "vllm":
+            yield from self.refused_by_vllm()
+        if not self.has_teacher:
+            yield from self.reference.faults_as_reference(self.actor)
         if self.critic_warmup_steps >= self.steps:
             expected = f"less than steps {self.steps}, so that the actor trains"
             yield self._fault("critic_warmup_steps", expected)
@@ -386,12 +384,6 @@ class PPOConfig(SavingConfig):
         if lora is not None and lora.quantize is not None:
             expected = "null for generator vllm, which adds the adapters to the matrices"
             yield self._fault("actor.lora.quantize", expected)
-
-    def _model_faults(self) -> Iterator[str]:
-        if self.generator == "vllm":
-            yield from self.refused_by_vllm()
-        if not self.has_teacher:
-            yield from self.reference.faults_as_reference(self.actor)
 
 
 _BY_ACTOR = ("auto", "transformers", "hybrid")

@@ -19,7 +19,6 @@ class ReferencedConfig(SupervisedConfig):
     """Fields common to DPO and KTO: a policy that trains beside its frozen start."""
 
     stage: ClassVar[str]
-    """The stage of the block."""
 
     beta: PositiveFloat = 0.1
     """Strength of the KL constraint to the reference; a smaller one allows the policy more."""

@@ -232,7 +232,6 @@ class RubricReward(RewardSource):
     """What a good answer is, with {prompt}, {response} and {reference} (the true answer) for these
     texts. A text with {response} is the whole question, and must ask for a score like [[7]]."""
     openai: ChatConfig
-    """The chat model."""
     scale: PositiveFloat = 10.0
     """The best score, which divides the last [[number]] of a reply."""
 

@@ -42,7 +42,6 @@ class SampleConfig(AnsweringConfig):
     """drop: an answer that was cut at `sampling.max_response_tokens` is neither best nor worst,
     because the policy would learn not to end; keep: it is an answer like the others."""
     sampling: SamplingConfig = SamplingConfig(max_response_tokens=256)
-    """How answers are sampled."""
 
     @property
     def answering(self) -> EvaluateConfig:
@@ -70,7 +69,6 @@ class SampledConfig(Block):
     rounds: PositiveInt = 1
     """Times that the policy answers and trains. A later round continues an earlier one."""
     sample: SampleConfig = SampleConfig()
-    """Prompts, answers and scores of a round."""
 
     @property
     def rewards(self) -> SampleRewards:

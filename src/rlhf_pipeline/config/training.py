@@ -1,7 +1,7 @@
 """Supervised fine-tuning, reward modelling, and the blocks shared with DPO, KTO and PPO."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -36,8 +36,8 @@ class SamplingConfig(Block):
 
 
 class HybridConfig(Block):
-    """A copy of the actor for generation, sharded within its processes, as in DeepSpeed's Hybrid
-    Engine."""
+    """The actor's copy of the generator `hybrid`, sharded within its processes, as in DeepSpeed's
+    Hybrid Engine."""
 
     inference_tp_size: PositiveInt = 1
     """Number of ranks that share a copy and answer together; must divide that of all ranks."""
@@ -205,10 +205,11 @@ class FrozenModelConfig(Block):
 class _Model:
     block: str
     """Its parameter block, such as ppo.actor."""
+    scalar: bool = field(default=False, kw_only=True)
+    """Whether its output layer is a vector: reward model and critic."""
 
     @property
     def name(self) -> str:
-        """The last part of its block."""
         return self.block.rpartition(".")[2]
 
 
@@ -217,9 +218,6 @@ class TrainedModel(_Model):
     """A model in training."""
 
     config: TrainedModelConfig
-    """How it trains."""
-    scalar: bool = False
-    """Whether its output layer is a vector: reward model and critic."""
     averaged: bool = False
     """Whether an average of its weights is kept (`ppo.ema`)."""
 
@@ -230,8 +228,6 @@ class FrozenModel(_Model):
 
     config: FrozenDeepSpeedConfig
     """ZeRO stage and precision, both set."""
-    scalar: bool = False
-    """Whether its output layer is a vector: the reward model of PPO."""
 
 
 StageModel = TrainedModel | FrozenModel

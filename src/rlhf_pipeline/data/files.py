@@ -191,9 +191,7 @@ def _saved_location(path: str, store: fsspec.AbstractFileSystem, root: str) -> L
 
 def _named(paths: Sequence[str]) -> list[tuple[str, str]]:
     """Paths by name: the shortest endings that are distinct, which are base names in most cases."""
-    parts = [
-        path.partition("?")[0].split("/") if "://" in path else path.split("/") for path in paths
-    ]
+    parts = [(path.partition("?")[0] if "://" in path else path).split("/") for path in paths]
     for depth in count(1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len({*names}) == len(names):

@@ -4,6 +4,7 @@ python -m rlhf_pipeline.data.split job.json
 """
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,7 @@ from rlhf_pipeline.data.tokenization import (
     tokenize,
 )
 from rlhf_pipeline.errors import DataError, about
+from rlhf_pipeline.runtime.imports import hidden
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.metrics_file import RowProgress
 from rlhf_pipeline.runtime.program import run_program
@@ -52,12 +54,9 @@ _BLOCKS = pa.schema([("input_ids", pa.list_(pa.int32()))])
 
 def main(job: LaunchedJob) -> dict[str, float]:
     """Split the sources with the base model's tokenizer; add the token contract to each folder."""
-    from transformers import AutoTokenizer  # imported late: the program shows its start at once
-
     config = job.block("split", SplitConfig)
     folders = [job.inputs[name] for name in ("base_model", "reward_base") if name in job.inputs]
-    load = partial(AutoTokenizer.from_pretrained, trust_remote_code=job.trust_remote_code)
-    readers = [Reader(load(folder), TokenContract.read(folder)) for folder in folders]
+    readers = _readers(folders, trust_remote_code=job.trust_remote_code)
     contract, reward_contract = readers[0].contract, readers[-1].contract
     readers = readers[:1] if reward_contract == contract else readers
     # The driver lists the inputs `source_0`, `source_1`, ... in order.
@@ -79,6 +78,17 @@ def main(job: LaunchedJob) -> dict[str, float]:
     for phase in filter(Path.is_dir, job.export.iterdir()):
         (reward_contract if phase.name in FOR_REWARD else contract).write(phase)
     return headline(report)
+
+
+def _readers(folders: Sequence[Path], *, trust_remote_code: bool) -> list[Reader]:
+    """Load tokenizers in a third of the time and memory: only code of a model may need torch."""
+    unneeded = () if trust_remote_code else ("torch", "scipy", "sklearn", "boto3")
+    logging.getLogger("transformers").disabled = True  # the package's own, not those of its modules
+    with hidden(*unneeded):
+        from transformers import AutoTokenizer  # imported late: the program shows its start at once
+
+        load = partial(AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
+        return [Reader(load(folder), TokenContract.read(folder)) for folder in folders]
 
 
 def split_sources(
@@ -125,7 +135,7 @@ def split_sources(
         maker = RowMaker(config, reader.tokenizer.bos_token_id)
         with about("reward_model.base_model") if number else nullcontext():
             # The next batch is tokenized meanwhile.
-            for batch, tokenized in one_ahead(batches, partial(_tokenized, reader)):
+            for batch, tokenized in one_ahead(batches, partial(_Batch.tokenized, reader=reader)):
                 source = config.sources[batch.source].name
                 of_row = plan.parts[batch.numbers].tolist()
                 rows = [
@@ -159,6 +169,9 @@ class _Batch(NamedTuple):
     turns: list[bool] | None
     """The rows whose earlier assistant turns SFT learns; None: none."""
 
+    def tokenized(self, reader: Reader) -> list[Tokenized]:
+        return tokenize(self.examples, reader, self.turns)
+
 
 def _needed_batches(
     config: SplitConfig,
@@ -183,10 +196,6 @@ def _needed_batches(
             if batch:
                 turns = None if learns is None else learns[numbers].tolist()
                 yield _Batch(source, numbers, batch, turns)
-
-
-def _tokenized(reader: Reader, batch: _Batch) -> list[Tokenized]:
-    return tokenize(batch.examples, reader, batch.turns)
 
 
 def _wanted(files: Iterable[PhaseFile]) -> np.ndarray:

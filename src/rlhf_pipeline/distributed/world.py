@@ -80,9 +80,10 @@ def join(seed: int, *, timeout_s: float) -> World:
     limit, distributed = timedelta(seconds=timeout_s), torch.distributed
     device = take_device()  # before NCCL, which would take the first GPU on every rank
     if not on_gpu():
-        # DeepSpeed's shared-memory operation needs a compiler and leaves 69 MB per rank in
-        # /dev/shm, for tensor-parallel inference only. On GPUs, the table starts compilers.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Whoever reads this table starts compilers. DeepSpeed reads it for one operation, never on
+        # GPUs: shared memory needs a compiler and leaves 69 MB per rank in /dev/shm, for
+        # tensor-parallel inference only.
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     # For groups that are made without a timeout, as DeepSpeed's are: NCCL's default is 10 minutes.
     groups = distributed.distributed_c10d
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit

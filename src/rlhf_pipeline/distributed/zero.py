@@ -13,8 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.models import PreTrainedModel, hidden
+from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.runtime import heartbeat
+from rlhf_pipeline.runtime.imports import hidden
 
 # Without two things that DeepSpeed imports and that no program uses: its autotuner imports MLflow,
 # which takes each rank a second and 90 MB; its Muon compiles three functions, and loading the

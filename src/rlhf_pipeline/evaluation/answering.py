@@ -204,8 +204,7 @@ def judge_all(
     reading = Reading(contracts, setup.config.micro_batch_tokens, setup.world)
 
     def by_own(model: TokenScores | DeepSpeedEngine, name: str, folder: Path) -> list[Scores]:
-        how = folder, model, job.trust_remote_code
-        return by_source(name, ModelSource.of_pipeline(*how, reading))
+        return by_source(name, ModelSource.of_pipeline(folder, model, job, reading))
 
     for name, places in own_models(job.inputs).items():
         by_model = [

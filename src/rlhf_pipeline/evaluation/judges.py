@@ -6,7 +6,6 @@ This module imports no torch, whose import takes seconds: texts need none.
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -100,13 +99,10 @@ def judge_pairs(
         with heartbeat.scored_by(name):
             outcomes = dict(zip(ours, outcomes_of(pairs, model), strict=True))
         answers = {
-            policy: [
-                replace(a, scores=a.scores | {name: outcomes.get((policy, a.row, a.draw), 0.0)})
-                for a in own
-            ]
+            policy: [a.scored(name, outcomes.get((policy, a.row, a.draw), 0.0)) for a in own]
             for policy, own in answers.items()
         }
-        drawn = [replace(a, scores=a.scores | {name: 0.0}) for a in drawn]
+        drawn = [a.scored(name, 0.0) for a in drawn]
         reports[name] = {count: model.counts[count] for count in COUNTS}
     return answers, drawn, reports
 

@@ -12,7 +12,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -110,10 +109,7 @@ def judge_groups(
             model = ChatModel(judge.openai, cache, f"{place}.rewards.{index}")
             with heartbeat.scored_by(judge.label):
                 points = knock_out(fields, partial(_decide, texts, model))
-            answers = [
-                replace(one, scores=one.scores | {judge.label: points.get(i, 0.0)})
-                for i, one in enumerate(answers)
-            ]
+            answers = [a.scored(judge.label, points.get(i, 0.0)) for i, a in enumerate(answers)]
     return answers
 
 

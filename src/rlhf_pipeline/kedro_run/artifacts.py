@@ -39,7 +39,6 @@ class Policy:
     evaluations: tuple[tuple[Path, str], ...]
     """The evaluations of the policy, newest first, and its name in each."""
     folder: Path | None = None
-    """The artifact."""
 
     @cached_property
     def metrics(self) -> dict[str, float]:

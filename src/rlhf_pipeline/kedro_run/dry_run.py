@@ -133,9 +133,8 @@ def scorer_faults(
                 "a source of scores that reads none"
             )
         elif isinstance(scorer, CallableReward):
-            block, limit_s = blocks.get(place.partition(".")[0]), CALL_S
-            if scorer.timeout_s is not None:
-                limit_s = len(RESPONSES) * scorer.timeout_s
+            limit_s = CALL_S if scorer.timeout_s is None else len(RESPONSES) * scorer.timeout_s
+            block = blocks.get(place.partition(".")[0])
             arguments = {
                 "place": place, "function": scorer.callable, "call": call if chosen else None,
                 "processes": scorer.processes, "sources": carries,

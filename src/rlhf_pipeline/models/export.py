@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_pipeline.errors import ArtifactError, PipelineError
 from rlhf_pipeline.models.loading import DTYPES, load_policy, load_tokenizer
+from rlhf_pipeline.runtime.imports import hidden
 
 
 def main(
@@ -33,7 +34,8 @@ def main(
             raise ArtifactError(
                 f"{name}: found weights beyond the range of {model.dtype}. Fix: --dtype=bf16"
             )
-    model.save_pretrained(target, max_shard_size=max_shard_size)
+    with hidden("deepspeed"):  # as in `base_model`
+        model.save_pretrained(target, max_shard_size=max_shard_size)
 
 
 def write_adapter(source: Path, target: Path, base: str, precision: str | None) -> None:

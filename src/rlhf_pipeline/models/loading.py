@@ -146,7 +146,7 @@ def load_model(
                 f"{path}: found transformers_weights {weights!r} in config.json, expected a "
                 "safetensors file. Fix: save the model again with save_pretrained"
             )
-        return kind.from_pretrained(
+        model = kind.from_pretrained(
             path,
             dtype=dtype,
             use_safetensors=None if unpickle else True,
@@ -154,6 +154,10 @@ def load_model(
             **source,
             **further,
         )
+    # At ZeRO 3, transformers keeps renamings that it did not need, and saving would undo them.
+    if renamings := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [each for each in renamings if each.was_used()]
+    return model
 
 
 def register_classifier(config: type[Any]) -> None:

@@ -66,7 +66,6 @@ steps."""
 
 def evaluate(policy: StageSpec) -> Callable[..., Path]:
     """The node function for a policy trained by the stage `policy`, such as PPO or DPO."""
-    candidate = CandidateConfig(name=policy.name)
 
     def node(
         split: Path,
@@ -98,7 +97,8 @@ def evaluate(policy: StageSpec) -> Callable[..., Path]:
             for place, model in (("baseline", sft_model), ("candidate", candidate_model)):
                 job = Job(TASKS, own, {"policy": model, **files}, seed)
                 inputs[f"{TASK_PREFIX}{place}"] = stages.run(job)
-        return _run(SPEC.for_candidate(policy.name), inputs, candidate, config, seed, stages)
+        blocks = {"evaluate": config, "candidate": CandidateConfig(name=policy.name)}
+        return _judged(Job(SPEC.for_candidate(policy.name), blocks, inputs, seed), config, stages)
 
     return node
 
@@ -150,20 +150,15 @@ def evaluate_models(
     names = tuple(models)
     inputs = {f"{name}_model": folder for name, folder in models.items()}
     inputs |= {f"{name}_prompts": folder for name, folder in prompts.items()}
-    return _run(MODELS, inputs, CandidateConfig(name=names[1], models=names), config, seed, stages)
+    blocks = {"evaluate": config, "candidate": CandidateConfig(name=names[1], models=names)}
+    return _judged(Job(MODELS, blocks, inputs, seed), config, stages)
 
 
-def _run(
-    spec: StageSpec,
-    inputs: Mapping[str, Path],
-    candidate: CandidateConfig,
-    config: EvaluateConfig,
-    seed: int,
-    stages: Stages,
-) -> Path:
+def _judged(job: Job, config: EvaluateConfig, stages: Stages) -> Path:
+    """Run an evaluation with the inputs of its judges."""
     judges, identities = reward_inputs(config.judges, JUDGE_PREFIX)
-    spec, blocks = spec.answering_by(config.generator), {"evaluate": config, "candidate": candidate}
-    return stages.run(Job(spec, blocks, {**inputs, **judges}, seed, identities))
+    spec, inputs = job.spec.answering_by(config.generator), {**job.inputs, **judges}
+    return stages.run(replace(job, spec=spec, inputs=inputs, identities=identities))
 
 
 def register(

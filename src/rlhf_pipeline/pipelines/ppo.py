@@ -61,8 +61,8 @@ def _by_rewards(policy: StageSpec) -> Callable[..., Path]:
         rewards, identities = reward_inputs(config.rewards)
         own = {} if trained is None else {"reward_model": reward_model}
         if config.critic is not None and (base := config.critic.base_model) is not None:
-            place, fix = f"{policy.name}.critic.base_model", "choose a model with the policy's"
-            own["critic_base"] = _fetched(CRITIC_BASE, base, place, fix, sft_model, stages)
+            place = f"{policy.name}.critic.base_model"
+            own["critic_base"] = _fetched(CRITIC_BASE, base, place, sft_model, stages)
         job = _job(policy, split, sft_model, config, own | rewards, seed)
         return stages.run(replace(job, identities=identities))
 
@@ -77,14 +77,13 @@ def distill(
 ) -> Path:
     """Train the SFT model towards the teacher, on its own answers to the prompts of phase `ppo`."""
     assert config is not None, "checked before the run"
-    place, fix = "distill.teacher", "choose a teacher with the student's"
-    teacher = _fetched(TEACHER, config.teacher, place, fix, sft_model, stages)
+    teacher = _fetched(TEACHER, config.teacher, "distill.teacher", sft_model, stages)
     given = {"demonstrations": split / "sft"} if config.given_batch_size else {}
     return stages.run(_job(DISTILL, split, sft_model, config, {"teacher": teacher} | given, seed))
 
 
 def _fetched(
-    spec: StageSpec, config: BaseModelConfig, place: str, fix: str, sft_model: Path, stages: Stages
+    spec: StageSpec, config: BaseModelConfig, place: str, sft_model: Path, stages: Stages
 ) -> Path:
     """Fetch the model of the parameter `place`.
 
@@ -94,7 +93,7 @@ def _fetched(
     model = stages.run(Job(spec, {"base_model": config}, {}, 0, identity))
     models = {"sft_model": sft_model, place: model}
     if all((folder / NAME).is_file() for folder in models.values()):  # a plan has none yet
-        common_contract(models, f"{fix} tokenizer and chat template")
+        common_contract(models, "choose a model with the policy's tokenizer and chat template")
     return model
 
 

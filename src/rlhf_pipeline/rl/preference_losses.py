@@ -23,7 +23,7 @@ def dpo_loss(
 ) -> LossSum:
     """Negative log-likelihood of the preferences under Bradley-Terry with implicit rewards.
 
-        m_i  = r(chosen_i) - r(rejected_i)     r: `implicit_rewards`
+        m_i  = r(chosen_i) - r(rejected_i)     r(y) = beta * (log pi(y) - log pi_ref(y))
         L    = -sum_i ((1 - e) * log sigmoid(m_i) + e * log sigmoid(-m_i))
 
     Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7. e, in [0, 0.5), is
@@ -36,8 +36,8 @@ def dpo_loss(
         ref_chosen_logprobs=ref_chosen_logprobs,
         ref_rejected_logprobs=ref_rejected_logprobs,
     )
-    chosen_rewards = implicit_rewards(chosen_logprobs, ref_chosen_logprobs, beta=beta)
-    rejected_rewards = implicit_rewards(rejected_logprobs, ref_rejected_logprobs, beta=beta)
+    chosen_rewards = beta * log_ratios(chosen_logprobs, ref_chosen_logprobs)
+    rejected_rewards = beta * log_ratios(rejected_logprobs, ref_rejected_logprobs)
     margin = chosen_rewards - rejected_rewards
     likelihood = (1 - label_smoothing) * logsigmoid(margin) + label_smoothing * logsigmoid(-margin)
     return -likelihood.sum(), count_of(margin)
@@ -171,11 +171,6 @@ def kto_loss(
 def log_ratios(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """log pi(y) - log pi_ref(y) of answers, float32."""
     return logprobs.float() - ref_logprobs.detach().float()
-
-
-def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float) -> Tensor:
-    """DPO's rewards of answers, float32: r(y) = beta * (log pi(y) - log pi_ref(y))."""
-    return beta * log_ratios(logprobs, ref_logprobs)
 
 
 def _difference(chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -59,13 +59,13 @@ class ModelSource:
 
     @classmethod
     def of_pipeline(
-        cls, folder: Path, model: TokenScores | DeepSpeedEngine, trust: bool, reading: Reading
+        cls, folder: Path, model: TokenScores | DeepSpeedEngine, job: LaunchedJob, reading: Reading
     ) -> "ModelSource":
         """A reward model that this pipeline has trained. With the tokenizer of the policies, it
         reads their tokens, else text as in its training."""
-        contract = TokenContract.read(folder)
-        reads_text = {contract} != {*reading.contracts}
-        tokenizer = load_tokenizer(folder, trust_remote_code=trust) if reads_text else None
+        contract, tokenizer = TokenContract.read(folder), None
+        if {contract} != {*reading.contracts}:
+            tokenizer = load_tokenizer(folder, trust_remote_code=job.trust_remote_code)
         return cls(str(folder), model, model.score_mean, tokenizer, contract, reading)
 
     @classmethod
@@ -220,8 +220,7 @@ def load_rewards(
         source = load_source(reward, f"{job.stage}.{name}", name, job, reading)
         if source is None:
             assert trained is not None, "the trained reward model is loaded as well"
-            how = job.inputs["reward_model"], trained, job.trust_remote_code
-            source = ModelSource.of_pipeline(*how, reading)
+            source = ModelSource.of_pipeline(job.inputs["reward_model"], trained, job, reading)
             if reads_tokens := source.tokenizer is None:
                 source = partial(_by_trained, mean=source.mean)
         clip = clip_of(reward, score_clip)

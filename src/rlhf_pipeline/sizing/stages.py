@@ -12,7 +12,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig
-from rlhf_pipeline.config.training import DeepSpeedConfig, FrozenModel, StageModel, TrainedModel
+from rlhf_pipeline.config.training import DeepSpeedConfig, StageModel, TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import (
@@ -126,13 +126,13 @@ def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardw
     """The memory of a stage; raises pydantic.ValidationError if a block is invalid."""
     load = StageLoad.of(stage, parameters, hardware)
     if isinstance(load.config, EvaluateConfig):  # the reward model may be the largest one
-        shapes = shape, _own_shape(_reward_base(parameters), shape)
+        shapes = shape, _own_shape(*_reward_base(parameters), shape)
         largest = max(shapes, key=lambda each: each.parameters)
-        found = _evaluate(load.config, load, parameters, largest, hardware)
+        found = _evaluate(load, parameters, largest, hardware)
     else:
         found = []
         for model in load.config.models():
-            own = _own_shape(_base_of(model, load.config, parameters), shape)
+            own = _own_shape(*_base_of(model, load.config, parameters), shape)
             found.append(
                 trained_model(model, own, hardware, load.rows)
                 if isinstance(model, TrainedModel)
@@ -141,7 +141,7 @@ def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardw
         if isinstance(load.config, PPOConfig):
             _add_rollouts(found, load.config, load, shape, hardware)
             if isinstance(load.config, DistillConfig):
-                reference = _own_shape(("distill.teacher", load.config.teacher), shape)
+                reference = _own_shape("distill.teacher", load.config.teacher, shape)
                 # Its last hidden states stay for the backward pass, and a layer that was sharded.
                 teacher = load.config.reference.beside(load.config.actor.deepspeed)
                 kept = load.rows.answers * reference.hidden
@@ -157,17 +157,15 @@ def plan_stage(stage: str, parameters: Parameters, shape: Shape, hardware: Hardw
     return memory
 
 
-Base = tuple[str, BaseModelConfig | None]
-"""A parameter, and what it says of a model of its own."""
-
-
-def _reward_base(parameters: Parameters) -> Base:
+def _reward_base(parameters: Parameters) -> tuple[str, BaseModelConfig | None]:
     own = (parameters.get("reward_model") or {}).get("base_model")
     return "reward_model.base_model", None if own is None else BaseModelConfig.model_validate(own)
 
 
-def _base_of(model: StageModel, config: StageConfig, parameters: Parameters) -> Base:
-    """What a model of a stage starts from, beside the base model of the policy."""
+def _base_of(
+    model: StageModel, config: StageConfig, parameters: Parameters
+) -> tuple[str, BaseModelConfig | None]:
+    """A parameter, and what it says of the model that one of a stage starts from; None: nothing."""
     if isinstance(config, DistillConfig) and model.name == "reference":
         return "distill.teacher", config.teacher
     critic = config.critic if isinstance(config, PPOConfig) and model.name == "critic" else None
@@ -176,9 +174,8 @@ def _base_of(model: StageModel, config: StageConfig, parameters: Parameters) -> 
     return _reward_base(parameters) if model.scalar else ("", None)
 
 
-def _own_shape(base: Base, shape: Shape) -> Shape:
+def _own_shape(place: str, config: BaseModelConfig | None, shape: Shape) -> Shape:
     """The sizes of such a model, or else of the base model; ConfigError if they are not known."""
-    place, config = base
     if config is None:
         return shape
     if (found := base_model_shape(config)) is None:
@@ -242,18 +239,14 @@ def _gathered(
     return weights if config.gather_for_generation else gathered_layer_bytes(shape, numbers)
 
 
-def _evaluate(
-    config: EvaluateConfig,
-    load: StageLoad,
-    parameters: Parameters,
-    shape: Shape,
-    hardware: Hardware,
-) -> Found:
+def _evaluate(load: StageLoad, parameters: Parameters, shape: Shape, hardware: Hardware) -> Found:
     """One model at a time: the largest of their precisions, sharded if all of them are."""
+    config = load.config
+    assert isinstance(config, EvaluateConfig)
     actors = [(parameters.get(name) or {}).get("actor", {}) for name in POLICIES]
     trained = [parameters["sft"] or {}, next(filter(None, actors), {})]
     settings = [DeepSpeedConfig.model_validate(one.get("deepspeed", {})) for one in trained]
-    models = [each.config for each in config.models(settings) if isinstance(each, FrozenModel)]
+    models = [each.config for each in config.models(settings)]
     size = max(BYTES[each.precision] for each in models if each.precision)
     numbers = Numbers(size, hardware.on_gpu)
     is_sharded = all(each.zero_stage == 3 for each in models)

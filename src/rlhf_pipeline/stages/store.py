@@ -195,7 +195,9 @@ class Store:
             needed = {
                 name: entry
                 for name, entry in manifest.files.items()
-                if not without_weights or _is_small(name, entry)
+                if not without_weights
+                or name == CURVES
+                or (name.endswith(".json") and entry.size <= SMALL)
             }
             size = sum(entry.size for entry in needed.values())
             require_space(partial, size, f"{self.name}: the download")
@@ -227,10 +229,6 @@ def _pieces(store: fsspec.AbstractFileSystem, path: str) -> Iterator[bytes]:
     with store.open(path, "rb") as file:
         while piece := file.read(PIECE):
             yield piece
-
-
-def _is_small(name: str, entry: FileEntry) -> bool:
-    return name == CURVES or (name.endswith(".json") and entry.size <= SMALL)
 
 
 class StoredStages(StageStore):

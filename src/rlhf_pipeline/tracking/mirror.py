@@ -273,10 +273,8 @@ class ChildRun:
         known, wanted = opened.data.params, parameters(run.config, run.seed)
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
         client.log_batch(self.run_id, params=missing)
-        return {
-            name: max(point.step for point in client.get_metric_history(self.run_id, name))
-            for name in opened.data.metrics
-        }
+        # `data.metrics` has no steps, and a history has every point of months of training.
+        return {latest.key: latest.step for latest in opened.data.to_proto().metrics}
 
     def _finish(self, client: MlflowClient, parent: str, records: Records) -> None:
         """Log the result at step and time of the last record, so a repeated value is one point.

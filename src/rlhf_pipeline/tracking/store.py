@@ -20,6 +20,7 @@ from filelock import FileLock
 from rlhf_pipeline.config.evaluate import CHAMPION
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError, suggestion, without_secrets
 from rlhf_pipeline.runtime.heartbeat import machine
+from rlhf_pipeline.runtime.imports import hidden
 from rlhf_pipeline.runtime.manifest import NAME, Manifest, content_digest, verify
 from rlhf_pipeline.stages.job import Status
 from rlhf_pipeline.stages.processes import may_run
@@ -96,6 +97,7 @@ def is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
+@hidden("pygments")  # the templates of migrations would load its lexers, for colours in HTML
 def connect(uri: str, project: Path) -> MlflowClient:
     """Return a client of the store. The first client creates a SQLite database.
 

@@ -32,7 +32,7 @@ from rlhf_pipeline.rl.losses import (
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
 from rlhf_pipeline.training.experience import actor_pass, in_micro_batches, kl_coefs
-from rlhf_pipeline.training.ppo_setup import PPOModels, Setup
+from rlhf_pipeline.training.ppo_setup import Setup
 
 
 class Terms(NamedTuple):
@@ -108,8 +108,7 @@ def chunks_of(rows: Sequences, setup: Setup) -> list[Sequences]:
 def demonstrations(rows: Sequences, setup: Setup) -> list[Experience]:
     """Demonstrations as micro batches of the minibatch that they are added to."""
     chunks = chunks_of(rows, setup)
-    none = [torch.zeros(chunk.response_ids.shape) for chunk in chunks]
-    pairs = zip(chunks, none, strict=True)
+    pairs = [(chunk, torch.zeros(chunk.response_ids.shape)) for chunk in chunks]
     return [Experience(chunk, zeros, zeros, given=True) for chunk, zeros in pairs]
 
 
@@ -133,9 +132,7 @@ def update_minibatch(
     terms = terms_of([piece.sequences.action_mask for piece in pieces], config, world)
     if train_actor:
         losses: list[Loss] = [
-            partial(
-                actor_loss, models, piece, config, terms, kl_coef=kl_coef, is_sampler=is_sampler
-            )
+            partial(actor_loss, setup, piece, terms, kl_coef=kl_coef, is_sampler=is_sampler)
             for piece in pieces
         ]
         if text is not None:
@@ -166,15 +163,10 @@ def terms_of(masks: Sequence[Tensor], config: PPOConfig, world: World) -> Terms:
 
 
 def actor_loss(
-    models: PPOModels,
-    piece: Experience,
-    config: PPOConfig,
-    terms: Terms,
-    *,
-    kl_coef: float,
-    is_sampler: bool = False,
+    setup: Setup, piece: Experience, terms: Terms, *, kl_coef: float, is_sampler: bool = False
 ) -> tuple[Tensor, Sums]:
     """The policy loss of a micro batch, plus KL penalty and entropy loss if they are on."""
+    models, config = setup.models, setup.config
     piece = piece.to(models.actor.device)
     mask, (_, in_loss) = piece.sequences.action_mask, kl_coefs(kl_coef, config)
     old, reduce, sums = piece.old_logprobs, reduction(config), Sums()

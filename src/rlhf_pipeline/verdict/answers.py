@@ -7,10 +7,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlhf_pipeline.config.rewards import GOLD, JUDGE_MODEL, REWARD_MODEL
 from rlhf_pipeline.errors import StageError
@@ -38,6 +38,10 @@ class Answer:
     draw: int = 0  # number of this answer among those of the policy to this prompt
     right: tuple[float, float] | None = None
     """Whether it agrees with the true answer, 1 or 0: strictly and leniently; see `accuracy`."""
+
+    def scored(self, judge: str, score: float) -> Self:
+        """The answer with a further score."""
+        return replace(self, scores=self.scores | {judge: score})
 
 
 def score_name(judge: str) -> str:
