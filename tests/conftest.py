@@ -425,7 +425,9 @@ def _warm_template(shared, request):
 
 @pytest.fixture(autouse=True)
 def _warm_programs(monkeypatch, request):
-    if warm.address and request.node.get_closest_marker("cold") is None:
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setattr(warm, "address", "")
+    elif warm.address:
         monkeypatch.setattr(node_program, "start", warm.start)
 
 

@@ -1,10 +1,11 @@
 """A warm template: programs of tests are forks of one process, instead of cold starts.
 
 A rank imports torch, transformers and DeepSpeed for more than three core seconds before it does
-anything. The template of each worker imports them once, then forks for each program that the tests
-launch. A fork is a real process: it has its own session and group, signal mask, environment (also
-in `/proc`), output, working folder and exit code, and the ranks are children of their launcher.
-Tests that are marked `cold` start their programs as users do, and so does `make long`.
+anything. The template imports them once, then forks for each program that the tests launch. A fork
+is a real process: it has its own session and group, signal mask, environment (also in `/proc`),
+output, working folder and exit code, and the ranks are children of their launcher. All workers of
+pytest-xdist share the template. Without them, and in tests marked `cold`, programs start as users
+start them.
 
 As a program, this file is the template, which listens at a socket.
 """
@@ -33,17 +34,23 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 IMPORTS = (
-    *("torch", "deepspeed.launcher.launch", "transformers", "peft", "mlflow", "kedro.io"),
-    *("kedro.framework.cli.cli", "kedro.framework.session", "kedro.runner", "omegaconf"),
-    *("rlhf_pipeline.distributed.zero", "rlhf_pipeline.training.ppo", "rlhf_pipeline.training.sft"),
-    *("rlhf_pipeline.training.reward_model", "rlhf_pipeline.training.dpo", "pandas", "scipy.stats"),
-    *("rlhf_pipeline.evaluation.evaluate", "rlhf_pipeline.data.split", "rlhf_pipeline.data.source"),
-    *(
-        "rlhf_pipeline.models.base_model",
-        "rlhf_pipeline.stages.launch.node_program",
-        "mlflow.store.tracking.sqlalchemy_store",
-    ),
+    "deepspeed.launcher.launch",
+    "kedro.framework.cli.cli",
+    "kedro.framework.session",
+    "kedro.runner",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "peft",
+    "rlhf_pipeline.data.source",
+    "rlhf_pipeline.data.split",
+    "rlhf_pipeline.evaluation.evaluate",
+    "rlhf_pipeline.models.base_model",
+    "rlhf_pipeline.stages.launch.node_program",
+    "rlhf_pipeline.training.dpo",
+    "rlhf_pipeline.training.ppo",
+    "rlhf_pipeline.training.reward_model",
+    "rlhf_pipeline.training.sft",
 )
+"""What most programs import, and `kedro`."""
 LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
 READ_AT_IMPORT = re.compile("HF_|TRANSFORMERS|TORCH|DS_|DEEPSPEED|CUDA_HOME|MKL|KMP|LD_|PYTHONWARN")
 """Variables that a library reads when it is imported."""

@@ -187,6 +187,7 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
         assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.cold
 def test_from_ppo_on_only_ppo_trains_again(project):
     before = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     predicted = project.kedro(params=FROM_PPO, command="rlhf status")

@@ -17,6 +17,8 @@ from rlhf_pipeline.stages.launch import launcher
 from rlhf_pipeline.stages.launch.launcher import _MetricsTail, _signals_raise, _wait_for_checkpoint
 from rlhf_pipeline.stages.run import StageRunner
 
+pytestmark = pytest.mark.cold
+
 PROGRAM = """
 import os, signal, time
 from pathlib import Path
