@@ -144,7 +144,7 @@ def measure(seed: int, family: str, names: list[str]) -> int:
         try:
             result = run("full", params=common | VARIANTS[family][name], env=env, project=PROJECT)
         except StageError as error:  # such as a KL above its bound at each evaluation
-            found = {"failed": error.message.splitlines()[1].partition(": ")[2]}
+            found = {"failed": error.message.splitlines()[1].partition(" Fix: ")[0]}
             newest = max((root / "07_workspace" / "ppo").iterdir(), key=os.path.getmtime)
             history = read_json_lines(newest / "metrics.jsonl")
         else:
