@@ -93,16 +93,14 @@ def test_a_name_that_does_not_fit_is_refused_before_a_run(installed, place, valu
         ("ppo.policy_loss", "my_rlhf.wrong:later", "found `async def`, expected `def`"),
         ("ppo.generator", "my_rlhf.wrong:Silent", "found no method generate, expected one"),
         ("ppo.generator", "my_rlhf.wrong:Greedy", "missing a required argument: 'model'"),
-        ("ppo.policy_loss", "my_rlhf.wrong:ends", "ended its process with code 3"),
     ],
 )  # fmt: skip
 def test_code_that_does_not_fit_is_refused_before_a_run(
     installed, monkeypatch, place, value, message
 ):
     monkeypatch.setenv("PYTHONPATH", str(installed.parent))
-    end = "import os; os._exit(3)\n" if value.endswith("ends") else ""
     (installed / "wrong.py").write_text(
-        f"{end}class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
+        "class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
         "    def generate(self, prompts, sampling, seeds, prompt_numbers=None): ...\n"
         "async def later(logprobs): ...\n"
     )
