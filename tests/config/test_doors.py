@@ -26,7 +26,6 @@ from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.training.ppo_update import terms_of
 
 CONF = Path(__file__).parents[2] / "conf"
-ROW = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
 
 
 @pytest.fixture
@@ -36,7 +35,8 @@ def installed(tmp_path, monkeypatch):
     write_metadata(src)
     monkeypatch.syspath_prepend(src)
     monkeypatch.chdir(tmp_path)
-    Path("pairs.jsonl").write_text(json.dumps(ROW))
+    row = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
+    Path("pairs.jsonl").write_text(json.dumps(row))
     doors._entry_points.cache_clear()
     yield src / "my_rlhf"
     doors._entry_points.cache_clear()

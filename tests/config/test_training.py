@@ -17,10 +17,6 @@ PPO = {
 NF4 = {"quantize": "nf4"}
 
 
-IPO = {"loss": "ipo", "label_smoothing": 0.1}
-SIMPO = {"loss": "simpo", "reference": {"deepspeed": {"precision": "bf16"}}}
-
-
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
@@ -34,12 +30,13 @@ SIMPO = {"loss": "simpo", "reference": {"deepspeed": {"precision": "bf16"}}}
         (SFTConfig, {"deepspeed": {"zero_stage": 3, "kernels": "compile"}},
          "kernels: found compile, expected liger or null at zero_stage 3. Fix: set "
          "zero_stage to 2"),
-        (DPOConfig, IPO,
+        (DPOConfig, {"loss": "ipo", "label_smoothing": 0.1},
          "label_smoothing: found 0.1 with loss ipo, expected 0.0: it has no effect. Fix: leave it "
          "out, or choose another loss"),
         (DPOConfig, {"target_margin": 0.5},
          "target_margin: found 0.5 with loss sigmoid, expected 1.0"),
-        (DPOConfig, SIMPO, "reference: found a block with loss simpo, expected none"),
+        (DPOConfig, {"loss": "simpo", "reference": {"deepspeed": {"precision": "bf16"}}},
+         "reference: found a block with loss simpo, expected none"),
     ],
 )  # fmt: skip
 def test_options_that_conflict_are_refused(kind, fields, message):

@@ -1,5 +1,6 @@
 """The prepared files: rows, tokens, labels, further columns, blocks of text; what is dropped."""
 
+import copy
 import hashlib
 import json
 import os
@@ -117,23 +118,15 @@ def test_starting_imports_nothing_heavy(imports):
 
 
 @pytest.fixture
-def other_tokenizer():
-    """One of bytes alone, with another template and other control tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[SEP]", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["[PAD]", "[SEP]"])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", eos_token="[SEP]")
-    made.chat_template = (
+def other_tokenizer(tokenizer):
+    """One with another template and other control tokens."""
+    other = copy.deepcopy(tokenizer)
+    other.add_special_tokens({"pad_token": "[PAD]", "eos_token": "[SEP]"})
+    other.chat_template = (
         "{% for m in messages %}{{ m.role }}={{ m.content }}[SEP]\n{% endfor %}"
         "{% if add_generation_prompt %}assistant={% endif %}"
     )
-    return made
+    return other
 
 
 def test_a_reward_model_with_another_tokenizer_gets_the_same_comparisons_in_its_own(
@@ -186,7 +179,7 @@ def test_a_fault_in_the_tokens_of_the_reward_model_names_its_parameter(
 ):
     own, contract = write_records("own", *ten), TokenContract.of(other_tokenizer)
     with pytest.raises(DataError, match=r"^reward_model\.base_model: own:\d: the prompt has"):
-        prepare(own, further=(Reader(other_tokenizer, contract),), max_prompt_tokens=25)
+        prepare(own, further=(Reader(other_tokenizer, contract),), max_prompt_tokens=23)
     other_tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(ArtifactError, match=r"^reward_model\.base_model: own:\d: .*template rej"):
         prepare(own, out="two", further=(Reader(other_tokenizer, contract),))

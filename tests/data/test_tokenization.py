@@ -27,13 +27,10 @@ PROMPT = "\n\nHuman: Why?\n\nAssistant:"
 def batch(*rows):
     """Examples own:0, own:1, ...: question, chosen answer, rejected answer."""
     return [
-        example(n, [{"role": "user", "content": question}], *answers)
-        for n, (question, *answers) in enumerate(rows)
-    ]
-
-
-def example(n, prompt, chosen=None, rejected=None):
-    return {"id": f"own:{n}", "prompt": prompt, "chosen": chosen, "rejected": rejected}
+        {"id": f"own:{n}", "prompt": [{"role": "user", "content": question}], "chosen": chosen,
+         "rejected": rejected}
+        for n, (question, chosen, rejected) in enumerate(rows)
+    ]  # fmt: skip
 
 
 def tokens(tokenizer, *rows):

@@ -97,6 +97,7 @@ def test_a_function_in_the_home_folder_that_leaves_a_fork_behind_has_one_answer(
     given = {"grpo.rewards.0": CallableReward(callable="~/my.py:f")}
     assert [*scorer_faults(given, KNOWN, {}, {}, tmp_path / "home")] == []
     assert (tmp_path / "calls").read_text() == "xx"
+    assert faults("os.fork(); return None")[0] != []
 
 
 def test_a_function_that_ends_its_process_is_named(faults):
