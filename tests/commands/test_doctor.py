@@ -20,14 +20,12 @@ from rlhf_pipeline.sizing.hardware import GIB
 Usage = namedtuple("Usage", "total used free")
 
 
-@pytest.mark.parametrize(
-    ("free", "state"), [(20 * GIB, "ok"), (5 * GIB, "warning"), (GIB // 2, "failure")]
-)
-def test_a_disk_that_is_almost_full(monkeypatch, tmp_path, free, state):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * GIB, 0, free))
-    found = machine.disk(tmp_path)
-    assert found.state == state
-    assert found.found.startswith(f"{size_text(free)} free for")
+def test_a_disk_that_is_almost_full(monkeypatch, tmp_path):
+    for free, state in ((20 * GIB, "ok"), (5 * GIB, "warning"), (GIB // 2, "failure")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(0, 0, free))
+        found = machine.disk(tmp_path)
+        assert found.state == state
+        assert found.found.startswith(f"{size_text(free)} free for")
 
 
 @pytest.fixture
@@ -36,11 +34,8 @@ def launch(monkeypatch):
     source = str(Path(machine.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
 
-    def make(command):
-        place = {"address": "127.0.0.1", "nodes": 2, "processes": 1}
-        return LaunchConfig(mode="command", command=command, **place)
-
-    return make
+    place = {"mode": "command", "address": "127.0.0.1", "nodes": 2, "processes": 1}
+    return lambda command: LaunchConfig(command=command, **place)
 
 
 def test_ranks_start_on_each_node(launch, tmp_path):
@@ -64,23 +59,21 @@ def test_ranks_that_do_not_start_are_reported_in_time_and_ended(launch, monkeypa
     assert ["sleep", "600"] not in commands
 
 
-def explained():
-    raise ConfigError("place: found 1, expected 2. Fix: set 2 at s3://me:secret@host/file")
+@pytest.mark.parametrize(
+    ("error", "found", "fix"),
+    [
+        (ConfigError("place: found 1, expected 2. Fix: set 2 at s3://me:secret@host/file"),
+         "place: found 1, expected 2.", "set 2 at s3://...@host/file"),
+        (ZeroDivisionError("first line\nsecond line"),
+         "ZeroDivisionError: first line", "repair what the message names"),
+    ],
+)  # fmt: skip
+def test_an_error_is_a_failure_with_its_fix(error, found, fix):
+    def fails():
+        raise error
 
-
-def unexpected():
-    raise ZeroDivisionError("first line\nsecond line")
-
-
-def test_an_error_is_a_failure_with_its_fix():
-    found = machine.examine(explained)
-    assert (found.found, found.fix) == (
-        "place: found 1, expected 2.",
-        "set 2 at s3://...@host/file",
-    )
-    found = machine.examine(unexpected)
-    assert (found.state, found.found) == ("failure", "ZeroDivisionError: first line")
-    assert found.fix == "repair what the message names"
+    check = machine.examine(fails)
+    assert (check.state, check.found, check.fix) == ("failure", found, fix)
 
 
 PROJECT = Path(__file__).parents[2]

@@ -133,10 +133,10 @@ def test_a_clean_process_loads_the_same_model(published, export, tmp_path, reque
     assert check_sums(target) == {path.name for path in target.iterdir()} - {SUMS}
 
 
-@pytest.fixture(scope="module")
-def trained_by_lora(make_model, publish, tmp_path_factory):
-    """A policy as a stage with LoRA exports it: merged, with the adapter; and its base model."""
-    base, folder = make_model("llama"), tmp_path_factory.mktemp("lora") / "export"
+@pytest.mark.slow
+def test_lora_merged_and_as_an_adapter(here, make_model, publish, export, tmp_path):
+    """A policy as a stage with LoRA exports it: merged, beside its adapter."""
+    base, folder = make_model("llama"), tmp_path / "lora" / "export"
     model, config = load_policy(base, "fp32"), LoRAConfig()
     add_adapters(model, config)
     torch.manual_seed(2)
@@ -148,12 +148,7 @@ def trained_by_lora(make_model, publish, tmp_path_factory):
     whole = merged(load_policy(base, "fp32"), config, folder.parent / "adapter")
     save_model(whole, load_tokenizer(base), folder)
     shutil.move(folder.parent / "adapter", folder / "adapter")
-    return publish(folder), base
-
-
-@pytest.mark.slow
-def test_lora_merged_and_as_an_adapter(here, trained_by_lora, export, tmp_path):
-    policy, base = trained_by_lora
+    policy = publish(folder)
     export(policy, tmp_path / "merged")
     assert not (tmp_path / "merged" / "adapter").exists()
 

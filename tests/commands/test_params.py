@@ -39,9 +39,6 @@ def test_a_block_is_shown_with_defaults_types_and_meanings():
         ("grpo.actor.optimizer", "learning_rate: 1.0e-6  number > 0"),  # the class of the policy
         ("grpo", "actor: {optimizer: {learning_rate: 1.0e-6}}  block"),
         ("ppo.actor.optimizer", "learning_rate: 3.0e-6  number > 0"),  # conf/base
-        ("ppo.sampling", "max_response_tokens: 256  integer > 0"),
-        ("evaluate.sampling", "batch_size_per_gpu: 64  integer > 0"),
-        ("dpo", "batch_size: 64  integer > 0"),
         ("split.pretraining", "block_tokens:  integer ≥ 2"),  # no default
         ("launch", "grace_s: 120.0  number ≥ 0; not in the recipe"),
         ("ppo.kl", "place: reward  `reward`, `loss`"),
@@ -51,27 +48,24 @@ def test_the_default_is_the_one_in_effect(place, line):
     assert line in lines(place)
 
 
-@pytest.mark.parametrize("field", ["critic", "value_lam"])
-def test_what_a_block_refuses_is_not_shown(field):
-    assert f"\n  {field}:" in shown("ppo")
-    assert f"\n  {field}:" not in shown("grpo") + shown("distill")
+def test_what_a_block_refuses_is_not_shown():
+    for field in ("critic", "value_lam"):
+        assert f"\n  {field}:" in shown("ppo")
+        assert f"\n  {field}:" not in shown("grpo") + shown("distill")
 
 
-@pytest.mark.parametrize("top", top_level(), ids=lambda top: top.place)
-def test_what_is_shown_is_yaml_with_a_meaning(top):
-    for each in top.inside(top.blocks[0]):
-        assert list(yaml.safe_load(str(each))) == [each.place.rpartition(".")[2]]
-        assert each.meaning
+def test_what_is_shown_is_yaml_with_a_meaning():
+    for top in top_level():
+        for each in top.inside(top.blocks[0]):
+            assert list(yaml.safe_load(str(each))) == [each.place.rpartition(".")[2]]
+            assert each.meaning
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
         ("grop", "grop: found 'grop', expected a block (did you mean grpo?)"),
-        (
-            "ppo.smapling",
-            "ppo.smapling: found 'smapling', expected a parameter (did you mean sampl",
-        ),
+        ("ppo.smapling", "found 'smapling', expected a parameter (did you mean sampling?)"),
         ("ppo.kl.x", "ppo.kl.x: found 'x', expected a parameter: coef, place, target, horizon,"),
         ("ppo.steps.x", "ppo.steps.x: found 'x', expected a parameter: none"),
         ("distill.rewards", "distill.rewards: found 'rewards', expected a parameter: "),

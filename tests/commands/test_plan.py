@@ -102,12 +102,8 @@ def test_the_plan_names_the_number_that_auto_stands_for():
 
 def test_parameters_that_this_machine_refuses_are_planned(plan):
     """4-bit weights need a GPU, and two nodes another machine; a plan needs neither."""
-    code, printed, log = plan(
-        "--model=opt-6.7b",
-        "--gpus=2x8x80",
-        "--json",
-        params=["sft.lora.quantize=nf4", "sft.deepspeed.precision=bf16"],
-    )
+    four_bit = ["sft.lora.quantize=nf4", "sft.deepspeed.precision=bf16"]
+    code, printed, log = plan("--model=opt-6.7b", "--gpus=2x8x80", "--json", params=four_bit)
     assert code == 0, printed + log
     found = json.loads(printed)
     assert (found["hardware"]["nodes"], found["hardware"]["ranks"]) == (2, 8)
@@ -126,7 +122,6 @@ def test_parameters_that_this_machine_refuses_are_planned(plan):
         ),
         (["--model=opt-1.3"], "model: found 'opt-1.3' (did you mean opt-1.3b?)"),
         (["--gpu=a1000"], "--gpu: found 'a1000'"),
-        (["--params=sft.epochs=none"], "sft.epochs (--params): found 'none', expected a number"),
     ],
 )
 def test_mistakes(plan, options, message):

@@ -21,10 +21,7 @@ from rlhf_pipeline.verdict.comparison import Standing, compare
 
 EVALUATIONS = ("evaluation", "dpo_evaluation")
 NAMES = (*EVALUATIONS, "ppo_model")
-STANDINGS = {
-    "gold": Standing("independent"),
-    "score": Standing("optimized", {"ppo": "rewards"}),
-}
+STANDINGS = {"gold": Standing("independent"), "score": Standing("optimized", {"ppo": "rewards"})}
 GREEDY = 0.7
 """The win rate of the evaluation at temperature 0, which has no KL."""
 
@@ -100,13 +97,16 @@ def test_a_page_is_made_again_only_if_it_or_its_evaluation_was_changed(project, 
     assert page.read_text() != published and project.opened == []
 
 
-@pytest.mark.parametrize("file", ["evaluation.json", "answers.jsonl"])
-def test_the_page_of_a_changed_evaluation_is_not_shown(project, file):
+def test_the_page_of_a_changed_evaluation_is_not_shown(project):
     evaluation = project.publish("2026-01-01")
     project.report("2026-01-01", show=False)
-    (evaluation / file).write_text((evaluation / file).read_text().replace("sft", "ppo"))
-    with pytest.raises(ArtifactError, match=f"{file} was changed after stage evaluate finished"):
-        project.report("2026-01-01")
+    for name in ("answers.jsonl", "evaluation.json"):
+        file = evaluation / name
+        before = file.read_text()
+        file.write_text(before.replace("sft", "ppo"))
+        with pytest.raises(ArtifactError, match=f"{name} was changed after stage evaluate"):
+            project.report("2026-01-01")
+        file.write_text(before)
     assert project.opened == []
 
 

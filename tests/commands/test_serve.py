@@ -1,8 +1,10 @@
-"""`kedro rlhf serve` and `kedro rlhf chat`: real programs on a tiny policy."""
+"""`kedro rlhf serve` and `kedro rlhf chat`: real programs on a tiny policy; `kedro rlhf label`."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -13,7 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from kedro.framework.startup import bootstrap_project
-from kedro.io import DataCatalog
+from kedro.io import DataCatalog, MemoryDataset
 from openai import OpenAI
 from ports import reserved_port
 from processes import descendants
@@ -21,7 +23,9 @@ from waiting import wait_until
 
 from rlhf_pipeline.cli import cli
 from rlhf_pipeline.commands import serve as module
-from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.commands.serve import label
+from rlhf_pipeline.data.records import Message
+from rlhf_pipeline.errors import ConfigError, DataError, StageError
 from rlhf_pipeline.kedro_run.artifacts import Ledger
 
 PROJECT = Path(__file__).parents[2]
@@ -56,10 +60,6 @@ def test_the_server_answers_openais_clients_until_ctrl_c(published, tmp_path):
         assert first.choices[0].message.content == second.choices[0].message.content != ""
         listening = [each for each in psutil.net_connections("inet") if each.laddr.port == port]
         assert {each.laddr.ip for each in listening if each.status == "LISTEN"} == {"127.0.0.1"}
-        second = subprocess.run(
-            command, cwd=PROJECT, env=os.environ | SOURCE, capture_output=True, text=True
-        )
-        assert second.returncode != 0 and "address already in use" in second.stderr
         server.send_signal(signal.SIGINT)
         server.wait(60)
     finally:
@@ -118,9 +118,8 @@ def test_vllm_serves_where_it_is_installed_and_options_go_to_the_server(tmp_path
     ]
 
 
-def test_the_policy_is_looked_for_before_anything_else(tmp_path, monkeypatch):
+def test_the_policy_is_looked_for_before_anything_else(tmp_path):
     """Nothing has been trained: the fix is a run, not a package or a port."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     for command in ("chat", "serve"):
         options = ["--env=tiny", f"--params=root={tmp_path / 'root'}"]
         done = CliRunner().invoke(
@@ -130,3 +129,50 @@ def test_the_policy_is_looked_for_before_anything_else(tmp_path, monkeypatch):
         assert "Fix: nothing is registered as rlhf-policy-tiny yet; `kedro run` trains" in (
             " ".join(done.output.split())
         )
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    workspace = MemoryDataset(tmp_path / "data" / "07_workspace")
+    return Ledger(DataCatalog({"workspace": workspace}), tmp_path)
+
+
+@pytest.fixture
+def serve(ledger, tmp_path):
+    """Calls the command for one pair at some port."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "Q?", "first": "a", "second": "b"}))
+
+    def serve(port, output=None):
+        label.callback(ledger, None, str(pairs), output, "127.0.0.1", port)
+
+    return serve
+
+
+def test_a_port_in_use_is_named(serve, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"found 127\.0\.0\.1:{port} unusable \(Address"):
+            serve(port)
+    assert (tmp_path / "data" / "01_raw" / "votes.jsonl").read_bytes() == b""
+
+
+def test_a_file_of_something_else_is_not_taken_for_votes(serve, tmp_path):
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: found no vote"):
+        serve(0, str(tmp_path / "pairs.jsonl"))
+
+
+def test_pairs_come_from_a_file_of_any_format(ledger, tmp_path, monkeypatch, capsys):
+    pairs = []
+    monkeypatch.setattr(
+        "rlhf_pipeline.labelling.server.application", lambda found, *_: pairs.extend(found)
+    )
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    file = tmp_path / "pairs.csv"
+    file.write_text("prompt,first,second\nOne?,a,b\nTwo?,c,d\n")
+    label.callback(ledger, None, str(file), None, "127.0.0.1", 0)
+    assert "pairs  2\n" in capsys.readouterr().out
+    assert [(pair.prompt, pair.first, pair.second) for pair in pairs] == [
+        ((Message("user", "One?"),), "a", "b"),
+        ((Message("user", "Two?"),), "c", "d"),
+    ]

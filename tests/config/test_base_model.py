@@ -13,10 +13,7 @@ from rlhf_pipeline.errors import ConfigError
 
 
 def test_a_url_with_a_token_is_refused_and_not_repeated():
-    with pytest.raises(
-        ValidationError,
-        match=r"found a URL, expected .* set the hub's token as HF_TOKEN in the environment",
-    ) as refusal:
+    with pytest.raises(ValidationError, match="found a URL") as refusal:
         BaseModelConfig(path="https://me:canary@huggingface.co/facebook/opt-350m")
     assert "canary" not in str(refusal.value)
 
@@ -55,13 +52,8 @@ def test_fields_get_the_family_s_own_names():
 
 
 def test_null_unsets_a_field_of_another_environment():
-    given = architecture(
-        model_type="gpt2",
-        n_positions=64,
-        max_position_embeddings=None,
-        intermediate_size=None,
-        n_inner=None,
-    )
+    unset = {"max_position_embeddings": None, "intermediate_size": None, "n_inner": None}
+    given = architecture(model_type="gpt2", n_positions=64, **unset)
     assert given == {"model_type": "gpt2", "n_positions": 64, "n_inner": None}
 
 

@@ -1,16 +1,13 @@
 """A block that is given is a layer over its default, and a fault names the field that is wrong."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlhf_pipeline.config import block
-from rlhf_pipeline.config.block import Block, meant, validated
+from rlhf_pipeline.config.block import meant, validated
 from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import IterativeDPOConfig, RejectionConfig
@@ -33,10 +30,8 @@ TEACHER = {"teacher": "facebook/opt-1.3b"}
         (IterativeDPOConfig, {"lora": {}}, ["optimizer"]),
     ],
 )  # fmt: skip
-def test_a_field_that_is_set_leaves_the_published_defaults_beside_it(
-    kind: type[Block], given: dict[str, Any], kept: list[str]
-) -> None:
-    def value(block: Any, place: str) -> Any:
+def test_a_field_that_is_set_leaves_the_published_defaults_beside_it(kind, given, kept):
+    def value(block, place):
         for name in place.split("."):
             block = getattr(block, name)
         return block
@@ -74,19 +69,17 @@ PPO = {
          "to null for no limit"),
     ],
 )  # fmt: skip
-def test_a_fault_of_two_values_names_the_field_and_its_fix_is_accepted(
-    kind: type[Block], given: dict[str, Any], fault: str
-) -> None:
+def test_a_fault_of_two_values_names_the_field_and_its_fix_is_accepted(kind, given, fault):
     assert validated("grpo", kind, given)[1] == [fault]
     place, fix = fault.removeprefix("grpo.").partition(":")[0], fault.partition(" Fix: ")[2]
     for number in re.findall(r"\d+", fix):
         assert validated("grpo", kind, given | {place: int(number)})[1] == []
 
 
-def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
+def test_every_word_of_another_trainer_leads_to_a_parameter():
     """A place that a block has, or a sentence."""
     words = tomllib.loads((Path(block.__file__).parent / "words.toml").read_text())
-    blocks: dict[str, Any] = {**parameter_blocks(), "columns": ColumnMap, "root": str}
+    blocks = {**parameter_blocks(), "columns": ColumnMap, "root": str}
     for place in {place for places in words.values() for place in places} - words.keys():
         assert " " in place or f"{place}?)" in meant(place, blocks), place
 
@@ -107,8 +100,8 @@ def test_every_word_of_another_trainer_leads_to_a_parameter() -> None:
         ),
     ],
 )
-def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place: str, said: str) -> None:
-    kinds: dict[str, Any] = {**parameter_blocks(), "columns": ColumnMap}
+def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place, said):
+    kinds = {**parameter_blocks(), "columns": ColumnMap}
     *blocks, word = place.split(".")
     known = kinds
     for name in blocks:

@@ -26,7 +26,6 @@ from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.training.ppo_update import terms_of
 
 CONF = Path(__file__).parents[2] / "conf"
-ROW = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
 
 
 @pytest.fixture
@@ -36,7 +35,8 @@ def installed(tmp_path, monkeypatch):
     write_metadata(src)
     monkeypatch.syspath_prepend(src)
     monkeypatch.chdir(tmp_path)
-    Path("pairs.jsonl").write_text(json.dumps(ROW))
+    row = {"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}
+    Path("pairs.jsonl").write_text(json.dumps(row))
     doors._entry_points.cache_clear()
     yield src / "my_rlhf"
     doors._entry_points.cache_clear()
@@ -93,16 +93,14 @@ def test_a_name_that_does_not_fit_is_refused_before_a_run(installed, place, valu
         ("ppo.policy_loss", "my_rlhf.wrong:later", "found `async def`, expected `def`"),
         ("ppo.generator", "my_rlhf.wrong:Silent", "found no method generate, expected one"),
         ("ppo.generator", "my_rlhf.wrong:Greedy", "missing a required argument: 'model'"),
-        ("ppo.policy_loss", "my_rlhf.wrong:ends", "ended its process with code 3"),
     ],
 )  # fmt: skip
 def test_code_that_does_not_fit_is_refused_before_a_run(
     installed, monkeypatch, place, value, message
 ):
     monkeypatch.setenv("PYTHONPATH", str(installed.parent))
-    end = "import os; os._exit(3)\n" if value.endswith("ends") else ""
     (installed / "wrong.py").write_text(
-        f"{end}class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
+        "class Silent: ...\nclass Greedy:\n    def __init__(self, model): ...\n"
         "    def generate(self, prompts, sampling, seeds, prompt_numbers=None): ...\n"
         "async def later(logprobs): ...\n"
     )

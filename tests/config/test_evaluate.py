@@ -6,32 +6,21 @@ import pytest
 from ppo_runs import ppo_config
 from pydantic import ValidationError
 
-from rlhf_pipeline.config.block import validated
-from rlhf_pipeline.config.evaluate import (
-    EvaluateConfig,
-    TasksConfig,
-    task_faults,
-    task_inputs,
-)
+from rlhf_pipeline.config.evaluate import EvaluateConfig, TasksConfig, task_faults, task_inputs
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.rewards import ModelReward, as_judges
 
 CHAT = {"base_url": "http://localhost:1/v1", "model": "org/judge"}
 
 
-@pytest.mark.parametrize(
-    ("judge", "label"),
-    [
-        ({"model": "org/reward-model", "retokenize": True}, "reward-model"),
-        ({"reference": "last_number"}, "last_number"),
-        ("my.py:f", "f"),
-        ({"openai": CHAT}, "judge"),
-        ({"openai": CHAT, "name": "chat"}, "chat"),
-    ],
-)
-def test_other_kinds_of_judges_and_their_names(judge, label):
-    config = EvaluateConfig.model_validate({"judges": [judge]})
-    assert config.judges[0].label == label
+def test_other_kinds_of_judges_and_their_names():
+    judges = [
+        {"model": "org/reward-model", "retokenize": True}, {"reference": "last_number"},
+        "my.py:f", {"openai": CHAT}, {"openai": CHAT, "name": "chat"},
+    ]  # fmt: skip
+    config = EvaluateConfig.model_validate({"judges": judges})
+    names = ["reward-model", "last_number", "f", "judge", "chat"]
+    assert [judge.label for judge in config.judges] == names
     assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
 
 
@@ -69,26 +58,21 @@ def test_other_judges_are_refused(judges, message):
     assert any(message in fault["msg"] for fault in refusal.value.errors())
 
 
-@pytest.mark.parametrize("block", ["rewards", "judges"])
 @pytest.mark.parametrize(
     ("functions", "labels"),
     [
-        (["my.py:score"], ["my.score"]),
         (["my.py:gold", "my.py:short"], ["my.gold", "short"]),
         (["./a.py:f", "folder/b.py:f", "package.module:f"], ["a.f", "b.f", "module.f"]),
         ([{"callable": "my.py:score", "name": "mine"}, "my.py:score"], ["mine", "my.score"]),
     ],
 )
-def test_a_function_whose_name_is_taken_gets_that_of_its_file_as_well(functions, labels, block):
+def test_a_function_whose_name_is_taken_gets_that_of_its_file_as_well(functions, labels):
     """`score` and `gold` are judges of ours, and rewards become judges."""
-    if block == "judges":
-        config = EvaluateConfig.model_validate({"judges": functions})
-        assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
-        sources = config.judges
-    else:
-        sources = ppo_config(rewards=functions).rewards
-        assert [judge.label for judge in as_judges(sources)] == labels
-    assert [source.label for source in sources] == labels
+    config = EvaluateConfig.model_validate({"judges": functions})
+    assert EvaluateConfig.model_validate(config.model_dump(mode="json")) == config
+    rewards = ppo_config(rewards=functions).rewards
+    for sources in (config.judges, rewards, as_judges(rewards)):
+        assert [source.label for source in sources] == labels
 
 
 def test_only_what_a_policy_maximizes_judges_in_its_place():
@@ -110,20 +94,6 @@ def test_evaluation_may_be_greedy_and_training_may_not():
     for several in ({"answers_per_prompt": 2}, {"best_of_n": 2}):
         with pytest.raises(ValidationError, match="the same answer every time"):
             EvaluateConfig(**GREEDY, **several)
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("https://me:canary@host/a.jsonl", "a URL with user or password would appear in logs"),
-        ("https://host/a.jsonl?sig=canary", "the query of a URL may contain a signature"),
-    ],
-)
-def test_a_careful_file_has_no_secret_in_its_place(path, message):
-    (fault,) = validated("evaluate", EvaluateConfig, {"judge_model": {"path": path}})[1]
-    assert fault.startswith(f"evaluate.judge_model.path: {message}")
-    allowed = {"judge_model": {"path": "https://host/a.jsonl?$NAME"}}
-    assert validated("evaluate", EvaluateConfig, allowed)[1] == []
 
 
 def test_what_a_task_names_is_an_input(tmp_path, monkeypatch):

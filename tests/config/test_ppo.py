@@ -9,22 +9,18 @@ from rlhf_pipeline.config.ppo import PPOConfig
 
 MODEL = {"optimizer": {"learning_rate": 1e-3}}
 GAE = {
-    "steps": 4,
-    "rollout_batch_size": 8,
-    "minibatch_size": 8,
-    "micro_batch_tokens": 4,
-    "actor": MODEL,
-    "critic": MODEL,
-}
+    "steps": 4, "rollout_batch_size": 8, "minibatch_size": 8, "micro_batch_tokens": 4,
+    "actor": MODEL, "critic": MODEL,
+}  # fmt: skip
 RLOO = GAE | {"advantage": "rloo", "responses_per_prompt": 2, "critic": None}
 
 
-@pytest.mark.parametrize("advantage", sorted(ADVANTAGE.builtin.keys() - {"gae"}))
-def test_no_critic_is_needed(advantage):
-    config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
-    assert config.critic is None
-    # The round trip through job.json.
-    assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
+def test_only_gae_needs_a_critic():
+    for advantage in ADVANTAGE.builtin.keys() - {"gae"}:
+        config = PPOConfig.model_validate(RLOO | {"advantage": advantage})
+        assert config.critic is None
+        # The round trip through job.json.
+        assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Parameter blocks in general, and those of the split."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 
@@ -32,7 +30,7 @@ class Outer(Block):
     maybe: Inner | None = None
 
 
-def test_recipe_leaves_out_operational_fields_at_every_depth() -> None:
+def test_recipe_leaves_out_operational_fields_at_every_depth():
     assert Outer(workers=7, one=Inner(port=2000)).recipe() == {
         "rate": 0.5,
         "one": {"size": 1},
@@ -44,20 +42,6 @@ def test_recipe_leaves_out_operational_fields_at_every_depth() -> None:
 
 
 @pytest.mark.parametrize(
-    "columns",
-    [
-        {"prompt": "p", "chosen": "c", "rejected": "r"},
-        {"prompt": "p", "answers": ("a", "b"), "scores": ("s", "t")},
-        {"messages": "m"},
-        {"prompt": "question.full_text"},
-        {"prompt": "p", "chosen": "c", "rejected": "r", "reference": "c"},
-    ],
-)
-def test_each_form_of_data(columns: dict[str, object]) -> None:
-    assert ColumnMap(**columns).model_dump(exclude_none=True) == columns
-
-
-@pytest.mark.parametrize(
     ("columns", "named"),
     [
         ({}, "no column"),
@@ -66,9 +50,7 @@ def test_each_form_of_data(columns: dict[str, object]) -> None:
         ({"response": "r", "messages": "m"}, "messages, response"),
     ],
 )
-def test_other_combinations_are_refused_with_the_known_ones(
-    columns: dict[str, object], named: str
-) -> None:
+def test_other_combinations_are_refused_with_the_known_ones(columns, named):
     known = f"found {named}; expected one of: chosen, prompt, rejected; "
     with pytest.raises(ValidationError, match=known):
         ColumnMap(**columns)
@@ -85,11 +67,11 @@ def test_other_combinations_are_refused_with_the_known_ones(
         ({"name": "stanfordnlp/SHP", "subset": "askbaking"}, "stanfordnlp/SHP (askbaking)"),
     ],
 )
-def test_a_label_contains_the_file_and_not_the_folder(fields: dict[str, str], label: str) -> None:
+def test_a_label_contains_the_file_and_not_the_folder(fields, label):
     assert SourceConfig(**{"name": "files"} | fields).label() == label
 
 
-def split(**changes: object) -> SplitConfig:
+def split(**changes):
     fields = {"sources": [{}], "max_prompt_tokens": 8, "max_response_tokens": 9}
     return SplitConfig(**fields | changes)
 
@@ -125,25 +107,25 @@ TEXT = {"name": "files", "path": "a.txt"}
         (split, {"sources": TWICE}, "'synthetic' is listed twice"),
     ],
 )  # fmt: skip
-def test_what_is_refused(block: type[Block], fields: dict[str, object], message: str) -> None:
+def test_what_is_refused(block, fields, message):
     with pytest.raises(ValidationError, match=message):
         block(**fields)
 
 
-def test_records_do_not_depend_on_the_blend() -> None:
+def test_records_do_not_depend_on_the_blend():
     fields = {"name": "files", "path": "a.csv", "columns": {"prompt": "p"}, "samples": 7}
     source = BlendedSourceConfig(**fields, fraction=0.5, phases=("ppo",))
     assert source.reading() == SourceConfig(**fields)
     assert type(source.reading()) is SourceConfig
 
 
-def test_a_test_source_serves_no_phase() -> None:
+def test_a_test_source_serves_no_phase():
     source, plain = split(sources=[{"phases": ["test"]}, TEXT]).sources
     assert source.is_test and not plain.is_test
     assert not any(source.may_serve(phase) for phase in PHASES)
 
 
-def test_sources_differ_by_file_or_split() -> None:
+def test_sources_differ_by_file_or_split():
     """The folder of a file is not part of the recipe."""
     one, other = (SourceConfig(name="files", path=f"{folder}/x.csv") for folder in "ab")
     assert one.recipe() == other.recipe()

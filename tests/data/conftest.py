@@ -1,69 +1,29 @@
-from __future__ import annotations
-
+import copy
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from rlhf_pipeline.config.split import PHASES, SplitConfig
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.files import read_rows
 from rlhf_pipeline.data.record_files import RecordsWriter
-from rlhf_pipeline.data.records import Example, Message, Record, RowCounts, Unused
-from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
+from rlhf_pipeline.data.records import Example, Message, RowCounts, Unused
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
 
-SENTENCES = (
-    "\n\nHuman: What colour is the sky on a clear day?\n\nAssistant: On a clear day the sky is "
-    "blue.",
-    "\n\nHuman: Where do penguins live?\n\nAssistant: They live on the coasts of the southern "
-    "half of the world.",
-    "\n\nHuman: Could you name a river in Africa?\n\nAssistant: The Nile, which ends in the "
-    "Mediterranean Sea.",
-    "\n\nHuman: How many days has a week?\n\nAssistant: A week has seven days, and two of them "
-    "are the weekend.",
-    "\n\nHuman: Who wrote the play about the prince of Denmark?\n\nAssistant: William "
-    "Shakespeare wrote it.",
-)
 
-
-@pytest.fixture(scope="session")
-def trained() -> Tokenizer:
-    """A byte-level BPE of 400 tokens, 256 of them bytes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|pad|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
-    return tokenizer
+@pytest.fixture
+def tokenizer(tokenizer):
+    """Ids: 0 is <|pad|>, 1 is <|end|>. Each test gets a copy, which it may change."""
+    return copy.deepcopy(tokenizer)
 
 
 @pytest.fixture
-def tokenizer(trained: Tokenizer) -> PreTrainedTokenizerFast:
-    """Ids: 0 is <|pad|>, 1 is <|end|>. Each test gets a new tokenizer, which it may change."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=trained, pad_token="<|pad|>", eos_token="<|end|>"
-    )
-    tokenizer.chat_template = HUMAN_ASSISTANT_TEMPLATE
-    return tokenizer
-
-
-@pytest.fixture
-def write_records(tmp_path: Path) -> Callable[..., Path]:
+def write_records(tmp_path):
     """Writes rows like stage `source`, with the places "name:0", "name:1" ...; returns their
     folder."""
 
-    def write(name: str, *rows: Record | Unused) -> Path:
+    def write(name, *rows):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         counts = RowCounts(rows=len(rows))
@@ -80,15 +40,13 @@ def write_records(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def split_config() -> Callable[..., SplitConfig]:
+def split_config():
     """Configurations with a tenth each for validation and test, or with all prompts for one phase:
     `only="sft"`."""
 
-    def split_config(
-        *, count: int = 1, texts: int = 0, only: str | None = None, **changes: Any
-    ) -> SplitConfig:
+    def split_config(*, count=1, texts=0, only=None, **changes):
         held_out = 0.1 if only is None else 0
-        values: dict[str, Any] = {
+        values = {
             "sources": [{"name": "files", "path": f"{index}.jsonl"} for index in range(count)],
             "max_prompt_tokens": 200,
             "max_response_tokens": 200,
@@ -106,17 +64,10 @@ def split_config() -> Callable[..., SplitConfig]:
 
 
 @pytest.fixture
-def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def prepare(tokenizer, split_config, tmp_path):
     """Splits folders of records into the folder `out`; returns the report as JSON types."""
 
-    def prepare(
-        *folders: Path,
-        out: str = "out",
-        seed: int = 0,
-        texts: tuple[Path, ...] = (),
-        further: tuple[Reader, ...] = (),
-        **changes: Any,
-    ) -> dict[str, Any]:
+    def prepare(*folders, out="out", seed=0, texts=(), further=(), **changes):
         report = module.split_sources(
             split_config(count=len(folders), texts=len(texts), **changes),
             [Reader(tokenizer, TokenContract.of(tokenizer)), *further],
@@ -132,13 +83,13 @@ def prepare(tokenizer, split_config, tmp_path: Path) -> Callable[..., dict[str, 
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def load(tmp_path):
     """The rows of a prepared file: `load("sft/train.arrow")`."""
     return lambda file, out="out": list(Dataset.from_file(str(tmp_path / out / file)))
 
 
 @pytest.fixture
-def ten() -> list[Example]:
+def ten():
     """Ten distinct prompts: 1 each for test and validation; the quotas of the other 8 by 2:4:4 are
     1.6, 3.2, 3.2, so 2, 3, 3 prompts."""
     return [
@@ -148,10 +99,10 @@ def ten() -> list[Example]:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str, bytes], str]:
+def write(tmp_path):
     """Writes a file into the test's folder; returns its path."""
 
-    def write(name: str, content: bytes) -> str:
+    def write(name, content):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -161,6 +112,6 @@ def write(tmp_path: Path) -> Callable[[str, bytes], str]:
 
 
 @pytest.fixture
-def read() -> Callable[..., list[tuple[str, Any]]]:
+def read():
     """Reads all rows of a path."""
     return lambda path, columns=(), split="train": list(read_rows(str(path), columns, split))

@@ -1,16 +1,13 @@
-"""How rows are divided among parts: all rows of one conversation together, in exact shares."""
-
-from __future__ import annotations
+"""How rows are divided among parts: all rows of one conversation together, in exact shares; and
+near duplicates: texts whose 5-grams of words have a Jaccard similarity of at least 0.8."""
 
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
 from itertools import count
 from operator import or_
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,37 +15,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.blend import Blend, assign, blend, first_rows, fraction_of
+from rlhf_pipeline.data.blend import assign, blend, first_rows, fraction_of, near_duplicates
 from rlhf_pipeline.data.phase_files import PARTS, TABLES
 from rlhf_pipeline.data.record_files import examples
 from rlhf_pipeline.data.records import Example, Message
 from rlhf_pipeline.errors import DataError
 
-Make = Callable[..., Blend]
-Source = tuple[list[Example], dict[str, Any]]
-
-NOTHING_HELD_OUT: dict[str, Any] = {"validation_fraction": 0, "test_fraction": 0}
+NOTHING_HELD_OUT = {"validation_fraction": 0, "test_fraction": 0}
 ONLY_SFT = NOTHING_HELD_OUT | {"weights": (1, 0, 0)}
 UNUSED = "-"
 TABLE = {table.path: table for table in TABLES}
 
 
-def asked(content: str, *answers: str) -> Example:
+def asked(content, *answers):
     return Example((Message("user", content),), *answers)
 
 
-def compared(*prompts: object) -> list[Example]:
+def compared(*prompts):
     return [asked(f"Question {prompt}?", "Yes.", "No.") for prompt in prompts]
 
 
 @pytest.fixture
-def make(write_records) -> Make:
+def make(write_records):
     """Blends sources; each is a list of examples, or such a list with settings of the source."""
     blends = count()
 
-    def make(
-        *sources: list[Example] | Source, seed: int = 0, unsound: Sequence[int] = (), **split: Any
-    ) -> Blend:
+    def make(*sources, seed=0, unsound=(), **split):
         pairs = [source if isinstance(source, tuple) else (source, {}) for source in sources]
         named = [{"name": "files", "path": f"{next(blends)}"} | config for _, config in pairs]
         config = SplitConfig(sources=named, max_prompt_tokens=1, max_response_tokens=1, **split)
@@ -59,19 +51,16 @@ def make(write_records) -> Make:
     return make
 
 
-def parts(plan: Blend) -> list[str]:
+def parts(plan):
     assert plan.parts.dtype == np.int8
     return [UNUSED if part == -1 else PARTS[part] for part in plan.parts]
 
 
-def rows(plan: Blend, path: str) -> list[int]:
+def rows(plan, path):
     return np.flatnonzero(plan.rows(TABLE[path])[0]).tolist()
 
 
-# --- one prompt, one part -------------------------------------------------------------------------
-
-
-def test_a_prompt_of_two_sources_lands_in_one_part(make: Make) -> None:
+def test_a_prompt_of_two_sources_lands_in_one_part(make):
     again = [asked(f" QUESTION  {n}? ", "Other.", "Answers.") for n in range(20)]
     plan = make(compared(*range(20)), again, validation_fraction=0.1, test_fraction=0.1)
     found = parts(plan)
@@ -84,10 +73,7 @@ def test_a_prompt_of_two_sources_lands_in_one_part(make: Make) -> None:
     assert [plan.distinct(plan.prompt_keys, part) for part in PARTS] == [2, 2, 3, 7, 6, 0]
 
 
-# --- what an earlier source has -------------------------------------------------------------------
-
-
-def test_an_example_that_an_earlier_source_has_is_merged(make: Make) -> None:
+def test_an_example_that_an_earlier_source_has_is_merged(make):
     first = [asked("a", "Yes.", "No."), asked("b", "Yes.", "No.")]
     second = [
         asked("A ", " Yes.", "No.\n"),  # row 2, equals row 0 in another case
@@ -103,14 +89,14 @@ def test_an_example_that_an_earlier_source_has_is_merged(make: Make) -> None:
     assert plan.starts == [0, 2, 7, 10]
 
 
-def test_repeats_within_a_source_stay(make: Make) -> None:
+def test_repeats_within_a_source_stay(make):
     plan = make(compared("a", "a", "b", "a"), compared("b", "c", "c"), **ONLY_SFT)
     assert parts(plan) == ["sft"] * 4 + [UNUSED, "sft", "sft"]
     assert plan.counts["merged"] == [0, 1]
     assert plan.distinct(plan.prompt_keys, "sft") == 3
 
 
-def test_a_copy_stays_if_the_earlier_row_is_beyond_its_fraction(make: Make) -> None:
+def test_a_copy_stays_if_the_earlier_row_is_beyond_its_fraction(make):
     plan = make((compared(*range(10)), {"fraction": 0.3}), compared(*range(10)), **ONLY_SFT)
     used = [part != UNUSED for part in parts(plan)]
     assert sum(used[:10]) == 3
@@ -118,7 +104,7 @@ def test_a_copy_stays_if_the_earlier_row_is_beyond_its_fraction(make: Make) -> N
     assert (plan.counts["left_out"], plan.counts["merged"]) == ([7, 0], [0, 3])
 
 
-def test_a_merged_row_adds_the_phases_of_its_source(make: Make) -> None:
+def test_a_merged_row_adds_the_phases_of_its_source(make):
     for_sft = (compared(*range(4)), {"phases": ("sft",)})
     for_ppo = (compared(*range(4), "more"), {"phases": ("ppo",)})
     plan = make(for_sft, for_ppo, **NOTHING_HELD_OUT, weights=(1, 0, 1))
@@ -129,10 +115,7 @@ def test_a_merged_row_adds_the_phases_of_its_source(make: Make) -> None:
     assert len(rows(plan, "ppo/train.arrow")) == 3
 
 
-# --- who may use what -----------------------------------------------------------------------------
-
-
-def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> None:
+def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make):
     demonstrations = [asked(f"Demonstration {n}", "Yes.") for n in range(10)]
     bare = [asked(f"Bare {n}") for n in range(10)]
     plan = make(
@@ -163,7 +146,7 @@ def test_each_kind_of_example_goes_to_the_phases_it_can_serve(make: Make) -> Non
     }
 
 
-def test_comparisons_are_held_back_for_the_second_reward_model(make: Make) -> None:
+def test_comparisons_are_held_back_for_the_second_reward_model(make):
     """Half of the reward model's conversations, with all their rows; every other part stays."""
     given = [*compared(*range(20)), *compared(*range(20))]
     usual, plan = (
@@ -185,19 +168,7 @@ def test_comparisons_are_held_back_for_the_second_reward_model(make: Make) -> No
     assert rows(plan, "judge_model/validation.arrow") == validation != []
 
 
-# --- how much of a source -------------------------------------------------------------------------
-
-
-def test_a_fraction_of_the_distinct_prompts_with_all_their_rows(make: Make) -> None:
-    thrice = [asked(f"Question {n}?", f"Yes {k}.", "No.") for n in range(10) for k in range(3)]
-    plan = make(compared(*range(100, 104)), (thrice, {"fraction": 0.4}), **ONLY_SFT)
-    used = [part != UNUSED for part in parts(plan)][4:]
-    assert plan.counts["left_out"] == [0, 18]
-    assert sum(used) == 12
-    assert used == [used[3 * n] for n in range(10) for _ in range(3)]
-
-
-def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(make: Make) -> None:
+def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(make):
     bare = [asked(f"Bare {n}") for n in range(3)]
     answered = [Example((Message("user", f"Sum {n}"),), reference="1") for n in range(4)]
     demonstrations = [asked("Demonstration", "Yes.")]
@@ -213,10 +184,7 @@ def test_rows_that_leave_without_a_true_answer_are_not_counted_as_unservable(mak
     assert plan.counts | fates == plan.counts
 
 
-# --- prompts that a file holds once ---------------------------------------------------------------
-
-
-def test_ppo_and_test_files_keep_the_first_row_of_a_prompt(make: Make) -> None:
+def test_ppo_and_test_files_keep_the_first_row_of_a_prompt(make):
     first = [asked("a", "1", "2"), asked("b", "1", "2"), asked("A", "3", "4")]
     second = [asked("b"), asked("c"), asked("a", "5", "6"), asked("c", "1", "2")]
     plan = make(first, second, **NOTHING_HELD_OUT, weights=(0, 0, 1))
@@ -230,7 +198,7 @@ def test_ppo_and_test_files_keep_the_first_row_of_a_prompt(make: Make) -> None:
     assert len(rows(plan, "evaluation/test.arrow")) == plan.distinct(plan.prompt_keys, "test") == 3
 
 
-def test_excluded_rows_have_no_effect(make) -> None:
+def test_excluded_rows_have_no_effect(make):
     """An excluded row neither adds phases to its prompt nor merges a later copy."""
     plan = make(
         compared("a", "a", "b"), compared("a"), unsound=[0], **NOTHING_HELD_OUT, weights=(0, 0, 1)
@@ -240,19 +208,17 @@ def test_excluded_rows_have_no_effect(make) -> None:
     assert all(not any(numbers) for name, numbers in plan.counts.items() if name != "unanswered")
 
 
-# --- held out means held out ----------------------------------------------------------------------
-
-HALF_HELD_OUT: dict[str, Any] = {"validation_fraction": 0, "test_fraction": 0.5}
+HALF_HELD_OUT = {"validation_fraction": 0, "test_fraction": 0.5}
 LONG = "please write me a short poem about the sea and the wind for my"  # 14 words
 
 
-def dialogue(*turns: str, system: str | None = None) -> Example:
+def dialogue(*turns, system=None):
     roles = ("user", "assistant") * len(turns)
     start = () if system is None else (Message("system", system),)
     return Example((*start, *map(Message, roles, turns)), "Yes.", "No.")
 
 
-def test_a_dialogue_and_its_continuations_are_in_one_part(make: Make) -> None:
+def test_a_dialogue_and_its_continuations_are_in_one_part(make):
     rows = [
         dialogue(*[f"Opening {n}?", "Go on.", "And then?", "So.", "Why?"][: 2 * length - 1])
         for n in range(20)
@@ -266,7 +232,7 @@ def test_a_dialogue_and_its_continuations_are_in_one_part(make: Make) -> None:
     assert plan.distinct(plan.conversation_keys, "test") == 10
 
 
-def test_a_system_message_begins_another_conversation(make: Make) -> None:
+def test_a_system_message_begins_another_conversation(make):
     rows = [dialogue("Hello", system=f"You are {n}.") for n in range(4)] + [dialogue("Hello")]
     plan = make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), near_duplicates="keep")
     assert plan.distinct(plan.conversation_keys, "test") == 3  # 2.5, rounded in favour of test
@@ -274,7 +240,7 @@ def test_a_system_message_begins_another_conversation(make: Make) -> None:
     assert plan.counts["near"] == [2]
 
 
-def test_near_duplicates_of_held_out_prompts_leave_training(make: Make) -> None:
+def test_near_duplicates_of_held_out_prompts_leave_training(make):
     rows = [dialogue(f"{LONG} {one}") for one in ("friend", "brother")] + compared(*range(18))
     plans = {
         choice: make(rows, **HALF_HELD_OUT, weights=(1, 0, 0), seed=1, near_duplicates=choice)
@@ -287,14 +253,14 @@ def test_near_duplicates_of_held_out_prompts_leave_training(make: Make) -> None:
     assert Counter(parts(plans["drop"])) == {"test": 10, "sft": 9, UNUSED: 1}
 
 
-def test_near_duplicates_of_test_prompts_leave_validation(make: Make) -> None:
+def test_near_duplicates_of_test_prompts_leave_validation(make):
     rows = [dialogue(f"{LONG} {one}") for one in ("friend", "brother", "sister")]
     plan = make(rows, validation_fraction=0.3, test_fraction=0.3, weights=(1, 0, 0))
     assert sorted(parts(plan)) == [UNUSED, UNUSED, "test"]  # one of them was for validation
     assert plan.counts["near"] == [2]
 
 
-def test_a_test_source_is_the_evaluation_and_leaves_no_trace_in_training(make: Make) -> None:
+def test_a_test_source_is_the_evaluation_and_leaves_no_trace_in_training(make):
     benchmark = [dialogue("Question 0?"), dialogue("A question of its own?"), asked(f"{LONG} dog")]
     near = dialogue(f"{LONG} cat")
     longer = dialogue("question 1?", "Tell me more.", "More.")
@@ -308,13 +274,11 @@ def test_a_test_source_is_the_evaluation_and_leaves_no_trace_in_training(make: M
     assert rows(plan, "evaluation/test.arrow") == [9, 10, 11]
 
 
-# --- shares, by the bits of phases ----------------------------------------------------------------
-
 SFT, REWARD_MODEL, PPO = 0b001, 0b010, 0b100
 ALL = SFT | REWARD_MODEL | PPO
 
 
-def keys_of(prompts) -> np.ndarray:
+def keys_of(prompts):
     """The key of letter "a" is sixteen bytes "a"; the key of a number is its sixteen bytes."""
     rows = [
         prompt.encode() * 16 if isinstance(prompt, str) else prompt.to_bytes(16, "big")
@@ -323,14 +287,14 @@ def keys_of(prompts) -> np.ndarray:
     return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
 
 
-def assigned(prompts, serves=ALL, *, seed: int = 0, **options) -> list[str]:
+def assigned(prompts, serves=ALL, *, seed=0, **options):
     """The parts of the rows, by name."""
     config = SplitConfig(sources=[{}], max_prompt_tokens=1, max_response_tokens=1, **options)
     bits = np.broadcast_to(np.array(serves, np.uint8), len(prompts))
     return [PARTS[part] for part in assign(keys_of(prompts), bits, config, seed)]
 
 
-def test_decimals_are_exact() -> None:
+def test_decimals_are_exact():
     # The float 0.3 is slightly less than 3/10, which would decide a tie of remainders.
     # Quotas 9 * 3/6 = 4.5, 3 and 1.5: of the two remainders, the first is rounded up.
     expected = {"sft": 5, "reward_model": 3, "ppo": 1}
@@ -345,7 +309,7 @@ def test_decimals_are_exact() -> None:
     ("serves", "weights", "named"),
     [(SFT, (0, 4, 4), "sft"), (SFT | PPO, (0, 1, 0), "sft, ppo"), (0, (2, 4, 4), "none")],
 )
-def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, named: str) -> None:
+def test_prompts_for_phases_without_weight_are_an_error(serves, weights, named):
     prompts = [*range(10), 10, 11, 11, 12]
     with pytest.raises(
         DataError,
@@ -355,15 +319,7 @@ def test_prompts_for_phases_without_weight_are_an_error(serves: int, weights, na
         assigned(prompts, [ALL] * 10 + [serves] * 4, weights=weights, **NOTHING_HELD_OUT)
 
 
-def test_the_order_is_sha256_of_seed_and_key() -> None:
-    # printf 'split\n0\naaaaaaaaaaaaaaaa' | sha256sum, and so on.
-    # Seed 0: a 0cf3, b 1c9a, d 43da, c 84c8. Seed 1: b 3113, c 68c0, d 8f34, a dd63.
-    even = {"weights": (1, 1, 1), "validation_fraction": 0, "test_fraction": 0.25}
-    assert assigned("abcd", seed=0, **even) == ["test", "sft", "ppo", "reward_model"]
-    assert assigned("abcd", seed=1, **even) == ["ppo", "test", "sft", "reward_model"]
-
-
-def test_the_split_is_that_of_earlier_versions() -> None:
+def test_the_split_is_that_of_earlier_versions():
     """The expected digests were computed by sorting plain lists, without numpy."""
     numbers = [number * number % 1009 for number in range(2000)]
     digests = [list(hashlib.sha256(b"%d" % number).digest()[:16]) for number in numbers]
@@ -384,7 +340,7 @@ a_fraction = st.sampled_from([0, 0, 0.02, 0.1, 0.29, 0.4])
 a_size = st.one_of(st.integers(1, 5), st.integers(50, 200), st.integers(50, 200))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     classes=st.dictionaries(
         st.one_of(st.just(ALL), st.integers(1, ALL)), a_size, min_size=1, max_size=3
@@ -396,9 +352,7 @@ a_size = st.one_of(st.integers(1, 5), st.integers(50, 200), st.integers(50, 200)
     validation=a_fraction,
     test=a_fraction,
 )
-def test_every_split_is_an_exact_partition(
-    classes: dict[int, int], seed: int, weights, validation, test
-) -> None:
+def test_every_split_is_an_exact_partition(classes, seed, weights, validation, test):
     prompts = dict(enumerate(bits for bits, size in classes.items() for _ in range(size)))
     exact = [Fraction(str(weight)) for weight in weights]
     held_out = [Fraction(str(test)), Fraction(str(validation))]
@@ -452,9 +406,7 @@ def test_every_split_is_an_exact_partition(
         (0, 0.5, 0),
     ],
 )
-def test_a_fraction_is_of_the_distinct_prompts(
-    prompts: int, fraction: float, expected: int
-) -> None:
+def test_a_fraction_is_of_the_distinct_prompts(prompts, fraction, expected):
     chosen = fraction_of(
         keys_of([*range(prompts), *range(prompts), *range(prompts)]), fraction, seed=0
     )
@@ -468,16 +420,78 @@ def test_a_fraction_is_of_the_distinct_prompts(
     fractions=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
     seed=st.integers(0, 2**31),
 )
-def test_a_smaller_fraction_is_part_of_a_larger_one(
-    prompts: list[int], fractions: list[float], seed: int
-) -> None:
+def test_a_smaller_fraction_is_part_of_a_larger_one(prompts, fractions, seed):
     smaller, larger = (fraction_of(keys_of(prompts), fraction, seed) for fraction in fractions)
     assert not (smaller & ~larger).any()
 
 
-def test_the_first_row_of_a_key_which_is_compared_in_every_byte() -> None:
+def test_the_first_row_of_a_key_which_is_compared_in_every_byte():
     assert first_rows(keys_of("babcab")).tolist() == [0, 1, 0, 3, 1, 0]
     assert first_rows(keys_of("")).tolist() == []
     # The keys differ in the first byte, in the last byte, and by a zero byte at the end.
     prompts = [0x01 << 120, 0x02 << 120, 0x01, 0x02, 0x0100, 0, 0x01]
     assert first_rows(keys_of(prompts)).tolist() == [0, 1, 2, 3, 4, 5, 2]
+
+
+TWELVE = "a b c d e f g h i j k l"  # 8 grams: a-e, b-f, ... h-l
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("A  B c\nd e f g h i j k l", True),  # case and white space do not count
+        (f"{TWELVE} m n", True),  # 8 of 10: exactly 0.8
+        (f"{TWELVE} m n o", False),  # 8 of 11
+        ("a b c d e f g h i j", False),  # 6 of 8
+        ("l k j i h g f e d c b a", False),
+    ],
+)
+def test_the_similarity_of_word_grams_decides(text, near):
+    found = near_duplicates([text], ["nothing like it at all here", TWELVE])
+    assert found.tolist() == [near]
+    assert near_duplicates([TWELVE], [text]).tolist() == [near]
+
+
+@pytest.mark.parametrize(
+    ("text", "near"), [("What is 17 + 25?", False), ("what IS  17 - 25?", True), ("17", False)]
+)
+def test_a_text_of_few_words_must_be_equal(text, near):
+    assert near_duplicates([text], ["What is 17 - 25?"]).tolist() == [near]
+
+
+def test_one_result_for_each_text_in_order():
+    assert near_duplicates(["x", TWELVE, "y"], [TWELVE]).tolist() == [False, True, False]
+    assert near_duplicates(["x"], []).tolist() == [False]
+    assert near_duplicates([], ["x"]).tolist() == []
+
+
+def test_the_search_finds_what_comparing_all_pairs_finds():
+    # Texts of a cyclic alphabet: "0 1 2 ... 29" and the same with some words replaced.
+    words = [str(number) for number in range(30)]
+    texts = [
+        " ".join("-" if index == at else word for index, word in enumerate(words[:length]))
+        for length in range(20, 31)
+        for at in (0, 1, 5, 99)
+    ]
+
+    def grams(text):
+        split = text.split()
+        return {tuple(split[start : start + 5]) for start in range(len(split) - 4)}
+
+    for known in texts:
+        one = grams(known)
+        similarities = [len(one & grams(text)) / len(one | grams(text)) for text in texts]
+        expected = [similarity >= 0.8 for similarity in similarities]
+        assert near_duplicates(texts, [known]).tolist() == expected
+
+
+def test_an_instruction_that_all_prompts_share_does_not_count():
+    instruction = " ".join(f"step{number}" for number in range(200))
+    rest = "{0}a {0}b {0}c {0}d {0}e {0}f {0}g {0}h {0}i {0}j"
+    held_out = [f"{instruction} {rest.format(number)}" for number in range(101)]
+    texts = [f"{instruction} {rest.format(number)}" for number in (7, 500)]
+    # With its 196 grams, 206 and 206 would share 196 of 216.
+    assert near_duplicates(texts, held_out).tolist() == [True, False]
+    # 100 prompts are too few to tell an instruction from a repeated prompt.
+    assert near_duplicates(texts[1:], held_out[:100]).tolist() == [True]
+    assert near_duplicates([instruction], [*held_out, instruction]).tolist() == [True]

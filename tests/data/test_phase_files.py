@@ -1,8 +1,6 @@
 """The rows of the prepared files; and the tokens that SFT learns of any dialogue, compared with
 dialogues rendered by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,21 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rlhf_pipeline.config.split import SplitConfig
-from rlhf_pipeline.data.phase_files import (
-    TABLES,
-    PhaseFile,
-    Row,
-    RowMaker,
-    demonstration,
-    summary,
-)
+from rlhf_pipeline.data.phase_files import TABLES, PhaseFile, Row, RowMaker, demonstration, summary
 from rlhf_pipeline.data.template import HUMAN_ASSISTANT_TEMPLATE
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.data.tokenization import Limited, Tokenized, tokenize
@@ -35,19 +25,19 @@ EXAMPLE = {"id": "own:1", "prompt": QUESTION, "reference": None}
 TABLE = {table.path: table for table in TABLES}
 
 
-def limits(prompt: int = 100, response: int = 100, **changes: str) -> SplitConfig:
+def limits(prompt=100, response=100, **changes):
     return SplitConfig(
         sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **changes
     )
 
 
-def row(name: str = "own:1", prompt: Limited | None = None, **answers: Limited) -> Row:
+def row(name="own:1", prompt=None, **answers):
     prompt = prompt or Limited([5, 6])
     example = EXAMPLE | {"id": name}
     return Row("own", example, prompt, answers, prompt, [False] * len(prompt.ids))
 
 
-def test_a_dialogue_has_its_own_limit_check() -> None:
+def test_a_dialogue_has_its_own_limit_check():
     turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
     tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
     dropping = RowMaker(limits(prompt=4, over_long_prompts="drop"), None)
@@ -60,7 +50,7 @@ def test_a_dialogue_has_its_own_limit_check() -> None:
 
 class TestPhaseFile:
     @staticmethod
-    def write(tmp_path, path: str, *batches: list[Row]) -> tuple[PhaseFile, dict]:
+    def write(tmp_path, path, *batches):
         wanted = np.arange(100) % 10 == 0
         file = PhaseFile(TABLE[path], tmp_path, wanted, duplicates_merged=3)
         start = 0
@@ -71,7 +61,7 @@ class TestPhaseFile:
         return file, pa.ipc.open_stream(pa.memory_map(str(tmp_path / path))).read_all().to_pydict()
 
     @pytest.mark.parametrize("path", ["ppo/train.arrow", "evaluation/test.arrow"])
-    def test_ppo_and_the_evaluation(self, tmp_path, path) -> None:
+    def test_ppo_and_the_evaluation(self, tmp_path, path):
         solved = row("own:2", Limited([7]))
         solved.example["reference"] = "4"
         _, columns = self.write(tmp_path, path, [row()], [], [solved])
@@ -83,7 +73,7 @@ class TestPhaseFile:
             "reference": [None, "4"],
         }
 
-    def test_dropped_rows_are_counted_once_by_their_first_fault(self, tmp_path) -> None:
+    def test_dropped_rows_are_counted_once_by_their_first_fault(self, tmp_path):
         fits, cut, long = (
             Limited([8, 1]),
             Limited([8], cut="cut"),
@@ -116,13 +106,13 @@ class TestPhaseFile:
             },
         }
 
-    def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path) -> None:
+    def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path):
         long, sound = Limited([5, 5], dropped="long"), row("own:2", chosen=Limited([1]))
         mixed = replace(row(prompt=Limited([5]), chosen=Limited([1])), dialogue=long)
         for path, ids in (("sft/train.arrow", ["own:2"]), ("ppo/train.arrow", ["own:1", "own:2"])):
             assert self.write(tmp_path, path, [mixed, sound])[1]["id"] == ids
 
-    def test_a_file_that_loses_all_its_rows_is_an_error(self, tmp_path) -> None:
+    def test_a_file_that_loses_all_its_rows_is_an_error(self, tmp_path):
         long = row(chosen=Limited([8, 8, 1], dropped="chosen answer over max_response_tokens=2"))
         with pytest.raises(DataError) as error:
             self.write(tmp_path, "sft/train.arrow", [long, long])
@@ -133,7 +123,7 @@ class TestPhaseFile:
         )
 
 
-def test_percentiles_are_lengths_that_occur() -> None:
+def test_percentiles_are_lengths_that_occur():
     # 10 lengths: 1 1 1 1 1 2 2 2 2 9; the 5th is the median, the 9th the 90th percentile
     found = summary(Counter({2: 4, 9: 1, 1: 5}))
     assert found == {"total": 22, "max": 9, "p50": 1, "p90": 2, "p99": 9}
@@ -141,8 +131,6 @@ def test_percentiles_are_lengths_that_occur() -> None:
     assert summary(Counter({1: 98, 7: 1}))["p99"] == 7  # 99 rows: the 99th
     assert summary(Counter({3: 1})) == {"total": 3, "max": 3, "p50": 3, "p90": 3, "p99": 3}
 
-
-# --- what SFT learns ------------------------------------------------------------------------------
 
 Piece = tuple[str, bool]
 """A piece of text, and whether the assistant says it."""
@@ -170,14 +158,14 @@ class Dialogue:
     """Texts of the user, with the answers."""
 
 
-def human_assistant(dialogue: Dialogue) -> list[Piece]:
+def human_assistant(dialogue):
     pieces = [(dialogue.system or "", False)]
     for user, assistant in dialogue.turns:
         pieces += [(f"\n\nHuman: {user}\n\nAssistant:", False), (f" {assistant}<|end|>", True)]
     return pieces
 
 
-def chatml(dialogue: Dialogue) -> list[Piece]:
+def chatml(dialogue):
     pieces = (
         []
         if dialogue.system is None
@@ -189,7 +177,7 @@ def chatml(dialogue: Dialogue) -> list[Piece]:
     return pieces[:-1]  # the model stops at the EOS
 
 
-def llama_2(dialogue: Dialogue) -> list[Piece]:
+def llama_2(dialogue):
     system = "" if dialogue.system is None else f"<<SYS>>{dialogue.system}<</SYS>>"
     pieces = []
     for index, (user, assistant) in enumerate(dialogue.turns):
@@ -217,16 +205,17 @@ FORMATS = {
 CONTROL = ("<|pad|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
 
 
-@pytest.fixture(scope="module")
-def tokenizers(trained: Tokenizer) -> dict[str, PreTrainedTokenizerFast]:
+@pytest.fixture
+def tokenizers(tokenizer):
     """One tokenizer for each format."""
-    made = {}
-    for name, form in FORMATS.items():
-        made[name] = PreTrainedTokenizerFast(
-            tokenizer_object=trained, pad_token="<|pad|>", eos_token=form.eos, bos_token=form.bos,
-            additional_special_tokens=["<|im_start|>"], chat_template=form.template,
-        )  # fmt: skip
-    return made
+    return {
+        name: PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, pad_token="<|pad|>", eos_token=form.eos,
+            bos_token=form.bos, additional_special_tokens=["<|im_start|>"],
+            chat_template=form.template,
+        )
+        for name, form in FORMATS.items()
+    }  # fmt: skip
 
 
 WORDS = st.lists(
@@ -248,7 +237,7 @@ FORMAT_NAMES = st.sampled_from(list(FORMATS))
 SFT_LOSSES = st.sampled_from(["response", "assistant", "all"])
 
 
-def row_of(dialogue: Dialogue, tokenizer: PreTrainedTokenizerFast, config: SplitConfig) -> Row:
+def row_of(dialogue, tokenizer, config):
     prompt = [] if dialogue.system is None else [{"role": "system", "content": dialogue.system}]
     for user, assistant in dialogue.turns:
         prompt += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
@@ -264,7 +253,7 @@ BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}
 bytes."""
 
 
-def bytes_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
+def bytes_of(ids, tokenizer):
     tokens = tokenizer.convert_ids_to_tokens(ids)
     return [
         token.encode() if token in CONTROL else bytes(BYTES[sign] for sign in token)
@@ -272,9 +261,7 @@ def bytes_of(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
     ]
 
 
-def learned_bytes(
-    columns: dict[str, list], tokenizer: PreTrainedTokenizerFast
-) -> list[tuple[int, bool]]:
+def learned_bytes(columns, tokenizer):
     """Every byte of a row, and whether it is learned."""
     ids = columns["prompt_ids"] + columns["response_ids"]
     learned = [False] * len(columns["prompt_ids"]) + columns["loss_mask"]
@@ -282,7 +269,7 @@ def learned_bytes(
     return [(byte, own) for text, own in pairs for byte in text]
 
 
-def expected_bytes(pieces: list[Piece], sft_loss: str) -> list[tuple[int, bool]]:
+def expected_bytes(pieces, sft_loss):
     """Every byte of a dialogue rendered by hand, and whether it is learned."""
     last = len(pieces) - 1
     learned = {
@@ -315,10 +302,12 @@ LONG = 10_000
 @example("ChatML", FORGED, "assistant", LONG, LONG)
 @example("human and assistant", Dialogue(None, [("", "")]), "all", LONG, LONG)
 @example("Llama 2", FORGED, "assistant", 8, 3)
-@settings(max_examples=400, deadline=None)
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_exactly_the_selected_tokens_are_learned_also_of_cut_texts(
-    tokenizers, name: str, dialogue: Dialogue, sft_loss: str, prompt_limit: int, response_limit: int
-) -> None:
+    tokenizers, name, dialogue, sft_loss, prompt_limit, response_limit
+):
     tokenizer, cut = tokenizers[name], {"over_long_prompts": "truncate"}
     cut["over_long_responses"] = "truncate"
     config = limits(prompt_limit, response_limit, sft_loss=sft_loss, **cut)

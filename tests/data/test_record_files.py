@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +18,7 @@ from rlhf_pipeline.data.records import Example, Message, RowCounts, Text, Unused
 from rlhf_pipeline.errors import DataError
 
 
-def asked(content: str, *answers: str) -> Example:
+def asked(content, *answers):
     return Example((Message("user", content),), *answers)
 
 
@@ -34,7 +30,7 @@ DIALOGUE = (
 )
 
 
-def test_records_are_read_back_unchanged(write_records) -> None:
+def test_records_are_read_back_unchanged(write_records):
     rows = Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), replace(asked("c"), reference="4")
     folder = write_records("mixed", *rows)
     (batch,) = examples(folder).to_batches()
@@ -53,7 +49,7 @@ def test_records_are_read_back_unchanged(write_records) -> None:
     assert list(texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
 
 
-def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records) -> None:
+def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records):
     called = Message("assistant", "", '{"tool_calls": [{"name": "add"}]}')
     prompt = (*asked("1 + 2?").prompt, called, Message("tool", "3"))
     with_tools = Example(prompt, "3.", tools='[{"name": "add"}, {"name": "find"}]')
@@ -73,7 +69,7 @@ def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records) -> 
     assert serves(examples(folder)).tolist() == [1, 1, 2, 1]
 
 
-def test_phases_that_can_use_each_example(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_that_can_use_each_example(write_records, monkeypatch):
     """PPO is bit 2, the reward model 1, SFT 0. A true answer makes a demonstration serve PPO."""
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
     plain = asked("a"), asked("a", "b"), asked("a", "b", "c")
@@ -83,7 +79,7 @@ def test_phases_that_can_use_each_example(write_records, monkeypatch: pytest.Mon
     assert bits.tolist() == [0b100, 0b001, 0b111, 0b100, 0b101, 0b111, 0b010]
 
 
-def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_prompts_and_examples(write_records, monkeypatch):
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 3)
     folder = write_records(
         "keys",
@@ -115,12 +111,10 @@ def test_keys_of_prompts_and_examples(write_records, monkeypatch: pytest.MonkeyP
     ]
 
 
-# --- written batch by batch -----------------------------------------------------------------------
-
 SCHEMA = pa.schema([("id", pa.string()), ("prompt_ids", pa.list_(pa.int32()))])
 
 
-def write(path: Path, *batches: list[dict[str, Any]]) -> bytes:
+def write(path, *batches):
     writer = ArrowWriter(path, SCHEMA)
     for batch in batches:
         writer.write(batch)
@@ -128,7 +122,7 @@ def write(path: Path, *batches: list[dict[str, Any]]) -> bytes:
     return path.read_bytes()
 
 
-def test_batches_are_read_back_in_order_and_equal_ones_are_equal_bytes(tmp_path: Path) -> None:
+def test_batches_are_read_back_in_order_and_equal_ones_are_equal_bytes(tmp_path):
     first = [{"id": "a", "prompt_ids": [1, 2]}, {"id": "b", "prompt_ids": [], "more": 1}]
     batches = first, [{"id": "c", "prompt_ids": [3]}]
     assert write(tmp_path / "one.arrow", *batches) == write(tmp_path / "two.arrow", *batches)
@@ -138,20 +132,18 @@ def test_batches_are_read_back_in_order_and_equal_ones_are_equal_bytes(tmp_path:
     assert mapped(tmp_path / "none.arrow").schema == table.schema == SCHEMA
 
 
-# --- row counts -----------------------------------------------------------------------------------
-
 EMPTY, TIE = Unused("the chosen answer is empty"), Unused("a tie", bad=False)
 EQUAL = Unused("the answers are equal: „ja“")
 
 
-def counted(*rows: Unused, total: int) -> RowCounts:
+def counted(*rows, total):
     counts = RowCounts(rows=total)
     for line, row in enumerate(rows, start=1):
         counts.add_unused(f"own.jsonl:{line}", row)
     return counts
 
 
-def test_counts_by_reason_are_written_and_read_and_continue(tmp_path: Path) -> None:
+def test_counts_by_reason_are_written_and_read_and_continue(tmp_path):
     counted(EMPTY, TIE, EQUAL, EMPTY, TIE, TIE, total=10).write(tmp_path)
     counts = RowCounts.read(tmp_path)
     assert counts == RowCounts(
@@ -172,18 +164,14 @@ def test_counts_by_reason_are_written_and_read_and_continue(tmp_path: Path) -> N
     [
         ([EMPTY] * 6, 16, 0.375, r"set split\.max_bad_fraction to at least 0\.375 to leave bad"),
         ([EMPTY], 3, 0.334, r"at least 0\.334 "),  # a third, rounded upwards
-        ([EMPTY], 100_000, 0.001, r"at least 0\.001 "),
         ([EMPTY] * 29, 100, 0.29, r"at least 0\.29 "),  # 0.29 * 100 is 28.999999999999996
-        ([EMPTY] * 29, 1000, 0.029, r"at least 0\.029 "),
         # Most rows: the column map is suspected, and no fraction is advised.
         ([EMPTY] * 6, 10, 0.6, r"correct the source's `columns` or the file: most rows are bad\.$"),
         ([Unused("not UTF-8")], 10, 0.1, r"convert the file, for example: iconv .* NEW_FILE$"),
         ([Unused("not UTF-8")] * 9, 10, 0.9, r"convert the file, for example: iconv "),
     ],
 )  # fmt: skip
-def test_too_many_bad_rows_are_an_error_with_the_first_three(
-    rows: list[Unused], total: int, allowed: float, fix: str
-) -> None:
+def test_too_many_bad_rows_are_an_error_with_the_first_three(rows, total, allowed, fix):
     counts = counted(*rows, total=total)
     counts.check_bad_fraction(allowed, "mine")
     with pytest.raises(DataError, match=f"Fix: .*{fix}") as error:

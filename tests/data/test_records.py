@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from rlhf_pipeline.data.records import Message, key, normalized_prompt
@@ -21,20 +19,15 @@ from rlhf_pipeline.data.records import Message, key, normalized_prompt
         ([("user", "a"), ("assistant", "b")], "user: a\nassistant: b"),
     ],
 )  # fmt: skip
-def test_case_white_space_and_unicode_form_do_not_count(turns, known: str) -> None:
+def test_case_white_space_and_unicode_form_do_not_count(turns, known):
     assert normalized_prompt(tuple(Message(*turn) for turn in turns)) == known
 
 
-# --- keys -----------------------------------------------------------------------------------------
-
-
-def test_a_key_is_the_beginning_of_sha256_over_lengths_and_contents() -> None:
+def test_a_key_is_the_beginning_of_sha256_over_lengths_and_contents():
     # printf '2:ab1:c' | sha256sum; of the accented letter its two bytes of UTF-8: printf
     # '2:\xc3\xa9' | sha256sum
     assert key("ab", "c").hex() == "430fb1b4ac43316eca81fab27a1930ab"
     assert key("\u00e9").hex() == "2f23c71856587c2a6ffdb64f0e11e994"
-
-
-def test_boundaries_between_texts_count() -> None:
+    # Boundaries between texts count.
     texts = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("", "abc"), ("ab1:c",)]
     assert len({key(*each) for each in texts}) == 6

@@ -1,31 +1,26 @@
-"""The report of the split, its metrics, its examples and its summary in the terminal."""
-
-from __future__ import annotations
+"""The report of the split; true answers, of which none is missing unseen."""
 
 import io
-import json
-from collections.abc import Callable
+import re
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.config.stages import unused_rows
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.phase_files import PARTS
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.split_report import headline, print_summary
-
-Prepare = Callable[..., dict[str, Any]]
-
-
-def asked(prompt: str, *answers: str) -> Example:
-    return Example((Message("user", prompt),), *answers)
+from rlhf_pipeline.errors import DataError
 
 
-def test_token_counts_and_percentiles(write_records, prepare: Prepare, load) -> None:
+def asked(prompt, *answers, reference=None):
+    return Example((Message("user", prompt),), *answers, reference=reference)
+
+
+def test_token_counts_and_percentiles(write_records, prepare, load):
     # "~" is one token, " " and <|end|> are two more: responses of 3 to 12 tokens, all in
     # SFT's training set. Nearest rank of ten values: p50 the 5th (7), p90 the 9th (11), p99 the
     # 10th (12); their sum is 75.
@@ -37,7 +32,7 @@ def test_token_counts_and_percentiles(write_records, prepare: Prepare, load) -> 
     assert load("ppo/train.arrow") == []
 
 
-def test_lengths_are_those_before_the_limit(write_records, prepare: Prepare) -> None:
+def test_lengths_are_those_before_the_limit(write_records, prepare):
     rows = [asked("Why?", "~" * length, "^") for length in (1, 1, 300)]
     report = prepare(
         write_records("own", *rows), only="reward_model", over_long_responses="truncate"
@@ -49,7 +44,7 @@ def test_lengths_are_those_before_the_limit(write_records, prepare: Prepare) -> 
     assert report["lengths"]["prompt"]["texts"] == 3
 
 
-def test_the_report(write_records, prepare: Prepare, ten) -> None:
+def test_the_report(write_records, prepare, ten):
     repeated = [ten[0], ten[1], asked("Question 1?", "Other.", "Answers.")]
     own = write_records("own", *ten, Unused("a tie", bad=False), Unused("empty"))
     more = write_records("more", *repeated)
@@ -90,7 +85,7 @@ def test_the_report(write_records, prepare: Prepare, ten) -> None:
     }  # fmt: skip
 
 
-def test_every_row_of_a_source_is_accounted_for(write_records, prepare: Prepare, ten) -> None:
+def test_every_row_of_a_source_is_accounted_for(write_records, prepare, ten):
     first = write_records(
         "first", *ten, *ten, Unused("empty"), Unused("a tie", bad=False), Unused("a tie", bad=False)
     )
@@ -110,7 +105,7 @@ def test_every_row_of_a_source_is_accounted_for(write_records, prepare: Prepare,
     assert [*map(two.get, names), two["parts"]["reward_model"]] == [0, 4, 6]
 
 
-def test_headline(write_records, prepare: Prepare, ten) -> None:
+def test_headline(write_records, prepare, ten):
     own = write_records("own", *ten, Unused("a tie", bad=False))
     metrics = headline(prepare(own, write_records("more", ten[0], ten[1])))
     assert metrics.pop("data/tokens") > 0
@@ -125,10 +120,8 @@ def test_headline(write_records, prepare: Prepare, ten) -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_a_prompt_in_two_parts_is_an_error(
-    write_records, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, ten
-) -> None:
-    def broken(*arguments: Any) -> Any:
+def test_a_prompt_in_two_parts_is_an_error(write_records, prepare, monkeypatch, ten):
+    def broken(*arguments):
         plan = blend(*arguments)
         moved = plan.parts.copy()
         moved[np.flatnonzero(plan.parts[10:] == PARTS.index("reward_model"))[0] + 10] = PARTS.index(
@@ -145,9 +138,7 @@ def test_a_prompt_in_two_parts_is_an_error(
         prepare(write_records("own", *ten, *again))
 
 
-def test_the_first_row_of_each_phase_shows_its_learned_tokens(
-    write_records, prepare: Prepare
-) -> None:
+def test_the_first_row_of_each_phase_shows_its_learned_tokens(write_records, prepare):
     prompt = Message("user", "Hi"), Message("assistant", "Yo."), Message("user", "Why?")
     own = write_records("own", Example(prompt, "So.", "No."))
     assert prepare(own, only="sft", sft_loss="assistant")["examples"]["sft"] == {
@@ -162,7 +153,7 @@ def test_the_first_row_of_each_phase_shows_its_learned_tokens(
     }
 
 
-def test_the_terminal() -> None:
+def test_the_terminal():
     fates = ("rows", "bad", "skipped", "left_out_by_fraction", "duplicates_merged",
              "repeats_of_held_out", "near_duplicates")  # fmt: skip
     sources = {
@@ -194,25 +185,85 @@ def test_the_terminal() -> None:
         assert fact in words
 
 
-def test_the_weights_that_a_run_is_advised_to_set_give_it_all_rows(
-    write_records, prepare: Prepare
-) -> None:
-    """SFT alone on pairs, which the default weights also keep for the other phases."""
-    own = write_records("own", *(asked(f"Question {n}?", "Yes.", "No.") for n in range(40)))
-    text = unused_rows(prepare(own), {"split", "sft"}, {})
-    assert text is not None and "trains on 19% of the training conversations" in text
-    weights = json.loads(text.partition("set split.weights to ")[2])
-    report = prepare(own, out="all", weights=weights)
-    assert (
-        report["conversations"]["sft"] == 32 and unused_rows(report, {"split", "sft"}, {}) is None
-    )
-
-
-def test_a_split_that_is_all_test_serves_no_phase_and_says_nothing(
-    write_records, prepare: Prepare
-) -> None:
+def test_a_split_that_is_all_test_serves_no_phase_and_says_nothing(write_records, prepare):
     own = write_records("own", *(asked(f"Question {n}?") for n in range(9)))
     source = {"name": "files", "path": "own.jsonl", "phases": ["test"]}
     report = prepare(own, sources=[source], test_fraction=0)
     assert report["serves"] == report["unserved"] == []
     assert report["conversations"]["test"] == 9
+
+
+SUMS = range(10)
+PAIRS = [asked(f"What is {n} + {n}?", f"It is {2 * n}.", "I do not know.") for n in SUMS]
+BARE = [asked(f"What is {n} + {n}?") for n in SUMS]
+ANSWERED = [asked(f"what is {n} + {n}? ", reference=str(2 * n)) for n in SUMS]
+SAME_PAIRS = [
+    asked(f"What is {n} + {n}?", f"It is {2 * n}.", "I do not know.", reference=str(2 * n))
+    for n in SUMS
+]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
+def test_a_merge_keeps_the_true_answer(order, write_records, prepare, load):
+    sources = [PAIRS, BARE, ANSWERED, SAME_PAIRS]
+    folders = [write_records(f"source{index}", *sources[index]) for index in order]
+    report = prepare(*folders)
+    rows = [row for file in ("ppo/train", "ppo/validation", "evaluation/test")
+            for row in load(f"{file}.arrow")]  # fmt: skip
+    assert report["without_reference"] == {}
+    assert [row["reference"] for row in rows] == [
+        str(2 * int(re.findall(r"\d+", row["messages"][0]["content"])[0])) for row in rows
+    ]
+    assert len(rows) == 3 + 1 + 1
+
+
+def test_two_true_answers_of_a_prompt_are_refused(write_records, prepare):
+    first = write_records("first", *ANSWERED, asked("What is 3 + 3?", reference="6"))
+    wrong = [asked(f"What is {n} + {n}?", reference=f"{n}{n}") for n in (3, 4)]
+    with pytest.raises(
+        DataError,
+        match=r"^split: found 2 prompts with different true answers, expected one each\. For "
+        r"example, 'What is 3 \+ 3\?' has '33' \(second:0\) and '6'\. Fix: correct the answers, or "
+        r"remove columns\.reference of one source$",
+    ):
+        prepare(first, write_records("second", *wrong))
+
+
+def test_prompts_without_a_true_answer_can_leave_ppo_and_the_evaluation(
+    write_records, prepare, load
+):
+    other = [asked(f"Why {n}?", "Because.", "No idea.") for n in range(10)]
+    demonstrations = [asked(f"How {n}?", "So.") for n in range(10)]
+    folders = [
+        write_records("other", *other),
+        write_records("demonstrations", *demonstrations),
+        write_records("answered", *ANSWERED),
+    ]
+    report = prepare(*folders, without_reference="drop")
+    assert report["without_reference"] == {}
+    # Ten sums: one each for test and validation, eight for PPO, which alone can use them.
+    files = {name: load(f"{name}.arrow") for name in ("ppo/train", "ppo/validation",
+                                                      "evaluation/test")}  # fmt: skip
+    assert [len(rows) for rows in files.values()] == [8, 1, 1]
+    assert all(row["reference"] for rows in files.values() for row in rows)
+    # Of the other 20 conversations, two each are held out. 2 : 4 of the 8 comparisons that remain
+    # are 2.7 and 5.3.
+    assert len(load("sft/train.arrow")) == 8 + 3
+    assert len(load("reward_model/train.arrow")) == 5
+    counts = [source["without_reference"] for source in report["sources"].values()]
+    assert counts == [10, 10, 0]
+    # The two of the test leave all files.
+    skipped = [source["skipped"] for source in report["sources"].values()]
+    reason = "its prompt has no true answer (split.without_reference is drop)"
+    assert sum(reasons.get(reason, 0) for reasons in skipped) == 2
+    assert {name for reasons in skipped for name, count in reasons.items() if count} == {reason}
+
+
+def test_the_reward_of_the_page_rewards_right_answers_alone():
+    page = (Path(__file__).parents[2] / "docs/ppo.md").read_text()
+    (function,) = re.findall(r"```python\n(.*?)```", page[page.index("## Rewards") :], re.DOTALL)
+    defined = {}
+    exec(function, defined)
+    asked = [[{"role": "user", "content": "17 + 25?"}]] * 2
+    answers = ["17 + 25 = 42.", "17 + 25 = 43."]
+    assert defined["exact_match"](asked, answers, ["42", "42"]) == [1.0, 0.0]

@@ -1,7 +1,5 @@
 """Stage `split` as a launched program."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -26,8 +24,8 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])}
 
 @pytest.mark.slow
 def test_the_stage_writes_data_report_and_token_contract(
-    write_records, split_config, tokenizer, load, tmp_path: Path
-) -> None:
+    write_records, split_config, tokenizer, load, tmp_path
+):
     base_model = tmp_path / "base_model"
     tokenizer.save_pretrained(base_model)
     contract = TokenContract.of(tokenizer)
@@ -123,10 +121,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 @pytest.mark.slow
-def test_memory_hardly_grows_with_the_rows(tokenizer, tmp_path: Path) -> None:
+def test_memory_hardly_grows_with_the_rows(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
-    def peak(rows: int) -> int:
+    def peak(rows):
         given = str(rows), str(tmp_path / str(rows)), str(tmp_path / "tokenizer")
         command = [sys.executable, "-c", MEMORY, *given]
         done = subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True, text=True)

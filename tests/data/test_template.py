@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from datetime import date
 
 import pytest
@@ -31,28 +29,28 @@ FORGETS_THINKING = CHATML.replace(
 )
 
 
-def use(tokenizer, template: str, **control_tokens: str) -> None:
+def use(tokenizer, template, **control_tokens):
     """Give the tokenizer another template and its control tokens."""
     tokenizer.chat_template = template
     tokenizer.add_special_tokens(control_tokens)
 
 
-def responses(tokenizer, *arguments) -> list[str]:
+def responses(tokenizer, *arguments):
     return render_responses(Reader(tokenizer, TokenContract.of(tokenizer)), *arguments)
 
 
-def render(tokenizer, prompt, response) -> tuple[str, str]:
+def render(tokenizer, prompt, response):
     prompts = render_prompts(tokenizer, ["own.jsonl:7"], [prompt])
     return prompts[0], responses(tokenizer, ["own.jsonl:7"], [prompt], prompts, [response])[0]
 
 
-def turns(tokenizer, prompt) -> list[tuple[str, bool]]:
+def turns(tokenizer, prompt):
     (text,) = render_prompts(tokenizer, ["own.jsonl:7"], [prompt])
     reader = Reader(tokenizer, TokenContract.of(tokenizer))
     return render_turns(reader, "own.jsonl:7", prompt, text)
 
 
-def test_our_template_takes_braces_in_the_data_as_data(tokenizer) -> None:
+def test_our_template_takes_braces_in_the_data_as_data(tokenizer):
     assert render(tokenizer, [{"role": "user", "content": "{{ 1 + 1 }}"}], "{% x %}") == (
         "\n\nHuman: {{ 1 + 1 }}\n\nAssistant:",
         " {% x %}<|end|>",
@@ -69,9 +67,7 @@ def test_our_template_takes_braces_in_the_data_as_data(tokenizer) -> None:
         ("{{ m.content }}", "So.<|end|>"),
     ],
 )
-def test_a_turn_ends_at_the_first_token_that_the_template_ends_it_with(
-    tokenizer, turn, expected
-) -> None:
+def test_a_turn_ends_at_the_first_token_that_the_template_ends_it_with(tokenizer, turn, expected):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
@@ -83,77 +79,56 @@ def test_a_turn_ends_at_the_first_token_that_the_template_ends_it_with(
     assert render_responses(Reader(tokenizer, contract), *given) == [expected]
 
 
-def test_a_generation_prompt_that_differs_from_the_dialogue_is_refused(tokenizer) -> None:
+def test_a_generation_prompt_that_differs_from_the_dialogue_is_refused(tokenizer):
     tokenizer.chat_template = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     with pytest.raises(ArtifactError, match=r"own.jsonl:7: .* expected its own prompt.*<think>"):
         render(tokenizer, QUESTION, "Because.")
 
 
-def test_a_tokenizer_without_template_is_refused(tokenizer) -> None:
+def test_the_error_names_the_dialogue_and_the_answer_that_the_template_rejects(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ArtifactError, match="no chat template"):
         render_prompts(tokenizer, ["own.jsonl:7"], [QUESTION])
-
-
-def test_the_error_names_the_dialogue_that_the_template_rejects(tokenizer) -> None:
+    rejects = "a:2: the tokenizer's chat template rejects the turns "
     tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ raise_exception('no system') if messages[0].role == 'system' }}"
+        "{{ raise_exception('silence') if messages[-1].content == '' }}"
     )
     with pytest.raises(ArtifactError) as error:
         render_prompts(tokenizer, ["a:1", "a:2", "a:3"], [QUESTION, DIALOGUE, QUESTION])
     assert str(error.value) == (
-        "a:2: the tokenizer's chat template rejects the turns system, user, assistant, user: no "
-        "system. Fix: correct the template, or remove such rows"
+        f"{rejects}system, user, assistant, user: no system. Fix: correct the template, or remove "
+        "such rows"
     )
-
-
-def test_the_error_names_the_answer_that_the_template_rejects(tokenizer) -> None:
-    tokenizer.chat_template = "{{ raise_exception('silence') if messages[-1].content == '' }}"
-    with pytest.raises(
-        ArtifactError,
-        match="a:2: the tokenizer's chat template rejects the turns user, assistant: si",
-    ):
+    with pytest.raises(ArtifactError, match=f"{rejects}user, assistant: silence"):
         responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
 
 
-def test_plain_text_has_no_special_tokens() -> None:
+def test_plain_text_has_no_special_tokens():
     assert plain_text(DIALOGUE) == "Be kind.\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: Hm."
 
 
-class TestDate:
-    """Templates that render today's date get a fixed one."""
-
-    DAY = date(2023, 2, 1)
-
-    def rendered(self, tokenizer, template: str) -> str:
+def test_templates_that_render_todays_date_get_a_fixed_one(tokenizer):
+    day, guard = date(2023, 2, 1), "{% if strftime_now is defined %}"
+    call = "{{ strftime_now(\"%d %b %Y\") }}, {{ strftime_now( '%Y-%m-%d' ) }}"
+    tokenizer.chat_template = f"{guard}Today: {call}{{% endif %}}"
+    fix_date(tokenizer, day)
+    (prompt,) = render_prompts(tokenizer, ["a:1"], [QUESTION])
+    assert prompt == "Today: 01 Feb 2023, 2023-02-01"
+    tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}", "tools": "no date"}
+    fix_date(tokenizer, day)
+    assert tokenizer.chat_template == {"default": '{{ "2023" }}', "tools": "no date"}
+    for template in (
+        "{% set form = '%Y' %}{{ strftime_now(form) }}",
+        "{% set f = strftime_now %}{{ f('%d %b %Y') }}",
+        "{{ '%Y' | map(strftime_now) }}",
+    ):
         tokenizer.chat_template = template
-        fix_date(tokenizer, self.DAY)
-        return render_prompts(tokenizer, ["a:1"], [QUESTION])[0]
-
-    @pytest.mark.parametrize(
-        ("call", "expected"),
-        [('strftime_now("%d %b %Y")', "01 Feb 2023"), ("strftime_now( '%Y-%m-%d' )", "2023-02-01")],
-    )
-    def test_calls_become_dates(self, tokenizer, call: str, expected: str) -> None:
-        guarded = "{% if strftime_now is defined %}Today: {{ CALL }}{% endif %}"
-        assert self.rendered(tokenizer, guarded.replace("CALL", call)) == f"Today: {expected}"
-
-    def test_of_several_templates(self, tokenizer) -> None:
-        tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}", "tools": "no date"}
-        fix_date(tokenizer, self.DAY)
-        assert tokenizer.chat_template == {"default": '{{ "2023" }}', "tools": "no date"}
-
-    def test_a_computed_format_is_refused(self, tokenizer) -> None:
-        for template in (
-            "{% set form = '%Y' %}{{ strftime_now(form) }}",
-            "{% set f = strftime_now %}{{ f('%d %b %Y') }}",
-            "{{ '%Y' | map(strftime_now) }}",
-        ):
-            with pytest.raises(ArtifactError, match="uses strftime_now without a literal format"):
-                self.rendered(tokenizer, template)
+        with pytest.raises(ArtifactError, match="uses strftime_now without a literal format"):
+            fix_date(tokenizer, day)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     use(tokenizer, FORGETS_THINKING, eos_token="<|im_end|>")
     thinking = [*QUESTION, {"role": "assistant", "content": "<think>hm</think>So."}, *QUESTION]
     with pytest.raises(ArtifactError) as error:
@@ -181,7 +156,7 @@ KNOWS_TOOLS = (
 )
 
 
-def test_a_template_shows_schemas_and_calls_of_tools(tokenizer) -> None:
+def test_a_template_shows_schemas_and_calls_of_tools(tokenizer):
     use(tokenizer, KNOWS_TOOLS, eos_token="<|im_end|>")
     user, _, result = CALLED
     calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
@@ -198,6 +173,6 @@ def test_a_template_shows_schemas_and_calls_of_tools(tokenizer) -> None:
         render(tokenizer, asked, "3.")
 
 
-def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer) -> None:
+def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer):
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows a tool's turn as one of the"):
         render(tokenizer, CALLED, "3.")

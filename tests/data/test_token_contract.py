@@ -24,16 +24,12 @@ def test_the_error_names_the_first_difference(tokenizer, tmp_path):
         TokenContract.of(tokenizer).write(folder)
     file = models["reward_model"] / "token_contract.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_ids": [7]}))
-    with pytest.raises(
-        ArtifactError,
-        match=r"sft_model and reward_model use different tokenizers: eos_ids is \(1,\) in .*\(7,\)",
-    ):
+    different = r"sft_model and reward_model use different tokenizers: eos_ids is \(1,\) .*\(7,\)"
+    with pytest.raises(ArtifactError, match=different):
         common_contract(models)
-
-
-def test_a_model_without_a_contract_is_refused(tmp_path):
+    file.unlink()
     with pytest.raises(ArtifactError, match=r"token_contract\.json not found"):
-        common_contract({"reward_model": tmp_path})
+        common_contract(models)
 
 
 def test_the_tokenizer_s_eos_comes_first_and_the_model_s_follow(tokenizer, tmp_path):
@@ -60,10 +56,10 @@ def test_the_tokenizer_s_eos_comes_first_and_the_model_s_follow(tokenizer, tmp_p
         ({}, [1, 70], r"found eos_token_id 70 in the model's generation config, which is '.', "
          "expected a control token"),
         ({}, [10**6], "found eos_token_id 1000000 .* is None"),
-        ({}, 400, "found eos_token_id 400 .* is 'penguin', expected a control token"),
+        ({}, 288, "found eos_token_id 288 .* is 'penguin', expected a control token"),
     ],
 )  # fmt: skip
-def test_unfit_tokens_are_refused(tokenizer, changes, model_eos, message) -> None:
+def test_unfit_tokens_are_refused(tokenizer, changes, model_eos, message):
     tokenizer.add_tokens(["penguin"])
     for name, value in changes.items():
         setattr(tokenizer, name, value)

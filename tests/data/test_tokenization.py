@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +11,6 @@ from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.data.tokenization import (
     ControlTokenFilter,
     Limited,
-    Tokenized,
     any_of,
     control_tokens,
     corpus,
@@ -28,30 +24,27 @@ from rlhf_pipeline.errors import ArtifactError, DataError
 PROMPT = "\n\nHuman: Why?\n\nAssistant:"
 
 
-def batch(*rows: tuple[str, str | None, str | None]) -> list[dict[str, Any]]:
+def batch(*rows):
     """Examples own:0, own:1, ...: question, chosen answer, rejected answer."""
     return [
-        example(n, [{"role": "user", "content": question}], *answers)
-        for n, (question, *answers) in enumerate(rows)
-    ]
+        {"id": f"own:{n}", "prompt": [{"role": "user", "content": question}], "chosen": chosen,
+         "rejected": rejected}
+        for n, (question, chosen, rejected) in enumerate(rows)
+    ]  # fmt: skip
 
 
-def example(n: int, prompt: list[dict[str, str]], chosen=None, rejected=None) -> dict[str, Any]:
-    return {"id": f"own:{n}", "prompt": prompt, "chosen": chosen, "rejected": rejected}
-
-
-def tokens(tokenizer, *rows: tuple[str, str | None, str | None]) -> list[Tokenized]:
+def tokens(tokenizer, *rows):
     return tokenize(batch(*rows), Reader(tokenizer, TokenContract.of(tokenizer)))
 
 
-def limits(prompt: int = 100, response: int = 100, **over_long: str) -> SplitConfig:
+def limits(prompt=100, response=100, **over_long):
     return SplitConfig(
         sources=[{}], max_prompt_tokens=prompt, max_response_tokens=response, **over_long
     )
 
 
 class TestTokenize:
-    def test_answers_stay_with_their_prompts(self, tokenizer) -> None:
+    def test_answers_stay_with_their_prompts(self, tokenizer):
         rows = ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
 
         def text(ids):
@@ -65,7 +58,7 @@ class TestTokenize:
             for n, (asked, chosen, rejected) in enumerate(rows)
         ]  # fmt: skip
 
-    def test_only_the_template_writes_special_tokens(self, tokenizer) -> None:
+    def test_only_the_template_writes_special_tokens(self, tokenizer):
         expected = tokens(tokenizer, ("Why?", "Because.", None))
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="$A <|end|>", special_tokens=[("<|end|>", 1)]
@@ -73,15 +66,13 @@ class TestTokenize:
         assert tokenizer("a")["input_ids"][-1] == 1
         assert tokens(tokenizer, ("Why?", "Because.", None)) == expected
 
-    def test_a_response_has_one_eos_at_its_end_which_a_prompt_may_have_anywhere(
-        self, tokenizer
-    ) -> None:
+    def test_a_response_has_one_eos_at_its_end_which_a_prompt_may_have_anywhere(self, tokenizer):
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         turn_end = tokenizer.convert_tokens_to_ids("<|eot|>")
         contract = TokenContract.of(tokenizer, [turn_end])
 
-        def last_ids(answer: str) -> tuple[int, int]:
+        def last_ids(answer):
             (one,) = tokenize(batch(("~<|end|>", answer, None)), Reader(tokenizer, contract))
             return one.prompt[-1], one.chosen[-1]
 
@@ -105,11 +96,11 @@ class TestEncode:
     @settings(
         max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
-    def test_equals_a_call_of_the_tokenizer(self, tokenizer, texts: list[str]) -> None:
+    def test_equals_a_call_of_the_tokenizer(self, tokenizer, texts):
         expected = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         assert encode(texts, tokenizer) == expected
 
-    def test_truncation_and_padding_settings_of_the_tokenizer_are_ignored(self, tokenizer) -> None:
+    def test_truncation_and_padding_settings_of_the_tokenizer_are_ignored(self, tokenizer):
         tokenizer.backend_tokenizer.enable_truncation(2)
         tokenizer.backend_tokenizer.enable_padding(pad_id=0, length=8)
         tilde = tokenizer.convert_tokens_to_ids("~")
@@ -118,32 +109,24 @@ class TestEncode:
 
 
 class TestOneAhead:
-    def test_works_while_the_caller_is_busy_and_on_one_item_only(self) -> None:
-        taken, done = [], []
-        free = threading.Semaphore(0)
+    def test_works_while_the_caller_is_busy_and_on_one_item_only(self):
+        taken, free = [], threading.Semaphore(0)
 
         def items():
             for item in range(4):
                 taken.append(item)
                 yield item
 
-        def function(item: int) -> int:
-            assert free.acquire(timeout=600)
-            done.append(item)
-            return item
-
-        stream = one_ahead(items(), function)
+        stream = one_ahead(items(), lambda item: free.acquire(timeout=600) and -item)
         assert taken == []
-        free.release()
-        assert next(stream) == (0, 0)
-        assert (taken, done) == ([0, 1], [0])  # the second is under way
-        free.release()
-        assert next(stream) == (1, 1)
-        assert (taken, done) == ([0, 1, 2], [0, 1])
+        for item in range(2):
+            free.release()
+            assert next(stream) == (item, -item)
+            assert taken == [*range(item + 2)]  # the next one is under way
         free.release(2)
-        assert list(stream) == [(2, 2), (3, 3)]
+        assert list(stream) == [(2, -2), (3, -3)]
 
-    def test_an_exception_reaches_the_caller_in_order(self) -> None:
+    def test_an_exception_reaches_the_caller_in_order(self):
         stream = one_ahead([1, 0, 2], lambda item: 10 // item)
         assert next(stream) == (1, 10)
         with pytest.raises(ZeroDivisionError):
@@ -160,13 +143,15 @@ class TestOneAhead:
             [5, 6], cut="chosen answers cut to max_response_tokens=2, which lost their EOS")),
         # 9 is BOS, which stays; in another position it is an ordinary token.
         ("prompt", [9, 5, 6, 7], Limited([9, 6, 7], cut="prompts cut to max_prompt_tokens=3")),
-        ("prompt", [5, 9, 6, 7], Limited([9, 6, 7], cut="prompts cut to max_prompt_tokens=3")),
         ("prompt", [9, 5, 9, 7], Limited([9, 9, 7], cut="prompts cut to max_prompt_tokens=3")),
     ],
 )  # fmt: skip
-def test_a_text_above_its_limit_is_cut_dropped_or_refused(text, ids, expected) -> None:
+def test_a_text_above_its_limit_is_cut_dropped_or_refused(text, ids, expected):
     config = limits(3, 2, over_long_prompts="truncate", over_long_responses="truncate")
     assert limited("own:7", text, ids, config, 9) == expected
+    # Of one token, the last is kept instead of BOS.
+    one = limits(prompt=1, over_long_prompts="truncate")
+    assert limited("own:7", "prompt", ids, one, 9).ids == ids[-1:]
     dropping = limits(3, 2, over_long_prompts="drop", over_long_responses="drop")
     if expected.cut is None:
         assert limited("own:7", text, ids, limits(3, 2), 9) == expected
@@ -182,15 +167,7 @@ def test_a_text_above_its_limit_is_cut_dropped_or_refused(text, ids, expected) -
     )
 
 
-def test_of_one_token_the_last_is_kept_instead_of_bos() -> None:
-    config = limits(prompt=1, over_long_prompts="truncate")
-    assert limited("own:7", "prompt", [9, 5, 6, 7], config, 9).ids == [7]
-
-
-# --- the corpus of a tokenizer --------------------------------------------------------------------
-
-
-def test_every_prompt_and_answer_is_read_as_dialogue(write_records) -> None:
+def test_every_prompt_and_answer_is_read_as_dialogue(write_records):
     """Of all batches of examples; texts are no part of it."""
     roles = ("system", "user", "assistant", "user")
     said = ("Be kind.", "Why?", "So.", "And?")
@@ -216,14 +193,11 @@ def test_every_prompt_and_answer_is_read_as_dialogue(write_records) -> None:
     assert (len(texts), last) == (1006, "\n\nHuman: Who?\n\nAssistant: 1000.")
 
 
-# --- control tokens in the data -------------------------------------------------------------------
-
-
-def controls(tokenizer) -> frozenset[str]:
+def controls(tokenizer):
     return control_tokens(tokenizer, TokenContract.of(tokenizer))
 
 
-def test_control_tokens(tokenizer) -> None:
+def test_control_tokens(tokenizer):
     tokenizer.add_tokens(["penguin"])
     assert controls(tokenizer) == {"<|pad|>", "<|end|>"}
     tokenizer.add_special_tokens({"unk_token": "<unk>", "additional_special_tokens": ["<|turn|>"]})
@@ -232,6 +206,7 @@ def test_control_tokens(tokenizer) -> None:
     assert "<unk>" in control_tokens(tokenizer, contract)
     tokenizer.unk_token = "<|end|>"  # GPT-2's unknown token is its EOS
     assert "<|end|>" in controls(tokenizer)
+    assert any_of([]).search("any text") is None
 
 
 @pytest.mark.parametrize(
@@ -246,7 +221,7 @@ def test_control_tokens(tokenizer) -> None:
         (["a[SEP].*b"], "[SEP].*"),  # no regular expression
     ],
 )
-def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], found: str) -> None:
+def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts, found):
     added = ["<|end", "<|end|>|>", "[SEP].*"]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     counts = RowCounts(rows=4)
@@ -257,8 +232,3 @@ def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts: list[str], foun
     reason = f"the text contains the tokenizer's control token {found}"
     assert counts.first_bad == ([] if found is None else [("own:1", reason)])
     assert counts.bad.total() == len(counts.first_bad)
-
-
-def test_a_tokenizer_without_control_tokens_finds_none():
-    assert any_of([]).search("any text") is None
-    assert any_of(["<|a|>", "<|a|>b"]).search("<|a|>b").group() == "<|a|>b"

@@ -25,12 +25,7 @@ from rlhf_pipeline.kedro_run.checks import (
     check_values,
     sized,
 )
-from rlhf_pipeline.kedro_run.faults import (
-    block_faults,
-    critic_faults,
-    memory_faults,
-    phase_faults,
-)
+from rlhf_pipeline.kedro_run.faults import block_faults, critic_faults, memory_faults, phase_faults
 from rlhf_pipeline.pipelines.table import parameter_blocks
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
@@ -79,20 +74,15 @@ def test_only_the_blocks_of_the_pipeline_are_at_fault_and_the_file_is_named(tmp_
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "block"),
-    [
-        ("grpo", {"rewards": [{"reference": "last_number"}]}),
-        ("rejection", {}),
-        ("distill", {"teacher": "FOLDER"}),
-    ],
-)
-def test_a_policy_needs_its_block(changed, name, block):
-    (fault,) = block_faults(check_values(changed({})), {"split", name})
-    assert fault.startswith(f"{name}: found null, expected the parameters of the node {name}. Fix")
-    written = re.search(r"write `(.+?)` into", fault)
-    assert yaml.safe_load(written[1]) == {name: block}
-    assert [*block_faults(check_values(changed({name: block})), {"split", name})] == []
+def test_a_policy_needs_its_block(changed):
+    blocks = {"rejection": {}, "distill": {"teacher": "FOLDER"}}
+    for name, block in (blocks | {"grpo": {"rewards": [{"reference": "last_number"}]}}).items():
+        (fault,) = block_faults(check_values(changed({})), {"split", name})
+        start = f"{name}: found null, expected the parameters of the node {name}. Fix"
+        assert fault.startswith(start)
+        written = re.search(r"write `(.+?)` into", fault)
+        assert yaml.safe_load(written[1]) == {name: block}
+        assert [*block_faults(check_values(changed({name: block})), {"split", name})] == []
 
 
 def test_a_phase_that_a_node_trains_on_needs_a_weight(changed):
@@ -299,20 +289,23 @@ def test_a_split_without_true_answers_that_a_run_reads_is_refused(
     """Before the first stage that reads the split, whichever run has made it."""
     (tmp_path / "mine.py").write_text("def correct(prompts, responses, references): ...")
     files = {"reward_model/train.arrow": {"rows": 1}}
-    report = {"files": files, "without_reference": {missing: {"files (pairs.jsonl)": 144}}}
+    rows = {"files (pairs.jsonl)": 144, "files (more.jsonl)": 3}
+    report = {"files": files, "without_reference": {missing: rows}}
     (tmp_path / "report.json").write_text(json.dumps(report))
-    parameters["ppo"] |= {"rewards": [f"{tmp_path}/mine.py:correct"]}
+    parameters["ppo"] |= {"rewards": ["trained", f"{tmp_path}/mine.py:correct"]}
     parameters["evaluate"] |= {"judges": [{"reference": "exact"}]}
     blocks = check_values(parameters)
     reader = next(name for name in nodes if name != "split")
     inputs = {"split": tmp_path}
     if reader in ("evaluate", "register"):
         inputs["params:evaluate"] = blocks["evaluate"]
-    with (
-        pytest.raises(DataError, match=rf"{missing} .*, as {refused} reads it")
-        if refused
-        else nullcontext()
-    ):
+    message = re.escape(
+        f"split: found prompts without a true answer in {missing} (files (pairs.jsonl) 144, files "
+        f"(more.jsonl) 3), expected one for each, as {refused} reads it. Fix: set "
+        "split.without_reference to drop, which keeps such prompts out of PPO and the final "
+        "evaluation, or set columns.reference of the source"
+    )
+    with pytest.raises(DataError, match=message) if refused else nullcontext():
         before_node(f"{reader} of a test", inputs, set(nodes), blocks)
 
 

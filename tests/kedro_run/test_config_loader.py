@@ -1,5 +1,8 @@
 """The layers of the configuration, and which one wins."""
 
+from functools import reduce
+from operator import getitem
+
 import pytest
 from kedro.config import MissingConfigException
 
@@ -38,12 +41,41 @@ def conf(tmp_path):
     return load
 
 
-def test_without_anything_of_the_users_the_embedded_default_applies(conf):
-    parameters = conf()["parameters"]
-    assert parameters["base_model"]["vocab_size"] == 512
-    assert parameters["sft"] == {"epochs": 9, "batch_size": 32}
-    assert parameters["split"] == {"sources": [{"name": "synthetic"}], "test_fraction": 0.5}
-    assert parameters["register"]["model"] == "policy-embedded"
+EMBEDDED = {
+    "base_model.vocab_size": 512, "sft": {"epochs": 9, "batch_size": 32},
+    "split": {"sources": [{"name": "synthetic"}], "test_fraction": 0.5},
+    "register.model": "policy-embedded",
+}  # fmt: skip
+BY_PATH = {
+    "base_model": {"path": "gpt2"}, "sft": {"epochs": 2, "batch_size": 32},
+    "split.sources": [{"name": "synthetic"}], "register.model": "policy",
+}  # fmt: skip
+GPT2, SOURCES = "base_model: {path: gpt2}\n", {"sources": [{"name": "files", "path": "x.csv"}]}
+
+
+@pytest.mark.parametrize(
+    ("env", "given", "expected"),
+    [
+        # Without anything of the user's, the embedded default applies.
+        (None, {}, EMBEDDED),
+        # A path alone replaces the embedded model, its learning rates and its name.
+        (None, {"local": GPT2}, BY_PATH),
+        (None, {"base_model": {"path": "gpt2"}}, BY_PATH),
+        # Sources alone replace the embedded data and its fractions.
+        (None, {"split": SOURCES}, {"split": SOURCES, "base_model.vocab_size": 512}),
+        # conf/local is read with an environment, too, and wins over its architecture.
+        ("tiny", {"local": f"{GPT2}sft: {{batch_size: 4}}\n"},
+         {"sft.batch_size": 4, "base_model": {"path": "gpt2"}, "register.model": "policy-tiny"}),
+        ("tiny", {"register": {"model": "mine"}}, {"register.model": "mine"}),
+        # An architecture above a path is left for the checks to refuse.
+        (None, {"local": GPT2, "base_model": {"vocab_size": 9}},
+         {"base_model": {"path": "gpt2", "vocab_size": 9}}),
+    ],
+)  # fmt: skip
+def test_the_layers_of_the_parameters(conf, env, given, expected):
+    parameters = conf(env, **given)["parameters"]
+    for place, value in expected.items():
+        assert reduce(getitem, place.split("."), parameters) == value, place
 
 
 @pytest.mark.parametrize(
@@ -75,10 +107,7 @@ def test_files_for_other_programs_are_no_configuration(conf, tmp_path):
     assert loader["parameters"]["seed"] == 1
 
 
-@pytest.mark.parametrize("folder", ["project", ".hidden"])
-def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch, folder):
-    tmp_path = tmp_path / folder
-    tmp_path.mkdir()
+def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "local").mkdir(parents=True)
     (tmp_path / "conf" / "local" / "parameters.yml").write_text("seed: 77\n")
@@ -104,44 +133,6 @@ def test_an_environment_in_the_current_folder_wins_over_that_of_the_package(tmp_
     check_environment(PACKAGED, "mine")
 
 
-@pytest.mark.parametrize(
-    "given", [{"local": "base_model: {path: gpt2}\n"}, {"base_model": {"path": "gpt2"}}]
-)
-def test_a_path_alone_replaces_the_embedded_model_and_its_learning_rates(conf, given):
-    parameters = conf(**given)["parameters"]
-    assert parameters["base_model"] == {"path": "gpt2"}
-    assert parameters["sft"] == {"epochs": 2, "batch_size": 32}
-    assert parameters["split"]["sources"] == [{"name": "synthetic"}]
-    assert parameters["register"]["model"] == "policy"
-
-
-def test_sources_alone_replace_the_embedded_data_and_its_fractions(conf):
-    sources = {"sources": [{"name": "files", "path": "x.csv"}]}
-    parameters = conf(split=sources)["parameters"]
-    assert parameters["split"] == sources and parameters["base_model"]["vocab_size"] == 512
-
-
-def test_conf_local_is_read_with_an_environment_too_and_wins(conf):
-    local = "sft: {batch_size: 4}\nbase_model: {path: gpt2}\n"
-    parameters = conf("tiny", local=local)["parameters"]
-    assert parameters["sft"]["batch_size"] == 4
-    assert parameters["base_model"] == {"path": "gpt2"}  # the architecture of tiny gives way
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [({}, "policy-tiny"), ({"base_model": {"path": "x"}}, "policy-tiny"),
-     ({"register": {"model": "mine"}}, "mine")],
-)  # fmt: skip
-def test_an_environment_has_a_registered_model_of_its_own(conf, given, name):
-    assert conf("tiny", **given)["parameters"]["register"]["model"] == name
-
-
-def test_an_architecture_above_a_path_is_left_for_the_checks_to_refuse(conf):
-    above = conf(local="base_model: {path: gpt2}\n", base_model={"vocab_size": 9})
-    assert above["parameters"]["base_model"] == {"path": "gpt2", "vocab_size": 9}
-
-
 def test_the_root_of_an_environment_wins_over_that_of_conf_local(conf, tmp_path):
     assert conf(local_root="/big")["globals"]["root"] == "/big"
     assert conf("tiny", local_root="/big")["globals"]["root"] == "data/tiny"
@@ -161,10 +152,8 @@ def test_every_parameter_knows_the_file_that_sets_it(conf, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("env", [None, "tiny"])
 def test_credentials_of_local_count_with_every_environment(conf, tmp_path, env):
-    loader = conf(env)
     with pytest.raises(MissingConfigException):
-        loader["credentials"]
+        conf(env)["credentials"]
     (tmp_path / "local" / "credentials.yml").write_text("s3: {key: mine}\n")
-    assert conf(env)["credentials"] == {"s3": {"key": "mine"}}
     (tmp_path / "base" / "credentials.yml").write_text("s3: {key: ours}\nother: {key: b}\n")
     assert conf(env)["credentials"] == {"s3": {"key": "mine"}, "other": {"key": "b"}}

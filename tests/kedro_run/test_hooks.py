@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +12,7 @@ from kedro.framework.startup import bootstrap_project
 from kedro.io import DataCatalog, MemoryDataset, Version
 from kedro.pipeline import Node, Pipeline
 from kedro_datasets.json import JSONDataset
+from made_by_hand import REGISTRATION
 from rich.console import Console
 
 from rlhf_pipeline.cli import cli
@@ -35,41 +35,30 @@ from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
 from rlhf_pipeline.stages.job import RunContext, StageRun
 
 
-def export(folder: Path, content: str) -> Path:
+def export(folder, content):
     folder.mkdir()
     (folder / "weights").write_text(content)
     Manifest("ppo", content, 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
     return folder
 
 
-def registration(number: str) -> dict:
-    verdict = {
-        "judge": "gold",
-        "state": "independent",
-        "tries": 1,
-        "checks": [1, 2],
-        "refusals": [],
-    }
-    return {
-        "model": "policy", "versions": {}, "promoted": True, "verdict": verdict,
-        "aliases": {"candidate": number, "sft-baseline": "1"},
-    }  # fmt: skip
+def registration(number):
+    aliases = {"candidate": number, "sft-baseline": "1"}
+    return REGISTRATION | {"promoted": True, "versions": {}, "aliases": aliases}
 
 
 def test_a_run_says_at_its_start_that_a_version_is_later_than_now(tmp_path):
-    entry = ArtifactDataset(
-        filepath=str(tmp_path / "ppo_model"), version=Version(None, "2931-01-01T00.00.00.000Z")
-    )
+    later = Version(None, "2931-01-01T00.00.00.000Z")
+    entry = ArtifactDataset(filepath=str(tmp_path / "ppo_model"), version=later)
     entry.save(export(tmp_path / "export", "of the future"))
     catalog = DataCatalog({"ppo_model": entry, "store": StoreDataset(url=None)})
     assert check_stores(Pipeline([Node(lambda: None, None, "ppo_model")]), catalog) == [
-        f"{tmp_path}/ppo_model: found version 2931-01-01T00.00.00.000Z, expected none later than "
-        "now. Fix: correct the clock, or rename it"
+        entry.clock_fault()
     ]
 
 
 def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(tmp_path, capsys):
-    def catalog(save: str) -> DataCatalog:
+    def catalog(save):
         kinds = {"ppo_model": ArtifactDataset, "registration": JSONDataset}
         kinds["evaluation_page"] = PageDataset
         return DataCatalog(
@@ -79,7 +68,7 @@ def test_a_run_prints_its_own_results_although_another_run_published_newer_ones(
             }
         )
 
-    def made(name: str) -> dict[str, Any]:
+    def made(name):
         weights, page = export(tmp_path / f"made {name}", name), f"<p>{name}"
         given = registration(name) | {"versions": {"base_model": "1", "ppo": name}}
         return {"ppo_model": weights, "registration": given, "evaluation_page": page}
@@ -150,28 +139,23 @@ def test_adapters_at_the_rate_of_whole_models_are_a_warning(caplog):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "lines"),
+    ("stage", "metrics", "lines"),
     [
-        ({"has_chat_template": 0.0, "new_tokens": 3.0},
+        ("base_model", {"base_model/has_chat_template": 0.0, "base_model/new_tokens": 3.0},
          ["base_model: found no chat template; turns are written as Human: and Assistant:",
           "base_model: found 3 added tokens without an embedding; theirs are untrained"]),
-        ({"has_chat_template": 1.0, "new_tokens": 0.0}, []),
-        ({}, []),
+        ("base_model", {"base_model/has_chat_template": 1.0, "base_model/new_tokens": 0.0}, []),
+        ("base_model", {}, []),
+        ("dpo", {"learned/loss_before": 0.6931, "learned/loss_after": 0.693},
+         ["dpo: it hardly learned: the loss of its first batch was 0.693 and is 0.693"]),
     ],
 )  # fmt: skip
-def test_what_a_model_lacks_is_said_once(metrics, lines, capsys, tmp_path):
-    run = StageRun("base_model", "f", 1, {}, {}, {}, tmp_path, 60.0)
-    found = {f"base_model/{name}": value for name, value in metrics.items()}
-    StageSummary(Console(), ["base_model"], {}).stage_ended(run, "FINISHED", found)
+def test_what_a_stage_lacks_is_said_once_also_from_the_cache(
+    stage, metrics, lines, capsys, tmp_path
+):
+    run = StageRun(stage, "f", 1, {}, {}, {}, tmp_path, 60.0, cached=stage == "dpo")
+    StageSummary(Console(), ["base_model"], {}).stage_ended(run, "FINISHED", metrics)
     assert capsys.readouterr().out.splitlines() == lines
-
-
-def test_a_stage_that_hardly_learned_says_so_also_from_the_cache(capsys, tmp_path):
-    run = StageRun("dpo", "f", 1, {}, {}, {}, tmp_path, 60.0, cached=True)
-    found = {"learned/loss_before": 0.6931, "learned/loss_after": 0.693}
-    StageSummary(Console(), [], {}).stage_ended(run, "FINISHED", found)
-    shown = capsys.readouterr().out
-    assert shown == ("dpo: it hardly learned: the loss of its first batch was 0.693 and is 0.693\n")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The page in a real browser."""
 
-from __future__ import annotations
-
 import pytest
 from browser import chromium, press, text
 from selenium.webdriver import ActionChains

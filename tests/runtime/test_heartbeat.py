@@ -32,17 +32,17 @@ def test_a_phase_is_written_when_it_begins(tmp_path, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_rank_reports_as_soon_as_it_starts_and_ends(tmp_path, monkeypatch, by_hand):
+def test_a_rank_reports_as_soon_as_it_starts_and_ends(tmp_path, monkeypatch):
     """A program that was started by hand reports no process id."""
-    if by_hand:
-        monkeypatch.delenv(heartbeat.LAUNCH)
     heartbeat.start(tmp_path, 3)
     found = read_heartbeats(tmp_path)[3]
     assert (found.rank, found.phase, found.step, found.phases) == (3, "loading", None, 0)
-    assert found.pid == (None if by_hand else os.getpid())
+    assert found.pid == os.getpid()
     heartbeat.begin_phase("finished")
     assert read_heartbeats(tmp_path)[3].phase == "finished"
+    monkeypatch.delenv(heartbeat.LAUNCH)
+    heartbeat.start(tmp_path, 4)
+    assert read_heartbeats(tmp_path)[4].pid is None
 
 
 def test_phases_and_many_ticks_cost_few_writes(tmp_path):

@@ -1,11 +1,7 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from rlhf_pipeline.config.split import ColumnMap
-from rlhf_pipeline.data.records import Example, Message, Record, Text, Unused
+from rlhf_pipeline.data.records import Example, Message, Text, Unused
 from rlhf_pipeline.data.sources.adapter import MalformedRowError, outcome, parser
 from rlhf_pipeline.data.sources.registry import known_columns
 
@@ -37,7 +33,7 @@ PROMPT = (
 )
 
 
-def record(row: dict[str, Any], columns: ColumnMap) -> Record | Unused:
+def record(row, columns):
     return outcome(parser(columns), row)
 
 
@@ -51,15 +47,12 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
     ("columns", "row", "expected"),
     [
         (PAIR, {"q": "Why?", "c": "Because.", "r": "No."}, SIMPLE),
-        (PAIR, {"q": DIALOGUE, "c": "Because.", "r": "No."}, COMPARED),
         (PAIR, {"q": DIALOGUE, "c": [ANSWER], "r": [NO]}, COMPARED),
         (PAIR, {"q": "Why?", "c": [USER, ANSWER], "r": "No."}, SIMPLE),
         ({"chosen": "c", "rejected": "r"}, {"c": [*DIALOGUE, ANSWER], "r": [*DIALOGUE, NO]},
          COMPARED),
         (SCORED, {"q": "Why?", "a": "No.", "b": "Because.", "x": 1, "y": 1.5}, SIMPLE),
         (SCORED, {"q": "Why?", "a": [USER, ANSWER], "b": [NO], "x": "10", "y": "9"}, SIMPLE),
-        ({"prompt": "q", "response": "a"}, {"q": "Why?", "a": "Because."},
-         Example(QUESTION, "Because.")),
         ({"response": "a"}, {"a": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         *(({"prompt": ["q", "input"], "response": "a"}, {"q": "Sum up.", "input": more, "a": "4"},
            Example((Message("user", prompt),), "4"))
@@ -78,10 +71,8 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
         *(({"prompt": "q", "response": "a", "label": "up"},
            {"q": "Why?", "a": "Because.", "up": value},
            Unused("column 'up' is neither true nor false, 1 nor 0")) for value in (None, 4)),
-        ({"messages": "m"}, {"m": [*DIALOGUE, ANSWER]}, Example(PROMPT, "Because.")),
         ({"messages": "m"}, {"m": [USER | {"role": "prompter"}, ANSWER | {"role": "bot"}]},
          Example(QUESTION, "Because.")),
-        ({"prompt": "q"}, {"q": DIALOGUE}, Example(PROMPT)),
         ({"text": "t"}, {"t": "Once upon a time"}, Text("Once upon a time")),
         # The true answer for rewards, also beside a comparison.
         *(({"prompt": "q", "reference": "s.a"}, {"q": "Why?", "s": {"a": value}},
@@ -102,7 +93,7 @@ SIMPLE = Example(QUESTION, "Because.", "No.")
           for row in ({"c": "Because.", "r": "No."}, {"c": [ANSWER], "r": [NO]})),
     ],
 )  # fmt: skip
-def test_every_form(columns: dict[str, Any], row: dict[str, Any], expected: Any) -> None:
+def test_every_form(columns, row, expected):
     assert record(row, ColumnMap(**columns)) == expected
 
 
@@ -118,7 +109,7 @@ def test_every_form(columns: dict[str, Any], row: dict[str, Any], expected: Any)
           for row in ({"a": None}, {"a": ["text"]}, {"a": {"b": {"d": "text"}}})),
     ],
 )  # fmt: skip
-def test_dots_select_nested_columns_and_items_of_lists(row: dict[str, Any], expected: Any) -> None:
+def test_dots_select_nested_columns_and_items_of_lists(row, expected):
     assert record(row, ColumnMap(text="a.b.1.c")) == expected
 
 
@@ -141,13 +132,10 @@ def test_dots_select_nested_columns_and_items_of_lists(row: dict[str, Any], expe
          "the columns contain different prompts"),
     ],
 )  # fmt: skip
-def test_bad_rows(row: dict[str, Any], reason: str) -> None:
+def test_bad_rows(row, reason):
     given = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."} | row
     columns = ColumnMap(prompt="prompt", chosen="chosen", rejected="rejected")
     assert record(given, columns) == Unused(reason)
-
-
-# --- without a column map -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +181,7 @@ def test_bad_rows(row: dict[str, Any], reason: str) -> None:
          Example(PROMPT, "Because.", label=False)),
     ],
 )  # fmt: skip
-def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example | Unused) -> None:
+def test_the_formats_of_trl_need_no_map(row, expected):
     assert record(row, known_columns(row)) == expected
 
 
@@ -219,7 +207,7 @@ def test_the_formats_of_trl_need_no_map(row: dict[str, Any], expected: Example |
         (["instruction", "output", "text"], "columns: {prompt: instruction, response: output}"),
     ],
 )  # fmt: skip
-def test_other_columns_need_a_line_which_the_message_states(names: list[str], lines: str) -> None:
+def test_other_columns_need_a_line_which_the_message_states(names, lines):
     with pytest.raises(MalformedRowError) as error:
         known_columns(names)
     assert str(error.value) == (

@@ -1,10 +1,6 @@
 """Tasks of reasoning-gym as a source."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,16 +15,16 @@ SPELL = "Spell this word backward (example: sun -> nus):"
 SHORT = {"min_word_len": 3, "max_word_len": 4}
 
 
-def source(samples: int = 6, **tasks: Any) -> SourceConfig:
+def source(samples=6, **tasks):
     return SourceConfig(name="reasoning_gym", samples=samples, tasks=tasks)
 
 
 @pytest.fixture(autouse=True)
-def library() -> None:
+def library():
     pytest.importorskip("reasoning_gym", reason="the extra `gym` is not installed")
 
 
-def test_the_tasks_take_turns_and_each_question_has_its_answer() -> None:
+def test_the_tasks_take_turns_and_each_question_has_its_answer():
     sums = {"max_terms": 2, "max_digits": 1}
     rows = dict(generate(source(spell_backward=SHORT, chain_sum=sums), seed=0))
     assert [*rows] == [f"reasoning_gym:{n}" for n in range(6)]
@@ -40,7 +36,7 @@ def test_the_tasks_take_turns_and_each_question_has_its_answer() -> None:
         assert row.reference == (str(eval(last)) if n % 2 else last[::-1])
 
 
-def test_the_seed_decides_everything_and_no_question_repeats() -> None:
+def test_the_seed_decides_everything_and_no_question_repeats():
     words = source(1000, spell_backward={"min_word_len": 3, "max_word_len": 3})
     rows = [row for _, row in generate(words, seed=0)]
     assert len({row.prompt[0].content.casefold() for row in rows}) == 1000
@@ -62,7 +58,7 @@ def test_the_seed_decides_everything_and_no_question_repeats() -> None:
         ("graph_color", {}, r"tasks\.graph_color: found a question with several right answers"),
     ],
 )  # fmt: skip
-def test_what_the_library_does_not_know_is_refused_before_the_run(task, given, reason) -> None:
+def test_what_the_library_does_not_know_is_refused_before_the_run(task, given, reason):
     wrong = source(**{task: given})
     with pytest.raises(DataError, match=reason):
         list(generate(wrong, seed=0))
@@ -71,20 +67,20 @@ def test_what_the_library_does_not_know_is_refused_before_the_run(task, given, r
         first_rows(wrong, 0.0)
 
 
-def test_too_few_questions_are_refused() -> None:
+def test_too_few_questions_are_refused():
     with pytest.raises(
         DataError, match=r"tasks\.tower_of_hanoi: found \d+ different questions in "
     ):
         list(generate(source(500, tower_of_hanoi={}), seed=0))
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch) -> None:
+def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(ConfigError, match=r"Fix: .*install .*'reasoning-gym\S*'"):
         list(generate(source(spell_backward={}), seed=0))
 
 
-def test_the_version_of_the_library_is_in_the_recipe(tmp_path: Path) -> None:
+def test_the_version_of_the_library_is_in_the_recipe(tmp_path):
     assert source_job(source(chain_sum={}), seed=3).spec.libraries[-1] == "reasoning_gym"
     assert source_job(source(chain_sum={}), seed=3).seed == 3
     assert "reasoning_gym" not in source_job(SourceConfig(), seed=3).spec.libraries

@@ -1,14 +1,10 @@
 """Every source of the hub, read by `datasets` over HTTP from a stand-in hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,7 +35,7 @@ for line in sys.stdin:
 """A separate process, since huggingface_hub reads the environment when it is imported."""
 
 
-def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
+def publish(root, source, rows):
     """Writes a repository in the layout of `push_to_hub` or of the hub's conversion. Half of the
     rows are in another split, and in another subset if the source has one."""
     repository = root / source.name
@@ -61,12 +57,12 @@ def publish(root: Path, source: Source, rows: list[dict[str, Any]]) -> None:
             write(main / "other" / "train-00000-of-00001.parquet", half)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def ask(endpoint: str, home: Path, *configurations: dict[str, Any]) -> list[list[Any]]:
+def ask(endpoint, home, *configurations):
     """Commit and records of each configuration, or the error, read by a process with this hub."""
     done = subprocess.run(
         [sys.executable, "-c", READER],
@@ -100,8 +96,10 @@ SETTINGS = [
      COMMITS[CONVERTED], Example(BLUE.prompt, "Blue light is scattered most.")),
     ({"name": ALPACA, "revision": COMMITS["main"], "samples": 1}, COMMITS["main"], ODD_ONE),
 ]  # fmt: skip
+SCRIPT = {"name": WEBGPT, "revision": "main"}
+"""A repository with a loading script, which is asked for before its converted files are here."""
 FAILURES = [
-    ({"name": WEBGPT, "revision": "main"}, f"the local cache contains only {COMMITS[CONVERTED]}"),
+    (SCRIPT, "scripts are no longer supported, but found webgpt_comparisons.py"),
     ({"name": WEBGPT, "subset": "none"}, "cannot be loaded from the hub"),
     ({"name": WIKITEXT, "subset": "none"}, "BuilderConfig 'none' not found"),
     ({"name": ALPACA, "split": "none"}, 'Unknown split "none"'),
@@ -110,14 +108,12 @@ FAILURES = [
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, list[dict[str, Any]]]:
+def rows():
     return json.loads(Path(__file__).with_name("rows.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def hub(
-    rows: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def hub(rows, tmp_path_factory):
     """Address of a hub with the repositories of all sources."""
     root = tmp_path_factory.mktemp("hub")
     for name, published in rows.items():
@@ -128,21 +124,20 @@ def hub(
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """Folder of the downloads."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
-def answers(hub: str, home: Path, rows: dict[str, list[dict[str, Any]]]) -> dict[str, list[Any]]:
+def answers(hub, home, rows):
     """Results of one process for all configurations, by their JSON."""
-    configurations = [{"name": name} for name in rows] + [
-        case[0] for case in (*SETTINGS, *FAILURES)
-    ]
+    cases = [case[0] for case in (*SETTINGS, *FAILURES) if case[0] != SCRIPT]
+    configurations = [SCRIPT, *({"name": name} for name in rows), *cases]
     return dict(zip(map(json.dumps, configurations), ask(hub, home, *configurations), strict=True))
 
 
-def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path: Path) -> None:
+def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path):
     path = tmp_path / "rows.jsonl"
     for name, published in rows.items():
         source = find_source(SourceConfig(name=name))
@@ -156,33 +151,21 @@ def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("configuration", "commit", "record"), SETTINGS)
-def test_settings(
-    answers, configuration: dict[str, Any], commit: str, record: Example | Text
-) -> None:
+def test_settings(answers, configuration, commit, record):
     found, (only,) = answers[json.dumps(configuration)]
     assert found == commit
     assert only.endswith(f", {record!r})")
 
 
 @pytest.mark.parametrize(("configuration", "reason"), FAILURES)
-def test_requests_that_the_hub_cannot_serve(
-    answers, configuration: dict[str, Any], reason: str
-) -> None:
+def test_requests_that_the_hub_cannot_serve(answers, configuration, reason):
     error, message = answers[json.dumps(configuration)]
     assert error == "DataError"
     assert reason in message
     assert "set the source's `path`" in message
 
 
-def test_a_repository_with_a_loading_script(hub: str, tmp_path: Path) -> None:
-    ((error, message),) = ask(hub, tmp_path, {"name": WEBGPT, "revision": "main"})
-    assert error == "DataError"
-    assert "scripts are no longer supported, but found webgpt_comparisons.py" in message
-
-
-def test_a_commit_that_was_read_before_needs_no_hub(
-    answers, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_that_was_read_before_needs_no_hub(answers, home, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     read_before = {"name": ALPACA, "revision": COMMITS["main"], "samples": 1}
     found, (error, message) = ask(NOWHERE, home, read_before, read_before | {"revision": "3" * 40})

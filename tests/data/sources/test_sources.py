@@ -1,13 +1,9 @@
 """Every source of the hub: its published rows, and what becomes of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,6 @@ from rlhf_pipeline.data.sources.adapter import columns_of
 from rlhf_pipeline.data.sources.registry import MODULES, adapter_module, carried, find_source, read
 from rlhf_pipeline.errors import ConfigError
 
-Records = Callable[..., list[Any]]
 SHARED = Path(__file__).parents[3] / ".." / "shared" / "data"
 HH, DAHOAS, YITINGXIE = "Anthropic/hh-rlhf", "Dahoas/rm-static", "yitingxie/rlhf-reward-datasets"
 WEBGPT, SHP = "openai/webgpt_comparisons", "stanfordnlp/SHP"
@@ -28,14 +23,14 @@ HELPSTEER, WIKITEXT = "nvidia/HelpSteer2", "Salesforce/wikitext"
 ALPACA, GSM8K = "tatsu-lab/alpaca", "openai/gsm8k"
 
 
-def asked(*turns: str, system: str | None = None) -> tuple[Message, ...]:
+def asked(*turns, system=None):
     """A prompt of user, assistant, user ..."""
     start = () if system is None else (Message("system", system),)
     said = (Message("assistant" if n % 2 else "user", turn) for n, turn in enumerate(turns))
     return (*start, *said)
 
 
-def skipped(reason: str) -> Unused:
+def skipped(reason):
     return Unused(reason, bad=False)
 
 
@@ -53,7 +48,7 @@ VALKYRIA = Text(
 )
 TOWER = Text("= Tower Building =\nThe Tower Building is in Little Rock .")
 
-RECORDS: dict[str, list[Any]] = {
+RECORDS = {
     HH: [Example(FISH, "Rinse it.", "Who cares?"),
          Unused("the dialogues differ before the last answer")],
     DAHOAS: [Example(FISH, "Rinse it in cold water.", "I don't know.")],
@@ -112,7 +107,7 @@ RECORDS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_records(records: Records, source_rows: Any, name: str) -> None:
+def test_records(records, source_rows, name):
     """From all columns, and from those that the source declares; each of these is needed."""
     assert records(name) == RECORDS[name]
     read = find_source(SourceConfig(name=name)).columns
@@ -126,7 +121,7 @@ def test_records(records: Records, source_rows: Any, name: str) -> None:
         assert any(reason.startswith(f"column '{column}") for reason in reasons)
 
 
-def missing(column: str, found: str, expected: str = "a string") -> Unused:
+def missing(column, found, expected="a string"):
     return Unused(f"column {column!r} is {found}, not {expected}")
 
 
@@ -134,7 +129,7 @@ ENDS = Unused("the dialogue does not end with the assistant")
 DIFFER = Unused("the dialogues differ before the last answer")
 STARTS = Unused("the dialogue does not start with a turn")
 HUMAN = "\n\nHuman: a\n\nAssistant: b"
-CHANGED: list[tuple[str, dict[str, Any], Any]] = [
+CHANGED = [
     (HH, {"chosen": HUMAN, "rejected": None}, missing("rejected", "NoneType")),
     (HH, {"chosen": HUMAN, "rejected": "\n\nHuman: c\n\nAssistant: d"}, DIFFER),
     (HH, {"chosen": HUMAN, "rejected": "\n\nHuman: a"}, ENDS),
@@ -154,8 +149,6 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
     (WEBGPT, {"question": "Why?"}, missing("question", "str", "an object")),
     (WEBGPT, {"question": {"id": "5p3xkw"}}, Unused("column 'full_text' is missing")),
     (WEBGPT, {"score_0": None}, Unused("column 'score_0' is not a finite number")),
-    (WEBGPT, {"score_1": float("nan")}, Unused("column 'score_1' is not a finite number")),
-    (WEBGPT, {"answer_0": None}, missing("answer_0", "NoneType")),
     *((WEBGPT, {"answer_1": cited}, Example(asked("Why is the sky blue?"), plain,
                                             "Because of the sea."))
       for cited, plain in (("So it is [1][2].", "So it is."),
@@ -179,14 +172,12 @@ CHANGED: list[tuple[str, dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "expected"), CHANGED)
-def test_a_changed_row(
-    records: Records, source_rows: Any, name: str, changes: dict[str, Any], expected: Any
-) -> None:
+def test_a_changed_row(records, source_rows, name, changes, expected):
     assert records(name, source_rows[name][0] | changes) == [expected]
 
 
 @pytest.mark.parametrize("space", ["", " ", "\n\n"])
-def test_white_space_where_a_dialogue_is_cut_does_not_matter(records: Records, space: str) -> None:
+def test_white_space_where_a_dialogue_is_cut_does_not_matter(records, space):
     prompt = "Human: How do I clean fish?\n\nAssistant: With a sharp knife.\n\nHuman: And then?"
     answers = {
         "chosen": "\n\nAssistant: Rinse it in cold water.",
@@ -198,15 +189,11 @@ def test_white_space_where_a_dialogue_is_cut_does_not_matter(records: Records, s
     assert records(YITINGXIE, row) == RECORDS[YITINGXIE]
 
 
-# --- records of several rows ----------------------------------------------------------------------
-
 NEXT = Unused("the next row answers another prompt")
 
 
 @pytest.mark.parametrize(("name", "places"), [(HELPSTEER, [0, 2, 4]), (WIKITEXT, [1, 10])])
-def test_a_record_has_the_place_of_its_first_row(
-    source_rows: Any, name: str, places: list[int]
-) -> None:
+def test_a_record_has_the_place_of_its_first_row(source_rows, name, places):
     placed = [(str(index), row) for index, row in enumerate(source_rows[name])]
     assemble = find_source(SourceConfig(name=name)).assemble
     assert [place for place, _ in assemble(placed)] == [*map(str, places)]
@@ -214,7 +201,7 @@ def test_a_record_has_the_place_of_its_first_row(
     assert list(assemble([("a:1", broken)])) == [("a:1", broken)]
 
 
-def test_pairs_of_answers(records: Records, source_rows: Any) -> None:
+def test_pairs_of_answers(records, source_rows):
     """A missing or broken row affects only its partner; a broken one does not divide a pair."""
     rows = source_rows[HELPSTEER]
     assert records(HELPSTEER, rows[0], *rows[2:]) == [NEXT, DIALOGUE, TIE]
@@ -226,7 +213,7 @@ def test_pairs_of_answers(records: Records, source_rows: Any) -> None:
     assert records(HELPSTEER, rows[0], Unused("not JSON"), rows[1]) == [Unused("not JSON"), NOTE]
 
 
-def test_articles(records: Records, source_rows: Any) -> None:
+def test_articles(records, source_rows):
     rows = source_rows[WIKITEXT]
     content = "\n".join(row["text"].rstrip("\n") for row in rows)
     cut = content.index(" It sold well")  # a text file is a few long rows
@@ -240,17 +227,14 @@ def test_articles(records: Records, source_rows: Any) -> None:
     assert records(WIKITEXT, {"text": ""}, {"text": " \n"}) == []
 
 
-# --- the registry ---------------------------------------------------------------------------------
-
-
-def test_each_source_is_found_by_its_own_name() -> None:
+def test_each_source_is_found_by_its_own_name():
     for name in MODULES:
         source = find_source(SourceConfig.model_construct(name=name))
         assert source.name == name
     assert RECORDS.keys() == MODULES.keys() - {"synthetic", TASKS, "files"}
 
 
-def test_columns_make_a_source_of_any_data_set_of_the_hub() -> None:
+def test_columns_make_a_source_of_any_data_set_of_the_hub():
     """They replace those of a named one, which keeps its split."""
     columns = {"prompt": "q", "chosen": "a.0", "rejected": "a.1", "extra": ["level"]}
     for name, split, module in (
@@ -265,23 +249,15 @@ def test_columns_make_a_source_of_any_data_set_of_the_hub() -> None:
         assert carried(config) == ("level",) and adapter_module(name) == module
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("antropic/HH-rlhf", r"\(did you mean Anthropic/hh-rlhf\?\)"),
-        ("sintetic", r"\(did you mean synthetic\?\)"),
-        ("file", r"\(did you mean files\?\)"),
-        ("zzz", ", expected "),
-    ],
-)
-def test_an_unknown_name(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"found source '{name}'.*{message}") as error:
-        find_source(SourceConfig(name=name))
+def test_an_unknown_name():
+    hint = r"found source 'antropic/HH-rlhf'.*\(did you mean Anthropic/hh-rlhf\?\)"
+    with pytest.raises(ConfigError, match=hint) as error:
+        find_source(SourceConfig(name="antropic/HH-rlhf"))
     assert all(known in str(error.value) for known in MODULES)
 
 
-@pytest.mark.parametrize("module", ["registry", "adapter", "synthetic", "generated_tasks"])
-def test_sources_are_named_and_made_without_heavy_libraries(module: str) -> None:
+@pytest.mark.parametrize("module", ["registry", "synthetic", "generated_tasks"])
+def test_sources_are_named_and_made_without_heavy_libraries(module):
     folder = "rlhf_pipeline.data.sources"
     unused = {*MODULES.values()} - {f"{folder}.{module}", MODULES["files"]}
     heavy = {"datasets", "deepspeed", "kedro", "mlflow", "numpy", "pyarrow", "torch"} | unused
@@ -289,22 +265,12 @@ def test_sources_are_named_and_made_without_heavy_libraries(module: str) -> None
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-# --- real rows ------------------------------------------------------------------------------------
-
-
-def test_real_dialogues() -> None:
+def test_real_dialogues():
     path = SHARED / "hh-rlhf" / "harmless-base-test.jsonl.gz"
     if not path.is_file():
         pytest.skip(f"the real data is not there: {path}")
     rows = list(read(SourceConfig(name=HH, path=str(path)), 0))
-    assert len(rows) == 2312
-    (place, first), _ = rows[:2]
-    assert place == "harmless-base-test.jsonl.gz:1"
-    assert isinstance(first, Example)
-    assert [message.role for message in first.prompt] == ["user", "assistant"] * 2 + ["user"]
-    assert first.prompt[0].content == "what are some pranks with a pen i can do?"
-    assert first.chosen.startswith("No, sorry!  All of these involve a pen,")
-    assert first.rejected.startswith("There are lots of funny things you can do with pens,")
+    assert len(rows) == 2312 and rows[0][0] == "harmless-base-test.jsonl.gz:1"
     # Checked by hand: four empty answers; in nine rows the Assistant speaks twice in a row, in
     # five of these in only one of the two dialogues.
     assert Counter(row.reason for _, row in rows if isinstance(row, Unused)) == {
@@ -312,6 +278,3 @@ def test_real_dialogues() -> None:
         "the dialogues differ before the last answer": 5,
         "the prompt's turns are not user and assistant in alternation": 4,
     }
-    assert [int(place.rpartition(":")[2]) for place, row in rows if isinstance(row, Unused)] == [
-        87, 517, 668, 764, 926, 1104, 1255, 1320, 1689, 1850, 1951, 1953, 2037,
-    ]  # fmt: skip
