@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from documented_commands import NOT_RUN, READ_RESULTS, SHELL, as_status, commands
 from mlflow import MlflowClient
-from readme import PYTHON
 from test_docs import PAGES, PROJECT
+from test_readme import PYTHON
 
 from rlhf_pipeline.cli import cli
 

@@ -60,16 +60,13 @@ def test_the_second_run_waits_and_reports_for_whom(drill, held, caplog):
     assert [message for message in caplog.messages if re.fullmatch(pattern, message)] != []
 
 
-def test_without_waiting_the_second_run_fails(drill, held):
+def test_another_recipe_does_not_wait_but_without_waiting_the_same_one_fails(drill, held):
     with pytest.raises(
         StageError,
         match=rf"is being run by process {held.pid} since .* Fix: set launch\.wait to true",
     ):
         drill.run(wait=False)
     assert drill.launches == 1
-
-
-def test_another_recipe_does_not_wait(drill, held):
     with once(lambda: drill.launches == 2, lambda: drill.order("hold", given=False)):
         mine = drill.run(value=2, wait=False)
     theirs = held.communicate(timeout=HANGS_S)[0].strip()
