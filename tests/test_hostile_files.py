@@ -303,17 +303,15 @@ def test_records_of_artifacts_checkpoints_and_votes(check: Check, tmp_path: Path
     whole.mkdir()
     (whole / "weights").write_text("abc")
     Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(whole)).write(whole)
-    manifest = (whole / "manifest.json").read_bytes()
     artifacts = {
-        "cut": manifest[:100], "empty": b"", "list": b"[]", "null": b"null", "deep": b"[" * DEEP,
-        "digits": b'{"seed": ' + b"9" * 100_000 + b"}", "latin1": b'{"stage": "\xe9"}',
-        "changed": manifest.replace(b'"seed": 1', b'"seed": 2'),
+        "list": b"[]", "deep": b"[" * DEEP, "latin1": b'{"stage": "\xe9"}',
+        "digits": b'{"seed": ' + b"9" * 100_000 + b"}",
     }  # fmt: skip
     files = {name: tmp_path / f"manifest-{name}" for name in artifacts}
     for name, content in artifacts.items():
         shutil.copytree(whole, files[name])
         (files[name] / "manifest.json").write_bytes(content)
-    check("artifact", files, 8)
+    check("artifact", files, 4)
 
     seals = {
         "cut": b"{", "list": b"[]", "text": b'{"rank0": "x"}', "deep": b"[" * DEEP,

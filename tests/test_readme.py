@@ -14,14 +14,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import yaml
 from kedro.framework.project import pipelines
 from kedro.framework.session import KedroSession
 from kedro.framework.startup import bootstrap_project
-from test_tutorials import PROJECT, copy_of_the_project, run
+from test_tutorials import PROJECT
 
 from rlhf_pipeline.commands.status import planned_rows
-from rlhf_pipeline.config.stages import OPTIONAL
 from rlhf_pipeline.kedro_run.checks import before_node
 from rlhf_pipeline.pipelines.table import RUN, parameter_blocks
 from rlhf_pipeline.runtime.manifest import NAME, content_digest
@@ -32,7 +30,6 @@ from rlhf_pipeline.stages.job import Job, RunContext
 README = Path(__file__).parents[1] / "README.md"
 TEXT = README.read_text()
 BLOCK, FOR_PROMPTS = re.findall(r"^```yaml\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-PYTHON = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 PARAMETERS = "conf/local/parameters.yml"
 JUDGE = re.search(r"^A judge, such as `(evaluate: .*?)`", TEXT, re.MULTILINE)[1]
 ROWS = 120
@@ -186,34 +183,3 @@ def test_a_row_of_the_table_is_planned_and_its_file_is_split(
     if row.pipeline == "sft":
         assert report["files"]["sft/train.arrow"]["rows"] == ROWS - held_out
         assert report["unserved"] == ["reward_model", "ppo"]
-
-
-CANNOT_ANSWER = ("rejection", "iterative_dpo")
-"""They end where a random model has no right answer to train on."""
-
-
-@pytest.mark.long
-@rows
-def test_a_row_of_the_table_runs(row: Row, model, tmp_path):
-    """As printed, but for the few steps of the environment `tiny`."""
-    copy_of_the_project(tmp_path)
-    row.write(tmp_path, model)
-    tiny = yaml.safe_load((PROJECT / "conf" / "tiny" / "parameters.yml").read_text())
-    tiny |= {"grpo": tiny["ppo"], "distill": tiny["ppo"]}
-    short = {"sample": {"sampling": {"max_response_tokens": 12}}}
-    tiny |= dict.fromkeys(CANNOT_ANSWER, short)
-    given = OPTIONAL | yaml.safe_load((tmp_path / PARAMETERS).read_text())
-    few = {
-        name: block
-        for name, block in tiny.items()
-        if name not in ("base_model", "split") and given.get(name, {}) is not None
-    }
-    (tmp_path / "conf" / "few").mkdir()
-    (tmp_path / "conf" / "few" / "parameters.yml").write_text(yaml.safe_dump(few))
-    command = f"kedro run --pipeline={row.pipeline} --env=few"
-    if row.pipeline in CANNOT_ANSWER:
-        with pytest.raises(AssertionError, match="found 0 rows for train"):
-            run(command, tmp_path)
-    else:
-        last = {"full": "ppo"}.get(row.pipeline, row.pipeline)
-        assert f"{last}: finished" in run(command, tmp_path)

@@ -38,14 +38,9 @@ def metrics_of(stage: Path) -> list[dict[str, float]]:
 
 
 def test_every_artifact_is_published(project):
-    for path in (
-        "02_base_model/base_model",
-        "03_split/split",
-        "06_models/sft_model",
-        "06_models/reward_model",
-        "06_models/ppo_model",
-        "08_reporting/evaluation",
-    ):
+    models = [f"06_models/{name}_model" for name in ("sft", "reward", "ppo")]
+    data = ["02_base_model/base_model", "03_split/split"]
+    for path in (*data, *models, "08_reporting/evaluation"):
         assert len(project.versions(path)) == 1
         verify(project.newest(path))
     assert not list(project.root.rglob("*.partial"))
@@ -214,25 +209,21 @@ def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
 def test_an_unchanged_run_launches_nothing_and_imports_no_training_stack(project, monkeypatch):
     """Imports take most of the time of such a run."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    launched = {
-        stage: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(stage)]
-        for stage in STAGES
-    }
+
+    def launches():
+        logs = [path / "program.log" for stage in STAGES for path in project.recipes(stage)]
+        return {log: log.stat().st_mtime_ns for log in logs}
+
+    before = launches()
     output = project.kedro("--pipelines=full")
     assert output.count("finished earlier") == 8  # base_model and split both run the source
-    assert {
-        s: [(p / "program.log").stat().st_mtime_ns for p in project.recipes(s)] for s in STAGES
-    } == launched
-    assert (
-        len(project.client().search_model_versions("name = 'rlhf-policy-tiny'")) <= 3
-    )  # none was added by this run
+    assert launches() == before
+    versions = project.client().search_model_versions("name = 'rlhf-policy-tiny'")
+    assert len(versions) <= 3  # none was added by this run
     imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", output, re.MULTILINE))
     assert "rlhf_pipeline.kedro_run.hooks" in imported
-    assert (
-        imported
-        & {"torch", "transformers", "deepspeed", "datasets", "peft", "matplotlib", "mlflow.server"}
-        == set()
-    )
+    heavy = "torch transformers deepspeed datasets peft matplotlib mlflow.server"
+    assert imported & {*heavy.split()} == set()
 
 
 def test_another_policy_competes_with_the_champion(project):

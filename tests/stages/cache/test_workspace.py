@@ -98,7 +98,7 @@ def test_the_lock_of_a_killed_process_is_free_and_its_program_is_ended(drill, he
     assert user(export.parent).startswith(f"process {os.getpid()} since ")
 
 
-def test_a_damaged_record_of_an_owner_is_none(drill):
+def test_a_damaged_record_of_an_owner_is_none(drill, in_this_process):
     first = drill.run().parent
     (owner,) = (drill.root / "workspace" / ".locks").glob("*.json")
     for record in ("", "{}", "[]", '{"driver": "x 1@2"}', '{"driver": 1, "since": 0}'):
