@@ -166,9 +166,10 @@ def test_experiments_of_others_and_a_folder_that_exists_stay_where_they_are(uri,
     ]
 
 
-def test_a_copied_project_writes_nothing_into_the_original(tmp_path):
+def test_a_copied_project_writes_nothing_into_the_original(empty_database, tmp_path):
     original, copy = tmp_path / "original", tmp_path / "copy"
     original.mkdir()
+    shutil.copy(empty_database, original)
     chosen = str(original / "mlartifacts")
     client = connect(f"sqlite:///{original}/mlflow.db", original)
     experiment = client.create_experiment(EXPERIMENT, chosen)
