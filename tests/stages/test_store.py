@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from ports import reserved_port
@@ -25,7 +24,7 @@ from rlhf_pipeline.stages.cache.planning import Planner
 from rlhf_pipeline.stages.cache.workspace import work_directory
 from rlhf_pipeline.stages.job import StageListener, StageRun, StageStore
 from rlhf_pipeline.stages.run import StageRunner
-from rlhf_pipeline.stages.store import Store, StoredStages, open_store, upload
+from rlhf_pipeline.stages.store import Store, StoredStages, upload
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
@@ -220,12 +219,6 @@ def test_a_secret_in_the_url_of_a_store_is_refused():
         "s3://...@bucket/x: found a user, a password or a query, expected none. Fix: set them as "
         "`credentials` of the catalog entry, or in the environment"
     )
-
-
-def test_a_url_names_a_file_system_and_a_path_in_it():
-    fsspec.filesystem("memory").pipe("/exported/x", b"1")
-    store, root = open_store("memory://exported/")
-    assert (store.find(root), root) == (["/exported/x"], "/exported")
 
 
 class Forgetful(LocalFileSystem):
