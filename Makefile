@@ -106,7 +106,7 @@ liger: $(VENV)/dev.stamp   # Liger's kernels in Triton's interpreter, in a folde
 	PYTHONPATH=$(VENV)/liger TRITON_INTERPRET=1 $(PYTEST) tests/models/test_kernels.py $(ARGS)
 
 airflow: .venv-airflow/stamp   # an environment with Airflow, and the tests that need it
-	$(PYTEST) tests/test_airflow.py $(ARGS)
+	$(PYTEST) tests/test_kedro_tools.py $(ARGS)
 
 ui: $(VENV)/run.stamp      # MLflow on this machine alone
 	$(BIN)/kedro rlhf ui $(ARGS)

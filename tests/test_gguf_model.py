@@ -18,23 +18,15 @@ TOKENS = ["<s>", "</s>", *ALPHABET, "ab", "cd", *(f"<unused{i}>" for i in range(
 
 def write_gguf(path):
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_merges(["a b", "c d"])
-    writer.add_token_types([3, 3, *[1] * (len(TOKENS) - 2)])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_pad_token_id(1)
-    writer.add_chat_template(TEMPLATE)
+    for field, value in {
+        "block_count": LAYERS, "context_length": 128, "embedding_length": WIDTH,
+        "feed_forward_length": INNER, "head_count": HEADS, "head_count_kv": HEADS,
+        "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0, "vocab_size": len(TOKENS),
+        "tokenizer_model": "gpt2", "token_list": TOKENS, "token_merges": ["a b", "c d"],
+        "token_types": [3, 3, *[1] * (len(TOKENS) - 2)], "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": 1, "chat_template": TEMPLATE,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{field}")(value)
     numbers = np.random.default_rng(0)
     for name, shape in shapes().items():
         weights = numbers.normal(0, 0.3, shape).astype(np.float32)

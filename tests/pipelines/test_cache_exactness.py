@@ -153,21 +153,15 @@ def agree(world: World, catalog, first: str | None, changed: set[str]) -> None:
         ("ppo", {"ppo": {"kl": {"coef": 0.2}}}),
         ("ppo", {"ppo": {"sampling": {"max_response_tokens": 11}}}),
         ("evaluate", {"evaluate": {"prompts": 23}}),
+        ("sft", {"launch": {"processes": 1}}),  # the number of ranks, of the distributed stages
     ],
     ids=str,
 )
 def test_a_parameter_reruns_its_stage_and_all_downstream(world, first, parameters):
-    changed = set(STAGES[STAGES.index("base_model") :]) if "seed" in parameters else {first}
+    """Seed and ranks are in the recipes of all of them."""
+    of_all = parameters.keys() & {"seed", "launch"}
+    changed = set(STAGES[STAGES.index(first) :]) if of_all else {first}
     agree(world, world.catalog(**parameters), first, changed)
-
-
-def test_the_number_of_ranks_reruns_the_distributed_stages(world):
-    agree(
-        world,
-        world.catalog(launch={"processes": 1}),
-        "sft",
-        {"sft", "reward_model", "ppo", "evaluate"},
-    )
 
 
 @pytest.mark.parametrize(
@@ -177,20 +171,14 @@ def test_the_number_of_ranks_reruns_the_distributed_stages(world):
         {"sft": {"log_every": 3, "checkpoint_every": 2}},
         {"reward_model": {"log_every": 3}},
         {"ppo": {"log_every": 3, "checkpoint_every": 2}},
-        {
-            "launch": {
-                "master_port": 29511,
-                "wait": False,
-                "hang_timeout_s": 9.0,
-                "collective_timeout_s": 99.0,
-            }
-        },
+        {"launch": {"master_port": 29511, "wait": False, "hang_timeout_s": 9.0,
+                    "collective_timeout_s": 99.0}},
         {"launch": {"continue_from": 2}},
         {"split": {"max_bad_fraction": 0.5}},
         {"register": {"model": "another", "max_task_drop": 0.2}},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_parameter_that_changes_no_result_reruns_nothing(world, monkeypatch, parameters):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     agree(world, world.catalog(**parameters), None, set())
@@ -216,12 +204,8 @@ def test_one_byte_of_a_source_file_reruns_all_stages_but_the_base_model(world):
     moved = world.root / "elsewhere" / "rows.jsonl"
     moved.parent.mkdir()
     moved.write_bytes(before)
-    agree(
-        world,
-        world.catalog(split={"sources": [{"name": "files", "path": str(moved)}]}),
-        None,
-        set(),
-    )
+    sources = [{"name": "files", "path": str(moved)}]
+    agree(world, world.catalog(split={"sources": sources}), None, set())
     file.write_bytes(before)
     agree(world, world.catalog(), None, set())
 

@@ -31,27 +31,19 @@ class Small:
     """The project on a small disk, with the results of all stages before `stage`."""
 
     def __init__(self, project, disk, stage: str, params: str = "") -> None:
-        self.stage, self.node, self.params = (
-            stage,
-            "base_model" if stage == "source" else stage,
-            params,
-        )
+        self.stage, self.params = stage, params
+        self.node = "base_model" if stage == "source" else stage
         self.done, self.disk = project, disk
         self.here = type(project)(disk.path)
-        self.here.uri = (
-            f"sqlite:///{disk.path.parent}/mlflow.db"  # test_outages covers a full store
-        )
+        self.here.uri = f"sqlite:///{disk.path.parent}/mlflow.db"  # which is not full
         self.made = MADE_BY[self.node]
         self.earlier = list(MADE_BY.values())[: list(MADE_BY).index(self.node)]
         for path in self.earlier:
-            shutil.copytree(
-                project.newest(path),
-                disk.path / path / "2026-01-01T00.00.00.000Z" / Path(path).name,
-            )
+            version = disk.path / path / "2026-01-01T00.00.00.000Z"
+            shutil.copytree(project.newest(path), version / Path(path).name)
         if stage in ("base_model", "split"):
-            shutil.copytree(
-                project.root / "07_workspace" / "source", disk.path / "07_workspace" / "source"
-            )
+            source = Path("07_workspace", "source")
+            shutil.copytree(project.root / source, disk.path / source)
 
     def run(self, *, check: bool) -> str:
         return self.here.kedro(f"--nodes={self.node}", params=self.params, check=check)
@@ -78,10 +70,9 @@ class Small:
     def succeeds_with_space(self) -> None:
         self.disk.make_room()
         self.run(check=True)
-        verify(self.here.newest(self.made))
-        assert content_digest(self.here.newest(self.made)) == content_digest(
-            self.done.newest(self.made)
-        )
+        made, whole = self.here.newest(self.made), self.done.newest(self.made)
+        verify(made)
+        assert content_digest(made) == content_digest(whole)
         assert not list(self.disk.path.rglob("*.partial"))
 
 

@@ -34,16 +34,8 @@ READERS = {
 }
 """Nodes that read a published artifact."""
 
-REUSERS = {
-    "source": "split",
-    "base_model": "base_model",
-    "split": "split",
-    "sft": "sft",
-    "reward_model": "reward_model",
-    "ppo": "ppo",
-    "evaluate": "evaluate",
-}
-"""Node that reuses the finished result of a stage."""
+STAGES = ("source", "base_model", "split", "sft", "reward_model", "ppo", "evaluate")
+"""Each is reused by the node of its name, and the source by `split`."""
 
 
 def flip(rng: random.Random, folder: Path) -> Path:
@@ -77,13 +69,8 @@ def edit_the_manifest(rng: random.Random, folder: Path) -> Path:
 
 def add(rng: random.Random, folder: Path) -> Path:
     """A file that transformers would read, or any other file."""
-    names = [
-        "adapter_config.json",
-        "special_tokens_map.json",
-        "sub/manifest.json",
-        "model.safetensors.index.json",
-    ]
-    file = folder / rng.choice(names)
+    names = "adapter_config special_tokens_map sub/manifest model.safetensors.index".split()
+    file = folder / f"{rng.choice(names)}.json"
     file.parent.mkdir(exist_ok=True)
     file.write_text("{}")
     return file
@@ -94,7 +81,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 CORRUPTIONS = [flip, truncate, delete, edit_the_manifest, add]
-PLACES = [*((name, False) for name in READERS), *((stage, True) for stage in REUSERS)]
+PLACES = [*((name, False) for name in READERS), *((stage, True) for stage in STAGES)]
 CASES = list(itertools.product(CORRUPTIONS, PLACES))
 """Each kind of damage to each kind of artifact."""
 
@@ -161,7 +148,7 @@ def test_a_corrupted_artifact_is_reported_before_anything_is_launched(
     stages, damage, caplog, seed, corruption, place, cached
 ):
     if cached:
-        reader = REUSERS[place]
+        reader = "split" if place == "source" else place
         planner = Planner(run_context(stages.catalog))
         stages(reader, cached=True, stages=planner)
         plans = planner.stages.values()

@@ -9,20 +9,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("options", "params", "changes"),
-    [
-        ("--from-nodes=ppo", "seed=5", ["seed 1234 -> 5"]),
-        ("--nodes=ppo", "sft.optimizer.learning_rate=0.01",
-         ["  reward_model, sft_model: sft.optimizer.learning_rate 0.003 -> 0.01"]),
-    ],
-)  # fmt: skip
-def test_inputs_of_other_parameters_are_refused(project, options, params, changes):
-    runs = len(project.runs())
-    printed = project.kedro(options, params=params, check=False)
+def test_inputs_of_other_parameters_are_refused(project):
+    runs, params = len(project.runs()), "sft.optimizer.learning_rate=0.01"
+    printed = project.kedro("--nodes=ppo", params=params, check=False)
     assert "the published inputs were made with other parameters (theirs -> yours):" in printed
-    for change in changes:
-        assert change in printed
+    assert "  reward_model, sft_model: sft.optimizer.learning_rate 0.003 -> 0.01" in printed
     assert "Fix: `kedro run --pipeline=full --env=tiny --params=" in printed
     assert params in printed and "--params=inputs=newest" in printed
     assert len(printed.splitlines()) <= 5

@@ -26,8 +26,9 @@ def test_full_is_the_default_and_its_nodes_run_in_order():
 def test_the_pipeline_dpo_replaces_ppo_by_dpo():
     dpo = register_pipelines()["dpo"]
     assert {node.name for node in dpo.nodes} == DPO_NODES
-    own = [node.name for node in dpo.from_nodes("dpo").nodes]
-    assert own == ["dpo", "evaluate_dpo", "register_dpo", "report_dpo"]
+    own = ["dpo", "evaluate_dpo", "register_dpo", "report_dpo"]
+    assert [node.name for node in dpo.from_nodes("dpo").nodes] == own
+    assert [node.name for node in dpo.from_nodes("register_dpo").nodes] == own[2:]
     shared = {"base_model", "split", "sft_model", "reward_model"}
     written = {"dpo_model", "dpo_evaluation", "dpo_registration", "dpo_evaluation_page"}
     assert dpo.all_outputs() == shared | written

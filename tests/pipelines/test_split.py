@@ -53,21 +53,13 @@ def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[st
     (tmp_path / "documents.txt").write_text("A few words, more than a block of them.\n")
 
     def split(**changes: Any) -> tuple[Path, list[str]]:
+        one, two, text = (
+            {"name": "files", "path": str(tmp_path / name)}
+            for name in ("one.jsonl", "two.jsonl", "documents.txt")
+        )
         config = SplitConfig(
-            sources=[
-                {"name": "files", "path": str(tmp_path / name)}
-                for name in ("one.jsonl", "two.jsonl")
-            ],
-            pretraining={
-                "sources": [
-                    {
-                        "name": "files",
-                        "path": str(tmp_path / "documents.txt"),
-                        "columns": {"text": "text"},
-                    }
-                ],
-                "block_tokens": 4,
-            },
+            sources=[one, two],
+            pretraining={"sources": [text | {"columns": {"text": "text"}}], "block_tokens": 4},
             max_prompt_tokens=200,
             max_response_tokens=200,
             validation_fraction=0.1,
@@ -91,18 +83,14 @@ def test_sources_are_read_once_and_bad_rows_are_counted_every_time(split) -> Non
     result, stages = split(max_bad_fraction=0.1)
     assert stages == ["source reused", "source reused", "source", "split"]
     report = json.loads((result / "report.json").read_text())
-    assert [
-        (source["rows"], source["duplicates_merged"]) for source in report["sources"].values()
-    ] == [(10, 0), (2, 2)]
+    counts = [(one["rows"], one["duplicates_merged"]) for one in report["sources"].values()]
+    assert counts == [(10, 0), (2, 2)]
     assert report["pretraining"]["documents"] == 1
     # The allowed fraction changes no byte: nothing is launched, but the bad rows are checked.
-    assert split(max_bad_fraction=0.5) == (
-        result,
-        ["source reused", "source reused", "source reused", "split reused"],
-    )
+    assert split(max_bad_fraction=0.5) == (result, [*["source reused"] * 3, "split reused"])
     with pytest.raises(DataError, match="1 of 10 rows"):
         split(max_bad_fraction=0.09)
     # Another division does not read the sources again.
     other, stages = split(max_bad_fraction=0.1, weights=(1, 1, 1))
     assert other != result
-    assert stages == ["source reused", "source reused", "source reused", "split"]
+    assert stages == [*["source reused"] * 3, "split"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Collection
@@ -11,7 +12,10 @@ import pytest
 
 from rlhf_pipeline.config.block import Block, operational
 from rlhf_pipeline.config.launch import LaunchConfig
+from rlhf_pipeline.errors import PipelineError, StageError
+from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+from rlhf_pipeline.runtime.program import write_manifest
 from rlhf_pipeline.stages import run
 from rlhf_pipeline.stages.job import Job, RunContext, StageListener, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
@@ -56,7 +60,8 @@ def main(job):
     (job.export / "trusts").write_text(str(job.trust_remote_code))
     return {"loss": 0.25} if (orders / "measure").exists() else {}
 
-run_program(main)
+if __name__ == "__main__":
+    run_program(main)
 """
 
 DRIVER = """
@@ -150,6 +155,23 @@ def drill(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.syspath_prepend(tmp_path)
     return Drill(tmp_path)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """The program of `drill` runs in the driver, as the processes of a launch take a second.
+
+    Launches are real in `test_run.py`, `test_full_disk.py` and `cache/test_workspace.py`.
+    """
+
+    def launch(spec, stage_run, context):
+        job = LaunchedJob.read(stage_run.directory / "job.json")
+        try:
+            write_manifest(job, runpy.run_module(spec.program)["main"](job))
+        except PipelineError as error:
+            raise StageError(f"stage {job.stage}: {error}") from error
+
+    monkeypatch.setattr(run, "launch", launch)
 
 
 @pytest.fixture

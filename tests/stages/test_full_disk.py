@@ -31,6 +31,15 @@ def small(disk, drill):
     return drill
 
 
+@pytest.fixture
+def failed(small, in_this_process):
+    """The work directory of an attempt that failed; the next one fails as well."""
+    small.order("fail")
+    with pytest.raises(StageError):
+        small.run()
+    return next((small.workspace / "drill").iterdir())
+
+
 def test_a_disk_that_is_full_before_the_stage_begins(small, disk):
     disk.leave(0)
     with pytest.raises(
@@ -61,24 +70,17 @@ def test_a_program_that_fills_the_disk_is_reported_without_its_reason(small, dis
     assert (small.run() / "result").read_text() == "xx"  # the failed attempt's files are removed
 
 
-def test_job_and_recipe_are_never_truncated(small, disk):
+def test_job_and_recipe_are_never_truncated(small, disk, failed):
     """The commands that free space read them."""
-    (small.root / "fail").touch()
-    with pytest.raises(StageError):
-        small.run()
-    (directory,) = (small.workspace / "drill").iterdir()
-    before = {name: (directory / name).read_text() for name in ("job.json", "recipe.json")}
+    before = {name: (failed / name).read_text() for name in ("job.json", "recipe.json")}
     disk.leave(0)
     with pytest.raises(StageError, match="No space left on device"):
         small.run()
-    assert {name: (directory / name).read_text() for name in before} == before
+    assert {name: (failed / name).read_text() for name in before} == before
     assert json.loads(before["job.json"])["stage"] == "drill"
 
 
-def test_leftovers_are_removed_on_a_full_disk(small, disk):
-    (small.root / "fail").touch()
-    with pytest.raises(StageError):
-        small.run()
+def test_leftovers_are_removed_on_a_full_disk(small, disk, failed):
     (record,) = small.workspace.glob(".locks/*.json")
     # Another process, which has ended, ran the stage.
     record.write_text(record.read_text().replace(str(os.getpid()), "1"))
@@ -88,22 +90,19 @@ def test_leftovers_are_removed_on_a_full_disk(small, disk):
     assert shutil.disk_usage(disk.path).free >= PAGE
 
 
-def test_incomplete_checkpoints_of_an_earlier_attempt_are_removed(small):
-    (small.root / "fail").touch()
-    with pytest.raises(StageError):
-        small.run()
-    (directory,) = (small.workspace / "drill").iterdir()
-    complete = checkpoint_path(directory / "checkpoints", 5)
+def test_incomplete_checkpoints_of_an_earlier_attempt_are_removed(small, failed):
+    checkpoints = failed / "checkpoints"
+    complete = checkpoint_path(checkpoints, 5)
     for folder in (
         complete,
-        directory / "checkpoints" / "step-00000007.partial",
-        directory / "checkpoints/ema/best.partial",
+        checkpoints / "step-00000007.partial",
+        checkpoints / "ema/best.partial",
     ):
         folder.mkdir(parents=True)
     seal(complete, {})
     with pytest.raises(StageError):
         small.run()
-    assert not list(directory.rglob("*.partial"))
+    assert not list(failed.rglob("*.partial"))
     assert complete.is_dir()
 
 

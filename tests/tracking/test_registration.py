@@ -73,9 +73,8 @@ def sft(tmp_path):
 
 @pytest.fixture
 def ppo(tmp_path):
-    return Policy(
-        published(tmp_path / "ppo_model" / "v1", "ppo", "bbbb"), {"eval/score": 2.0, "eval/kl": 0.5}
-    )
+    folder = published(tmp_path / "ppo_model" / "v1", "ppo", "bbbb")
+    return Policy(folder, {"eval/score": 2.0, "eval/kl": 0.5})
 
 
 @pytest.fixture
@@ -97,24 +96,15 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
         "digests": {"sft": WEIGHTS, "ppo": WEIGHTS},
         "aliases": {"sft-baseline": "1", "candidate": "2", "champion": "2"},
         "promoted": True,
-        "verdict": {
-            "judge": "gold",
-            "state": "independent",
-            "tries": 1,
-            "confidence": 0.95,
-            "checks": [],
-            "refusals": [],
-        },
-    }
+        "verdict": {"judge": "gold", "state": "independent", "tries": 1, "confidence": 0.95,
+                    "checks": [], "refusals": []},
+    }  # fmt: skip
     version = client.get_model_version("rlhf-policy", "2")
-    assert version.source == str(ppo.folder)
-    assert version.run_id == trained["ppo"]
-    assert version.tags["rlhf.fingerprint"] == "bbbb"
-    assert version.tags["rlhf.stage"] == "ppo"
-    assert version.tags["rlhf.content_digest"] == WEIGHTS
-    assert client.get_model_version_by_alias("rlhf-policy", "sft-baseline").source == str(
-        sft.folder
-    )
+    assert (version.source, version.run_id) == (str(ppo.folder), trained["ppo"])
+    tags = {"fingerprint": "bbbb", "stage": "ppo", "content_digest": WEIGHTS}
+    assert version.tags.items() >= {f"rlhf.{name}": tag for name, tag in tags.items()}.items()
+    baseline = client.get_model_version_by_alias("rlhf-policy", "sft-baseline")
+    assert baseline.source == str(sft.folder)
     assert client.get_run(trained["sft"]).data.metrics == {"eval/score": 1.0}
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 2.0, "eval/kl": 0.5}
 

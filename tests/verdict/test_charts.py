@@ -40,20 +40,17 @@ def test_a_long_training_has_points_of_several_steps():
     assert found["dots"] is False
 
 
-def test_each_reward_has_its_own_curve():
-    given = records(objective__score=[1.0], reward__trained=[0.5], reward__length=[0.25])
-    score, length, trained = training_charts("grpo", given, {}, "Score of two")
-    titles = [chart.title for chart in (score, length, trained)]
-    assert titles == ["Score of two", "Reward: length", "Reward: the reward model"]
-    assert length.series[0]["y"] == [0.25]
-
-
 def test_a_stage_has_the_charts_of_its_metrics():
     given = records(dpo__loss=[0.7, 0.6], validation__loss=[None, 0.65], dpo__margin=[0.1, 0.2])
     loss, margin = training_charts("dpo", given, {"step": 2, "validation/loss": 0.65}, "Score")
     assert (loss.title, loss.value, loss.mark) == ("Loss", "0.650", 2)
     assert [series["name"] for series in loss.series] == ["training", "held-out"]
     assert (margin.title, margin.value) == ("Margin of the chosen response", "")
+    given = records(objective__score=[1.0], reward__trained=[0.5], reward__length=[0.25])
+    score, length, trained = training_charts("grpo", given, {}, "Score of two")
+    titles = [chart.title for chart in (score, length, trained)]  # each reward has its own curve
+    assert titles == ["Score of two", "Reward: length", "Reward: the reward model"]
+    assert length.series[0]["y"] == [0.25]
 
 
 EVALUATION = {
@@ -77,11 +74,8 @@ def test_scores_stand_against_the_root_of_the_kl():
     assert (tested["x"], tested["y"]) == ([0.0, 1.5], [0.1, 0.9])
     assert tested["texts"] == ["SFT", "PPO"]
     assert (best["x"], best["y"], best["texts"]) == ([0.5], [0.5], ["best of 2"])
-
-
-def test_without_a_kl_there_is_no_frontier():
-    evaluation = EVALUATION | {"policies": {"sft": {}, "ppo": {}}, "best_of_n": []}
-    assert [*frontier(records(validation__score=[1.0]), "Score", evaluation)] == []
+    without_kl = EVALUATION | {"policies": {"sft": {}, "ppo": {}}, "best_of_n": []}
+    assert [*frontier(records(validation__score=[1.0]), "Score", without_kl)] == []
 
 
 def test_policies_share_the_bars_of_a_histogram():

@@ -61,28 +61,30 @@ def test_changed_curves_and_reports_are_refused(evaluation, models, changed):
 def test_newer_fields_are_shown(evaluation):
     whole = {"rate": 0.5, "lower": 0.4, "upper": 0.6, "wins": 29, "ties": 1, "losses": 30, "n": 60}
     gain = {"gain": 0.2, "gain_lower": -0.1, "gain_upper": 0.5, "p_value": 0.0123}
-    paired = whole | {"rate": 0.625} | gain
     part = {"rate": 0.25, "lower": 0.2, "upper": 0.3, "n": 60}
-    page = evaluation_page(
-        evaluation(
-            win_rates={"gold": whole | {"paired": paired, "length_controlled": part}},
-            slices={"web": {"n": 60, "win_rates": {"gold": part}}},
-            perplexity={"sft": 4.0, "ppo": 5.5},
-            answers_per_prompt=2,
-            pairwise_judges={"gold": {"pairs": 60, "inconsistent": 4}},
-            best_of_n=[{"n": 4, "kl": 0.64, "score": 1.5, "gold_score": 2.0}],
-        ),
-        [],
-        REGISTRATION,
+    gold = whole | {"paired": whole | {"rate": 0.625} | gain, "length_controlled": part}
+    made = evaluation(
+        win_rates={"gold": gold},
+        slices={"web": {"n": 60, "win_rates": {"gold": part}}},
+        perplexity={"sft": 4.0, "ppo": 5.5},
+        answers_per_prompt=2,
+        pairwise_judges={"gold": {"pairs": 60, "inconsistent": 4}},
+        best_of_n=[{"n": 4, "kl": 0.64, "score": 1.5, "gold_score": 2.0}],
     )
-    assert "Sign test: p = 0.012. Gain: +0.20 of the scores&#39; spread (-0.10 to +0.50)." in page
-    assert "62.5%" in page and "and on 62.5% (95%: 40.0% to 60.0%) with equal draws." in page
-    assert "With answers of equal length, it would prefer PPO&#39;s on 25.0%" in page
-    assert "at equal length" in page and "20.0% to 30.0%" in page
-    assert "Results by source" in page and "the gold judge, 60 prompts" in page
-    assert "SFT 4.00, PPO 5.50. A rise shows what the training for the judge costs." in page
-    assert "best of 4" in page and "pairs 60, inconsistent 4" in page
-    assert "60 held-out prompts, 2 times each (" in page and data(page)["unit"] == "pairs"
+    page = evaluation_page(made, [], REGISTRATION)
+    assert data(page)["unit"] == "pairs"
+    for text in (
+        "Sign test: p = 0.012. Gain: +0.20 of the scores&#39; spread (-0.10 to +0.50).",
+        "and on 62.5% (95%: 40.0% to 60.0%) with equal draws.",
+        "With answers of equal length, it would prefer PPO&#39;s on 25.0%",
+        "Results by source",
+        "the gold judge, 60 prompts",
+        "SFT 4.00, PPO 5.50. A rise shows what the training for the judge costs.",
+        "best of 4",
+        "pairs 60, inconsistent 4",
+        "60 held-out prompts, 2 times each (",
+    ):
+        assert text in page, text
 
 
 def test_the_curve_of_a_function_carries_its_name(evaluation, models):
@@ -104,19 +106,15 @@ def test_the_answers_of_training_are_shown_by_prompt(evaluation, models):
     assert [text for text in shown if text.startswith("b")] == [
         f"b after step {step}" for step in (2, 4, 6, 8)
     ]
-    assert (
-        "&lt;/script&gt;" in shown[0] and '<td class="number" data-label="score">1.50</td>' in page
-    )
+    assert "&lt;/script&gt;" in shown[0]
+    assert '<td class="number" data-label="score">1.50</td>' in page
 
 
 def test_the_report_of_the_reward_model_is_shown(evaluation, models):
     rate = {"rate": 0.75, "lower": 0.6, "upper": 0.85, "n": 40}
-    report = {
-        "calibration": {"error": 0.034, "bins": [{"n": 9, "confidence": 0.9, "accuracy": 0.7}]},
-        "length_correlation": None,
-        "halves": [0.7, 0.8],
-        "sources": {"web": rate},
-    }
+    bins = [{"n": 9, "confidence": 0.9, "accuracy": 0.7}]
+    report = {"calibration": {"error": 0.034, "bins": bins}, "length_correlation": None}
+    report |= {"halves": [0.7, 0.8], "sources": {"web": rate}}
     (models[1] / "reward_report.json").write_text(json.dumps(report))
     sealed(models[1])
     page = evaluation_page(evaluation(), models, None)
@@ -125,8 +123,12 @@ def test_the_report_of_the_reward_model_is_shown(evaluation, models):
     assert "accuracy on 40 comparisons" in page
 
 
-def test_every_answer_has_a_row_with_its_values(evaluation):
-    table = data(evaluation_page(evaluation(), [], None))
+def test_every_answer_has_a_row_with_its_values_and_no_text_can_end_the_script(evaluation, models):
+    """Names of judges and sources, prompts and answers come from users and models."""
+    page = evaluation_page(evaluation(), models, REGISTRATION)
+    assert page.count("</script>") == 2
+    assert "onerror='window" not in page
+    table = data(page)
     assert [column["name"] for column in table["columns"]] == [
         "gold", "reward model", "tokens", "KL",
     ]  # fmt: skip
@@ -139,10 +141,3 @@ def test_every_answer_has_a_row_with_its_values(evaluation):
         "v": [[0.0, -24.0], [0.0, 1.0], [16, 16], [0.1]],
     }
     assert table["rows"][0]["a"] == [HOSTILE, HOSTILE]
-
-
-def test_texts_cannot_end_the_script(evaluation, models):
-    """Names of judges and sources, prompts and answers come from users and models."""
-    page = evaluation_page(evaluation(), models, REGISTRATION)
-    assert page.count("</script>") == 2
-    assert "onerror='window" not in page

@@ -23,28 +23,26 @@ from rlhf_pipeline.verdict.statistics import (
 )
 
 
-def test_win_rate_counts_a_tie_as_half():
-    result = win_rate(candidate=[1.0, 2.0, 3.0, 0.0], baseline=[0.0, 2.0, 1.0, 1.0])
-    assert (result.wins, result.ties, result.losses, result.n) == (2, 1, 1, 4)
-    assert result.rate == 0.625
-    # z^2 = 3.8414588
-    # centre 0.625 + 3.8414588 / 8 = 1.1051824, divisor 1 + 3.8414588 / 4 = 1.9603647
-    # variance 0.625 * 0.375 - 1 / 16 = 0.171875
-    # half width 1.9599640 sqrt(0.171875 / 4 + 3.8414588 / 64) = 1.9599640 * 0.3209230 = 0.6289974
-    assert result.lower == pytest.approx(0.2429063, rel=1e-5)
-    assert result.upper == pytest.approx(0.8846210, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("candidate", "baseline", "expected"),
     [
+        # A tie is half a win. z^2 = 3.8414588, centre 0.625 + 3.8414588 / 8 = 1.1051824, divisor
+        # 1 + 3.8414588 / 4 = 1.9603647, variance 0.625 * 0.375 - 1 / 16 = 0.171875, half width
+        # 1.9599640 sqrt(0.171875 / 4 + 3.8414588 / 64) = 1.9599640 * 0.3209230 = 0.6289974
+        ([1.0, 2.0, 3.0, 0.0], [0.0, 2.0, 1.0, 1.0],
+         WinRate(rate=0.625, lower=0.2429063, upper=0.8846210, wins=2, ties=1, losses=1, n=4)),
+        # The textbook's interval of Wilson: 0.4902 to 0.9433.
+        ([1.0] * 8 + [0.0] * 2, [0.5] * 10,
+         WinRate(rate=0.8, lower=0.4901625, upper=0.9433178, wins=8, ties=0, losses=2, n=10)),
         # p = 1: lower = 1 / (1 + z^2 / n) = 1 / (1 + 3.8414588 / 5) = 0.5655175; p = 0 mirrors it.
-        (1.0, 0.0, WinRate(rate=1.0, lower=0.5655175, upper=1.0, wins=5, ties=0, losses=0, n=5)),
-        (0.0, 1.0, WinRate(rate=0.0, lower=0.0, upper=0.4344825, wins=0, ties=0, losses=5, n=5)),
+        ([1.0] * 5, [0.0] * 5,
+         WinRate(rate=1.0, lower=0.5655175, upper=1.0, wins=5, ties=0, losses=0, n=5)),
+        ([0.0] * 5, [1.0] * 5,
+         WinRate(rate=0.0, lower=0.0, upper=0.4344825, wins=0, ties=0, losses=5, n=5)),
     ],
-)
-def test_the_interval_stays_within_0_and_1(candidate: float, baseline: float, expected: WinRate):
-    result = win_rate([candidate] * 5, [baseline] * 5)
+)  # fmt: skip
+def test_the_win_rate_by_hand(candidate, baseline, expected):
+    result = win_rate(candidate, baseline)
     assert result.lower >= 0 and result.upper <= 1
     assert vars(result) == pytest.approx(vars(expected), rel=1e-5, abs=1e-12)
 
@@ -68,7 +66,8 @@ def test_several_answers_to_a_prompt_count_by_their_mean():
 
 
 def test_means_and_gains_of_several_answers():
-    """Means 2, 2, 4: mean 8/3, s = 1.1547005, half width 4.3026527 s / sqrt(3) = 2.8684351.
+    """Means 2, 2, 4: mean 8/3, s = 1.1547005; Student's t for 2 degrees of freedom is 4.3026527,
+    half width 4.3026527 s / sqrt(3) = 2.8684351.
 
     Gains 1, 1, 3. Variances of all scores: 28/15 and 4/5, so the unit is s = sqrt(4/3) and
     d = 1.4433757. Squares 11/9, 2/9 and 17/9, less their mean 1/9, -8/9 and 7/9. Influences
@@ -81,16 +80,25 @@ def test_means_and_gains_of_several_answers():
     )
 
 
-def test_the_gain_of_a_pairwise_judge_is_in_units_of_its_own_spread():
-    """1, 0, 1 against three zeros: mean 2/3, variance 1/3, so 2/3 * sqrt(3) = 1.1547005.
+def test_the_gain_is_in_units_of_the_spread():
+    """Gains 1, 1, 4 and mean 2. Variances 1 and 7: unit 2, so the gain is 1.
 
-    Squares 1/9, 4/9, 1/9, mean 2/9. Influences (g - 2/3) sqrt(3) - 2/3 sqrt(27) / 2 (square - 2/9):
-    0.7698004, -1.5396007, 0.7698004, with s = 1.3333333: half width 2.4841377 * 1.3333333.
+    Squares 2.5, 0.5 and 5, mean 8/3. Influences (g - 2) / 2 - (square - 8/3) / 8: -0.4791667,
+    -0.2291667 and 0.7083333, with s = 0.6260408: half width 2.4841377 * 0.6260408 = 1.5551716.
+
+    A judge of pairs, 1, 0, 1 against three zeros: mean 2/3, variance 1/3, so 2/3 * sqrt(3) =
+    1.1547005. Squares 1/9, 4/9, 1/9, mean 2/9. Influences (g - 2/3) sqrt(3) - 2/3 sqrt(27) / 2
+    (square - 2/9): 0.7698004, -1.5396007, 0.7698004, with s = 1.3333333: half width
+    2.4841377 * 1.3333333.
     """
+    gain = standardized_gain([2.0, 3.0, 7.0], [1.0, 2.0, 3.0])
+    assert gain == pytest.approx((1.0, -0.5551716, 2.5551716), rel=1e-6)
     gain = standardized_gain([1.0, 0.0, 1.0], [0.0, 0.0, 0.0])
     assert gain == pytest.approx((1.1547005, -2.1574831, 4.4668842), rel=1e-6)
     opposite = standardized_gain([0.0, 0.0, 0.0], [1.0, 0.0, 1.0])
     assert opposite == pytest.approx((-1.1547005, -4.4668842, 2.1574831), rel=1e-6)
+    for candidate, expected in (([1.0, 1.0], 0.0), ([2.0, 2.0], math.inf)):  # no spread at all
+        assert standardized_gain(candidate, [1.0, 1.0]) == (expected,) * 3
 
 
 def test_cross_pairs_are_all_pairs_of_unequal_draws():
@@ -137,13 +145,6 @@ def test_pass_at_k_is_the_mean_over_all_groups_of_k_answers():
     assert rate == pytest.approx(4 / 9)
     assert (lower, upper) == pytest.approx(rate_interval(4 / 9, 6), rel=1e-9)
     assert share_with_interval(values, 4) == share_with_interval([1.0, 1.0, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("candidate", "expected"), [([1.0, 1.0], (0.0, 0.0, 0.0)), ([2.0, 2.0], (math.inf,) * 3)]
-)
-def test_the_gain_without_any_spread(candidate, expected):
-    assert standardized_gain(candidate, [1.0, 1.0]) == expected
 
 
 def test_the_smallest_visible_win_rate():
@@ -234,20 +235,11 @@ def test_values_that_cannot_be_compared_are_refused(measure, values, message):
         measure(*values)
 
 
-def test_ties_make_the_interval_narrower_but_never_a_point():
+def test_ties_make_the_interval_narrower_and_a_smaller_error_wider():
     widths = [upper - lower for lower, upper in (rate_interval(0.5, 40, t) for t in (0, 20, 40))]
     assert widths[0] > widths[1] > widths[2] > 0.05
-
-
-def test_a_smaller_error_makes_a_wider_interval():
     usual, careful = rate_interval(0.6, 100), rate_interval(0.6, 100, alpha=0.01)
     assert careful[0] < usual[0] < 0.6 < usual[1] < careful[1]
-
-
-def test_wilson_interval_of_8_in_10():
-    # The textbook case: 0.4902 to 0.9433.
-    result = win_rate([1.0] * 8 + [0.0] * 2, [0.5] * 10)
-    assert (result.lower, result.upper) == pytest.approx((0.4901625, 0.9433178), rel=1e-5)
 
 
 def test_the_same_answer_again_says_nothing_new():
@@ -272,23 +264,6 @@ def test_intervals_cover_where_the_answers_to_a_prompt_resemble_each_other():
             covered[unit] += rate.lower <= 0.6 <= rate.upper
     assert 935 <= covered["by prompt"] <= 965
     assert covered["by pair"] < 750
-
-
-def test_mean_with_interval():
-    # Mean 2, s = 1; Student's t for 2 degrees of freedom: 4.3026527 / sqrt(3) = 2.4841377.
-    assert mean_with_interval([1.0, 2.0, 3.0]) == pytest.approx(
-        (2.0, -0.4841377, 4.4841377), rel=1e-6
-    )
-
-
-def test_the_gain_is_in_units_of_the_spread():
-    """Gains 1, 1, 4 and mean 2. Variances 1 and 7: unit 2, so the gain is 1.
-
-    Squares 2.5, 0.5 and 5, mean 8/3. Influences (g - 2) / 2 - (square - 8/3) / 8: -0.4791667,
-    -0.2291667 and 0.7083333, with s = 0.6260408: half width 2.4841377 * 0.6260408 = 1.5551716.
-    """
-    gain = standardized_gain([2.0, 3.0, 7.0], [1.0, 2.0, 3.0])
-    assert gain == pytest.approx((1.0, -0.5551716, 2.5551716), rel=1e-6)
 
 
 def test_a_tie_is_half_a_win_in_the_length_controlled_rate():

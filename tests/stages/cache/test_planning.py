@@ -9,6 +9,7 @@ from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.stages.cache.planning import Planner, recipe_changes
 from rlhf_pipeline.stages.run import StageRunner
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
 RECORDED = {
     "form": 2,
     "stage": "ppo",

@@ -60,16 +60,13 @@ def test_the_second_run_waits_and_reports_for_whom(drill, held, caplog):
     assert [message for message in caplog.messages if re.fullmatch(pattern, message)] != []
 
 
-def test_without_waiting_the_second_run_fails(drill, held):
+def test_another_recipe_does_not_wait_but_without_waiting_the_same_one_fails(drill, held):
     with pytest.raises(
         StageError,
         match=rf"is being run by process {held.pid} since .* Fix: set launch\.wait to true",
     ):
         drill.run(wait=False)
     assert drill.launches == 1
-
-
-def test_another_recipe_does_not_wait(drill, held):
     with once(lambda: drill.launches == 2, lambda: drill.order("hold", given=False)):
         mine = drill.run(value=2, wait=False)
     theirs = held.communicate(timeout=HANGS_S)[0].strip()
@@ -101,7 +98,7 @@ def test_the_lock_of_a_killed_process_is_free_and_its_program_is_ended(drill, he
     assert user(export.parent).startswith(f"process {os.getpid()} since ")
 
 
-def test_a_damaged_record_of_an_owner_is_none(drill):
+def test_a_damaged_record_of_an_owner_is_none(drill, in_this_process):
     first = drill.run().parent
     (owner,) = (drill.root / "workspace" / ".locks").glob("*.json")
     for record in ("", "{}", "[]", '{"driver": "x 1@2"}', '{"driver": 1, "since": 0}'):

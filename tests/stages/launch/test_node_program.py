@@ -69,20 +69,26 @@ def test_the_allocator_has_the_options_of_the_user(environment, name):
     assert {key: found[key] for key in ALLOCATOR if key in found} == own
 
 
+TREE = {"NCCL_ALGO": "Tree"}
+
+
 @pytest.mark.parametrize(
-    "gpus, deterministic, expected", [(2, True, REPEATABLE), (2, False, {}), (0, True, {})]
+    ("gpus", "deterministic", "given", "expected"),
+    [
+        (2, True, {}, REPEATABLE),
+        (2, False, {}, {}),
+        (0, True, {}, {}),
+        # The user's algorithm counts where results need not repeat: the recipe says that they do,
+        # not by which algorithm.
+        (2, False, TREE, TREE),
+        (2, True, TREE, REPEATABLE),
+    ],
 )
 def test_ranks_on_gpus_repeat_their_results_if_they_are_told_to(
-    environment, gpus, deterministic, expected
+    environment, gpus, deterministic, given, expected
 ):
-    found = environment(gpus, deterministic)
+    found = environment(gpus, deterministic, **given)
     assert {name: found[name] for name in REPEATABLE if name in found} == expected
-
-
-def test_the_users_nccl_algorithm_counts_only_where_results_need_not_repeat(environment):
-    """The recipe says that they repeat, not by which algorithm."""
-    assert environment(2, NCCL_ALGO="Tree")["NCCL_ALGO"] == "Tree"
-    assert environment(2, deterministic=True, NCCL_ALGO="Tree")["NCCL_ALGO"] == "Ring"
 
 
 def test_it_is_part_of_the_recipe_of_ranks_if_it_is_true():

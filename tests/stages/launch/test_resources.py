@@ -60,13 +60,10 @@ def test_a_hostfile_with_a_fault_is_refused(hostfile, text, message):
         node_layout(hostfile(text), gpus=1)
 
 
-def test_a_stray_hostfile_and_stray_variables_are_never_read(monkeypatch):
+def test_all_ranks_count_and_stray_variables_do_not(hostfile, monkeypatch):
     for name, value in {"NODE_RANK": "1", "NNODES": "4", "MASTER_ADDR": "elsewhere"}.items():
         monkeypatch.setenv(name, value)
     assert node_layout(LaunchConfig(), gpus=2).ranks == (2,)
-
-
-def test_all_ranks_count(hostfile):
     assert rank_count(hostfile(HOSTS), gpus=8) == 12
     assert rank_count(LaunchConfig(), gpus=0) == 2
     assert rank_count(LaunchConfig(processes=3), gpus=0) == 3
