@@ -62,3 +62,49 @@ def test_one_rank_does_not_copy_its_gradients(world, make_model):
 
     optimizer_step(engine, world, [loss, loss])
     assert not any(map(torch.equal, before, engine.module.parameters()))
+
+
+# --- the precision in which gradients of micro batches add up, on two ranks -----------------------
+
+
+SMALL = 2.0**-9
+"""Less than half of the distance from any bf16 number to the next one, as a share of it."""
+CASES = {
+    f"ZeRO {stage}, {name}": ({"zero_stage": stage, "precision": "bf16", **fields},)
+    for stage in (1, 2, 3)
+    for name, fields in {
+        "default": {},
+        "bf16": {"accumulate": "bf16"},
+        "offload": {"offload_optimizer": True},
+    }.items()
+}
+
+
+def case(lab, deepspeed: dict) -> float:
+    """The gradient norm of a batch and 64 copies of it with a small weight, divided by its own."""
+    config = TrainedModelConfig.model_validate(
+        {"optimizer": {"learning_rate": 1e-12, "max_grad_norm": 1e9}, "deepspeed": deepspeed}
+    )
+    engine = train_engine(partial(load_policy, lab.models["llama"]), config, 2)
+
+    def loss(weight):
+        return weight * engine(torch.tensor([[5, 6, 7]])).logits.float().square().mean(), {}
+
+    norms = []
+    for weights in ([1.0], [1.0] + [SMALL] * 64):
+        optimizer_step(engine, lab.world, [partial(loss, weight) for weight in weights])
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms[1] / norms[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name.startswith("ZeRO 2") else pytest.param(name, marks=pytest.mark.long)
+        for name in CASES
+    ],
+)
+def test_small_gradients_add_up(cells, name):
+    """1 + 64 * 2^-9 = 1.125. In bf16, 1 + 2^-9 is 1, however often it is added."""
+    assert cells[name] == pytest.approx(1.0 if name.endswith("bf16") else 1.125, rel=1e-3)

@@ -211,40 +211,30 @@ def test_a_gpu_that_torch_does_not_find_is_reported(gpus, monkeypatch):
     assert gpus == []
 
 
-@pytest.fixture
-def joining(gpus, monkeypatch, rank_environment):
-    """Lets a rank on a GPU join, with all of torch's groups and DeepSpeed's operations replaced.
-
-    Returns what `init_process_group` got, and DeepSpeed's table of operations.
-    """
-    seen, operations = {}, {}
-    for name, value in rank_environment.items():
-        monkeypatch.setenv(name, value)
-    distributed = torch.distributed
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
-    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
-    monkeypatch.setattr(module, "TCPStore", lambda *arguments, **options: None)
-    monkeypatch.setattr(socket, "create_server", lambda *arguments, **options: socket.socket())
-    monkeypatch.setattr(
-        distributed, "init_process_group", lambda *arguments, **options: seen.update(options)
-    )
-    monkeypatch.setattr(distributed, "new_group", lambda **options: None)
-    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(module.deepspeed.ops, "__compatible_ops__", operations)
-    monkeypatch.setattr(module.deepspeed, "init_distributed", lambda **options: None)
-    monkeypatch.setattr(module.atexit, "register", lambda function: None)
-    return seen, operations
-
-
-def test_a_rank_on_a_gpu_joins(joining):
+def test_a_rank_on_a_gpu_joins(gpus, monkeypatch, rank_environment):
     """NCCL then connects at once by the rank's GPU, and guesses no device in a barrier.
 
     DeepSpeed's table probes the compilers of an operation that is asked for. DeepSpeed passes no
-    timeout; torch's default for NCCL is 10 minutes.
+    timeout; torch's default for NCCL is 10 minutes. All groups of torch are replaced.
     """
-    seen, operations = joining
+    seen, operations, distributed = {}, {}, torch.distributed
+    for name, value in rank_environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, getattr(distributed_c10d, name))
+    for owner, name, instead in (
+        (distributed, "is_initialized", lambda: False),
+        (module, "TCPStore", lambda *arguments, **options: None),
+        (socket, "create_server", lambda *arguments, **options: socket.socket()),
+        (distributed, "init_process_group", lambda *arguments, **options: seen.update(options)),
+        (distributed, "new_group", lambda **options: None),
+        (distributed, "get_rank", lambda: 0),
+        (distributed, "get_world_size", lambda: 1),
+        (module.deepspeed.ops, "__compatible_ops__", operations),
+        (module.deepspeed, "init_distributed", lambda **options: None),
+        (module.atexit, "register", lambda function: None),
+    ):
+        monkeypatch.setattr(owner, name, instead)
     assert join(0, timeout_s=4321).device == seen["device_id"] == torch.device("cuda", 0)
     assert module.deepspeed.ops.__compatible_ops__ is operations and operations == {}
     for backend in ("nccl", "gloo"):

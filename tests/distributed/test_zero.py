@@ -8,13 +8,20 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
 
 from rlhf_pipeline.config.training import FrozenModelConfig, SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed import engine as engines
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
-from rlhf_pipeline.distributed.zero import for_generation, fp32_shards, is_sharded
+from rlhf_pipeline.distributed.zero import (
+    EMA,
+    for_generation,
+    fp32_shards,
+    is_sharded,
+    whole_state_dict,
+)
 from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.forward import probe_capabilities
@@ -105,24 +112,22 @@ def test_no_weight_stays_gathered_after_its_pass(policy, world, monkeypatch):
     assert ("model.layers.0", {"model.layers.0"}) in found
 
 
-def test_a_frozen_model_has_the_precision_of_the_model_it_accompanies():
-    """Otherwise the first KL between actor and reference would not be 0."""
-    companion = block(deepspeed={"precision": "bf16"})
-    assert FrozenModelConfig().beside(companion.deepspeed).precision == "bf16"
-    explicit = FrozenModelConfig.model_validate({"deepspeed": {"precision": "fp32"}})
-    assert explicit.beside(companion.deepspeed).precision == "fp32"
-
-
 @pytest.mark.parametrize(
-    ("stage", "own", "expected"),
-    [(0, None, "compile"), (0, "liger", "liger"), (3, None, None), (3, "liger", "liger")],
+    ("own", "precision", "kernels"),
+    [
+        ({}, "bf16", "compile"),
+        ({"precision": "fp32", "kernels": "liger"}, "fp32", "liger"),
+        ({"zero_stage": 3}, "bf16", None),  # compiled layers cannot gather their weights
+        ({"zero_stage": 3, "kernels": "liger"}, "bf16", "liger"),
+    ],
 )
-def test_a_frozen_model_has_the_kernels_of_the_model_it_accompanies(stage, own, expected):
-    """But compiled layers cannot gather their weights."""
-    companion = block(deepspeed={"kernels": "compile"})
-    fields = {"deepspeed": {"zero_stage": stage, "kernels": own}}
-    frozen = FrozenModelConfig.model_validate(fields)
-    assert frozen.beside(companion.deepspeed).kernels == expected
+def test_a_frozen_model_has_precision_and_kernels_of_the_model_it_accompanies(
+    own, precision, kernels
+):
+    """Otherwise the first KL between actor and reference would not be 0."""
+    companion = block(deepspeed={"precision": "bf16", "kernels": "compile"}).deepspeed
+    found = FrozenModelConfig.model_validate({"deepspeed": own}).beside(companion)
+    assert (found.precision, found.kernels) == (precision, kernels)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -174,3 +179,75 @@ def test_the_generation_settings_of_a_model_folder_are_ignored(policy, make_mode
         for folder in (policy, with_settings)
     )
     assert torch.equal(ours, theirs)
+
+
+# --- the average of an engine's weights, on two ranks of the lab ----------------------------------
+
+
+CASES = {
+    f"{precision}, stage {stage}": (precision, stage)
+    for precision, stage in [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 2),
+                             ("bf16", 3)]
+}  # fmt: skip
+DECAY, STEPS = 0.75, 3
+
+
+def train(lab, precision: str, stage: int, *, swap: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights after some steps; with `swap`, the average is swapped in and out after each step."""
+
+    config = TrainedModelConfig.model_validate(
+        {
+            "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0, "schedule": "constant"},
+            "deepspeed": {"zero_stage": stage, "precision": precision},
+        }
+    )
+    engine = train_engine(partial(load_policy, lab.models["llama"]), config, STEPS)
+    whole = torch.Tensor.detach if stage == 0 else safe_get_full_fp32_param
+
+    def masters() -> dict[str, torch.Tensor]:
+        return {name: whole(p).clone() for name, p in engine.module.named_parameters()}
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in whole_state_dict(engine.module).items()}
+
+    ema, expected, averages = EMA(engine, DECAY), masters(), {}
+    for step in range(STEPS):
+        ids = torch.arange(5, 13).view(1, -1) + step + lab.world.rank
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        ema.update()
+        now = masters()
+        expected = {name: DECAY * mean + (1 - DECAY) * now[name] for name, mean in expected.items()}
+        if swap:
+            with ema.in_place():
+                averages = weights()
+    return {"last": weights(), "masters": masters(), "averages": averages, "expected": expected}
+
+
+def case(lab, precision: str, stage: int) -> dict[str, bool] | None:
+    swapped, plain = (train(lab, precision, stage, swap=swap) for swap in (True, False))
+    if lab.world.rank:
+        return None  # at stage 3, only the first rank has whole weights
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    relative = 1e-6 if precision == "fp32" else 8e-3
+    averages, last = swapped["averages"], swapped["last"]
+    return {
+        "is the average": all(
+            averages[name].dtype == dtype
+            and torch.allclose(averages[name], mean.to(dtype), rtol=relative, atol=1e-7)
+            for name, mean in swapped["expected"].items()
+        ),
+        "differs": not any(torch.equal(averages[name], last[name]) for name in averages),
+        "changes nothing": all(
+            torch.equal(swapped[kind][name], value)
+            for kind in ("last", "masters")
+            for name, value in plain[kind].items()
+        ),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_the_average_is_that_of_the_fp32_weights_and_training_is_unchanged(cells, name):
+    """Swapped in, it equals the average of DeepSpeed's fp32 weights in the model's precision."""
+    assert cells[name] == {"is the average": True, "differs": True, "changes nothing": True}

@@ -37,7 +37,8 @@ TEXTS = {"sft": ["a", "bbb", "cc", "same"], "ppo": ["aaa", "b", "dd", "same"]}
 
 
 def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
-    with chat_server(longer) as (url, requests):
+    """The last verdict of a reply counts: the judge may quote an answer that contains one."""
+    with chat_server(lambda a, b: f"It says [[B]]. {longer(a, b)}") as (url, requests):
         judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path / "cache")
         assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
         assert [a.scores["chat"] for a in judged["sft"]] == [0.0] * 4
@@ -59,8 +60,10 @@ def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
 
 
 def test_a_judge_that_favours_a_position_prefers_nobody(tmp_path):
-    with chat_server(lambda first, second: "[[A]]") as (url, _):
+    """A busy server is asked again."""
+    with chat_server(lambda *_: "[[A]]", lambda n: 200 if n else 429) as (url, requests):
         judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
+    assert (len(requests), reports["chat"]["calls"]) == (7, 6)
     assert [a.scores["chat"] for a in judged["ppo"]] == [0.0] * 4
     assert reports["chat"]["inconsistent"] == 3
 
@@ -78,13 +81,6 @@ def test_refusals_and_replies_without_a_verdict_are_ties_and_counted(tmp_path):
     assert (counts["refusals"], counts["unparsable"], counts["inconsistent"]) == (1, 1, 0)
 
 
-def test_a_busy_server_is_asked_again(tmp_path):
-    with chat_server(longer, lambda number: 429 if number == 0 else 200) as (url, requests):
-        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
-    assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
-    assert (len(requests), reports["chat"]["calls"]) == (7, 6)
-
-
 def test_an_answer_with_the_name_of_a_field_stays_as_it_is(tmp_path):
     seen = []
 
@@ -96,13 +92,6 @@ def test_an_answer_with_the_name_of_a_field_stays_as_it_is(tmp_path):
         chat = config(url, template="{prompt}|{first}|{second}")
         judge_answers(policies(sft=["{first} {x}"], ppo=["{second}"]), chat, tmp_path)
     assert sorted(seen) == ["User: 0?|{first} {x}|{second}", "User: 0?|{second}|{first} {x}"]
-
-
-def test_the_verdict_is_the_last_one_of_a_reply(tmp_path):
-    """The judge may quote an answer that contains a verdict."""
-    with chat_server(lambda a, b: f"It says [[B]]. {longer(a, b)}") as (url, _):
-        judged, _ = judge_answers(policies(**TEXTS), config(url), tmp_path)
-    assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_every_draw_of_a_prompt_meets_the_next_draw_of_the_baseline(tmp_path):

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.model_files import save_model
-from rlhf_pipeline.generation import transformers_generator
+from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.generation.generator import row_seeds, uniform_draws
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.forward import (
     probe_capabilities,
+    response_divergences,
     response_logprobs,
     response_values,
     sequence_scores,
@@ -31,6 +32,7 @@ from rlhf_pipeline.models.loading import (
 )
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.rl.logprobs import divergence
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12]]
 RESPONSES = [[13, 1], [14, 15, 16, 1], [17, 18, 19]]
@@ -119,10 +121,12 @@ def test_dropout_is_off_whatever_the_family_calls_it(checkpoint, scorer, family)
     assert not drops(load_scores(checkpoint, "fp32", new_head=True).classifier)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_generation_is_sampling_token_by_token(policy, contract, temperature):
-    """Each row alone, without padding or cache: the first token whose CDF exceeds the draw."""
-    sampling = SamplingConfig(max_response_tokens=16, batch_size_per_gpu=3, temperature=temperature)
+def test_generation_is_sampling_token_by_token(policy, contract):
+    """Each row alone, without padding or cache: the first token whose CDF exceeds the draw.
+
+    Rows of the vocabulary without a token are left out.
+    """
+    sampling = SamplingConfig(max_response_tokens=16, batch_size_per_gpu=3, temperature=0.7)
     seeds = row_seeds(3, 1, np.arange(3))
     draws = uniform_draws(seeds, 16)
     rollout = TransformersGenerator(policy, contract).generate(PROMPTS, sampling, seeds).sequences
@@ -130,7 +134,7 @@ def test_generation_is_sampling_token_by_token(policy, contract, temperature):
         ids = list(prompt)
         for draw in draws[i].tolist():
             logits = policy(input_ids=torch.tensor([ids])).logits[0, -1, : contract.vocab_size]
-            weights = np.exp(logits.double().numpy() / temperature)
+            weights = np.exp(logits.double().numpy() / 0.7)
             ids.append(int(np.argmax(weights.cumsum() > draw * weights.sum())))
             if ids[-1] == 1:
                 break
@@ -148,19 +152,6 @@ def test_sampler_and_training_agree_also_behind_rows_that_have_finished(policy, 
     trained = response_logprobs(policy, rollout.sequences, vocab_size=contract.vocab_size)
     apart = (trained - rollout.logprobs)[rollout.sequences.real_mask].abs().max()
     assert apart < 1e-4
-
-
-def test_padded_vocabulary_rows_are_never_sampled(policy, contract, monkeypatch):
-    """The first draw exceeds the probability of all real tokens under the unrestricted softmax."""
-    probabilities = policy(torch.tensor([[5]])).logits[0, -1].softmax(-1)
-    assert len(probabilities) == WIDE
-    draws = torch.tensor(
-        [[probabilities[: contract.vocab_size].sum().item() + 1e-6, 0.5]], dtype=torch.float64
-    )
-    sampling = SamplingConfig(max_response_tokens=2, batch_size_per_gpu=1)
-    monkeypatch.setattr(transformers_generator, "uniform_draws", lambda *_: draws)
-    rollout = TransformersGenerator(policy, contract).generate([[5]], sampling, [(0,)])
-    assert rollout.sequences.response_ids.max() < contract.vocab_size
 
 
 def test_a_saved_policy_loads_as_the_same_policy(policy, checkpoint, contract, tmp_path):
@@ -193,3 +184,60 @@ def test_a_saved_scorer_loads_as_the_same_scorer_with_transformers_too(
     )
     logits = classifier(input_ids=ids, attention_mask=(ids != 0).long()).logits
     close(expected, logits[:, 0])
+
+
+# --- forward passes on one family -----------------------------------------------------------------
+
+
+def test_a_language_model_is_not_a_reward_model(make_model):
+    with pytest.raises(
+        ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"
+    ):
+        load_scores(make_model(), "fp32")
+
+
+def test_a_head_in_bf16_gives_scores_in_fp32(make_model):
+    """Neighbouring bf16 numbers around 4 differ by 1/32, more than many margins of scores."""
+    model = freeze(load_scores(make_model(), "bf16", new_head=True))
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.head.weight)
+    scores = sequence_scores(model, collate(PROMPTS, RESPONSES, 0))
+    assert model.head.weight.dtype == torch.bfloat16 and scores.dtype == torch.float32
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_a_critic_scales_its_scalars_and_adds_an_offset(make_model):
+    batch = collate(PROMPTS, RESPONSES, 0)
+    critic = freeze(load_scores(make_model(), "fp32", new_head=True))
+    torch.nn.init.normal_(critic.head.weight)
+    raw = response_values(critic, batch)
+    critic.scale, critic.offset = 2.0, -6.0
+    mask = batch.action_mask
+    torch.testing.assert_close(response_values(critic, batch)[mask], 2 * raw[mask] - 6)
+
+
+@pytest.mark.parametrize("count", [None, 3])
+@pytest.mark.parametrize("student", ["llama", "bloom"])
+@pytest.mark.parametrize("teacher", ["llama", "bloom"])
+def test_a_teacher_is_compared_row_by_row(make_model, student, teacher, count):
+    """Packed or padded, each of them, and with different numbers of unused columns."""
+    models = [
+        load_policy(make_model(student, seed=1, vocabulary=300), "fp32"),
+        load_policy(make_model(teacher, seed=2, vocabulary=310), "fp32"),
+    ]
+    packed = [probe_capabilities(each).packed for each in models]
+    assert packed == [name != "bloom" for name in (student, teacher)]
+    batch = collate(PROMPTS, RESPONSES, 0)
+    found = response_divergences(
+        *models, batch, beta=0.3, top_k=count, vocab_size=288, temperature=0.7
+    )
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        ids, start = torch.tensor(prompt + response), len(prompt) - 1
+        s, t = (
+            (model(input_ids=ids[None]).logits[0, start:-1, :288] / 0.7).log_softmax(-1)
+            for model in models
+        )
+        expected = [p.gather(1, ids[start + 1 :, None]).squeeze(1) for p in (s, t)]
+        expected[1:1] = [-(s.exp() * s).sum(-1), divergence(s, t, beta=0.3, top_k=count)]
+        for each, own in zip(found, expected, strict=True):
+            torch.testing.assert_close(each[row, : len(response)], own, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -90,3 +92,24 @@ def test_a_tokenizer_has_the_same_bytes_with_and_without_the_hub(make_model, tmp
         load_tokenizer(folder).save_pretrained(tmp_path / str(offline))
         saved.append((tmp_path / str(offline) / "tokenizer_config.json").read_text())
     assert saved[0] == saved[1] and "local_files_only" not in saved[0]
+
+
+# --- what the import of the package leaves out ----------------------------------------------------
+
+
+IMPORT = """
+import gc, sys
+import rlhf_pipeline.models
+print([name for name in ("boto3", "sklearn", "scipy") if name in sys.modules], gc.isenabled())
+import boto3
+print(boto3.__name__)
+"""
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_import_leaves_libraries_out_which_can_be_imported_later(before):
+    """Only transformers that has found SciPy before gets it."""
+    found = "from transformers.utils import is_scipy_available; is_scipy_available()\n" * before
+    command = [sys.executable, "-c", found + IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{['scipy'] * before} True", "boto3"]

@@ -9,10 +9,6 @@ from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModelForCausalLM
 from varlen_reference import varlen_attn
 
-from rlhf_pipeline.config.training import SamplingConfig
-from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.generation.generator import uniform_draws
-from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.forward import probe_capabilities
 from rlhf_pipeline.models.packing import (
@@ -77,23 +73,6 @@ def test_other_batches_keep_the_window(models):
     torch.testing.assert_close(
         packed(**inputs).logits[real], eager(**inputs).logits[real], rtol=1e-4, atol=1e-4
     )
-
-
-def test_generation_keeps_the_window(models, make_model):
-    packed, eager = models
-    contract = TokenContract.read(make_model("mistral"))
-    sampling = SamplingConfig(max_response_tokens=10, batch_size_per_gpu=3)
-    seeds = [(1,), (2,), (3,)]
-    found = TransformersGenerator(packed, contract).generate(PROMPTS, sampling, seeds).sequences
-    for i, draws in enumerate(uniform_draws(seeds, 10)):
-        ids = list(PROMPTS[i])
-        for draw in draws:
-            logits = alone(eager, ids)[-1, : contract.vocab_size]
-            cdf = logits.double().softmax(-1).cumsum(-1)
-            ids.append(int((cdf > draw * cdf[-1]).nonzero()[0]))
-            if ids[-1] == contract.eos_id:
-                break
-        assert found.response_ids[i, found.action_mask[i]].tolist() == ids[len(PROMPTS[i]) :]
 
 
 def test_answers_to_one_prompt_share_its_tokens(models):

@@ -19,9 +19,6 @@ def level(prompts, responses, level): return [one / 2 for one in level]
 def right(prompts, responses, references): return [float(a in b) for a, b in
                                                    zip(references, responses)]
 def none(prompts, responses): return None
-def words(prompts, responses): return ["good"] * 3
-def short(prompts, responses): return [1.0]
-def first(prompts, responses): return [len(r.split()[0]) for r in responses]
 def raises(prompts, responses): raise KeyError("score")
 """
 
@@ -64,23 +61,13 @@ def test_without_prompts_a_function_is_imported_and_not_called(faults, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "message"),
-    [
-        ("none", True, ": found None, expected a list of 3 numbers, one for each response. Fix: "),
-        ("words", True, ": found 'good', expected a finite number, for the response 'The "),
-        ("short", True, ": found 1 results, expected a list of 3 numbers, one for each response"),
-        ("first", False, f" failed at the response '' to the prompt {ASKED[0]}: IndexError"),
-        ("raises", False, " failed at the response 'The answer is 5.' to the prompt"),
-    ],
-)  # fmt: skip
-def test_a_wrong_result_is_a_certain_fault_and_an_exception_is_not(faults, name, found, message):
-    ((fault, is_certain),) = faults(name)
-    assert is_certain is found and fault.startswith(f"my.py:{name}{message}")
-
-
-@pytest.mark.parametrize(
     ("body", "is_certain"),
     [
+        ("return None", True),
+        ("return ['good'] * 3", True),
+        ("return [1.0]", True),
+        ("return [len(r.split()[0]) for r in responses]", False),
+        ("raise KeyError('score')", False),
         ("return [lenn(r) for r in responses]", True),
         ("import no_such_package", True),
         ("from os import no_such_name", True),

@@ -3,7 +3,14 @@
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.sizing.presets import as_yaml, make_preset
+from rlhf_pipeline.sizing.models import MODELS
+from rlhf_pipeline.sizing.presets import (
+    METHODS,
+    SOURCES,
+    as_yaml,
+    hyperparameters,
+    make_preset,
+)
 
 
 def test_the_file_contains_the_parameters_with_their_sources():
@@ -12,27 +19,12 @@ def test_the_file_contains_the_parameters_with_their_sources():
     text = as_yaml(preset, preset.name)
     for line in (
         "# llama-2-7b on 1 GPU of 24 GB; QLoRA.",
-        "#   kedro run --env=llama-2-7b-1x24-qlora",
-        "base_model:\n  path: meta-llama/Llama-2-7b-hf",
-        "  sources: [{name: Dahoas/rm-static}]       # DeepSpeed-Chat",
         "  lora: {rank: 64, alpha: 16, quantize: nf4}  # Dettmers 2023",
         "    learning_rate: 0.0002                   # Dettmers 2023",
         "    learning_rate: 0.0001                   # 10 x Llama 2: Biderman 2024",
         "  deepspeed: {zero_stage: 1, precision: bf16}",
     ):
         assert f"\n{line}" in f"\n{text}"
-
-
-def test_a_scheduler_starts_the_ranks_of_several_nodes():
-    preset = make_preset("opt-1.3b", "2x8x80", "full")
-    assert preset.parameters["launch"] == {
-        "processes": 8,
-        "mode": "command",
-        "nodes": 2,
-        "command": "srun --nodes=2 --ntasks-per-node=8 {command}",
-    }
-    assert "8 GPUs of 80 GB on each of 2 nodes; all weights train" in as_yaml(preset, "x")
-    assert make_preset("opt-1.3b", "8x80", "full").parameters["launch"] == {"processes": 8}
 
 
 def test_every_rank_has_its_share_of_a_batch():
@@ -44,14 +36,6 @@ def test_every_rank_has_its_share_of_a_batch():
     assert parameters["ppo"]["rollout_batch_size"] == 513
     text = as_yaml(make_preset("opt-1.3b", "8x8x80", "full"), "x")
     assert "batch_size: 64                            # for 64 ranks; InstructGPT has 32\n" in text
-
-
-def test_adapters_are_on_all_models_that_train():
-    parameters = make_preset("llama-3-8b", "1x80", "lora").parameters
-    ppo, lora = parameters["ppo"], {"rank": 16, "alpha": 32}
-    blocks = [parameters[name] for name in ("sft", "reward_model", "dpo")]
-    assert [block["lora"] for block in (*blocks, ppo["actor"], ppo["critic"])] == [lora] * 5
-    assert "lora" not in make_preset("llama-3-8b", "8x80", "full").parameters["sft"]
 
 
 @pytest.mark.parametrize(
@@ -147,3 +131,81 @@ def test_a_pair_without_a_reward_model_or_with_a_chat_model_is_no_equal_pair():
         make_preset("opt-1.3b", "1x80", "full", "grpo", reward="opt-350m")
     preset = make_preset("llama-3-8b", "8x80", "full", instruct=True, reward="llama-3.2-1b")
     assert preset.parameters["ppo"]["critic"]["start"] == "policy"
+
+
+# --- the published values, by model, size and method ----------------------------------------------
+
+
+RATES = ["sft", "reward_model", "ppo.actor", "ppo.critic", "dpo"]
+
+
+def rates(model, method):
+    values = hyperparameters(model, method)
+    return [values[f"{name}.optimizer.learning_rate"].value for name in RATES]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "expected"),
+    [
+        # InstructGPT's rates for 1.3B and 6B, and for 175B; PPO as in Huang et al. up to 7B.
+        ("opt-1.3b", "full", [9.65e-6, 9e-6, 3e-6, 3e-6, 5e-7]),
+        ("opt-13b", "full", [9.65e-6, 9e-6, 1e-6, 1e-6, 5e-7]),
+        ("opt-66b", "full", [5.03e-6, 9e-6, 1e-6, 1e-6, 5e-7]),
+        ("bloom", "full", [5.03e-6, 9e-6, 1e-6, 1e-6, 5e-7]),
+        ("llama-2-7b", "full", [2e-5, 1e-5, 3e-6, 3e-6, 5e-7]),
+        ("llama-2-70b", "full", [2e-5, 5e-6, 1e-6, 1e-6, 5e-7]),
+        ("llama-3-8b", "full", [5e-6, 3e-6, 3e-6, 3e-6, 5e-7]),
+        ("llama-3-70b", "full", [2e-6, 3e-6, 1e-6, 1e-6, 5e-7]),
+        ("mistral-7b", "full", [2e-5, 9e-6, 3e-6, 3e-6, 5e-7]),
+        ("qwen3-8b", "full", [7e-6, 9e-6, 3e-6, 3e-6, 5e-7]),
+        # Adapters: SFT as in QLoRA, with half the rate above 13B; else ten times the rate.
+        ("llama-3-8b", "lora", [2e-4, 3e-5, 3e-5, 3e-5, 5e-6]),
+        ("llama-2-13b", "qlora", [2e-4, 1e-4, 1e-5, 1e-5, 5e-6]),
+        ("llama-2-70b", "qlora", [1e-4, 5e-5, 1e-5, 1e-5, 5e-6]),
+    ],
+)
+def test_learning_rates(model, method, expected):
+    assert rates(model, method) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_value_names_a_publication(method):
+    for model in MODELS:
+        for name, (_, source) in hyperparameters(model, method).items():
+            assert any(known in source for known in SOURCES), (model, name)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        # Steps, responses of a step and of an update, passes, KL coefficient, temperature.
+        ("llama-2-7b", (1953, 512, 512, 4, 0.05, 0.7)),  # Huang et al.
+        ("llama-2-13b", (400, 512, 64, 1, 0.01, None)),  # Llama 2
+        ("llama-2-70b", (400, 512, 64, 1, 0.005, None)),
+    ],
+)
+def test_ppo_follows_one_publication_as_a_whole(model, expected):
+    values = hyperparameters(model, "full")
+    names = (
+        "steps", "rollout_batch_size", "minibatch_size", "ppo_epochs", "kl.coef",
+        "sampling.temperature",
+    )  # fmt: skip
+    found = [values.get(f"ppo.{name}") for name in names]
+    assert tuple(value and value.value for value in found) == expected
+    sources = {v.source for n, v in values.items() if n.startswith("ppo.") and "tokens" not in n}
+    paper = "Huang 2024" if model == "llama-2-7b" else "Llama 2"
+    assert all(source.endswith(paper) for source in sources)
+
+
+def test_dpo_follows_one_publication_as_a_whole():
+    names = ("dpo.beta", "dpo.epochs", "dpo.batch_size", "dpo.optimizer.learning_rate")
+    plain = hyperparameters("llama-3-70b", "full")
+    assert [plain[name].value for name in names] == [0.1, 1, 64, 5e-7]  # Rafailov et al.
+    zephyr = hyperparameters("mistral-7b", "full")
+    assert [zephyr[name].value for name in names] == [0.01, 1, 128, 5e-7]
+
+
+def test_weight_decay_is_for_whole_weights():
+    decay = "sft.optimizer.weight_decay"
+    assert hyperparameters("llama-2-7b", "full")[decay] == (0.1, "Llama 2")
+    assert hyperparameters("llama-2-7b", "lora")[decay] == (0.0, "Dettmers 2023")

@@ -4,11 +4,17 @@ Two ranks of the lab run them.
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
-from strict_device import StrictDevice
+import torch
+from strict_device import MisplacedTensorError, StrictDevice
 from tiny_jobs import MAIN, STEPS, logged, tiny_job, trained
+
+from rlhf_pipeline.distributed import engine_state
+from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.models.sequences import Sequences
 
 SHARDED = {"zero_stage": 3, "offload_parameters": True}
 CASES = {  # the program, its changed parameters, and whether it also resumes
@@ -79,3 +85,97 @@ def test_no_tensor_is_in_the_wrong_memory_and_resumed_training_is_the_same(cells
     whole, found = cells[name]
     assert found == whole and len(found) == STEPS
     assert all(math.isfinite(value) for line in found for value in line.values())
+
+
+# --- mistakes that only a GPU shows, planted ------------------------------------------------------
+
+
+def test_a_sum_over_ranks_of_a_tensor_in_main_memory(strict, program_inputs, tmp_path, monkeypatch):
+    """NCCL sums tensors of the device only; supervised training counts tokens in main memory."""
+
+    def sum_in_place(world: World, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.detach().clone()
+        torch.distributed.all_reduce(total)
+        return total.to(world.device)
+
+    monkeypatch.setattr(World, "sum", sum_in_place)
+    with pytest.raises(MisplacedTensorError, match="allreduce_"):
+        MAIN["sft"](tiny_job("sft", program_inputs, tmp_path, trained(0)))
+
+
+def test_adam_s_step_in_main_memory(strict, program_inputs, tmp_path, monkeypatch):
+    """Fused AdamW reads it on the device, at the first step after a checkpoint is loaded."""
+    start = engine_state.start_optimizer
+
+    def start_in_main_memory(engine, step):
+        start(engine, step)
+        for state in engine_state._adam(engine).state.values():
+            state["step"] = state["step"].cpu()
+
+    monkeypatch.setattr(engine_state, "start_optimizer", start_in_main_memory)
+    job = tiny_job("sft", program_inputs, tmp_path, trained(2))
+    MAIN["sft"](job)
+    with pytest.raises(MisplacedTensorError, match="_fused_adamw_"):
+        MAIN["sft"](replace(job, resume_from=1))
+
+
+def test_a_batch_in_main_memory(strict, program_inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sequences, "to", lambda sequences, device: sequences)
+    with pytest.raises(MisplacedTensorError, match="embedding"):
+        MAIN["dpo"](tiny_job("dpo", program_inputs, tmp_path, trained(0)))
+
+
+# --- how often the host waits for the device ------------------------------------------------------
+
+
+def own_waits(strict, phase: str) -> dict[int | None, int]:
+    """The waits of a phase by step."""
+    return Counter(wait.step for wait in strict.waits if wait.own and wait.phase == phase)
+
+
+@pytest.mark.parametrize("program", ["sft", "dpo", "kto"])
+def test_an_optimizer_step_of_supervised_training_waits_twice(
+    strict, program_inputs, tmp_path, program
+):
+    """For its metrics, and for whether a rank received SIGTERM; four micro batches add nothing."""
+    MAIN[program](tiny_job(program, program_inputs, tmp_path, trained(2) | {"evaluations": 1}))
+    # The last step waits for its metrics here, and for SIGTERM after it has saved its model.
+    assert own_waits(strict, "update") == {1: 2, 2: 1}
+
+
+@pytest.mark.parametrize(
+    "changes, optimizer_steps",
+    [
+        ({}, 2),
+        ({"critic_warmup_steps": 1}, 1),
+        ({"minibatch_size": 4, "ppo_epochs": 2, "kl": {"stop_update": 9.0}}, 8),
+    ],
+    ids=["one minibatch", "critic alone", "four minibatches"],
+)
+def test_an_optimizer_step_of_ppo_waits_at_most_twice(
+    strict, program_inputs, tmp_path, changes, optimizer_steps
+):
+    """A rollout waits for its metrics, for SIGTERM, and with `stop_update` after each epoch."""
+    blocks = {"actor": trained(1), "critic": trained(1), "evaluations": 1}
+    MAIN["ppo"](tiny_job("ppo", program_inputs, tmp_path, blocks | changes))
+    waits = own_waits(strict, "update")[1]
+    assert waits == 2 + (2 if "kl" in changes else 0)
+    assert waits <= 2 * optimizer_steps
+
+
+def test_generation_waits_once_for_each_micro_batch_and_scoring_once_for_each_model(
+    strict, program_inputs, tmp_path
+):
+    """Neither a generated token nor a packed forward pass waits, in no library.
+
+    After 16 tokens, generation looks at which rows have finished. Scoring waits for its metrics and
+    its moments, too; in the first step also for the mean that the critic's values get.
+    """
+    blocks = {
+        "actor": trained(1), "critic": trained(1), "evaluations": 1, "micro_batch_tokens": 16,
+        "sampling": {"max_response_tokens": 20, "batch_size_per_gpu": 4},
+    }  # fmt: skip
+    MAIN["ppo"](tiny_job("ppo", program_inputs, tmp_path, blocks))
+    waits = Counter((wait.phase, wait.step) for wait in strict.waits)
+    assert [waits["rollout", step] for step in (1, 2)] == [4, 4]  # two micro batches
+    assert [waits["scoring", step] for step in (1, 2)] == [4 + 2 + 1, 4 + 2]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pytest
 import torch
+from ppo_runs import ppo_config, run_ppo
 from rank_fixtures import write_table
 from transformers import PreTrainedModel
 
@@ -98,3 +99,9 @@ def sft_inputs(make_model, tmp_path_factory):
     model = make_model("llama", seed=1)
     rows = write_table(table, tmp_path_factory.mktemp("rows"), TokenContract.read(model))
     return {"base_model": model, "demonstrations": rows}
+
+
+@pytest.fixture(scope="module")
+def trained(ppo_inputs, world, tmp_path_factory):
+    """A finished PPO of two steps."""
+    return run_ppo(ppo_config(), ppo_inputs, world, tmp_path_factory.mktemp("ppo"))

@@ -1,18 +1,21 @@
-"""The evaluated models that are kept, and the one that is exported."""
+"""The evaluated models that are kept, the one that is exported, and the space that both need."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from rlhf_pipeline.config.training import SFTConfig
-from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.config.training import SFTConfig, TrainedModelConfig
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.model_files import save_model
+from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.models.loading import load_policy, load_tokenizer
 from rlhf_pipeline.runtime import manifest
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import file_entries
-from rlhf_pipeline.training.checkpoints import BestModels
+from rlhf_pipeline.training.checkpoints import BestModels, Checkpoints
 
 CONFIG = SFTConfig.model_validate(
     {
@@ -58,6 +61,8 @@ def test_the_best_two_are_kept_and_the_earlier_of_two_equals_is_better(
 ):
     best = make_best_models(2)
     assert best.best is None and best.kept == "No model was evaluated, so none is kept."
+    with pytest.raises(AssertionError, match="no model was offered"):
+        best.finish()
     for step, score in ((2, 1.0), (4, 3.0), (6, 2.0), (8, 3.0), (10, 0.5)):
         best.offer(numbered(policy, step), step, score, {"validation/loss": -score})
         best.forget_the_rest()
@@ -125,6 +130,52 @@ def test_a_best_model_that_has_changed_is_not_exported(policy, make_best_models,
     assert not (tmp_path / "export").exists()
 
 
-def test_without_an_offer_there_is_nothing_to_export(policy, make_best_models):
-    with pytest.raises(AssertionError, match="no model was offered"):
-        make_best_models(1).finish()
+# --- the disk space that is required before anything is written -----------------------------------
+
+
+@pytest.mark.parametrize(("zero_stage", "fits"), [(0, True), (1, False)])
+def test_space_is_required_for_each_rank_only_if_the_engine_is_sharded(
+    world, make_model, disk, zero_stage, fits
+):
+    """At ZeRO stage 0, only the first rank writes. The disk has space for one copy.
+
+    A copy contains weights and two moments, 12 bytes per number.
+    """
+    config = TrainedModelConfig.model_validate(
+        {
+            "optimizer": {"learning_rate": 1e-3},
+            "deepspeed": {"precision": "fp32", "zero_stage": zero_stage},
+        }
+    )
+    engine = train_engine(partial(load_policy, make_model("llama")), config, 4)
+    numbers = sum(parameter.numel() for parameter in engine.module.parameters())
+    checkpoints = Checkpoints(
+        disk.path / "checkpoints", replace(world, size=2), {"actor": engine}, keep=2
+    )
+    disk.leave(12 * numbers + 2**17)
+    if fits:
+        checkpoints.save(1, {})
+        assert (
+            disk.path / "checkpoints" / "step-00000001" / "actor" / "rank0.safetensors"
+        ).is_file()
+    else:
+        with pytest.raises(
+            StageError,
+            match=r"the checkpoint of step 1 needs .* MiB, .* MiB free$",
+        ):
+            checkpoints.save(1, {})
+        assert list((disk.path / "checkpoints").iterdir()) == []
+
+
+def test_a_model_that_does_not_fit_is_not_written(tokenizer, make_model, disk):
+    """Tied weights are written once: the model fits, a second copy of its embeddings would not."""
+    model = load_policy(make_model("qwen2", vocabulary=2048), "fp32")  # 0.25 MiB of embeddings
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    disk.leave(size - 2**12)
+    with pytest.raises(StageError, match=r"the model for .*/best needs .* MiB, .* MiB free$"):
+        save_model(model, tokenizer, disk.path / "best")
+    assert not (disk.path / "best").exists()
+    disk.make_room()
+    disk.leave(size + 2**17)  # and the tokenizer
+    save_model(model, tokenizer, disk.path / "best")
+    assert (disk.path / "best" / "model.safetensors").is_file()

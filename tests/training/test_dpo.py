@@ -58,42 +58,36 @@ def loss_by_hand(model, reference, row):
     return torch.log1p(torch.exp(-margin))
 
 
-def test_a_policy_equal_to_the_reference_has_loss_log_2_and_accuracy_one_half(task, start):
-    batch = task.collate(ROWS)
-    loss, sums = task.loss(load_policy(start, "fp32"), batch, task.weight(batch))
-    assert loss.item() == pytest.approx(0.6931472, rel=1e-6)
-    metrics = task.metrics({name: value.item() for name, value in sums.items()})
-    assert metrics.pop("loss") == pytest.approx(0.6931472, rel=1e-6)
-    assert metrics == {"accuracy": 0.5, "margin": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0}
-
-
-def test_the_loss_is_the_mean_over_comparisons(task, model):
-    freeze(model)
-    batch = task.collate(ROWS)
-    assert task.weight(batch).item() == 3
-    loss, sums = task.loss(model, batch, task.weight(batch))
-    expected = sum(loss_by_hand(model, task.reference, row) for row in range(3))
-    torch.testing.assert_close(loss.float(), expected / 3, rtol=1e-5, atol=0)
-    torch.testing.assert_close(sums["loss"].float(), expected, rtol=1e-5, atol=0)
-    for name in ("chosen", "rejected"):
-        rewards = sum(reward_by_hand(model, task.reference, row, name) for row in range(3))
-        torch.testing.assert_close(sums[name].float(), rewards, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("tokens", [1, 16, 1000])
-def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, tokens):
+def test_loss_gradient_and_metrics_are_means_over_comparisons(task, model, tokens):
+    """Whatever the micro batches."""
     expected = sum(loss_by_hand(model, task.reference, row) for row in range(3)) / 3
     gradients = torch.autograd.grad(expected, list(model.parameters()))
-    batch = task.collate(ROWS)
-    total, metric = 0.0, 0.0
+    batch, total, sums = task.collate(ROWS), 0.0, {}
+    assert task.weight(batch).item() == 3
     for index in grouped(batch.lengths, tokens, padded=False):
-        loss, sums = task.loss(model, batch.rows(index), task.weight(batch))
+        loss, found = task.loss(model, batch.rows(index), task.weight(batch))
         loss.backward()
-        total, metric = total + loss.item(), metric + sums["loss"].item() / 3
+        total += loss.item()
+        sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
     assert total == pytest.approx(expected.item(), rel=1e-5)
-    assert metric == pytest.approx(expected.item(), rel=1e-5)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
+    chosen, rejected = (
+        [float(reward_by_hand(model, task.reference, row, name)) for row in range(3)]
+        for name in ("chosen", "rejected")
+    )
+    metrics = task.metrics(sums)
+    assert metrics.pop("loss") == pytest.approx(expected.item(), rel=1e-5)
+    right = sum(one > other for one, other in zip(chosen, rejected, strict=True))
+    assert 0 < right < 3
+    assert metrics == pytest.approx(
+        {
+            "accuracy": right / 3, "margin": (sum(chosen) - sum(rejected)) / 3,
+            "chosen_reward": sum(chosen) / 3, "rejected_reward": sum(rejected) / 3,
+        },
+        rel=1e-4, abs=1e-6,
+    )  # fmt: skip
 
 
 def test_the_reference_gets_no_gradient_and_keeps_no_activations(start, model):
@@ -168,21 +162,3 @@ def test_sft_coef_adds_the_likelihood_of_the_chosen_answers(task, model):
     torch.testing.assert_close(loss, plain + 2 * nll, rtol=1e-5, atol=0)
     metrics = both.metrics({name: value.item() for name, value in sums.items()})
     assert metrics["chosen_nll"] == pytest.approx(nll.item(), rel=1e-5)
-
-
-def test_metrics_are_per_comparison(task):
-    sums = {
-        "pairs": 4.0,
-        "loss": 2.0,
-        "correct": 3.0,
-        "margin": 6.0,
-        "chosen": -2.0,
-        "rejected": -8.0,
-    }
-    assert task.metrics(sums) == {
-        "loss": 0.5,
-        "accuracy": 0.75,
-        "margin": 1.5,
-        "chosen_reward": -0.5,
-        "rejected_reward": -2.0,
-    }

@@ -230,15 +230,6 @@ def test_whitening_counts_what_trains(experience_of, options):
     torch.testing.assert_close(advantages.var(correction=0), torch.tensor(1.0))
 
 
-def test_the_critic_may_have_a_lambda_of_its_own(experience_of):
-    """Values are 0: with lambda 0, a return is the reward of its token."""
-    (found,) = experience_of(1, True, value_lam=0.0)
-    (plain,) = experience_of(1, True)
-    assert torch.equal(found.advantages, plain.advantages)
-    rewards = torch.tensor([[-0.1, 3.1], [1.5, 0.0], [1.0, 0.0], [-0.1, 2.1]])
-    torch.testing.assert_close(found.returns, rewards, rtol=1e-5, atol=1e-6)
-
-
 THREE = {
     "advantage": "gdpo", "score_clip": 5.0, "missing_eos_penalty": 1.0,
     "rewards": ["trained", {"regex": ".", "weight": 3.0}, {"reference": "exact", "weight": 0.0}],
@@ -297,6 +288,8 @@ def test_a_group_is_equal_to_gdpo_if_every_source_with_a_weight_gives_equal_scor
         ({}, [[3.0, 3.1], [1.5, 0], [1.0, 0], [2.0, 2.1]]),
         # The KL is in the loss alone.
         ({"kl": {"place": "loss"}}, [[3.3, 3.3], [1.5, 0], [1.2, 0], [2.0, 2.0]]),
+        # The critic's lambda is 0, so a return is the reward of its token.
+        ({"value_lam": 0.0}, [[-0.1, 3.1], [1.5, 0], [1.0, 0], [-0.1, 2.1]]),
         # Rewards -0.1, 3.1; 1.5; 1; -0.1, 2.1: mean 1.25, variance 17.29/6 - 1.5625 = 1.3191667,
         # deviation 1.1485498. Divided by it about their mean, which they keep: 0.0746047,
         # 2.8607268; 1.4676658; 1.0323342; 0.0746047, 1.9900637.

@@ -67,40 +67,28 @@ def setup_of(engine, task, config, rows, world):
     )  # fmt: skip
 
 
-def test_sft(checkpoint, contract, world):
-    config = SFTConfig.model_validate(SUPERVISED)
-    engine = train_engine(partial(load_policy, checkpoint), config, total_steps=1)
-    before = copy.deepcopy(engine.module.state_dict())
-    responses = [[20, 1], [21, 22, 1], [23]]
-    rows = {
-        "prompt_ids": PROMPTS,
-        "response_ids": responses,
-        "loss_mask": [[True] * len(row) for row in responses],
-    }
-    metrics = train_step(setup_of(engine, SFTTask(contract), config, rows, world), 1)
-    assert metrics["sft/tokens"] == 6 and math.isfinite(metrics["sft/loss"])
-    assert moved(before, engine.module) == names(engine.module)
-
-
-def test_a_resumed_engine_continues_with_the_same_bits(checkpoint, contract, world, tmp_path):
+def test_sft_moves_every_weight_and_a_resumed_engine_continues_with_the_same_bits(
+    checkpoint, contract, world, tmp_path
+):
     config = SFTConfig.model_validate(SUPERVISED)
     rows = {"prompt_ids": PROMPTS, "response_ids": [[20, 1], [21, 22, 1], [23]]}
     rows["loss_mask"] = [[True] * len(row) for row in rows["response_ids"]]
 
-    def engine():
-        return train_engine(partial(load_policy, checkpoint), config, total_steps=3)
+    def setup():
+        engine = train_engine(partial(load_policy, checkpoint), config, total_steps=3)
+        return setup_of(engine, SFTTask(contract), config, rows, world)
 
-    def train(engine, *steps):
-        for step in steps:
-            train_step(setup_of(engine, SFTTask(contract), config, rows, world), step)
-        return engine.module.state_dict()
-
-    whole, resumed = engine(), engine()
-    train(whole, 1)
-    save_engine(whole, tmp_path)
-    expected = train(whole, 2, 3)
-    load_engine(resumed, tmp_path)
-    found = train(resumed, 2, 3)
+    whole, resumed = setup(), setup()
+    before = copy.deepcopy(whole.engine.module.state_dict())
+    metrics = train_step(whole, 1)
+    assert metrics["sft/tokens"] == 6 and math.isfinite(metrics["sft/loss"])
+    assert moved(before, whole.engine.module) == names(whole.engine.module)
+    save_engine(whole.engine, tmp_path)
+    load_engine(resumed.engine, tmp_path)
+    for step in (2, 3):
+        train_step(whole, step)
+        train_step(resumed, step)
+    expected, found = (each.engine.module.state_dict() for each in (whole, resumed))
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -12,24 +13,30 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
+from ppo_runs import ppo_config, run_ppo
+from rank_fixtures import as_artifact
 from safetensors.torch import load_file
-from tiny_jobs import MAIN, tiny_job
+from tiny_jobs import MAIN, logged, tiny_job
 
-from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.config.preferences import DPOConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
-from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.config.training import SFTConfig
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.batches import Rows
+from rlhf_pipeline.distributed.engine import train_engine
+from rlhf_pipeline.distributed.world import join
+from rlhf_pipeline.distributed.zero import whole_state_dict
+from rlhf_pipeline.models.loading import load_policy, load_tokenizer
+from rlhf_pipeline.models.lora import WithoutAdapters
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.training.checkpoints import BestModels
+from rlhf_pipeline.training.sft import SFTTask
+from rlhf_pipeline.training.supervised import Setup, train_step
 
 LORA = {"rank": 4, "alpha": 8.0}
 MODEL = {"optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0}, "lora": LORA}
 ROWS = {
-    "id": ["a", "b", "c", "d"],
     "prompt_ids": [[5, 6, 7], [8], [9, 10], [11]],
     "response_ids": [[20, 1], [21, 22, 1], [23, 1], [24, 25, 1]],
-    "chosen_ids": [[20, 1], [21, 1], [22, 1], [23, 1]],
-    "rejected_ids": [[23, 24, 1], [25, 1], [26, 1], [27, 1]],
 }
 ROWS["loss_mask"] = [[True] * len(row) for row in ROWS["response_ids"]]
 IDS = torch.tensor([[5, 6, 7, 20, 1]])
@@ -70,10 +77,6 @@ def distance(one, other):
 
 def case(lab, program, changes, precision):
     """Train; then compare engine, export, and the model that training started from."""
-    from rlhf_pipeline.distributed.zero import whole_state_dict
-    from rlhf_pipeline.models.lora import WithoutAdapters
-    from rlhf_pipeline.training.checkpoints import BestModels
-
     finish, live = BestModels.finish, {}
 
     def watched(self):
@@ -181,122 +184,46 @@ def test_ppo_averages_adapters_and_has_no_engine_for_the_reference(cells):
     assert found["average"] <= 1e-5 and found["of average"] > 1e-3
 
 
-def block(stage, model):
-    """Parameters for two optimizer steps, or for two steps of PPO."""
-    model = MODEL | model
-    if stage == "ppo":
-        return PPOConfig.model_validate(
-            {
-                "steps": 2, "rollout_batch_size": 4, "minibatch_size": 4,
-                "micro_batch_tokens": 32, "evaluations": 1,
-                "sampling": {"max_response_tokens": 4}, "ema": {"decay": 0.5},
-                "actor": model, "critic": MODEL | {"deepspeed": {"zero_stage": 2}},
-            }
-        )  # fmt: skip
-    supervised = {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 1}
-    kinds = {"sft": SFTConfig, "reward_model": RewardModelConfig, "dpo": DPOConfig}
-    return kinds[stage].model_validate(model | supervised)
-
-
-def setup_of(engine, task, config, world):
-    """What `train_step` needs, with all rows in one batch of two micro batches."""
-    from rlhf_pipeline.distributed.batches import Rows
-    from rlhf_pipeline.training.supervised import Setup
-
-    rows = Rows.of(pa.table(ROWS))
-    return Setup(
-        engine=engine, task=task, config=config,
-        training=rows, validation=rows, world=world, seed=1,
-    )  # fmt: skip
-
-
-def train_one_step(setup):
-    """The metrics of a step, and the names of the weights that it changed."""
-    from rlhf_pipeline.training.supervised import train_step
-
-    module = setup.engine.module
-    before = copy.deepcopy(module.state_dict())
-    metrics = train_step(setup, 1)
-    after = module.state_dict()
-    return metrics, {name for name, value in after.items() if not torch.equal(before[name], value)}
-
-
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom"])
-@pytest.mark.parametrize("deepspeed", [{"zero_stage": 0}, {"zero_stage": 2, "precision": "bf16"}])
-def test_one_step_of_sft_changes_b_only(make_model, world, family, deepspeed):
-    """B starts at zero, so the first gradient of A is zero."""
-    from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.training.sft import SFTTask
-
-    checkpoint, config = make_model(family), block("sft", {"deepspeed": deepspeed})
-    engine = train_engine(partial(load_policy, checkpoint), config, 1)
-    task = SFTTask(TokenContract.read(checkpoint))
-    _, changed = train_one_step(setup_of(engine, task, config, world))
-    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
+@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (2, "bf16")])
+def test_sft_changes_adapters_alone_in_every_family(
+    make_model, program_inputs, world, tmp_path, family, zero_stage, precision
+):
+    inputs = program_inputs | {"base_model": as_artifact(make_model(family))}
+    lab = SimpleNamespace(world=world, inputs=inputs, folder=tmp_path)
+    deepspeed = {"zero_stage": zero_stage, "precision": precision}
+    found = case(lab, "sft", MODEL | {"deepspeed": deepspeed}, precision)
+    assert found["changed"] == found["different"] == [] and found["start"] == 0
+    assert all(found["adapters"]) and found["learned"] > 0
 
 
-def test_one_step_of_the_reward_model_changes_its_head_and_b_only(make_model, world):
-    """B starts at zero, so the first gradient of A is zero."""
-    from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.engine import train_engine, untrained
-    from rlhf_pipeline.training.reward_model import RewardModelTask
-
-    checkpoint, config = make_model("gpt2"), block("reward_model", {})
-    engine = train_engine(partial(untrained, checkpoint), config, 1)
-    task = RewardModelTask(TokenContract.read(checkpoint), config)
-    _, changed = train_one_step(setup_of(engine, task, config, world))
-    names = engine.module.state_dict()
-    assert changed == {
-        name for name in names if ".lora_B." in name or name == "classifier.score.weight"
-    }
+def test_the_reward_model_trains_adapters_alone_beside_its_head(program_inputs, world, tmp_path):
+    lab = SimpleNamespace(world=world, inputs=program_inputs, folder=tmp_path)
+    found = case(lab, "reward_model", MODEL, "fp32")
+    assert found["changed"] == found["different"] == [] and all(found["adapters"])
 
 
-def test_dpo_starts_at_log_2_and_its_reference_does_not_change(make_model, world):
-    from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.training.dpo import DPOTask
-
-    checkpoint, config = make_model("opt"), block("dpo", {"deepspeed": {"zero_stage": 2}})
-    engine = train_engine(partial(load_policy, checkpoint), config, 2)
-    task = DPOTask(TokenContract.read(checkpoint), None, config)
-    setup = setup_of(engine, task, config, world)
-    metrics, changed = train_one_step(setup)
-    assert metrics["dpo/loss"] == pytest.approx(0.6931472, rel=1e-6)
-    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
-    metrics, _ = train_one_step(setup)
-    assert metrics["dpo/loss"] < 0.69
+def test_dpo_starts_at_log_2_and_its_reference_does_not_change(program_inputs, world, tmp_path):
+    changes = MODEL | {"deepspeed": {"zero_stage": 2}}
+    MAIN["dpo"](tiny_job("dpo", program_inputs, tmp_path, changes))
+    first, second = logged(tmp_path)
+    assert first["dpo/loss"] == pytest.approx(0.6931472, rel=1e-6) and second["dpo/loss"] < 0.69
 
 
 def test_ppo_trains_adapters_and_the_head_of_the_critic(ppo_inputs, world, tmp_path):
-    from ppo_runs import ppo_setup_of, scored_rollout
-
-    from rlhf_pipeline.data.token_contract import common_contract
-    from rlhf_pipeline.models.lora import WithoutAdapters
-    from rlhf_pipeline.training.experience import make_experience
-    from rlhf_pipeline.training.ppo_metrics import rollout_metrics
-    from rlhf_pipeline.training.ppo_setup import load_ppo_models
-    from rlhf_pipeline.training.ppo_update import update_models
-
-    paths = ppo_inputs
-    config = block("ppo", {"deepspeed": {"zero_stage": 1}})
-    job = LaunchedJob("ppo", "f", 1, {}, paths, {}, tmp_path, 600.0)
-    models = load_ppo_models(job, config, common_contract(paths), world)
-    assert isinstance(models.reference, WithoutAdapters)
-    assert models.reference.trained is models.actor
-    before = copy.deepcopy(models.critic.module.state_dict())
-    for step in (1, 2):
-        scored = scored_rollout(models, ROWS["prompt_ids"], config, step)
-        kl = rollout_metrics(scored, config, world)["objective/kl_k3"]
-        assert kl == 0 if step == 1 else kl > 0
-        experience = make_experience(scored, config, kl_coef=0.1, world=world)
-        update_models(ppo_setup_of(models, config, world), experience, 1, 0.1)
-    after = models.critic.module.state_dict()
+    models = {
+        name: MODEL | {"deepspeed": {"zero_stage": stage}}
+        for name, stage in (("actor", 1), ("critic", 2))
+    }
+    run = run_ppo(ppo_config(**models), ppo_inputs, world, tmp_path)
+    assert isinstance(run.setup.models.reference, WithoutAdapters)
+    first, second = (line["objective/kl_k3"] for line in run.lines)
+    assert first == 0 < second
+    before, after = run.start["critic"], run.weights("critic")
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     assert changed == {name for name in after if ".lora_" in name or "score" in name}
-    arguments = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    start = load_policy(paths["sft_model"], "fp32")(**arguments).logits
-    assert torch.equal(models.reference(**arguments).logits, start)
+    start = load_policy(ppo_inputs["sft_model"], "fp32")(**INPUTS).logits
+    assert torch.equal(run.setup.models.reference(**INPUTS).logits, start)
 
 
 @pytest.mark.gpu
@@ -316,21 +243,24 @@ def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(make_mo
 
 def train_quantized(checkpoint: Path, folder: Path) -> None:
     """Train adapters on a 4-bit base for one step, and export the model."""
-    from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.distributed.world import join
-    from rlhf_pipeline.models.loading import load_tokenizer
-    from rlhf_pipeline.training.checkpoints import BestModels
-    from rlhf_pipeline.training.sft import SFTTask
-
     world = join(0, timeout_s=600)
-    config = block("sft", {"deepspeed": {"precision": "bf16"}, "lora": LORA | {"quantize": "nf4"}})
+    supervised = {"epochs": 2, "batch_size": 4, "micro_batch_tokens": 32, "evaluations": 1}
+    quantized = {"deepspeed": {"precision": "bf16"}, "lora": LORA | {"quantize": "nf4"}}
+    config = SFTConfig.model_validate(MODEL | supervised | quantized)
     read = partial(load_policy, checkpoint)
     engine = train_engine(read, config, 1)
-    assert engine.module.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
+    module, rows = engine.module, Rows.of(pa.table(ROWS))
+    assert module.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
+    before = copy.deepcopy(module.state_dict())
     task = SFTTask(TokenContract.read(checkpoint))
-    _, changed = train_one_step(setup_of(engine, task, config, world))
-    assert changed == {name for name in engine.module.state_dict() if ".lora_B." in name}
+    setup = Setup(
+        engine=engine, task=task, config=config, training=rows, validation=rows, world=world,
+        seed=1,
+    )  # fmt: skip
+    train_step(setup, 1)
+    after = module.state_dict()
+    changed = {name for name, value in after.items() if not torch.equal(before[name], value)}
+    assert changed == {name for name in after if ".lora_B." in name}
     job = LaunchedJob("sft", "f", 1, {}, {"base_model": checkpoint}, {}, folder, 600.0)
     best = BestModels(job, world, load_tokenizer(checkpoint), config, read)
     best.offer(engine, 1, 1.0, {})

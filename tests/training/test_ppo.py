@@ -19,11 +19,6 @@ from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.training import ppo
 
 
-@pytest.fixture(scope="module")
-def trained(ppo_inputs, world, tmp_path_factory):
-    return run_ppo(ppo_config(), ppo_inputs, world, tmp_path_factory.mktemp("ppo"))
-
-
 class FixedGenerator:
     """Gives every prompt one of two responses, and records the calls.
 
@@ -49,25 +44,6 @@ def generator(ppo_inputs):
     return FixedGenerator(TokenContract.read(ppo_inputs["sft_model"]))
 
 
-@pytest.mark.parametrize(
-    ("name", "trains"),
-    [("actor", True), ("critic", True), ("reference", False), ("reward_model", False)],
-)
-def test_every_weight_changes_and_none_of_a_frozen_model(trained, name, trains):
-    before, after = trained.start[name], trained.weights(name)
-    assert {torch.equal(after[key], value) for key, value in before.items()} == {not trains}
-
-
-def test_at_the_first_step_the_ratio_is_one_and_the_kl_zero(trained):
-    first, second = trained.lines
-    assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
-    assert first["policy/approx_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert first["policy/clip_fraction"] == 0.0
-    assert first["objective/kl"] == pytest.approx(0.0, abs=1e-6)
-    assert first["objective/kl_k3"] == pytest.approx(0.0, abs=1e-6)
-    assert second["objective/kl_k3"] > 1e-6
-
-
 def test_the_first_values_have_the_mean_of_the_first_scores(generator, ppo_inputs, world, tmp_path):
     """Whatever the mean of the reward model's scalars within a response is."""
     generator.responses = ([20], [21])  # of equal length, so a mean over tokens is one over rows
@@ -78,11 +54,9 @@ def test_the_first_values_have_the_mean_of_the_first_scores(generator, ppo_input
     assert abs(run.setup.models.critic.module.offset) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"reference": {"deepspeed": {"offload_parameters": True}}}]
-)
-def test_repeated_runs_have_equal_metrics(trained, ppo_inputs, world, tmp_path, changes):
-    """Also with a reference alone in main memory."""
+def test_a_repeated_run_with_a_reference_in_main_memory_has_equal_metrics(
+    trained, ppo_inputs, world, tmp_path
+):
 
     def numbers(run):
         return [
@@ -90,8 +64,9 @@ def test_repeated_runs_have_equal_metrics(trained, ppo_inputs, world, tmp_path, 
             for line in run.lines
         ]
 
-    run = run_ppo(ppo_config(**changes), ppo_inputs, world, tmp_path)
-    assert is_sharded(run.setup.models.reference) is bool(changes)
+    config = ppo_config(reference={"deepspeed": {"offload_parameters": True}})
+    run = run_ppo(config, ppo_inputs, world, tmp_path)
+    assert is_sharded(run.setup.models.reference)
     assert numbers(run) == numbers(trained)
 
 
@@ -132,10 +107,9 @@ def test_rows_of_one_group_have_the_same_prompt(generator, ppo_inputs, world, tm
     assert len({tuple(prompt) for prompt in prompts}) == len(set(numbers)) == 4
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "grpo", "reinforce"])
-def test_without_a_critic_the_actor_trains_alone(ppo_inputs, world, tmp_path, advantage):
+def test_without_a_critic_the_actor_trains_alone(ppo_inputs, world, tmp_path):
     config = ppo_config(
-        advantage=advantage, critic=None, responses_per_prompt=2, rollout_batches=2,
+        advantage="rloo", critic=None, responses_per_prompt=2, rollout_batches=2,
         missing_eos_penalty=0.0,
     )  # fmt: skip
     run = run_ppo(config, ppo_inputs, world, tmp_path)

@@ -8,7 +8,6 @@ from rlhf_pipeline.config.sample import IterativeDPOConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.preferences import (
-    chosen_and_rejected,
     load_reference,
     pairs,
     ranking_sums,
@@ -33,16 +32,6 @@ def texts(batch):
     ]
 
 
-def test_the_two_answers_of_a_prompt_are_adjacent_rows():
-    batch = pairs(ROWS, pad_id=0)
-    assert len(batch) == 3
-    assert texts(batch) == [
-        ([5, 6, 7], [20, 1]), ([5, 6, 7], [30, 31, 1]),
-        ([8], [21, 22, 23, 1]), ([8], [1]),
-        ([9, 10], [24, 1]), ([9, 10], [32, 33, 34, 35, 1]),
-    ]  # fmt: skip
-
-
 def test_the_lengths_of_a_pair_are_those_of_both_of_its_rows():
     assert pairs(ROWS, pad_id=0).lengths.tolist() == [
         [[3, 2], [3, 3]], [[1, 4], [1, 1]], [[2, 2], [2, 5]]
@@ -59,11 +48,6 @@ def test_selected_pairs_remain_pairs():
     ]
     # Only the third pair needs more columns.
     assert selected.answers.response_ids.shape == (4, 4)
-
-
-def test_values_of_answers_are_split_into_chosen_and_rejected():
-    chosen, rejected = chosen_and_rejected(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert (chosen.tolist(), rejected.tolist()) == ([1.0, 3.0], [2.0, 4.0])
 
 
 def test_a_tie_counts_half():

@@ -159,7 +159,7 @@ def steps(inputs, world, tmp_path_factory, on_threads):
 
 @pytest.mark.parametrize(
     ("ranks", "tokens", "zero_stage"),
-    [(1, 24, 0), (1, 24, 1), (1, 24, 2), (1, 1, 1), (1, 99, 1), (2, 1, 0), (2, 16, 1), (2, 99, 2)],
+    [(1, 24, 0), (1, 1, 1), (1, 99, 2), (2, 1, 0), (2, 16, 1), (2, 99, 2)],
 )
 def test_the_gradient_is_that_of_both_losses(steps, inputs, ranks, tokens, zero_stage):
     gradients, sums = steps(ranks=ranks, tokens=tokens, zero_stage=zero_stage)

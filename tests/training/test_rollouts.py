@@ -1,16 +1,22 @@
-"""Groups that teach: what is resampled, on one rank and on two ranks that are threads."""
+"""Rollouts: what is resampled, on one rank and on two that are threads; scores; freed memory."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ppo_runs import ppo_config
+from ppo_runs import ppo_config, ppo_setup_of
+from strict_device import StrictDevice
 
 from rlhf_pipeline.config.ppo import PPOConfig
-from rlhf_pipeline.generation.records import Scored
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.generation.records import Scored, ended
+from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
+from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.training import rollouts
 from rlhf_pipeline.training.prompts import PromptStream
+from rlhf_pipeline.training.rollouts import in_main_memory, score_sequences, weights
 
 COUNT = 32
 
@@ -126,3 +132,134 @@ def test_the_curriculum_hears_of_every_prompt(step):
     drawn = PromptStream(COUNT, 1, None).draw(state["drawn"])
     assert {number for number, _ in state["returns"]} >= {*drawn[drawn % 3 > 0].tolist()}
     assert len({*drawn[drawn % 3 > 0]} - {*drawn[:4]}) > 0
+
+
+# --- scoring by the models ------------------------------------------------------------------------
+
+
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+RESPONSES = [[20, 1], [21, 22, 23, 24], [25, 26, 1]]
+
+
+@pytest.fixture(scope="module")
+def models(ppo_inputs):
+    actor = freeze(load_policy(ppo_inputs["sft_model"], "fp32"))
+    scorer = freeze(load_scores(ppo_inputs["reward_model"], "fp32"))
+    contract = TokenContract.read(ppo_inputs["sft_model"])
+    return SimpleNamespace(
+        actor=actor, reference=actor, critic=scorer, reward_model=scorer, contract=contract,
+        rewards=SimpleNamespace(trained_reads_tokens=True),
+    )  # fmt: skip
+
+
+def scored_by(models, world, tokens=8):
+    sampling = {"temperature": 0.7, "max_response_tokens": 6}
+    config = ppo_config(micro_batch_tokens=tokens, sampling=sampling)
+    return score_sequences(ppo_setup_of(models, config, world), collate(PROMPTS, RESPONSES, 0))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 100])
+def test_each_row_is_scored_as_it_is_alone(models, world, tokens):
+    scored = scored_by(models, world, tokens)
+    assert scored.ended.tolist() == [True, False, True]
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        alone, length = collate([prompt], [response], 0), len(response)
+        vocab_size = models.contract.vocab_size
+        logprobs = response_logprobs(models.actor, alone, vocab_size=vocab_size, temperature=0.7)
+        expected = (logprobs, logprobs, response_values(models.critic, alone))
+        found = (scored.logprobs, scored.ref_logprobs, scored.values)
+        for whole, part in zip(found, expected, strict=True):
+            torch.testing.assert_close(whole[row, :length], part[0], rtol=1e-5, atol=1e-5)
+        score = sequence_scores(models.reward_model, alone)
+        torch.testing.assert_close(scored.scores[row], score[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_response_ended_if_it_contains_any_eos_of_the_model():
+    ids = collate(PROMPTS, RESPONSES, 0).response_ids
+    assert ended(ids, SimpleNamespace(eos_ids=(1, 24))).tolist() == [True, True, True]
+
+
+def test_without_critic_and_reward_model_values_are_none_and_scores_zero(models, world):
+    fewer = SimpleNamespace(**vars(models) | {"critic": None, "reward_model": None})
+    scored = scored_by(fewer, world)
+    assert scored.values is None
+    assert scored.scores.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_reward_model_with_tokens_of_its_own_does_not_read_those_of_the_policy(models, world):
+    rewards = SimpleNamespace(trained_reads_tokens=False)
+    scored = scored_by(SimpleNamespace(**vars(models) | {"rewards": rewards}), world)
+    assert scored.scores.tolist() == [0.0, 0.0, 0.0]
+    assert scored.values is not None
+
+
+# --- storages that leave a device and come back, on the pretend accelerator -----------------------
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    monkeypatch.setattr(rollouts, "PIECE", 8)  # the storages below have several pieces
+    with StrictDevice() as device:
+        yield device
+
+
+def sizes(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def test_views_lose_their_memory_and_get_equal_numbers_back(strict):
+    master = torch.arange(5.0, device=strict.device)
+    view, moment = master[1:3], torch.full((3,), 7, dtype=torch.bfloat16, device=strict.device)
+    pointer = view.untyped_storage()._cdata
+    with in_main_memory([master, moment, view], staying=[]):
+        away = sizes(master, view, moment)
+    found = sizes(master, view, moment)  # a tensor without memory could not be shown
+    assert away == [0, 0, 0] and found == [20, 20, 6]
+    assert view.untyped_storage()._cdata == pointer == master.untyped_storage()._cdata
+    assert master.tolist() == [0, 1, 2, 3, 4] and view.tolist() == [1, 2]
+    assert moment.tolist() == [7, 7, 7] and strict.has(view)
+
+
+def test_what_shares_memory_with_something_needed_stays(strict):
+    needed, other = torch.ones(4, device=strict.device), torch.ones(2, device=strict.device)
+    with in_main_memory([needed[:2], other], staying=[needed[2:]]):
+        found = sizes(needed, other)
+    assert found == [16, 0]
+
+
+def test_what_is_in_main_memory_already_stays(strict):
+    """So the block changes nothing without a GPU, and nothing of `offload_optimizer`."""
+    host = torch.ones(3)
+    with in_main_memory([host], staying=[]):
+        found = sizes(host)
+    assert found == [12]
+
+
+def test_they_are_back_before_another_stream_reads_them(strict, monkeypatch):
+    """The copies do not wait, and ZeRO-3 gathers weights on a stream that waits for no other."""
+    done, copy = [], torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *own, **how: (done.append("copy"), copy(*own, **how))
+    )
+    accelerator = rollouts.get_accelerator()
+    monkeypatch.setattr(type(accelerator), "synchronize", lambda *_: done.append("wait"))
+    with in_main_memory([torch.ones(3, device=strict.device)], staying=[]):
+        pass
+    assert done == ["copy", "copy", "wait"]
+
+
+def test_an_error_inside_the_block_brings_them_back(strict):
+    tensor = torch.ones(3, device=strict.device)
+    with pytest.raises(MemoryError), in_main_memory([tensor], staying=[]):
+        raise MemoryError
+    found = sizes(tensor)
+    assert found == [12] and tensor.tolist() == [1, 1, 1]
+
+
+def test_a_sharded_weight_has_its_share_and_perhaps_the_whole():
+    model = torch.nn.Linear(2, 1)
+    model.weight.ds_tensor = share = torch.zeros(1)
+    found = list(weights(model))
+    assert [tensor.data_ptr() for tensor in found] == [
+        model.weight.data_ptr(), share.data_ptr(), *[model.bias.data_ptr()] * 2
+    ]  # fmt: skip

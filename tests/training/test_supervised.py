@@ -1,47 +1,63 @@
-"""The loop of SFT, reward model and DPO."""
+"""The loop of SFT, reward model, DPO and KTO: evaluations, and exact resumption between them."""
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from tiny_jobs import logged
 
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.runtime.job import LaunchedJob, list_checkpoints, newest_valid_step
+from rlhf_pipeline.runtime.manifest import folder_digest
+from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.training import supervised
 from rlhf_pipeline.training.sft import SFTTask
 
+CONFIG = SFTConfig.model_validate(
+    {
+        "optimizer": {"learning_rate": 1e-3}, "epochs": 2, "batch_size": 4,
+        "micro_batch_tokens": 64, "evaluations": 8, "checkpoint_every": 3,
+        "checkpoint_at_evaluations": False,
+    }
+)  # fmt: skip
+"""Eight steps, each with an evaluation."""
+
+
+class KilledError(Exception):
+    """Stands for a kill."""
+
 
 @pytest.fixture
-def train(sft_inputs, world, tmp_path):
-    """Trains for two steps; returns the records of metrics.jsonl and the returned metrics."""
-
-    def run(name, **changes):
-        config = {
-            "optimizer": {"learning_rate": 1e-3}, "epochs": 1, "batch_size": 8,
-            "micro_batch_tokens": 64, "evaluations": 1,
-        }  # fmt: skip
+def make_job(sft_inputs, tmp_path):
+    def make(name):
         (tmp_path / name).mkdir()
-        job = LaunchedJob("sft", "f", 1, {}, sft_inputs, {}, tmp_path / name, 60.0)
-        task = SFTTask(TokenContract.read(sft_inputs["base_model"]))
-        metrics = supervised.train(
-            job, SFTConfig.model_validate(config | changes), task, load_policy, world,
-            start="base_model", rows="demonstrations",
-        )  # fmt: skip
-        records = [json.loads(line) for line in job.metrics_file.read_text().splitlines()]
-        return {
-            r["step"]: {n: v for n, v in r["metrics"].items() if "time/" not in n} for r in records
-        }, metrics
+        return LaunchedJob("sft", "f", 1, {}, sft_inputs, {}, tmp_path / name, 60.0)
 
-    return run
+    return make
 
 
-def test_the_evaluation_at_the_start_is_that_of_the_given_model(train, sft_inputs):
-    records, metrics = train("with", evaluate_at_start=True)
-    plain, plain_metrics = train("without")
-    start = records.pop(0)
+def train(job, world, config=CONFIG):
+    task = SFTTask(TokenContract.read(job.inputs["base_model"]))
+    return supervised.train(
+        job, config, task, load_policy, world, start="base_model", rows="demonstrations"
+    )
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_evaluation_at_the_start_is_that_of_the_given_model(make_job, world, sft_inputs):
+    config = CONFIG.model_copy(update={"epochs": 1, "evaluations": 1})
+    job, other = make_job("with"), make_job("without")
+    metrics = train(job, world, config.model_copy(update={"evaluate_at_start": True}))
+    plain_metrics = train(other, world, config)
+    start, *records = logged(job.directory)
+    plain = logged(other.directory)
     assert records == plain and metrics == plain_metrics  # training itself is the same
 
     model = load_policy(sft_inputs["base_model"], "fp32").eval()
@@ -54,4 +70,54 @@ def test_the_evaluation_at_the_start_is_that_of_the_given_model(train, sft_input
             total -= logits[place].log_softmax(-1)[token].item()
             tokens += 1
     assert start["validation/perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
-    assert start["validation/perplexity"] > records[2]["validation/perplexity"]
+    assert start["validation/perplexity"] > records[-1]["validation/perplexity"]
+
+
+def test_training_resumes_exactly_from_a_step_before_the_newest_evaluation(
+    world, make_job, monkeypatch
+):
+    expected, job = make_job("uninterrupted"), make_job("interrupted")
+    metrics = train(expected, world)
+
+    evaluate, count = supervised.evaluate, []
+
+    def killed_at_the_sixth(setup):
+        count.append(1)
+        if len(count) == 6:
+            raise KilledError
+        return evaluate(setup)
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(supervised, "evaluate", killed_at_the_sixth)
+        train(job, world)
+    (checkpoint,) = list_checkpoints(job.checkpoints)
+    assert newest_valid_step(job.checkpoints) == 3
+    (ranked,) = json.loads((checkpoint / "loop.json").read_text())["best"]
+    # Steps 4 and 5 were better, but the checkpoint still needs the model of step 3.
+    assert ranked["step"] == 3
+    assert names(job.checkpoints) == [
+        "best-00000003", "best-00000004", "best-00000005", "step-00000003",
+    ]  # fmt: skip
+
+    assert train(replace(job, resume_from=3), world) == metrics
+    assert folder_digest(job.export) == folder_digest(expected.export)
+    assert logged(job.directory) == logged(expected.directory)
+    assert [line["step"] for line in read_json_lines(job.metrics_file)] == [*range(1, 9)]
+    assert (
+        names(job.checkpoints)
+        == names(expected.checkpoints)
+        == ["best-00000008", "step-00000006", "step-00000008"]
+    )
+
+
+def test_an_early_end_leaves_no_model_that_was_replaced(world, make_job, monkeypatch):
+    """PPO may stop at its KL limit, some evaluations after the newest checkpoint."""
+    job = make_job("stopped")
+    step_ended = supervised.Checkpoints.step_ended
+
+    def no_checkpoint(self, step, *, due, loop):
+        return step_ended(self, step, due=False, loop=loop)
+
+    monkeypatch.setattr(supervised.Checkpoints, "step_ended", no_checkpoint)
+    train(job, world)
+    assert names(job.checkpoints) == ["best-00000008"]
