@@ -417,10 +417,10 @@ def _own_interpreter_first():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_template(shared, request):
+def _warm_template(tmp_path_factory, request):
     """Workers of pytest-xdist share a template of the programs; a run without them starts cold."""
     if hasattr(request.config, "workerinput"):
-        warm.open_template(shared, os.getppid())
+        warm.open_template(tmp_path_factory.getbasetemp().parent, os.getppid())
 
 
 @pytest.fixture(autouse=True)

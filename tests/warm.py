@@ -52,7 +52,7 @@ IMPORTS = (
 )
 """What most programs import, and `kedro`."""
 LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
-READ_AT_IMPORT = re.compile("HF_|TRANSFORMERS|TORCH|DS_|DEEPSPEED|CUDA_HOME|MKL|KMP|LD_|PYTHONWARN")
+READ_AT_IMPORT = re.compile("HF_|TRANSFORMERS_|TORCH_|DS_|LD_|PYTHONWARNINGS")
 """Variables that a library reads when it is imported."""
 RESERVE = "x" * 60_000
 """The room of a fork's own environment, as an argument and a variable of the template."""

@@ -100,7 +100,7 @@ def test_a_creation_that_was_killed_begins_again(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"mlartifacts", "mlflow.db"}
 
 
-CONNECT = """
+LATER = """
 import sys
 from pathlib import Path
 from rlhf_pipeline.tracking.store import connect
@@ -115,7 +115,7 @@ print(pandas.DataFrame([1]).shape)
 
 def test_what_a_client_leaves_out_can_be_imported_later(uri, tmp_path):
     """Code of the user may be in the same process. MLflow itself is whole."""
-    command = [sys.executable, "-c", CONNECT, uri, str(tmp_path)]
+    command = [sys.executable, "-c", LATER, uri, str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.splitlines() == ["False", "(1, 1)"]
 
