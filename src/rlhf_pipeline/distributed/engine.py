@@ -278,7 +278,7 @@ def _fuse(
 def _exact_frequencies(model: nn.Module) -> None:
     """Compute rotary frequencies in float32.
 
-    Under DeepSpeed's `zero.Init`, transformers 5.17 to 5.20 round them to the precision of the
+    Under DeepSpeed's `zero.Init`, transformers up to 5.20 rounds them to the precision of the
     weights. Whoever loads the export would compute other logits than training did.
     """
     for module in model.modules():
