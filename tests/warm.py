@@ -52,7 +52,9 @@ IMPORTS = (
 )
 """What most programs import, and `kedro`."""
 LAUNCHER = "rlhf_pipeline.distributed.node_launcher"
-READ_AT_IMPORT = re.compile("HF_|TRANSFORMERS_|TORCH_|DS_|LD_|PYTHONWARNINGS")
+READ_AT_IMPORT = re.compile(
+    "HF_(HOME|HUB|ENDPOINT)|TRANSFORMERS_|TORCH_|DS_|LD_|PYTHON(PROFILE|WARN)"
+)
 """Variables that a library reads when it is imported."""
 RESERVE = "x" * 60_000
 """The room of a fork's own environment, as an argument and a variable of the template."""
@@ -108,7 +110,8 @@ def program(
     session: bool = False,
 ) -> Program | None:
     """Start a command with its standard input, output and errors; None: it must be cold."""
-    if not address or not _is_usual(environment):
+    is_python = command[0] == sys.executable or Path(command[0]).name == "kedro"
+    if not (address and is_python and _is_usual(environment)):
         return None
     while not Path(address).exists():
         time.sleep(0.05)
