@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from documented_commands import NOT_RUN, READ_RESULTS, SHELL, as_status, commands
 from mlflow import MlflowClient
+from readme import PYTHON
 from test_docs import PAGES, PROJECT
 
 from rlhf_pipeline.cli import cli
@@ -131,6 +132,22 @@ def test_documented_commands_run_on_results(results, tmp_path):
     ]
     assert missing == []
     assert (tmp_path / "models" / "mine" / "SHA256SUMS").is_file()
+
+
+@pytest.mark.long
+def test_the_python_of_the_readme_runs_on_results(results, monkeypatch):
+    """PPO and what follows it train again; `tiny` and the folder of the test are the difference."""
+    root, uri = results
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    (block,) = PYTHON
+    own = f'env="tiny", params={{"root": {str(root)!r}'
+    for printed, here in (("params={", f"{own}, "), ('"champion"', f'"champion", {own}}}')):
+        assert printed in block
+        block = block.replace(printed, here)
+    names: dict = {}
+    exec(block, names)
+    assert names["result"].evaluation["candidate"] == "ppo"
+    assert not names["model"].training
 
 
 def test_other_commands_are_listed_with_a_reason():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import random
 import shutil
 import struct
 import subprocess
@@ -94,24 +95,32 @@ def lines() -> dict[str, bytes]:
         "nul.jsonl": b"\0" * MIB,
         "utf16.jsonl": (ROW.decode() * 3).encode("utf-16"),
         "deep.jsonl": b'{"x": ' + b"[" * DEEP + b"]" * DEEP + b"}\n",
+        "deep-objects.jsonl": b'{"x":' * DEEP + b"1" + b"}" * DEEP + b"\n",
         "long.jsonl": b'{"x": "' + b"a" * (40 * MIB) + b'"}\n',
         "long-wide.jsonl": '{"x": "\U0001f600'.encode() + b"a" * (40 * MIB) + b'"}\n',
+        "objects.jsonl": b'{"x": [' + b"{}," * (12 * MIB) + b"{}]}\n",
         "near-limit.jsonl": b'{"x": [' + b"{}," * (5 * MIB) + b"{}]\n",
         "zip.jsonl": archive(),
+        "cut.jsonl": b'{"prompt": "a", "cho',
         "cut.jsonl.gz": packed[: len(packed) // 2],
         "checksum.jsonl.gz": packed[:-8] + b"\0" * 8,
         "not.jsonl.gz": ROW * 10,
         "bomb.jsonl.gz": bomb(b"a", 4096, b'{"x": "'),
+        "trailer.jsonl.gz": packed + random.Random(0).randbytes(1000),
     }
 
 
 def arrays() -> dict[str, bytes]:
     """JSON arrays."""
     return {
+        "open.json": b'[{"x": 1}',
         "deep.json": b"[" * DEEP + b"]" * DEEP,
         "deep-open.json": b"[" * (20 * MIB),
         "endless-digits.json": b"[" + b"9" * (20 * MIB),
+        "trailing.json": b'[{"x": 1}]' * 2,
+        "latin1.json": b'[{"x": "\xe9"}]',
         "long.json": b'[{"x": "' + b"a" * (40 * MIB) + b'"}]',
+        "objects.json": b'[{"x": [' + b"{}," * (12 * MIB) + b"{}]}]",
         "bomb.json.gz": bomb(b"a", 4096, b'[{"x": "'),
         "bomb-blanks.json.gz": bomb(b" ", 400, b"["),
         "bomb-rows.json.gz": bomb(b"[],", 3, b"["),
@@ -125,10 +134,16 @@ def tables() -> dict[str, bytes]:
         "fields.csv": b"prompt,chosen\n" + b"ab," * (12 * MIB),
         "near-limit.csv": b"prompt,chosen\n" + b"ab," * (5 * MIB) + b"\n",
         "header.csv": b",".join(b"%d" % n for n in range(2_000_000)) + b"\n1,2\n",
+        "twice.csv": b"prompt,prompt\n1,2\n",
+        "latin1.csv": b"prompt,chosen\n\xe9,2\n",
+        "after-quote.csv": b'prompt,chosen\n"1"2,3\n',
+        "empty.csv": b"",
         "bomb.csv.gz": bomb(b"a", 4096, b"prompt,chosen\n"),
         "bomb-lines.csv.gz": bomb(b'a\n","', 4096, b'prompt,chosen\n"'),
         "cut.txt.gz": gzip.compress(b"text\n" * 10_000)[:40],
         "rows.zip": archive(),
+        "rows.jsonl.bz2": b"BZh9" + b"\0" * 100,
+        "rows.jsonl.xz": b"\xfd7zXZ\0" + b"\0" * 100,
         "rows.jsonl.zst": b"\x28\xb5\x2f\xfd" + b"\0" * 100,
     }
 
@@ -151,10 +166,13 @@ def parquets() -> dict[str, bytes]:
     (length,) = struct.unpack("<i", whole[-8:-4])
     footer = len(whole) - 8 - length
     return {
+        "magic.parquet": b"PAR1PAR1",
         "cut.parquet": whole[: len(whole) // 2],
         "encrypted.parquet": whole[:-4] + b"PARE",
         "long-footer.parquet": overwritten(whole, len(whole) - 8, struct.pack("<i", 2**31 - 1)),
+        "negative-footer.parquet": overwritten(whole, len(whole) - 8, struct.pack("<i", -1)),
         "ones-in-footer.parquet": overwritten(whole, footer, b"\xff" * length),
+        "list-in-footer.parquet": overwritten(whole, footer, b"\x19\xfc\xff\xff\xff\xff\x0f"),
         "ones-in-pages.parquet": overwritten(whole, 4, b"\xff" * 400),
         # A page of PLAIN texts: a length of four bytes, then the text.
         "text-length.parquet": plain.replace(b"\x06\0\0\0text 7", b"\xff\xff\xff\x7ftext 7", 1),
@@ -164,7 +182,7 @@ def parquets() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"), [(lines, 11), (arrays, 7), (tables, 9), (parquets, 8)]
+    ("make", "expected"), [(lines, 15), (arrays, 11), (tables, 15), (parquets, 11)]
 )
 def test_files_of_rows(
     check: Check, make: Callable[[], dict[str, bytes]], expected: int, tmp_path: Path
@@ -303,15 +321,17 @@ def test_records_of_artifacts_checkpoints_and_votes(check: Check, tmp_path: Path
     whole.mkdir()
     (whole / "weights").write_text("abc")
     Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, file_entries(whole)).write(whole)
+    manifest = (whole / "manifest.json").read_bytes()
     artifacts = {
-        "list": b"[]", "deep": b"[" * DEEP, "latin1": b'{"stage": "\xe9"}',
-        "digits": b'{"seed": ' + b"9" * 100_000 + b"}",
+        "cut": manifest[:100], "empty": b"", "list": b"[]", "null": b"null", "deep": b"[" * DEEP,
+        "digits": b'{"seed": ' + b"9" * 100_000 + b"}", "latin1": b'{"stage": "\xe9"}',
+        "changed": manifest.replace(b'"seed": 1', b'"seed": 2'),
     }  # fmt: skip
     files = {name: tmp_path / f"manifest-{name}" for name in artifacts}
     for name, content in artifacts.items():
         shutil.copytree(whole, files[name])
         (files[name] / "manifest.json").write_bytes(content)
-    check("artifact", files, 4)
+    check("artifact", files, 8)
 
     seals = {
         "cut": b"{", "list": b"[]", "text": b'{"rank0": "x"}', "deep": b"[" * DEEP,

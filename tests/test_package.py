@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from extending_page import DOORS, write_project
+from readme import ROWS, table
 
 from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.sources.registry import read
@@ -116,6 +117,19 @@ def test_the_configuration_of_the_package_counts_below_that_of_the_folder(instal
     assert changed == {"ppo"}  # what follows has no fingerprint before PPO has finished
 
 
+@pytest.mark.slow
+def test_the_first_row_of_the_readme_is_split_in_an_empty_folder(installed, make_model, tmp_path):
+    """With the wheel, `kedro run` is `rlhf-pipeline run`; training is as in the repository."""
+    first = table()[0]
+    first.write(tmp_path, make_model("llama", max_position_embeddings=1024))
+    printed = installed(
+        tmp_path, "rlhf-pipeline", "run", f"--pipeline={first.pipeline}", "--to-nodes=split"
+    )
+    assert "No row can serve reward_model or ppo: weight 0" in printed
+    (report,) = (tmp_path / "data" / "03_split" / "split").glob("2*/split/report.json")
+    assert json.loads(report.read_text())["files"]["sft/train.arrow"]["rows"] == ROWS - 12
+
+
 @pytest.fixture(scope="module")
 def extended(installed, tmp_path_factory):
     """The folder of a run whose parameters name code of the package of docs/extending.md, which is
@@ -144,7 +158,7 @@ def extended(installed, tmp_path_factory):
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_code_of_another_package_runs_at_every_door(extended, installed):
     """Without a change of our package, which is a wheel."""
 
@@ -172,6 +186,21 @@ def test_code_of_another_package_runs_at_every_door(extended, installed):
         assert "concise" in evaluation["win_rates"]
     printed = installed(extended, "rlhf-pipeline", "rlhf", "prompts", TINY)
     assert re.search(r"^ppo/train.arrow \d+$", printed, re.M)
+
+
+@pytest.mark.slow
+def test_an_edit_of_that_code_reruns_the_stages_that_name_it(extended, installed):
+    def states():
+        table = installed(extended, "rlhf-pipeline", "rlhf", "status", TINY, "--pipeline=full")
+        return {line.split()[0]: line.split()[1] for line in table.splitlines() if line.strip()}
+
+    before = states()
+    place = "import my_rlhf.advantages as module; print(module.__file__)"
+    file = Path(installed(extended, "python", "-c", place).strip())
+    file.write_text(file.read_text() + "\nx = 1\n")
+    after = states()
+    assert before["ppo"] == before["reward_model"] == after["reward_model"] == "finished"
+    assert after["ppo"] == "run"
 
 
 @pytest.mark.long

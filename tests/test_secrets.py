@@ -62,33 +62,67 @@ def signed(tmp_path):
         server.shutdown()
 
 
-@pytest.mark.slow
-def test_no_stage_writes_a_secret_of_a_url(signed, tmp_path):
-    """Secrets are in every possible place of the node base_model, which reads a source."""
+@pytest.fixture
+def kedro(tmp_path):
+    """Runs node base_model with secrets in every possible place; returns exit code and output."""
     conf, left = tmp_path / "conf", tmp_path / "left"
     shutil.copytree(PROJECT / "conf", conf)
     (conf / "local").mkdir(exist_ok=True)
     (conf / "local" / "credentials.yml").write_text("store: {key: canary-credentials}")
     left.mkdir()
-    source = {"name": "files", "path": f"{signed}?$QUERY"}
-    (conf / "local" / "parameters_source.yml").write_text(
-        yaml.safe_dump({"split": {"sources": [source]}})
-    )
-    command = [str(Path(sys.executable).with_name("kedro")), "run", "--nodes=base_model"]
-    command += [f"--conf-source={conf}", f"--params=root={left / 'data'}"]
-    names = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")
-    settings = {name: f"canary-{name}" for name in names}
-    settings["MLFLOW_TRACKING_URI"] = f"sqlite:///{left}/mlflow.db"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    refused, accepted = (
-        subprocess.run(
-            command, cwd=PROJECT, env=os.environ | settings | {"QUERY": query}, check=False, **pipes
+
+    def run(path: str, *, query: str, tracking: str) -> tuple[int, str]:
+        source = {"name": "files", "path": path}
+        (conf / "local" / "parameters_source.yml").write_text(
+            yaml.safe_dump({"split": {"sources": [source]}})
         )
-        for query in ("sig=canary-wrong", "sig=canary-query")
+        command = [
+            str(Path(sys.executable).with_name("kedro")),
+            "run",
+            "--nodes=base_model",
+            f"--conf-source={conf}",
+        ]
+        secrets = {
+            name: f"canary-{name}"
+            for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")
+        }
+        settings = {
+            "MLFLOW_TRACKING_URI": tracking,
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            "QUERY": query,
+        }
+        ended = subprocess.run(
+            [*command, f"--params=root={left / 'data'}"],
+            cwd=PROJECT,
+            env=os.environ | secrets | settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return ended.returncode, ended.stdout + ended.stderr
+
+    run.left = left
+    return run
+
+
+@pytest.mark.slow
+def test_no_stage_writes_a_secret_of_a_url(kedro, signed):
+    store = f"sqlite:///{kedro.left}/mlflow.db"
+    code, refused = kedro(f"{signed}?$QUERY", query="sig=canary-wrong", tracking=store)
+    assert code == 1 and "/pairs.jsonl?...: not found" in refused
+    code, untracked = kedro(
+        f"{signed}?$QUERY", query="sig=canary-query", tracking="http://me:canary-login@127.0.0.1:9"
     )
-    assert refused.returncode == 1 and "/pairs.jsonl?...: not found" in refused.stdout
-    assert accepted.returncode == 0, accepted.stdout
-    (job,) = left.glob("data/07_workspace/source/*/job.json")
-    assert json.loads(job.read_text())["config"]["source"]["path"] == source["path"]
-    assert leaks(left) == []
-    assert "canary" not in refused.stdout + accepted.stdout
+    assert (
+        code == 0
+        and "MLflow at http://...@127.0.0.1:9 does not record the pipeline run" in untracked
+    )
+    code, tracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking=store)
+    assert code == 0
+    code, written = kedro("s3://me:canary/login@bucket/a.jsonl", query="", tracking=store)
+    advice = "set the credentials of the store in the environment"
+    assert code == 1 and advice in written and "canary" not in written
+    (job,) = kedro.left.glob("data/07_workspace/source/*/job.json")
+    assert json.loads(job.read_text())["config"]["source"]["path"] == f"{signed}?$QUERY"
+    assert leaks(kedro.left) == []
+    assert [text for text in (refused, untracked, tracked) if "canary" in text] == []

@@ -65,8 +65,10 @@ def test_another_trainedpublishes_all_stages_and_launches_none(machine, conf, bu
 
 
 @pytest.mark.slow
-def test_a_wrong_key_ends_the_run_before_it_trains(machine):
+def test_a_missing_bucket_or_a_wrong_key_ends_the_run_before_it_trains(machine):
     one = machine("one")
+    output = one.kedro(params="store=s3://nowhere/x", check=False)
+    assert "Error: s3://nowhere/x: not found (NoSuchBucket: " in output
     one.secrets = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "canary-wrong"}
     output = one.kedro(params=STORE, check=False)
     assert "Error: s3://bucket/project: access denied (" in output

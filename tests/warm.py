@@ -142,7 +142,7 @@ def output_of(
         process = started or subprocess.Popen(
             command, cwd=folder, env=dict(environment), stdin=nothing, stdout=written, stderr=errors
         )
-        code = process.wait()
+        code = process.wait(timeout=1800)  # only for a program that hangs
         for file in files[1:]:
             file.seek(0)
         return code, (written.read() + errors.read()).decode()
@@ -237,10 +237,11 @@ def become(request: Mapping[str, Any], output: Sequence[int]) -> NoReturn:
         os.dup2(descriptor, number)
     os.closerange(3, 1024)
     os.chdir(request["folder"])
-    _become(request["command"], request["environment"])
+    run(request["command"], request["environment"])
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def run(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run a command in this fork, with the environment and the exit code of a cold start."""
     os.environ.clear()
     os.environ.update(environment)
     _show(command, environment)
@@ -255,7 +256,7 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
     code = 1
     try:
-        _run(command[0], list(dropwhile(lambda part: part in ("-P", "-u"), command[1:])))
+        _execute(command[0], list(dropwhile(lambda part: part in ("-P", "-u"), command[1:])))
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -270,7 +271,7 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     os._exit(code)
 
 
-def _run(program: str, arguments: list[str]) -> None:
+def _execute(program: str, arguments: list[str]) -> None:
     if Path(program).name == "kedro":
         from kedro.framework.cli import main
 
@@ -298,7 +299,7 @@ class Rank:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(command, env)
+            run(command, env)
 
     def poll(self) -> int | None:
         """The exit code, or None while the rank runs."""

@@ -340,7 +340,7 @@ a_fraction = st.sampled_from([0, 0, 0.02, 0.1, 0.29, 0.4])
 a_size = st.one_of(st.integers(1, 5), st.integers(50, 200), st.integers(50, 200))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     classes=st.dictionaries(
         st.one_of(st.just(ALL), st.integers(1, ALL)), a_size, min_size=1, max_size=3

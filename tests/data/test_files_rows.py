@@ -1,12 +1,17 @@
 """Rows of every format: what is read, what is a bad row, and what stops the run."""
 
+from __future__ import annotations
+
 import gzip
 import io
+import json
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -20,6 +25,9 @@ from rlhf_pipeline.data.files import FORMATS, read_rows
 from rlhf_pipeline.data.records import Unused
 from rlhf_pipeline.errors import DataError
 
+Read = Callable[..., list[tuple[str, Any]]]
+Write = Callable[[str, bytes], str]
+
 NOT_UTF8 = Unused("not UTF-8")
 NUL = Unused("a NUL byte in the line; a file in UTF-16 is to be converted to UTF-8")
 BROKEN = Unused("a value that is not valid, such as text that is not UTF-8")
@@ -27,17 +35,17 @@ BOM = b"\xef\xbb\xbf"
 DAMAGED = "the file is damaged from here on ("
 
 
-def parquet(table):
+def parquet(table: pa.Table) -> bytes:
     file = io.BytesIO()
     pq.write_table(table, file)
     return file.getvalue()
 
 
-def packed(name, content):
+def packed(name: str, content: bytes) -> bytes:
     return gzip.compress(content, mtime=0) if name.endswith(".gz") else content
 
 
-FILES = {
+FILES: dict[str, bytes] = {
     "jsonl": '{"text": "é"}\n{"text": "1"}\n'.encode(),
     "json": '[{"text": "é"},\n {"text": "1"}]\n'.encode(),
     "csv": 'text\né\n"1"\n'.encode(),
@@ -52,12 +60,12 @@ SECOND = {
     "parquet": ("2", {"text": "é 1"}),
 }
 """Line and row of the second row of `FILES`; a text is one row."""
-NESTED = [
+NESTED: list[dict[str, Any]] = [
     {"x": "a", "turns": [{"role": "user", "content": "é"}]},
     {"x": None, "turns": []},
     {"x": "c", "turns": None},
 ]
-ROWS = {
+ROWS: dict[str, tuple[str, bytes, list[Any]]] = {
     "csv with quotes": (
         "a.csv",
         'prompt,answer\r\né,"a, ""b""\r\n\nc"\r\n\r\n,\r\nlast,"x\ny"'.encode(),
@@ -103,7 +111,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("name", "content", "rows"), ROWS.values(), ids=ROWS)
-def test_rows(write, read, name, content, rows):
+def test_rows(write: Write, read: Read, name: str, content: bytes, rows: Any) -> None:
     """Also below a byte order mark."""
     expected = [(f"{name}:{line}", row) for line, row in rows]
     assert read(write(name, content)) == expected
@@ -112,7 +120,7 @@ def test_rows(write, read, name, content, rows):
 
 
 @pytest.mark.parametrize(("suffix", "gz"), product(FORMATS, ("", ".gz")))
-def test_every_format_plain_and_compressed(write, read, suffix, gz):
+def test_every_format_plain_and_compressed(write: Write, read: Read, suffix: str, gz: str) -> None:
     name = f"A.{suffix}{gz}".upper()
     rows = read(write(name, packed(f"a{gz}", FILES[suffix])))
     if suffix == "txt":
@@ -122,7 +130,9 @@ def test_every_format_plain_and_compressed(write, read, suffix, gz):
         assert rows[1] == (f"{name}:{line}", row)
 
 
-def test_several_files_in_the_order_of_their_names(write, read, tmp_path):
+def test_several_files_in_the_order_of_their_names(
+    write: Write, read: Read, tmp_path: Path
+) -> None:
     write("x/b.jsonl", b'{"text": 2}\n')
     write("x/a.json", b'[{"text": 1}]\n')
     assert read(f"{tmp_path}/x/*") == [("a.json:1", {"text": 1}), ("b.jsonl:1", {"text": 2})]
@@ -131,8 +141,10 @@ def test_several_files_in_the_order_of_their_names(write, read, tmp_path):
         next(read_rows(f"{tmp_path}/x/*", (), "train"))
 
 
+# --- bad rows -------------------------------------------------------------------------------------
+
 # 0xe9 is é in Latin-1; 0xed 0xa0 0xbd is half a surrogate pair, which UTF-8 excludes.
-BAD_LINES = [
+BAD_LINES: list[tuple[bytes, Unused]] = [
     (b'{"x": "\xe9"}', NOT_UTF8),
     (b'{"x": \xed\xa0\xbd}', NOT_UTF8),
     (b'{"x": 1 2}', Unused("not JSON (Expecting ',' delimiter)")),
@@ -146,7 +158,9 @@ BAD_LINES = [
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_broken_line_is_one_bad_row(write, read, name, line, reason):
+def test_a_broken_line_is_one_bad_row(
+    write: Write, read: Read, name: str, line: bytes, reason: Unused
+) -> None:
     rows = read(write(name, b'{"x": 1}\n  ' + line + b'\n{"x": 3}\n'))
     assert rows == [(f"{name}:1", {"x": 1}), (f"{name}:2", reason), (f"{name}:3", {"x": 3})]
 
@@ -160,7 +174,9 @@ def test_a_broken_line_is_one_bad_row(write, read, name, line, reason):
         (b'"1"1,2', "not CSV (',' expected after '\"')"),
     ],
 )
-def test_a_broken_csv_row_is_one_bad_row(write, read, line, reason):
+def test_a_broken_csv_row_is_one_bad_row(
+    write: Write, read: Read, line: bytes, reason: str
+) -> None:
     rows = read(write("a.csv", b'x,y\n"1\n",2\n' + line + b"\n3,4\n"))
     assert rows == [
         ("a.csv:2", {"x": "1\n", "y": "2"}),
@@ -169,7 +185,7 @@ def test_a_broken_csv_row_is_one_bad_row(write, read, line, reason):
     ]
 
 
-def test_a_broken_value_is_one_bad_row(write, read, tmp_path):
+def test_a_broken_value_is_one_bad_row(write: Write, read: Read, tmp_path: Path) -> None:
     """Text that is not UTF-8, or a date out of Python's range, affects no other row."""
     texts = pa.array([b"a", b"\xff", b"c", b"d"]).view(pa.string())
     days = pa.array([0, 0, 2**31 - 1, 0], pa.int32()).view(pa.date32())
@@ -182,7 +198,7 @@ def test_a_broken_value_is_one_bad_row(write, read, tmp_path):
     assert [row for _, row in read(tmp_path / "saved", ["x"])] == saved
 
 
-def test_a_saved_value_that_claims_to_be_longer_than_the_file(read, tmp_path):
+def test_a_saved_value_that_claims_to_be_longer_than_the_file(read: Read, tmp_path: Path) -> None:
     """Arrow itself would read beyond the end of the file."""
     datasets.Dataset.from_dict({"x": ["first", "second", "third", "last"]}).save_to_disk(
         str(tmp_path / "saved")
@@ -195,6 +211,9 @@ def test_a_saved_value_that_claims_to_be_longer_than_the_file(read, tmp_path):
     assert rows == [{"x": "first"}, BROKEN, BROKEN, {"x": "last"}]
 
 
+# --- limits ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("piece", "content", "rows"),
     [
@@ -204,7 +223,9 @@ def test_a_saved_value_that_claims_to_be_longer_than_the_file(read, tmp_path):
         (2, "aébécédé".encode(), [(1, "aébéc"), (1, "édé")]),
     ],
 )  # fmt: skip
-def test_a_long_text_is_cut_at_the_ends_of_lines(write, read, monkeypatch, piece, content, rows):
+def test_a_long_text_is_cut_at_the_ends_of_lines(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch, piece: int, content: bytes, rows: Any
+) -> None:
     monkeypatch.setattr(module, "_PIECE", piece)
     monkeypatch.setattr(module, "MAX_CHARACTERS", 3 if b"\n" not in content else 100)
     assert read(write("a.txt", content)) == [
@@ -212,12 +233,18 @@ def test_a_long_text_is_cut_at_the_ends_of_lines(write, read, monkeypatch, piece
     ]
 
 
-def test_elements_that_the_pieces_of_a_file_cut(write, read, monkeypatch):
-    path = write("a.json", b'[\n{"x": [1, "a,]b"]}, 1234,\n {"\\u00e9": {}} , -1.5e3]\n')
-    int_, float_ = (Unused(f"a JSON {kind}, not an object") for kind in ("int", "float"))
-    for size in range(1, 12):
-        monkeypatch.setattr(module, "_PIECE", size)
-        assert [row for _, row in read(path)] == [{"x": [1, "a,]b"]}, int_, {"é": {}}, float_]
+@pytest.mark.parametrize("size", range(1, 12))
+def test_elements_that_the_pieces_of_a_file_cut(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", size)
+    elements = read(write("a.json", b'[\n{"x": [1, "a,]b"]}, 1234,\n {"\\u00e9": {}} , -1.5e3]\n'))
+    assert [element for _, element in elements] == [
+        {"x": [1, "a,]b"]},
+        Unused("a JSON int, not an object"),
+        {"é": {}},
+        Unused("a JSON float, not an object"),
+    ]
 
 
 LIMITED = [
@@ -231,12 +258,16 @@ LIMITED = [
 
 
 @pytest.mark.parametrize(("name", "content", "line"), LIMITED)
-def test_a_row_has_a_limit(write, read, monkeypatch, name, content, line):
+def test_a_row_has_a_limit(
+    write: Write, read: Read, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, line: int
+) -> None:
     monkeypatch.setattr(module, "_PIECE", 16)
     monkeypatch.setattr(module, "MAX_CHARACTERS", 100)
     with pytest.raises(DataError, match=rf"{name}:{line}: .*has more than 100 characters"):
         read(write(name, content))
 
+
+# --- faults of a file -----------------------------------------------------------------------------
 
 HEADERS = {
     b"x,y,x": "the header has column 'x' twice. Fix: rename or remove one.",
@@ -255,7 +286,7 @@ ARRAYS = [
     (b"[" * 100_000 + b"]" * 100_000, 1, "nested too deeply"),
     (b"[" + b"1" * 10_000 + b"]", 1, "a number of too many digits"),
 ]
-FAULTS = [
+FAULTS: list[tuple[str, bytes, str]] = [
     *(("a.csv", header + b"\n1,2\n", f"a.csv:1: {fault}") for header, fault in HEADERS.items()),
     *(
         ("a.json", content, f"a.json:{line}: the JSON array is broken ({why}). Fix: correct it")
@@ -276,13 +307,15 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), FAULTS)
-def test_a_file_that_cannot_be_read_is_named_with_line_and_fix(write, read, name, content, message):
+def test_a_file_that_cannot_be_read_is_named_with_line_and_fix(
+    write: Write, read: Read, name: str, content: bytes, message: str
+) -> None:
     with pytest.raises(DataError) as error:
         read(write(name, content))
     assert message in str(error.value) and "Fix: " in str(error.value)
 
 
-def test_a_file_that_may_not_be_read(write, tmp_path):
+def test_a_file_that_may_not_be_read(write: Write, tmp_path: Path) -> None:
     """Root may read every file, so the test deletes the file after it was found."""
     write("x/a.jsonl", b'{"x": 1}\n')
     path = Path(write("x/b.jsonl", b'{"x": 2}\n'))
@@ -294,7 +327,7 @@ def test_a_file_that_may_not_be_read(write, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_a_truncated_gz_file(write, read, suffix):
+def test_a_truncated_gz_file(write: Write, read: Read, suffix: str) -> None:
     """The file ends in the header, in the data or in the checksum."""
     name = f"a.{suffix}.gz"
     whole = packed(name, FILES[suffix])
@@ -304,12 +337,15 @@ def test_a_truncated_gz_file(write, read, suffix):
         assert DAMAGED in str(error.value) and name in str(error.value)
 
 
-def test_the_line_from_which_a_file_is_damaged(write):
+def test_the_line_from_which_a_file_is_damaged(write: Write) -> None:
     whole = gzip.compress(b'{"x": 1}\n{"x": 2}\n')
     rows = read_rows(write("a.jsonl.gz", whole[:-8] + b"\0" + whole[-7:]), (), "train")
     assert [next(rows)[0], next(rows)[0]] == ["a.jsonl.gz:1", "a.jsonl.gz:2"]
     with pytest.raises(DataError, match=r"a.jsonl.gz:3: the file is damaged .*CRC check failed"):
         next(rows)
+
+
+# --- columns and saved data sets ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,7 +357,9 @@ def test_the_line_from_which_a_file_is_damaged(write):
         (["none", "x"], {"x": 1, "q": {"a": 2, "b": {"c": 3}}, "y.z": 4, "w": 5}),
     ],
 )
-def test_only_requested_columns_are_read(write, read, tmp_path, columns, row):
+def test_only_requested_columns_are_read(
+    write: Write, read: Read, tmp_path: Path, columns: list[str], row: dict[str, Any]
+) -> None:
     rows = [{"x": 1, "q": {"a": 2, "b": {"c": 3}}, "y.z": 4, "w": 5}]
     path = write("a.parquet", parquet(pa.Table.from_pylist(rows)))
     assert read(path, columns) == [("a.parquet:1", row)]
@@ -329,7 +367,7 @@ def test_only_requested_columns_are_read(write, read, tmp_path, columns, row):
     assert read(tmp_path / "saved", columns) == [("saved:1", row)]
 
 
-def test_saved_data_sets(read, tmp_path):
+def test_saved_data_sets(read: Read, tmp_path: Path) -> None:
     data = datasets.Dataset.from_dict({"x": [1, 2, 3]})
     data.select([2, 0]).save_to_disk(str(tmp_path / "one"), num_shards=2)
     for path in (tmp_path / "one", f"file://{tmp_path}/one/"):
@@ -345,28 +383,69 @@ def test_saved_data_sets(read, tmp_path):
         read(tmp_path / "one")
 
 
+# --- any bytes ------------------------------------------------------------------------------------
+
+
+def ends_well(path: Path) -> None:
+    """Reads rows or gets one DataError; any other exception fails the test."""
+    try:
+        for place, row in read_rows(str(path), (), "train"):
+            assert place.startswith(f"{path.name}:")
+            assert isinstance(row, dict | Unused)
+    except DataError as error:
+        assert str(error).startswith(f"{path}:")
+
+
 NAMES = st.sampled_from([f"a.{suffix}{gz}" for suffix in FILES for gz in ("", ".gz")])
-
-
-@settings(
+often = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+
+
+@often
 @given(data=st.data(), name=NAMES)
-def test_damage_anywhere(tmp_path, data, name):
-    """Rows are read, or there is one DataError; any other exception fails the test."""
+def test_damage_anywhere(tmp_path: Path, data: st.DataObject, name: str) -> None:
     content = bytearray(packed(name, FILES[name.split(".")[1]]))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content)))
         content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     path = tmp_path / name
     path.write_bytes(content)
-    try:
-        for place, row in read_rows(str(path), (), "train"):
-            assert place.startswith(f"{name}:")
-            assert isinstance(row, dict | Unused)
-    except DataError as error:
-        assert str(error).startswith(f"{path}:")
+    ends_well(path)
 
+
+@often
+@given(
+    name=NAMES,
+    content=st.one_of(
+        st.binary(),
+        st.text('[]{}",:\n\r\\ 1eé\0').map(str.encode),
+        st.text().map(lambda text: text.encode("utf-16")),
+    ),
+)
+def test_any_bytes(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(packed(name, content))
+    ends_well(path)
+
+
+@settings(often, max_examples=40)
+@given(
+    rows=st.lists(
+        st.dictionaries(st.text(max_size=3), st.text(max_size=5)), min_size=1, max_size=4
+    ),
+    indent=st.none() | st.just(1),
+)
+def test_lines_and_arrays_are_read_as_they_were_written(
+    tmp_path: Path, rows: list[dict[str, str]], indent: int | None
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=indent))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read_rows(f"{tmp_path}/*", (), "train")
+    assert [row for _, row in found] == rows * 2
+
+
+# --- size -----------------------------------------------------------------------------------------
 
 MEASURE = """
 import resource, sys
@@ -378,7 +457,7 @@ for path in sys.argv[1:]:
 TEXT = "wörd " * 200
 
 
-def write_large(path, rows):
+def write_large(path: Path, rows: int) -> None:
     """About 1.2 kB per row, uncompressed."""
     kind = path.name.split(".")[1]
     if kind == "parquet":
@@ -394,7 +473,7 @@ def write_large(path, rows):
             file.write(line.encode() * 1000)
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path):
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """For each streamed format: a file of 5 MB and one of 60 MB; peaks in MiB."""
     suffixes = ["json", "csv", "parquet", "jsonl.gz", "txt"]
     paths = [tmp_path / f"{rows}.{suffix}" for rows in (4_000, 50_000) for suffix in suffixes]

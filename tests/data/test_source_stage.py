@@ -1,8 +1,14 @@
 """Stage `source`, launched as a program: a source is read again only if its identity changed."""
 
+from __future__ import annotations
+
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
@@ -12,22 +18,54 @@ from rlhf_pipeline.data.record_files import example_rows, examples
 from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.pipelines.preparation import source_job
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.runtime.manifest import Manifest, json_digest
+from rlhf_pipeline.runtime.manifest import Manifest, content_digest, json_digest
 from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
-from rlhf_pipeline.stages.job import RunContext
+from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun
 from rlhf_pipeline.stages.run import StageRunner
 
+ReadSource = Callable[..., Path]
 
-def test_a_source_becomes_records_and_counts(tmp_path):
-    pair = {"prompt": "Why?", "chosen": "Because.", "rejected": "No."}
-    blank = [pair | {"chosen": " "}] * 5
-    equal, other = pair | {"chosen": "No."}, pair | {"prompt": "Who?"}
-    rows = [pair, pair | {"chosen": ""}, equal, *blank, other]
-    path = tmp_path / "own.jsonl"
+
+class Launches(StageListener):
+    """Records each stage with whether its result was reused."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, bool]] = []
+
+    def stage_started(self, run: StageRun) -> None:
+        self.heard.append((run.stage, run.cached))
+
+
+def pair(prompt: str = "Why?", chosen: str = "Because.", rejected: str = "No.") -> dict[str, str]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1))
-    folder = StageRunner(context).run(source_job(SourceConfig(name="files", path=str(path)), 0))
+    return path
+
+
+@pytest.fixture
+def launches():
+    return Launches()
+
+
+@pytest.fixture
+def read_source(tmp_path: Path, launches: Launches) -> ReadSource:
+    """Runs stage `source`; returns the folder of its records."""
+    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
+
+    def read_source(seed: int = 0, **config: Any) -> Path:
+        return StageRunner(context).run(source_job(SourceConfig(**config), seed))
+
+    return read_source
+
+
+def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSource) -> None:
+    rows = [pair(), pair(chosen=""), pair("How?", "No."), *[pair(chosen=" ")] * 5, pair("Who?")]
+    path = write(tmp_path / "own.jsonl", *rows)
+    folder = read_source(name="files", path=str(path))
     (batch,) = examples(folder).to_batches()
     read = [(row["id"], row["prompt"][0]["content"]) for row in example_rows(batch)]
     assert read == [("own.jsonl:1", "Why?"), ("own.jsonl:9", "Who?")]
@@ -40,21 +78,66 @@ def test_a_source_becomes_records_and_counts(tmp_path):
             *((f"own.jsonl:{line}", "the chosen answer is empty") for line in (4, 5, 6)),
         ],
     )
-    counts = {"source/rows": 9, "source/bad_rows": 7, "source/skipped_rows": 0}
-    assert Manifest.read(folder).metrics == counts
+    assert Manifest.read(folder).metrics == {
+        "source/rows": 9,
+        "source/bad_rows": 7,
+        "source/skipped_rows": 0,
+    }
+
+
+# --- what is read again ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_only_the_source_whose_bytes_changed_is_read_again(
+    tmp_path: Path, read_source: ReadSource, launches: Launches
+) -> None:
+    one, two = write(tmp_path / "one.jsonl", pair("a")), write(tmp_path / "two.jsonl", pair("b"))
+
+    def both() -> list[Path]:
+        launches.heard.clear()
+        return [read_source(name="files", path=str(path)) for path in (one, two)]
+
+    first, kept = both()
+    assert launches.heard == [("source", False), ("source", False)]
+    assert both() == [first, kept]
+    assert launches.heard == [("source", True), ("source", True)]
+    # Other bytes, same records: the source is read again, but its content digest is unchanged.
+    one.write_text(one.read_text().replace('": "', '":   "'))
+    again, _ = both()
+    assert launches.heard == [("source", False), ("source", True)]
+    assert again != first
+    assert content_digest(again) == content_digest(first)
+    # Other records, of the same size in bytes.
+    one.write_text(one.read_text().replace("Because.", "because."))
+    other, _ = both()
+    assert launches.heard == [("source", False), ("source", True)]
+    assert content_digest(other) != content_digest(first)
+
+
+def test_the_folder_of_a_file_does_not_count(
+    tmp_path: Path, read_source: ReadSource, launches: Launches
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    path = write(tmp_path / "own.jsonl", pair())
+    before = read_source(name="files", path=str(path))
+    shutil.move(path, folder)
+    assert read_source(name="files", path=str(folder / "own.jsonl")) == before
+    assert launches.heard == [("source", False), ("source", True)]
 
 
 COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40
 
 
-def key(seed=0, **config):
+def key(seed: int = 0, **config: Any) -> str:
     job = source_job(SourceConfig(**config), seed)
     assert job.inputs == {}
     recipe = fingerprint.recipe(job, job.identities, RunContext(Path()), 1)
     return json_digest(recipe)
 
 
-def test_the_commit_decides_and_the_seed_does_not():
+def test_the_commit_decides_and_the_seed_does_not() -> None:
     before = key(name="Anthropic/hh-rlhf", revision=COMMIT)
     assert key(name="Anthropic/hh-rlhf", revision=COMMIT, seed=1) == before
     assert key(name="Anthropic/hh-rlhf", revision=OTHER_COMMIT) != before
@@ -62,8 +145,8 @@ def test_the_commit_decides_and_the_seed_does_not():
     assert key(samples=3, seed=1) != key(samples=3, seed=2)
 
 
-def test_the_commit_of_the_origin_is_read(tmp_path, monkeypatch):
-    asked = []
+def test_the_commit_of_the_origin_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(module, "read", lambda *arguments: iter(asked.append(arguments) or ()))
     config = SourceConfig(name="Anthropic/hh-rlhf", revision="v2")
     blocks = {"source": config.model_dump(mode="json")}
@@ -71,17 +154,19 @@ def test_the_commit_of_the_origin_is_read(tmp_path, monkeypatch):
     assert asked == [(config, 3, COMMIT)]
 
 
-def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(tmp_path, monkeypatch):
+def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
     monkeypatch.setattr(fingerprint, "ROOT", package)
     mapped = {"Anthropic/hh-rlhf", "tatsu-lab/alpaca", "nvidia/HelpSteer2"}
 
-    def keys():
+    def keys() -> dict[str, str]:
         return {name: key(name=name, revision=COMMIT) for name in mapped} | {
             "synthetic": key(samples=3)
         }
 
-    def changed(module, line="_CHANGED = True"):
+    def changed(module: str, line: str = "_CHANGED = True") -> set[str]:
         before = keys()
         with (package / module).open("a") as source:
             source.write(f"\n{line}\n")
@@ -96,6 +181,6 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(tmp_path, monke
     assert changed("data/split.py") == set()
 
 
-def test_the_code_of_adapters_does_not_count_for_stages_that_read_records():
+def test_the_code_of_adapters_does_not_count_for_stages_that_read_records() -> None:
     for program in ("rlhf_pipeline.data.split", "rlhf_pipeline.models.base_model"):
         assert not [name for name in code_digests(program) if name.startswith("data/sources/")]

@@ -152,21 +152,25 @@ def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path
     assert evaluation["accuracy"]["score"]["over_length"] == {"lower": 0.25}
 
 
-def test_all_policies_have_the_same_draws_and_the_win_rate_has_independent_ones(
-    inputs, world, tmp_path
-):
+def test_all_policies_have_the_same_draws(inputs, world, tmp_path):
     """A candidate with the weights of SFT gives SFT's answers, as random as they are."""
     metrics, lines = run(inputs | {"ppo_model": inputs["sft_model"]}, tmp_path / "run")
-    sft, again, ppo = (answers_of(lines, name) for name in ("sft", "sft_again", "ppo"))
+    sft, ppo = answers_of(lines, "sft"), answers_of(lines, "ppo")
     assert [a["response"] for a in ppo] == [a["response"] for a in sft]
     assert len({a["response"] for a in sft}) == 6
     assert (metrics["paired_win_rate/score"], metrics["ppo/kl"]) == (0.5, 0)
+    assert metrics["p_value/score"] == 1
+
+
+def test_the_win_rate_compares_with_independent_draws_of_sft(inputs, world, tmp_path):
+    metrics, lines = run(inputs, tmp_path / "run")
+    sft, again, ppo = (answers_of(lines, name) for name in ("sft", "sft_again", "ppo"))
     assert {a["draw"] for a in again} == {1} and len(again) == 6
     assert not {a["response"] for a in again} & {a["response"] for a in sft}
-    pairs = zip(ppo, again, strict=True)
-    wins = [(a["score"] > b["score"]) + (a["score"] == b["score"]) / 2 for a, b in pairs]
-    assert metrics["win_rate/score"] == pytest.approx(sum(wins) / 6)
-    assert wins != [0.5] * 6
+    for name, theirs in (("paired_win_rate", sft), ("win_rate", again)):
+        pairs = zip(ppo, theirs, strict=True)
+        wins = [(a["score"] > b["score"]) + (a["score"] == b["score"]) / 2 for a, b in pairs]
+        assert metrics[f"{name}/score"] == pytest.approx(sum(wins) / 6)
 
 
 def test_greedy_answers_are_the_most_likely_tokens(inputs, world, tmp_path):
@@ -391,17 +395,7 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
     assert written == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.fixture
-def seen(monkeypatch):
-    """The models of policies, in the order in which they are loaded."""
-    models = []
-    monkeypatch.setattr(
-        answering, "frozen_model", lambda *a: models.append(frozen_model(*a)) or models[-1]
-    )
-    return models
-
-
-def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_path, seen):
+def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_path, monkeypatch):
     sharded = {}
     for name, folder in inputs.items():
         sharded[name] = tmp_path / name
@@ -410,6 +404,10 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
             manifest = Manifest.read(folder)
             engines = {"actor": {"zero_optimization": {"stage": 3}}}
             replace(manifest, deepspeed=engines).write(sharded[name])
+    seen = []
+    monkeypatch.setattr(
+        answering, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
+    )
     whole, in_shards = run(inputs, tmp_path / "a"), run(sharded, tmp_path / "b")
     assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3 + [True] * 3
     assert whole == in_shards
@@ -418,14 +416,17 @@ def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_pat
 
 
 def test_a_policy_is_whole_whatever_the_shards_of_the_models_beside_it(
-    inputs, world, tmp_path, seen
+    inputs, world, tmp_path, monkeypatch
 ):
     """A reference in main memory is at stage 3 beside an actor that is not."""
-    policy = tmp_path / "policy"
+    policy, seen = tmp_path / "policy", []
     shutil.copytree(inputs["ppo_model"], policy)
     stages = {"actor": 1, "reference": 3}
     engines = {name: {"zero_optimization": {"stage": stage}} for name, stage in stages.items()}
     replace(Manifest.read(policy), deepspeed=engines).write(policy)
+    monkeypatch.setattr(
+        answering, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
+    )
     run(inputs | {"ppo_model": policy}, tmp_path / "a")
     assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3
 

@@ -1,9 +1,13 @@
 """The server of the page, over real HTTP."""
 
+from __future__ import annotations
+
 import json
+import threading
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from rlhf_pipeline.labelling.votes import read_votes
 
@@ -45,15 +49,15 @@ def test_the_next_pair_hides_who_gave_which_answer(pairs, votes, serve):
 
 
 def test_the_order_is_random_and_that_of_annotator_and_pair(pairs, votes, serve):
-    """40 pairs: a fair coin gives fewer than 8 or more than 32 of one side in 1 of 24,000."""
-    address, shown = serve(pairs(40), votes), {}
+    """60 pairs: a fair coin gives fewer than 15 or more than 45 of one side in 1 of 15,000."""
+    address, shown = serve(pairs(60), votes), {}
     for annotator in ("Ann", "Bob"):
         firsts = []
         while pair := state(address, annotator)["pair"]:
             firsts.append(pair["answers"][0].startswith("One"))
             assert state(address, annotator)["pair"] == pair
             assert vote(address, pair["id"], "tie", annotator)[0] == 200
-        assert len(firsts) == 40 and 8 <= sum(firsts) <= 32
+        assert len(firsts) == 60 and 15 <= sum(firsts) <= 45
         shown[annotator] = firsts
     assert shown["Ann"] != shown["Bob"]
     for given in read_votes(votes):
@@ -61,18 +65,20 @@ def test_the_order_is_random_and_that_of_annotator_and_pair(pairs, votes, serve)
         assert given.shown_as_a == ("first" if shown[given.annotator][number] else "second")
 
 
-def test_a_choice_goes_to_the_answer_that_was_shown(pairs, votes, serve):
-    """Each choice 12 times, on both sides."""
-    address = serve(pairs(48), votes)
-    for choice, scores in {"a": (1, 0), "b": (0, 1), "tie": (1, 1), "bad": (0, 0)}.items():
-        for _ in range(12):
-            pair = state(address)["pair"]
-            assert vote(address, pair["id"], choice, reason=" short ")[0] == 200
-            last = read_votes(votes)[-1]
-            by_answer = {last.first: last.first_score, last.second: last.second_score}
-            assert tuple(by_answer[answer] for answer in pair["answers"]) == scores
-        found = {(v.shown_as_a, v.reason) for v in read_votes(votes)[-12:]}
-        assert found == {("first", "short"), ("second", "short")}
+@pytest.mark.parametrize(
+    ("choice", "scores"), [("a", (1, 0)), ("b", (0, 1)), ("tie", (1, 1)), ("bad", (0, 0))]
+)
+def test_a_choice_goes_to_the_answer_that_was_shown(pairs, votes, serve, choice, scores):
+    address = serve(pairs(12), votes)
+    for _ in range(12):
+        pair = state(address)["pair"]
+        assert vote(address, pair["id"], choice, reason=" short ")[0] == 200
+        last = read_votes(votes)[-1]
+        by_answer = {last.first: last.first_score, last.second: last.second_score}
+        assert tuple(by_answer[answer] for answer in pair["answers"]) == scores
+    assert {(v.shown_as_a, v.reason) for v in read_votes(votes)} == {
+        ("first", "short"), ("second", "short"),
+    }  # fmt: skip
 
 
 def test_another_server_goes_on_where_the_annotator_was(pairs, votes, serve):
@@ -91,20 +97,28 @@ def test_another_server_goes_on_where_the_annotator_was(pairs, votes, serve):
     assert read_votes(votes) == []
 
 
-def test_annotators_at_once_lose_no_vote(pairs, votes, serve):
-    """Two of one server, and one of another server of the same file."""
-    given = pairs(30)
-    one, other = (serve(given, votes) for _ in range(2))
+@pytest.mark.parametrize("servers", [1, 2])
+def test_two_annotators_at_once_lose_no_vote(pairs, votes, serve, servers):
+    given = pairs(50)
+    addresses = [serve(given, votes) for _ in range(servers)]
+    statuses = []
 
     def annotate(annotator, address):
-        return [vote(address, pair.pair, "tie", annotator)[0] for pair in given]
+        for pair in given:
+            statuses.append(vote(address, pair.pair, "tie", annotator)[0])
 
-    annotators = ("Ann", "Bob", "Eve")
-    with ThreadPoolExecutor(3) as pool:
-        assert [*pool.map(annotate, annotators, (one, one, other))] == [[200] * 30] * 3
+    threads = [
+        threading.Thread(target=annotate, args=("Ann", addresses[0])),
+        threading.Thread(target=annotate, args=("Bob", addresses[-1])),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * 100
     found = {(v.annotator, v.pair) for v in read_votes(votes)}
-    assert found == {(name, pair.pair) for name in annotators for pair in given}
-    assert votes.read_bytes().count(b"\n") == 90
+    assert found == {(name, pair.pair) for name in ("Ann", "Bob") for pair in given}
+    assert votes.read_bytes().count(b"\n") == 100
 
 
 def test_pages_of_other_origins_and_other_host_names_are_refused(pairs, votes, serve):
@@ -124,13 +138,14 @@ def test_pages_of_other_origins_and_other_host_names_are_refused(pairs, votes, s
     assert request(f"{address}/vote", body, Origin=address)[0] == 200
 
 
-def test_a_request_that_the_page_would_not_send_writes_nothing(pairs, votes, serve):
+@pytest.mark.parametrize(
+    "change", [{"choice": "c"}, {"annotator": " "}, {"annotator": "a" * 65}, {"reason": "a" * 2001}]
+)
+def test_a_request_that_the_page_would_not_send_writes_nothing(pairs, votes, serve, change):
     (pair,) = pairs(1)
+    body = {"annotator": "Ann", "pair": pair.pair, "choice": "a"} | change
     address = serve([pair], votes)
-    wrong = {"choice": "c"}, {"annotator": " "}, {"annotator": "a" * 65}, {"reason": "a" * 2001}
-    for change in wrong:
-        body = {"annotator": "Ann", "pair": pair.pair, "choice": "a"} | change
-        assert request(f"{address}/vote", body)[0] == 422
+    assert request(f"{address}/vote", body)[0] == 422
     assert request(f"{address}/vote", body | {"reason": "a" * 2**17})[0] == 413
     assert read_votes(votes) == []
 

@@ -15,6 +15,7 @@ from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.errors import ArtifactError
+from rlhf_pipeline.generation import transformers_generator
 from rlhf_pipeline.generation.generator import row_seeds, uniform_draws
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.forward import (
@@ -121,12 +122,10 @@ def test_dropout_is_off_whatever_the_family_calls_it(checkpoint, scorer, family)
     assert not drops(load_scores(checkpoint, "fp32", new_head=True).classifier)
 
 
-def test_generation_is_sampling_token_by_token(policy, contract):
-    """Each row alone, without padding or cache: the first token whose CDF exceeds the draw.
-
-    Rows of the vocabulary without a token are left out.
-    """
-    sampling = SamplingConfig(max_response_tokens=16, batch_size_per_gpu=3, temperature=0.7)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_generation_is_sampling_token_by_token(policy, contract, temperature):
+    """Each row alone, without padding or cache: the first token whose CDF exceeds the draw."""
+    sampling = SamplingConfig(max_response_tokens=16, batch_size_per_gpu=3, temperature=temperature)
     seeds = row_seeds(3, 1, np.arange(3))
     draws = uniform_draws(seeds, 16)
     rollout = TransformersGenerator(policy, contract).generate(PROMPTS, sampling, seeds).sequences
@@ -134,11 +133,24 @@ def test_generation_is_sampling_token_by_token(policy, contract):
         ids = list(prompt)
         for draw in draws[i].tolist():
             logits = policy(input_ids=torch.tensor([ids])).logits[0, -1, : contract.vocab_size]
-            weights = np.exp(logits.double().numpy() / 0.7)
+            weights = np.exp(logits.double().numpy() / temperature)
             ids.append(int(np.argmax(weights.cumsum() > draw * weights.sum())))
             if ids[-1] == 1:
                 break
         assert rollout.response_ids[i, rollout.action_mask[i]].tolist() == ids[len(prompt) :]
+
+
+def test_padded_vocabulary_rows_are_never_sampled(policy, contract, monkeypatch):
+    """The first draw exceeds the probability of all real tokens under the unrestricted softmax."""
+    probabilities = policy(torch.tensor([[5]])).logits[0, -1].softmax(-1)
+    assert len(probabilities) == WIDE
+    draws = torch.tensor(
+        [[probabilities[: contract.vocab_size].sum().item() + 1e-6, 0.5]], dtype=torch.float64
+    )
+    sampling = SamplingConfig(max_response_tokens=2, batch_size_per_gpu=1)
+    monkeypatch.setattr(transformers_generator, "uniform_draws", lambda *_: draws)
+    rollout = TransformersGenerator(policy, contract).generate([[5]], sampling, [(0,)])
+    assert rollout.sequences.response_ids.max() < contract.vocab_size
 
 
 def test_sampler_and_training_agree_also_behind_rows_that_have_finished(policy, contract):

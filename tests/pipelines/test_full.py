@@ -235,3 +235,4 @@ def test_another_policy_competes_with_the_champion(project):
     assert "evaluate_champion: finished" in output
     assert "not promoted: " in output
     assert "win rate against the champion by the gold judge: found" in output
+    assert "evaluate_champion: reused" in project.kedro("--pipelines=full")

@@ -45,6 +45,15 @@ def test_padded_vocabulary_has_no_probability():
     torch.testing.assert_close(logprobs, torch.tensor([[-0.4700036]]))
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 5, 8, 100])
+def test_chunks_change_nothing(chunk: int):
+    logits = logits_of([1.0, 1.0], [1.0, 2.0], [1.0, 3.0], [1.0, 4.0], [1.0, 5.0])
+    # ln 1/2, ln 2/3, ln 3/4, ln 4/5, ln 5/6
+    expected = torch.tensor([[-0.6931472], [-0.4054651], [-0.2876821], [-0.2231436], [-0.1823216]])
+    ids = torch.ones(5, 1, dtype=torch.long)
+    torch.testing.assert_close(logprobs_of(logits, ids, chunk=chunk), expected)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 20, 21, 40, 100, 1000])
 def test_chunks_of_rows_and_of_positions_agree_bit_for_bit(chunk: int):
     torch.manual_seed(1)

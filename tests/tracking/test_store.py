@@ -370,6 +370,23 @@ def test_a_champion_that_is_gone_damaged_or_of_other_tokens_cannot_answer(
     assert found.folder is None and re.search(fault, found.fault)
 
 
+@pytest.mark.long
+def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", served.tracking_uri)
+    champion = policy(tmp_path / "champion", "old")
+    run = served.create_run(experiment_id(served))
+    served.log_artifacts(run.info.run_id, str(champion), "policy")
+    source = f"{run.info.artifact_uri}/policy"
+    served.create_registered_model("policy")
+    crown(served, champion, source=source, run_id=run.info.run_id)
+    candidate = policy(tmp_path / "candidate", "new")
+    for _ in range(2):
+        found = find_champion("policy", candidate, tmp_path, tmp_path / "downloads")
+        assert found.fault is None
+        assert (found.folder / "model.safetensors").read_text() == "old"
+    assert len(list((tmp_path / "downloads").iterdir())) == 1
+
+
 def test_a_store_that_is_silent_is_named_after_seconds(client, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)
     monkeypatch.setattr("rlhf_pipeline.tracking.store.SILENT_S", 0.01)

@@ -224,7 +224,7 @@ def test_the_verdict_has_every_number():
 
 
 def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
-    """By the win rate alone: 200 candidates, each the only try; 100 times ten on equal prompts."""
+    """By the win rate alone: 200 candidates, each the only try; 200 times ten on equal prompts."""
     rng = np.random.default_rng(5)
     short = [" ".join(text.split()[:4]) for text in TEXTS]  # most of the time goes into words
 
@@ -239,10 +239,10 @@ def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
     single = sum(promoted(1, equal()) for _ in range(200))
     assert single <= 10  # 2.5% are 5; binomial, 99th percentile
     families = 0
-    for _ in range(100):
+    for _ in range(200):
         baseline = equal()
         families += any(promoted(tries, baseline) for tries in range(1, 11))
-    assert families <= 11  # 5% are 5; binomial, 99th percentile
+    assert families <= 18  # 5% are 10; binomial, 99th percentile
 
 
 def task(change):

@@ -1,4 +1,4 @@
-"""DPO and KTO by their command lines, after a full run: real launches on two CPU ranks."""
+"""The pipeline `dpo` by its command line, after a full run: real launches on two CPU ranks."""
 
 import json
 import re
@@ -53,20 +53,3 @@ def test_report_registry_and_runs_are_about_dpo(by_dpo):
     runs = {run.info.run_name.partition(" ")[0]: run for run in by_dpo.runs()}
     assert {"dpo", "evaluate_dpo"} <= runs.keys()
     assert not any("ppo" in name for name in runs)
-
-
-def test_kto_starts_as_its_reference_and_exports_its_best_model(by_dpo):
-    output = by_dpo.kedro("--pipeline=kto")
-    assert "evaluate_kto: running" in output and "dpo: running" not in output
-    (stage,) = by_dpo.recipes("kto")
-    lines = [json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").open()]
-    # There is no KL yet, and every value is a half.
-    first = lines[0]
-    assert (first["kto/kl"], first["kto/loss"], first["kto/agreement"]) == (0.0, 0.5, 0.5)
-    held_out = [line["validation/loss"] for line in lines if "validation/loss" in line]
-    exported = json.loads((stage / "export" / "manifest.json").read_text())["metrics"]
-    assert exported["validation/loss"] == min(held_out)
-    folder = by_dpo.newest("08_reporting/kto_evaluation")
-    assert json.loads((folder / "evaluation.json").read_text())["candidate"] == "kto"
-    page = by_dpo.newest("08_reporting/kto_evaluation.html").read_text()
-    assert "<h1>KTO is" in page and "KL on mismatched pairs" in page
