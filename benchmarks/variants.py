@@ -190,7 +190,8 @@ def won(evaluation: Evaluation, judge: str) -> dict[str, str]:
 
 def training(history: list[Tree]) -> dict[str, str]:
     """What PPO's training shows; text is measured before a step learns from it."""
-    curve = {name: [each["metrics"].get(name, 0.0) for each in history] for name in CURVES}
+    has = [name for name in CURVES if name in history[0]["metrics"]]
+    curve = {name: [each["metrics"][name] for each in history] for name in has}
     norms = curve.pop("optim/actor_grad_norm")
     return {
         "steps": str(len(history)),
