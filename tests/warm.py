@@ -214,8 +214,8 @@ def serve(owner: int) -> None:
                     become(json.loads(packet), output)
                 for descriptor in output:
                     os.close(descriptor)
-                connection.send(json.dumps(process).encode())
                 ends.register(os.pidfd_open(process), selectors.EVENT_READ, (process, connection))
+                _tell(connection, process)
             elif key.data is None:
                 return
             else:
@@ -223,9 +223,13 @@ def serve(owner: int) -> None:
                 os.close(key.fd)
                 process, connection = key.data
                 code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                with suppress(OSError):  # nobody waits for it any more
-                    connection.send(json.dumps(code).encode())
+                _tell(connection, code)
                 connection.close()
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with suppress(OSError):  # the sender of the request was killed
+        connection.send(json.dumps(number).encode())
 
 
 def become(request: Mapping[str, Any], output: Sequence[int]) -> NoReturn:
