@@ -28,6 +28,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10], [8], [9, 10, 11, 12, 13], [5, 6, 7, 8, 9, 11, 12
 SAMPLING = SamplingConfig(max_response_tokens=12, batch_size_per_gpu=3)
 GREEDY = SAMPLING.model_copy(update={"temperature": 1e-4})
 SEEDS = row_seeds(1, 1, np.arange(len(PROMPTS)))
+OPTIONS = {"rows": 3, "longest": 20, "place": "ppo.generator", "hybrid": None}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def make(request, engine, world):
     return {
         "transformers": partial(TransformersGenerator, engine),
         "hybrid": lambda contract: HybridGenerator(engine, contract, HybridConfig(), world),
-        "vllm": partial(VLLMGenerator, engine, rows=3, longest=20, place="ppo.generator"),
+        "vllm": partial(VLLMGenerator, engine, **OPTIONS, world=world),
     }[request.param]
 
 
@@ -140,11 +141,11 @@ def test_draws_depend_on_the_seed_of_their_row_only():
     assert not torch.equal(uniform_draws(row_seeds(8, 3, np.arange(6)), 4), whole)
 
 
-def test_operators_without_gradients_are_refused_in_training(engine, contract, monkeypatch):
+def test_operators_without_gradients_are_refused_in_training(engine, world, contract, monkeypatch):
     """vLLM would replace those of the whole process, which also trains."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ConfigError) as refused:
-        VLLMGenerator(engine, contract, rows=3, longest=20, place="ppo.generator")
+        VLLMGenerator(engine, contract, **OPTIONS, world=world)
     assert str(refused.value) == (
         "VLLM_BATCH_INVARIANT: found 1, expected none with ppo.generator: vLLM replaces operators "
         "of torch in this process, and training needs their gradients. Fix: unset it"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ppo_runs import ppo_config, run_ppo
 
-from rlhf_pipeline.config.training import SamplingConfig, TrainedModelConfig
+from rlhf_pipeline.config.training import HybridConfig, SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
@@ -37,8 +37,9 @@ FAMILIES = {
     "qwen3": HEADS | {"head_dim": 32},
     "opt": HEADS,
     "gpt2": {"n_embd": 64, "n_head": 2},
+    "bloom": {"hidden_size": 64, "n_head": 2},
 }
-REFUSED = {"bloom": {"hidden_size": 64, "n_head": 2}, "gpt_neox": HEADS}
+REFUSED = {"gpt_neox": HEADS}
 PAGE = 32
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [*range(20, 70)], [*range(20, 66)]]
 """The last two begin with the same page."""
@@ -51,9 +52,16 @@ CASES = {
     "qwen3, LoRA, ZeRO 3": ("qwen3", {"deepspeed": {"zero_stage": 3}, "lora": {"rank": 4}}),
     "llama, bf16": ("llama", {"deepspeed": {"zero_stage": 1, "precision": "bf16"}}),
     "llama, bf16, ZeRO 3": ("llama", {"deepspeed": {"zero_stage": 3, "precision": "bf16"}}),
-}
-STAGES = (0, 3)
+    **{f"{family}, split, ZeRO 3": (family, {"deepspeed": {"zero_stage": 3}})
+       for family in FAMILIES},
+}  # fmt: skip
+RUNS = {"PPO at ZeRO 0": (0, 1), "PPO at ZeRO 3": (3, 1), "PPO at ZeRO 3, split": (3, 2)}
+"""The ZeRO stage of each, and the ranks that hold a copy together."""
 ON_A_GPU = "llama, bf16, ZeRO 3"
+
+
+def options(world, stage="ppo"):
+    return {"place": f"{stage}.generator", "world": world, "hybrid": None}
 
 
 def gap(rollout, policy, contract):
@@ -71,7 +79,10 @@ def rollouts(case, models, world):
     config = TrainedModelConfig.model_validate({"optimizer": {"learning_rate": 1e-2}} | model)
     engine = train_engine(partial(load_policy, models[family]), config, 2)
     contract = TokenContract.read(models[family])
-    generator = VLLMGenerator(engine, contract, rows=2, longest=62, place="ppo.generator")
+    hybrid = HybridConfig(inference_tp_size=world.size if "split" in case else 1)
+    generator = VLLMGenerator(
+        engine, contract, rows=2, longest=62, place="ppo.generator", world=world, hybrid=hybrid
+    )
     own = slice(world.rank, None, world.size)
     found = []
     for _ in range(2):
@@ -91,26 +102,32 @@ def rollouts(case, models, world):
 def main(argument, folder):
     world = join(1, timeout_s=600)
     vllm_generator.PAGE = PAGE
-    models, inputs = ({key: Path(path) for key, path in own.items()} for own in argument)
-    if not inputs:  # on a GPU, where a process can have one engine
-        found = rollouts(ON_A_GPU, models, world)
-        (folder / f"{world.rank}.json").write_text(json.dumps(found))
-        return
-    found = {case: rollouts(case, models, world) for case in CASES}
-    for stage in STAGES:
-        deepspeed = {"deepspeed": {"zero_stage": stage}}
-        model = ppo_config().actor.model_dump() | deepspeed
-        config = ppo_config(steps=3, actor=model, critic=model, generator="vllm")
-        found[f"PPO at ZeRO {stage}"] = run_ppo(config, inputs, world, folder / str(stage)).lines
+    models, inputs = ({key: Path(path) for key, path in own.items()} for own in argument[:2])
+    found = {}
+    for name in argument[2]:
+        if name in CASES:
+            found[name] = rollouts(name, models, world)
+            continue
+        stage, ranks = RUNS[name]
+        model = ppo_config().actor.model_dump() | {"deepspeed": {"zero_stage": stage}}
+        options = {"generator": "vllm", "hybrid": {"inference_tp_size": ranks}}
+        config = ppo_config(steps=3, actor=model, critic=model, **options)
+        found[name] = run_ppo(config, inputs, world, folder / name).lines
     (folder / f"{world.rank}.json").write_text(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(make_model, make_ppo_inputs, on_ranks):
+    """What each rank found. A process has one size of vLLM's groups, so there are two launches."""
     models = {family: make_model(family, 3, **FAMILIES[family]) for family, _ in CASES.values()}
     inputs = make_ppo_inputs(make_model("llama", 1, **HEADS))
-    folder = on_ranks(__file__, [models, inputs])
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    found = [{}, {}]
+    for is_split in (False, True):
+        names = [name for name in (*CASES, *RUNS) if ("split" in name) == is_split]
+        folder = on_ranks(__file__, [models, inputs, names])
+        for rank, own in enumerate(found):
+            own |= json.loads((folder / f"{rank}.json").read_text())
+    return found
 
 
 @pytest.mark.long
@@ -126,16 +143,17 @@ def test_the_engine_of_each_rank_has_the_weights_of_the_actor(two_ranks, case):
 def test_an_engine_that_slept_on_a_gpu_has_the_weights_of_the_actor(make_model, on_ranks):
     models = {"llama": make_model("llama", 3, **HEADS)}
     ranks = min(2, torch.cuda.device_count())
-    folder = on_ranks(__file__, [models, {}], ranks=ranks, accelerator="cuda")
+    folder = on_ranks(__file__, [models, {}, [ON_A_GPU]], ranks=ranks, accelerator="cuda")
     for rank in range(ranks):
-        before, after = json.loads((folder / f"{rank}.json").read_text())
+        before, after = json.loads((folder / f"{rank}.json").read_text())[ON_A_GPU]
         assert max(before[1], after[1]) < 0.2
         assert before[0] != after[0]
 
 
 @pytest.mark.long
-def test_ppo_at_stage_3_equals_that_at_stage_0(two_ranks):
-    whole, sharded = (two_ranks[0][f"PPO at ZeRO {stage}"] for stage in STAGES)
+@pytest.mark.parametrize("name", ["PPO at ZeRO 3", "PPO at ZeRO 3, split"])
+def test_ppo_equals_that_of_whole_copies_at_stage_0(two_ranks, name):
+    whole, sharded = (two_ranks[0][run] for run in ("PPO at ZeRO 0", name))
     assert len(whole) == len(sharded) == 3
     for step, (expected, found) in enumerate(zip(whole, sharded, strict=True), start=1):
         assert found["rollout/logprob_gap"] < 1e-5
@@ -148,7 +166,7 @@ def test_ppo_at_stage_3_equals_that_at_stage_0(two_ranks):
 def test_vllm_computes_the_family(make_model, world, family):
     folder = make_model(family, seed=3, vocabulary=320, **FAMILIES[family])
     policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
-    generator = VLLMGenerator(policy, contract, rows=2, longest=62, place="ppo.generator")
+    generator = VLLMGenerator(policy, contract, rows=2, longest=62, **options(world))
     rollout = generator.generate(PROMPTS, SAMPLING, SEEDS)
     assert gap(rollout, policy, contract) < 1e-4
 
@@ -159,7 +177,7 @@ def test_weights_that_a_transfer_leaves_out_never_answer(make_model, world, monk
     monkeypatch.setattr(vllm_generator, "_ENGINES", {})  # NaN stays in the pages of this one
     folder = make_model("llama", seed=3, **HEADS)
     policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
-    generator = VLLMGenerator(policy, contract, rows=2, longest=62, place="ppo.generator")
+    generator = VLLMGenerator(policy, contract, rows=2, longest=62, **options(world))
     before = generator.generate(PROMPTS, SAMPLING, SEEDS)
     with torch.no_grad():
         for weight in policy.parameters():
@@ -177,7 +195,7 @@ def test_weights_that_a_transfer_leaves_out_never_answer(make_model, world, monk
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_other_families_are_refused(make_model, world, family):
-    """vLLM does not know BLOOM's head, and would change the class of GPT-NeoX, the actor's own."""
+    """vLLM would change the class of GPT-NeoX, the actor's own."""
     folder = make_model(family, seed=3, **REFUSED[family])
     policy, contract = freeze(load_policy(folder, "fp32")), TokenContract.read(folder)
     with pytest.raises(
@@ -185,7 +203,7 @@ def test_other_families_are_refused(make_model, world, family):
         match=rf"evaluate\.generator: found vllm, expected another generator for the family "
         rf"{family}, .* Fix: set it to transformers",
     ):
-        VLLMGenerator(policy, contract, rows=2, longest=20, place="evaluate.generator")
+        VLLMGenerator(policy, contract, rows=2, longest=20, **options(world, "evaluate"))
     assert policy(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
@@ -196,10 +214,10 @@ def test_an_engine_that_samples_from_other_weights_is_refused(make_model, world,
     monkeypatch.setattr(
         vllm_generator,
         "whole_weights",
-        lambda model: ((name, weight * 1.2) for name, weight in weights(model)),
+        lambda *of: ((name, weight * 1.2) for name, weight in weights(*of)),
     )
     with pytest.raises(ConfigError, match=r"family llama, which vLLM computes differently"):
-        VLLMGenerator(policy, contract, rows=2, longest=20, place="evaluate.generator")
+        VLLMGenerator(policy, contract, rows=2, longest=20, **options(world, "evaluate"))
 
 
 if __name__ == "__main__":

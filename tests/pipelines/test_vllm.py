@@ -9,6 +9,7 @@ from conftest import Project
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.cold,  # vLLM looks at every module, and those of a web server resist
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm: make vllm"),
 ]
 HEADS = ",".join(

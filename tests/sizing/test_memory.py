@@ -186,15 +186,28 @@ def test_weights_are_gathered_whole_or_a_layer_at_a_time(stage):
     assert found == {True: 2 * 6_738_415_616, False: 2 * (202_375_168 + 131_072_000 + 50_000_000)}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("hardware", [GPUS, Hardware(2)])
+def test_vllm_has_pages_and_a_copy_that_its_ranks_divide(ranks, hardware):
+    """4 prompts of a rank, a page of 128 tokens each and one more; on a CPU, vLLM keeps them."""
+    parameters = ppo(generator="vllm", hybrid={"inference_tp_size": ranks})
+    memory = plan_stage("ppo", parameters, SHAPE, hardware)
+    pages = 2 * 4 * 100 // ranks * 4 * (1 + 4 * ranks) * 128
+    own = {"vLLM's weights": 4 * WEIGHTS // ranks, "KV cache": pages}
+    found = sampling_of(memory).parts if hardware.on_gpu else memory.models[0].held
+    assert {part: found[part] for part in own} == own
+    assert sampling_of(memory).parts["gathered weights"] == 4 * 640_000
+
+
 @pytest.mark.parametrize(("generator", "copies"), [("transformers", 0), ("vllm", 1)])
-def test_vllm_keeps_a_copy_of_the_policy_that_it_evaluates(generator, copies):
+def test_vllm_has_a_copy_of_the_policy_that_it_evaluates(generator, copies):
     evaluate = {"prompts": 8, "sampling": {"max_response_tokens": 8}, "precision": "fp32"}
     evaluate["generator"] = generator
     memory = plan_stage(
         "evaluate", ppo() | {"sft": TRAINED | SFT, "evaluate": evaluate}, SHAPE, GPUS
     )
     assert memory.models[0].held == {"weights": 4 * WEIGHTS}
-    assert sampling_of(memory).parts.get("gathered weights", 0) == copies * 4 * WEIGHTS
+    assert sampling_of(memory).parts.get("vLLM's weights", 0) == copies * 4 * WEIGHTS
 
 
 @pytest.mark.parametrize(("size", "shared"), [(8, True), (4, False)])

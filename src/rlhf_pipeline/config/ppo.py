@@ -227,9 +227,9 @@ class PPOConfig(SavingConfig):
     hybrid: HybridConfig = HybridConfig()
     generator: Annotated[str, PPO_GENERATOR] = Field(default="auto", validate_default=True)
     """Program that samples responses. transformers: the actor itself; hybrid: a copy, sharded over
-    `hybrid.inference_tp_size` ranks; vllm: a copy on each rank; auto: hybrid if that size is above
-    1, else vllm where it is installed and there is a GPU, else transformers (docs/scaling.md); or a
-    class of yours (docs/extending.md)."""
+    `hybrid.inference_tp_size` ranks; vllm: a copy in vLLM, split likewise; auto: hybrid if that
+    size is above 1, else vllm where it is installed and there is a GPU, else transformers
+    (docs/scaling.md); or a class of yours (docs/extending.md)."""
     gather_for_generation: bool = True
     """At ZeRO stage 3: gather all weights of the actor for each batch, which every GPU needs memory
     for. False: gather each layer at every token, which is much slower."""

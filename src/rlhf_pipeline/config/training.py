@@ -14,6 +14,8 @@ BUCKET = 50_000_000
 """Elements in one collective: of gradients to reduce, or of weights to gather."""
 LIVE = 1_000_000_000
 """Weights that a rank keeps whole at ZeRO-3, because the next pass uses them again."""
+VLLM_PAGE, VLLM_BATCH = 128, 8192
+"""Tokens of a page of keys and values, and at most in a forward pass, of the generator `vllm`."""
 
 if TYPE_CHECKING:
     MicroBatchTokens = int  # programs get a number, see `checks.sized`
@@ -36,15 +38,16 @@ class SamplingConfig(Block):
 
 
 class HybridConfig(Block):
-    """The actor's copy of the generator `hybrid`, sharded within its processes, as in DeepSpeed's
-    Hybrid Engine."""
+    """The copy of the actor that the generators `hybrid` and `vllm` sample from, split over ranks,
+    as in DeepSpeed's Hybrid Engine."""
 
     inference_tp_size: PositiveInt = 1
     """Number of ranks that share a copy and answer together; must divide that of all ranks."""
     tp_gather_partition_size: PositiveInt = operational(8)
     """Number of layers whose weights are gathered at once."""
     pin_parameters: bool = operational(True)
-    """Keep the memory of the copy between rollouts, else free it while the actor trains."""
+    """Keep the memory of the copy between rollouts, else free it while the actor trains. vllm: the
+    copy is freed on a GPU, and stays on a CPU."""
 
 
 class OptimizerConfig(Block):

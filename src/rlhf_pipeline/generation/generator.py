@@ -6,6 +6,8 @@ Training and evaluation use the protocol `Generator` only. A new backend is a cl
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from rlhf_pipeline.config.doors import PPO_GENERATOR, call_with
 from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.distributed.world import World, gather_json, own_device
+from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.generation.records import Rollout
 
 Seed = tuple[int, ...]
@@ -40,6 +44,65 @@ class Generator(Protocol):
         be read only once (`models.sequences.collate`). Responses are in the order of the prompts,
         each cut after its EOS.
         """
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that hold a copy of the policy together, and answer together."""
+
+    rank: int  # this rank's number within the group
+    size: int
+    collectives: torch.distributed.ProcessGroup | None
+    """None: all ranks, or one alone."""
+
+
+def own_group(world: World, size: int) -> Group:
+    """The group of this rank. All ranks call this together.
+
+    Raises StageError if the ranks cannot be divided into groups of this size.
+    """
+    if world.size % size:
+        raise StageError(
+            f"hybrid.inference_tp_size: found {size}, expected a divisor of the {world.size} ranks"
+        )
+    if size in (1, world.size):
+        return Group(world.rank % size, size, None)
+    groups = [
+        torch.distributed.new_group(list(range(first, first + size)))
+        for first in range(0, world.size, size)
+    ]
+    return Group(world.rank % size, size, groups[world.rank // size])
+
+
+def together(generate: Callable[..., Rollout]) -> Callable[..., Rollout]:
+    """Decorate `generate` of a generator with a `group`: it gets the prompts of all its ranks."""
+
+    @wraps(generate)
+    def answered(
+        self: Any,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        seeds: Sequence[Seed],
+        prompt_numbers: Sequence[int] | None = None,
+    ) -> Rollout:
+        if self.group.size == 1:
+            return generate(self, prompts, sampling, seeds, prompt_numbers)
+        own_share = [list(prompts), list(seeds), prompt_numbers and list(prompt_numbers)]
+        shares = gather_json(own_share, own_device(), self.group.collectives)
+        rows = self.group.size * sampling.batch_size_per_gpu
+        found = generate(
+            self,
+            [prompt for own, *_ in shares for prompt in own],
+            sampling.model_copy(update={"batch_size_per_gpu": rows}),
+            [seed for _, own, _ in shares for seed in own],
+            prompt_numbers and [number for *_, own in shares for number in own],
+        )
+        first = sum(len(own) for own, *_ in shares[: self.group.rank])
+        own_rows = torch.arange(first, first + len(prompts))
+        sequences = found.sequences.rows(own_rows)
+        return Rollout(sequences, found.logprobs[own_rows, : sequences.response_ids.shape[1]])
+
+    return answered
 
 
 def load_generator(

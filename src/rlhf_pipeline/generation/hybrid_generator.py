@@ -8,7 +8,6 @@ prompts together, each reading its share of the weights.
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import gcd
 
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 from rlhf_pipeline.config.training import HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.world import World, gather_json, own_device
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine, whole_weights, without_weights
-from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.generation.generator import Seed
+from rlhf_pipeline.errors import ConfigError
+from rlhf_pipeline.generation.generator import Group, Seed, own_group, together
 from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models import PreTrainedModel
@@ -30,15 +29,6 @@ STYLES = {COLUMNS: 0, ROWS: 1, COLUMNS_AND_GATHER: 0}
 """The sharded dimension of a weight (out, in), by the name of its style in a plan."""
 WHOLE = ("embedding_", "replicated")
 """Beginnings of styles whose weights every rank keeps whole: a lookup reads few of them."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that hold a copy together."""
-
-    rank: int  # this rank's number within the group
-    size: int
-    collectives: torch.distributed.ProcessGroup | None  # None: all ranks
 
 
 class HybridGenerator:
@@ -58,10 +48,11 @@ class HybridGenerator:
         self._model: PreTrainedModel = getattr(policy, "module", policy)
         self._contract = contract
         self._config = hybrid
-        self._group = own_group(world, hybrid.inference_tp_size)
-        copy = ShardedCopy(self._model, self._group)  # an error shows before training
+        self.group = own_group(world, hybrid.inference_tp_size)
+        copy = ShardedCopy(self._model, self.group)  # an error shows before training
         self._pinned = copy if hybrid.pin_parameters else None
 
+    @together
     @torch.no_grad()
     def generate(
         self,
@@ -70,21 +61,10 @@ class HybridGenerator:
         seeds: Sequence[Seed],
         prompt_numbers: Sequence[int] | None = None,
     ) -> Rollout:
-        group, size = self._group, self._group.size
-        copy = self._pinned or ShardedCopy(self._model, group)
+        copy = self._pinned or ShardedCopy(self._model, self.group)
         copy.refresh(self._config.tp_gather_partition_size)
-        own_share = [list(prompts), list(seeds), prompt_numbers and list(prompt_numbers)]
-        shares = gather_json(own_share, own_device(), group.collectives)
-        together = TransformersGenerator(copy.model, self._contract).generate(
-            [prompt for own, *_ in shares for prompt in own],
-            sampling.model_copy(update={"batch_size_per_gpu": size * sampling.batch_size_per_gpu}),
-            [seed for _, own, _ in shares for seed in own],
-            prompt_numbers and [number for *_, own in shares for number in own],
-        )
-        first = sum(len(own) for own, *_ in shares[: group.rank])
-        rows = torch.arange(first, first + len(prompts))
-        found = together.sequences.rows(rows)
-        return Rollout(found, together.logprobs[rows, : found.response_ids.shape[1]])
+        sampler = TransformersGenerator(copy.model, self._contract)
+        return sampler.generate(prompts, sampling, seeds, prompt_numbers)
 
 
 class ShardedCopy:
@@ -106,7 +86,7 @@ class ShardedCopy:
             for name, _ in list(module.named_buffers(recurse=False)):
                 module.register_buffer(name, source.get_submodule(path).get_buffer(name))
             # A method of this object would tie it to its model until a garbage collection.
-            if style in (ROWS, COLUMNS_AND_GATHER):
+            if group.size > 1 and style in (ROWS, COLUMNS_AND_GATHER):
                 module.register_forward_hook(partial(_added if style == ROWS else _joined, group))
 
     @torch.no_grad()
@@ -148,24 +128,6 @@ def _joined(group: Group, module: nn.Module, inputs: object, output: Tensor) -> 
     parts = [torch.empty_like(output) for _ in range(group.size)]
     torch.distributed.all_gather(parts, output.contiguous(), group=group.collectives)
     return torch.cat(parts, dim=-1)
-
-
-def own_group(world: World, size: int) -> Group:
-    """The group of this rank. All ranks call this together.
-
-    Raises StageError if the ranks cannot be divided into groups of this size.
-    """
-    if world.size % size:
-        raise StageError(
-            f"hybrid.inference_tp_size: found {size}, expected a divisor of the {world.size} ranks"
-        )
-    if size == world.size:
-        return Group(world.rank, size, None)
-    groups = [
-        torch.distributed.new_group(list(range(first, first + size)))
-        for first in range(0, world.size, size)
-    ]
-    return Group(world.rank % size, size, groups[world.rank // size])
 
 
 def styles(model: PreTrainedModel, size: int) -> dict[str, str]:

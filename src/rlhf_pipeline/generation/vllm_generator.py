@@ -1,6 +1,9 @@
 """Generation by vLLM, in the training processes: each rank has an engine for its own prompts.
 
-The engine keeps a copy of the weights in its own layout, refreshed before every rollout. The old
+With `hybrid.inference_tp_size` above 1, that many ranks hold one copy by vLLM's tensor parallelism
+and answer their prompts together: their engines get the same requests, and each computes its part.
+
+An engine keeps a copy of the weights in its own layout, refreshed before every rollout. The old
 copy is spoiled first, because vLLM keeps what a transfer leaves out without an error. On a GPU it
 sleeps between rollouts: the copy and the pages of keys and values give their memory back. vLLM
 cannot sleep on a CPU. Written for vLLM 0.32.
@@ -23,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhf_pipeline.config.training import SamplingConfig
+from rlhf_pipeline.config.training import VLLM_BATCH, VLLM_PAGE, HybridConfig, SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import free_memory
-from rlhf_pipeline.distributed.world import on_gpu
+from rlhf_pipeline.distributed.world import World, on_gpu
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine, whole_weights
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.generation.generator import Generator, Seed
+from rlhf_pipeline.generation.generator import Generator, Seed, own_group, together
 from rlhf_pipeline.generation.records import Rollout
 from rlhf_pipeline.models import PreTrainedModel
 from rlhf_pipeline.models.forward import response_logprobs
@@ -43,7 +46,7 @@ FIXED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 """What every engine has."""
 _ENGINES: dict[tuple[Any, ...], LLMEngine] = {}
 """The engines of this process, by what they were made for; policies take turns in one."""
-PAGE = 128  # tokens of a page; vLLM's attention on a CPU prefers multiples of 32
+PAGE = VLLM_PAGE  # vLLM's attention on a CPU prefers multiples of 32
 PROBES = [[1, 2, 3], [4, 5, 6, 7, 8]]  # prompts that the parity is tried on
 PROBE_SAMPLING = SamplingConfig(max_response_tokens=8)
 PROBED = 16  # tokens that the parity probe needs
@@ -69,8 +72,11 @@ class VLLMGenerator:
         rows: int,
         longest: int,
         place: str,
+        world: World,
+        hybrid: HybridConfig | None,
     ) -> None:
-        self._contract = contract
+        self._contract, self._hybrid = contract, hybrid or HybridConfig()
+        self.group = own_group(world, ranks := self._hybrid.inference_tp_size)
         self._model: PreTrainedModel = getattr(policy, "module", policy)
         trains = any(parameter.requires_grad for parameter in self._model.parameters())
         if trains and (found := os.environ.get("VLLM_BATCH_INVARIANT", "0")) != "0":
@@ -81,9 +87,10 @@ class VLLMGenerator:
             )
         self._sleeps = on_gpu()
         longest = max(longest, PROBED)
-        kind = (self._model.config.to_json_string(), contract.vocab_size, rows, longest, PAGE)
+        sizes = (ranks * rows, longest, ranks)
+        kind = (self._model.config.to_json_string(), contract.vocab_size, PAGE, *sizes)
         if kind not in _ENGINES:
-            _ENGINES[kind] = load_engine(self._model, contract, rows, longest, place)
+            _ENGINES[kind] = load_engine(self._model, contract, place, *sizes)
         self._engine = _ENGINES[kind]
         try:
             if not has_parity(self, policy, contract):
@@ -92,6 +99,7 @@ class VLLMGenerator:
             del _ENGINES[kind]
             raise refusal(self._model, place) from error
 
+    @together
     @torch.no_grad()
     def generate(
         self,
@@ -151,15 +159,15 @@ class VLLMGenerator:
         """The weights for the engine, whose vocabulary is not padded."""
         tables = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
         padded = {path for path, module in self._model.named_modules() if module in tables}
-        for name, weight in whole_weights(self._model):
+        for name, weight in whole_weights(self._model, self._hybrid.tp_gather_partition_size):
             is_padded = name.rpartition(".")[0] in padded
             yield name, weight[: self._contract.vocab_size] if is_padded else weight
 
 
 def load_engine(
-    model: PreTrainedModel, contract: TokenContract, rows: int, longest: int, place: str
+    model: PreTrainedModel, contract: TokenContract, place: str, rows: int, longest: int, ranks: int
 ) -> LLMEngine:
-    """An engine for the model's family, without weights; on a GPU, it sleeps.
+    """An engine for the model's family, without weights, split over `ranks`; on a GPU, it sleeps.
 
     Raises ConfigError if vLLM makes none.
     """
@@ -172,31 +180,49 @@ def load_engine(
     config.vocab_size = contract.vocab_size  # no other token can be sampled
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        settings = EngineArgs(
+        arguments = EngineArgs(
             model=folder,
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=longest,
             max_num_seqs=rows,
+            tensor_parallel_size=ranks,
+            max_num_batched_tokens=max(VLLM_BATCH, rows),
             block_size=PAGE,
             num_gpu_blocks_override=1 + rows * ceil(longest / PAGE),  # vLLM keeps one
             enforce_eager=not on_gpu(),  # without a compiler
             enable_sleep_mode=on_gpu(),
             **deepcopy(FIXED["engine"]),
-        ).create_engine_config()
-        if settings.model_config.using_transformers_backend():
-            raise refusal(model, place)  # it would change the model's own class
+        )
         try:
+            settings = arguments.create_engine_config()
+            if settings.model_config.using_transformers_backend():
+                raise refusal(model, place)  # it would change the model's own class
             engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
-        except ValueError as error:  # such as too few pages for layers with windows and without
+        except ValueError as error:  # such as heads that the ranks cannot divide, too few pages
             raise ConfigError(
-                f"{place}: vLLM makes no engine for {rows} rows of {longest} tokens by "
-                f"this {config.model_type}: {str(error).partition('. ')[0]}. Fix: set it to "
-                "transformers"
+                f"{place}: vLLM makes no engine for {rows} rows of {longest} tokens by this "
+                f"{config.model_type} on {ranks} ranks: {str(error).partition('. ')[0]}. Fix: set "
+                "it to transformers"
             ) from error
+    if config.model_type == "bloom":
+        engine.apply_model(_mend_bloom)
     engine.engine_core._finalizer.detach()  # it would end the process group of the training
     if on_gpu():
         engine.sleep(level=2)
     return engine
+
+
+def _mend_bloom(model: nn.Module) -> None:
+    """vLLM's BLOOM looks for the head in the model below it, and has another GELU."""
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    def load(weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        return AutoWeightsLoader(model).load_weights(weights)
+
+    vars(model)["load_weights"] = load
+    for module in model.modules():
+        if hasattr(module, "gelu_impl"):
+            module.gelu_impl = nn.GELU(approximate="tanh")
 
 
 def spoil(model: nn.Module) -> None:

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf_pipeline.config.block import Precision
-from rlhf_pipeline.config.training import BUCKET, LIVE, FrozenModel, StageModel, TrainedModel
+from rlhf_pipeline.config.training import (
+    BUCKET,
+    LIVE,
+    VLLM_BATCH,
+    VLLM_PAGE,
+    FrozenModel,
+    HybridConfig,
+    StageModel,
+    TrainedModel,
+)
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.models import Shape
 
@@ -305,4 +314,24 @@ def generation(
         parts["gathered weights"] = gathered
     if not numbers.on_gpu:  # `rollout.repacked_weights` copies the matrices
         parts["packed weights"] = numbers.size * (shape.matrices + shape.vocab * shape.embedding)
+    return Phase("generation", name, parts)
+
+
+def vllm_generation(
+    name: str, shape: Shape, numbers: Numbers, rows: int, lengths: Lengths, hybrid: HybridConfig
+) -> Phase:
+    """As `generation`, by `generation.vllm_generator`: it has its own copy of the weights and pages
+    of keys and values, and reads the prompts in batches."""
+    ranks = hybrid.inference_tp_size
+    layers = min(hybrid.tp_gather_partition_size, shape.layers)
+    pages = 1 + ranks * rows * -(-(lengths.prompt + lengths.response) // VLLM_PAGE)
+    tokens = min(ranks * rows * lengths.prompt, max(VLLM_BATCH, ranks * rows))
+    parts = {
+        "vLLM's weights": numbers.size * shape.parameters // ranks,
+        "KV cache": 2 * shape.layers * shape.keys // ranks * numbers.size * pages * VLLM_PAGE,
+        "gathered weights": numbers.size * layers * shape.matrices // shape.layers,
+        "activations": tokens * transient_bytes(shape, numbers),
+        # Logits, scaled ones, their logarithms and those sorted, each in float32.
+        "logits": ranks * rows * shape.vocab * 4 * 4,
+    }
     return Phase("generation", name, parts)

@@ -12,7 +12,7 @@ from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.sample import SampledConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig
-from rlhf_pipeline.config.training import DeepSpeedConfig, StageModel, TrainedModel
+from rlhf_pipeline.config.training import DeepSpeedConfig, HybridConfig, StageModel, TrainedModel
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.hardware import Hardware
 from rlhf_pipeline.sizing.memory import (
@@ -29,6 +29,7 @@ from rlhf_pipeline.sizing.memory import (
     generation,
     sharded_copy,
     trained_model,
+    vllm_generation,
     weight_bytes,
 )
 from rlhf_pipeline.sizing.models import Shape, base_model_shape
@@ -193,9 +194,15 @@ def _add_rollouts(
     actor, phases = found[0]
     numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
     rows = min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks))
-    gathered = _for_generation(config, actor, shape, numbers, ranks)
-    together = config.hybrid.inference_tp_size if config.generator == "hybrid" else 1
-    sampling = generation(actor.name, shape, numbers, rows, load.lengths, gathered, together)
+    if config.generator == "vllm":
+        sampling = vllm_generation(actor.name, shape, numbers, rows, load.lengths, config.hybrid)
+        if not hardware.on_gpu:  # vLLM cannot sleep there
+            held = ("vLLM's weights", "KV cache")
+            actor.held.update({part: sampling.parts.pop(part) for part in held})
+    else:
+        gathered = _for_generation(config, actor, shape, numbers, ranks)
+        together = config.hybrid.inference_tp_size if config.generator == "hybrid" else 1
+        sampling = generation(actor.name, shape, numbers, rows, load.lengths, gathered, together)
     if hardware.on_gpu and config.offload_during_rollout:
         for model, _ in found:
             stay = ("weights", "sharded copy") if model is actor else ()
@@ -232,8 +239,6 @@ def _gathered(
     config: PPOConfig | EvaluateConfig, weights: int, shape: Shape, numbers: Numbers, *,
     is_split: bool,
 ) -> int:  # fmt: skip
-    if config.generator == "vllm":
-        return weights  # the copy of its engine
     if not is_split:
         return 0
     return weights if config.gather_for_generation else gathered_layer_bytes(shape, numbers)
@@ -252,9 +257,13 @@ def _evaluate(load: StageLoad, parameters: Parameters, shape: Shape, hardware: H
     is_sharded = all(each.zero_stage == 3 for each in models)
     weights = numbers.size * shape.parameters
     is_split = is_sharded and hardware.world > 1
-    gathered = _gathered(config, weights, shape, numbers, is_split=is_split)
     rows = min(config.sampling.batch_size_per_gpu, config.prompts)
-    sampling = generation("evaluate", shape, numbers, rows, load.lengths, gathered)
+    if config.generator == "vllm":
+        whole = HybridConfig()
+        sampling = vllm_generation("evaluate", shape, numbers, rows, load.lengths, whole)
+    else:
+        gathered = _gathered(config, weights, shape, numbers, is_split=is_split)
+        sampling = generation("evaluate", shape, numbers, rows, load.lengths, gathered)
     scoring = forward("evaluate", shape, numbers, load.rows, scalar=True, sharded=is_sharded)
     held = {"weights": weights // hardware.world if is_sharded else weights}
     return [(ModelMemory("evaluate", held), [sampling, scoring])]
