@@ -148,7 +148,7 @@ $(VENV)/vllm.stamp: $(VENV)/dev.stamp
 	touch $@
 
 $(VENV)/gpu.stamp: $(VENV)/dev.stamp   # without vLLM, its rows are skipped
-	$(PIP) --editable '.[quantization]'
+	$(PIP) --editable '.[quantization,liger]'
 	-$(PIP) --editable '.[vllm]'
 	touch $@
 

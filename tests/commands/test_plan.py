@@ -49,12 +49,20 @@ def test_the_hardware_at_hand(plan):
 
 
 def test_a_published_model_on_a_named_gpu_with_the_fix(plan):
-    """OPT-1.3B in fp32: 20 bytes for each of 1.316e9 weights, gradients included, on 24 GB."""
+    """OPT-1.3B: 18 bytes for each of 1.316e9 weights, gradients included, on 24 GB."""
     code, printed, log = plan("--model=opt-1.3b", "--gpus=1x24")
     assert code == 0, printed + log
     lines = printed.splitlines()
     assert lines[0] == "opt-1.3b: 1,315,753,984 parameters, on 1 x GPU, 24.0 GiB each"
     assert sum("does not fit: found" in line for line in lines) == len(fixes(lines)) > 1
+
+
+@pytest.mark.parametrize(("gpu", "size"), [("a100-80", 2), ("v100-32", 4)])
+def test_a_named_gpu_has_the_precision_that_a_run_would_take(plan, gpu, size):
+    code, printed, log = plan("--model=opt-1.3b", f"--gpu={gpu}", "--json")
+    assert code == 0, printed + log
+    (sft,) = (stage for stage in json.loads(printed)["stages"] if stage["stage"] == "sft")
+    assert sft["models"]["sft"]["weights"] == size * 1_315_753_984
 
 
 def fixes(lines):

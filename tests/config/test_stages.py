@@ -10,7 +10,10 @@ from rlhf_pipeline.config.split import PHASES
 from rlhf_pipeline.config.stages import (
     adapter_rates,
     faults_without_reward_model,
+    in_bf16,
     shares_text,
+    slow_precisions,
+    trained_models,
     unused_rows,
 )
 from rlhf_pipeline.errors import ConfigError
@@ -161,3 +164,18 @@ def test_a_learning_rate_that_the_user_set_is_that_of_the_adapters(parameters):
     assert list(adapter_rates(blocks, ["sft", "evaluate"], [rate])) == []
     (line,) = adapter_rates(blocks, ["sft", "evaluate"], ["dpo.optimizer.learning_rate"])
     assert line.endswith(f"Fix: set {rate} to 0.03")  # that of the embedded model is 3e-3
+
+
+def test_a_gpu_trains_in_bf16_where_nobody_set_a_precision(parameters):
+    parameters["sft"]["deepspeed"] = {"precision": "fp32"}
+    parameters["dpo"]["deepspeed"] = {"zero_stage": 0}  # has no bf16
+    parameters["ppo"]["actor"]["deepspeed"] = {"zero_stage": 3}
+    blocks = check_values(in_bf16(parameters))
+    assert blocks["ppo"].actor.deepspeed.zero_stage == 3
+    stages = ["sft", "reward_model", "ppo", "dpo", "evaluate"]
+    found = {each.block: each.config.deepspeed.precision for each in trained_models(blocks, stages)}
+    assert found == {"sft": "fp32", "reward_model": "bf16", "ppo.actor": "bf16",
+                     "ppo.critic": "bf16", "dpo": "fp32"}  # fmt: skip
+    (line,) = slow_precisions(blocks, stages)
+    assert line.startswith("deepspeed.precision of sft, dpo: fp32 takes twice the memory of bf16")
+    assert not [*slow_precisions(blocks, ["ppo", "evaluate"])]

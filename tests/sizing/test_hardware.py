@@ -5,8 +5,8 @@ import pytest
 from rlhf_pipeline.sizing.hardware import GIB, at_hand, main_memory, named
 
 LISTING = """#!/bin/sh
-echo "81559, NVIDIA H100 80GB HBM3"
-echo "40960, NVIDIA A100-SXM4-40GB"
+echo "81559, {}, NVIDIA H100 80GB HBM3"
+echo "40960, {}, NVIDIA A100-SXM4-40GB"
 """
 
 
@@ -26,13 +26,24 @@ def test_options(gpu, gpus, nodes, ranks, gibibytes):
     assert found.world == nodes * ranks
 
 
-def test_the_smallest_gpu_at_hand_counts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("capabilities", "has_bf16"),
+    [(("9.0", "8.0"), True), (("10.0", "8.6"), True), (("9.0", "7.5"), False),
+     (("[N/A]", "8.0"), False)],
+)  # fmt: skip
+def test_the_least_gpu_at_hand_counts(tmp_path, monkeypatch, capabilities, has_bf16):
     program = tmp_path / "nvidia-smi"
-    program.write_text(LISTING)
+    program.write_text(LISTING.format(*capabilities))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     found = at_hand([2], ["0", "1"])
     assert (found.gpu_memory, found.name) == (40960 * 2**20, "NVIDIA A100-SXM4-40GB")
+    assert found.has_bf16 is has_bf16
+
+
+@pytest.mark.parametrize(("gpu", "has_bf16"), [("v100-32", False), ("a10", True), ("24", True)])
+def test_named_gpus_before_ampere_have_no_bf16(gpu, has_bf16):
+    assert named(gpu, None).has_bf16 is has_bf16
 
 
 def test_without_gpus_ranks_share_main_memory():

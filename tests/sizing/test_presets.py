@@ -22,7 +22,8 @@ def test_the_file_contains_the_parameters_with_their_sources():
         "  lora: {rank: 64, alpha: 16, quantize: nf4}  # Dettmers 2023",
         "    learning_rate: 0.0002                   # Dettmers 2023",
         "    learning_rate: 0.0001                   # 10 x Llama 2: Biderman 2024",
-        "  deepspeed: {zero_stage: 1, precision: bf16}",
+        "  deepspeed: {zero_stage: 1, precision: bf16, kernels: liger}",
+        "# Extras: liger, quantization. A run says how to install one that is missing.",
     ):
         assert f"\n{line}" in f"\n{text}"
 
@@ -57,8 +58,11 @@ def test_what_does_not_fit_is_refused_with_what_fits(model, gpus, method, messag
 
 PLAIN = {"zero_stage": 1, "precision": "bf16"}
 SHARDED = PLAIN | {"zero_stage": 3}
+LIGER = {"kernels": "liger"}
 RECOMPUTED = {"actor.gradient_checkpointing": True, "critic.gradient_checkpointing": True}
-ON_SHARDS = {"generator": "hybrid", "hybrid.inference_tp_size": 8}
+SPLIT = {"hybrid.inference_tp_size": 8}
+ALONE = {"offload_during_rollout": True}
+"""Nothing else is on the GPU while vLLM samples."""
 AWAY = {"zero_stage": 3, "offload_parameters": True}
 
 
@@ -73,37 +77,52 @@ def frozen(deepspeed):
 @pytest.mark.parametrize(
     ("chosen", "tokens", "rows", "settings"),
     [
-        (("opt-1.3b", "1x80", "full"), 8192, 64, trained(PLAIN)),
-        (("llama-3-8b", "1x80", "qlora"), 4096, 64, trained(PLAIN)),  # smaller passes come first
-        (("opt-2.7b", "1x80", "full"), 8192, 64,
+        (("opt-1.3b", "1x80", "full"), 8192, 256, trained(PLAIN)),
+        # Adapters of 4-bit models are not for vLLM. Smaller passes come before other means.
+        (("llama-3-8b", "1x80", "qlora"), 4096, 256,
+         trained(PLAIN | LIGER) | {"generator": "transformers"}),
+        (("opt-2.7b", "1x80", "full"), 8192, 256,
          trained(PLAIN | {"offload_optimizer": True}) | RECOMPUTED),
         # Frozen models are sharded before they are offloaded, and both before the trained ones.
         (("llama-3-8b", "8x80", "full"), 8192, 64,
-         trained(PLAIN | {"zero_stage": 2}) | RECOMPUTED | frozen({"zero_stage": 3})),
-        (("opt-6.7b", "4x80", "full"), 4096, 32,
-         trained(PLAIN | {"zero_stage": 2}) | RECOMPUTED | frozen(AWAY)),
-        # A sharded actor samples from shards, or layer by layer where its family has none. With one
-        # row of a minibatch on each rank, nothing adds up, and bf16 loses nothing.
-        (("llama-3-70b", "8x8x80", "full"), 8192, 64,
-         trained(SHARDED | {"accumulate": "bf16"}) | RECOMPUTED | ON_SHARDS),
-        (("llama-3-70b", "4x8x80", "full"), 8192, 64,
-         trained(SHARDED | {"offload_optimizer": True}) | RECOMPUTED | ON_SHARDS),
-        (("opt-66b", "8x8x80", "full"), 8192, 64,
-         trained(SHARDED | {"accumulate": "bf16"}) | RECOMPUTED | {"gather_for_generation": False}),
+         trained(PLAIN | LIGER | {"zero_stage": 2}) | RECOMPUTED | frozen({"zero_stage": 3})
+         | ALONE),
+        (("opt-6.7b", "4x80", "full"), 4096, 128,
+         trained(PLAIN | {"zero_stage": 2}) | RECOMPUTED | frozen(AWAY) | ALONE),
+        # Between machines, stage 1 sends gradients once.
+        (("llama-3-8b", "2x8x80", "full"), 8192, 32,
+         trained(PLAIN | LIGER | {"accumulate": "bf16"}) | RECOMPUTED | frozen({"zero_stage": 3})),
+        # vLLM's copy of a sharded actor is split. With one row of a minibatch on each rank, nothing
+        # adds up, and bf16 loses nothing.
+        (("llama-3-70b", "8x8x80", "full"), 8192, 8,
+         trained(SHARDED | LIGER | {"accumulate": "bf16"}) | RECOMPUTED | SPLIT),
+        (("llama-3-70b", "4x8x80", "full"), 8192, 16,
+         trained(SHARDED | LIGER | {"offload_optimizer": True}) | RECOMPUTED | SPLIT),
+        (("opt-66b", "8x8x80", "full"), 8192, 8,
+         trained(SHARDED | {"accumulate": "bf16"}) | RECOMPUTED | SPLIT | ALONE),
         (("llama-3-70b", "8x80", "lora"), 8192, 64,
-         trained(SHARDED) | RECOMPUTED | {"gather_for_generation": False}),
+         trained(SHARDED | LIGER) | RECOMPUTED | SPLIT | ALONE),
     ],
 )  # fmt: skip
 def test_ppo_gets_the_cheapest_settings_that_fit(chosen, tokens, rows, settings):
     preset = make_preset(*chosen)
     sizes = {"micro_batch_tokens": tokens, "sampling.batch_size_per_gpu": rows}
-    names = ("deepspeed", "gradient_checkpointing", "generator", "generation", "tp_size", *sizes)
+    names = ("deepspeed", "gradient_checkpointing", "generator", "generation", "tp_size",
+             "offload_during_rollout", *sizes)  # fmt: skip
     found = {
         name.removeprefix("ppo."): value.value
         for name, value in preset.settings.items()
         if name.startswith("ppo.") and name.endswith(names)
     }
-    assert found == settings | sizes
+    assert found == {"generator": "vllm"} | settings | sizes
+
+
+def test_stage_2_comes_before_checkpointing_and_more_rows_are_worth_the_way_to_main_memory():
+    grpo = make_preset("llama-3-8b", "8x80", "full", "grpo").parameters["grpo"]
+    assert grpo["actor"]["deepspeed"]["zero_stage"] == 2
+    assert "gradient_checkpointing" not in grpo["actor"]
+    assert grpo["sampling"]["batch_size_per_gpu"] == 128 == grpo["rollout_batch_size"] // 8
+    assert grpo["offload_during_rollout"] is True
 
 
 @pytest.mark.parametrize("model", ["opt-1.3b", "opt-13b"])

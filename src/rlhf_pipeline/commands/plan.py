@@ -18,10 +18,10 @@ from rlhf_pipeline.commands.command import (
 )
 from rlhf_pipeline.config.base_model import BaseModelConfig, positions
 from rlhf_pipeline.config.launch import LaunchConfig
-from rlhf_pipeline.config.stages import BLOCKS, prompt_policies
+from rlhf_pipeline.config.stages import BLOCKS, in_bf16, prompt_policies
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.kedro_run.checks import check as check_parameters
-from rlhf_pipeline.kedro_run.checks import check_values
+from rlhf_pipeline.kedro_run.checks import check_values, for_gpus
 from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader, check_environment
 from rlhf_pipeline.kedro_run.faults import batch_faults, length_faults, refuse
 from rlhf_pipeline.pipelines.table import blocks_of
@@ -29,7 +29,12 @@ from rlhf_pipeline.runtime.job import as_json as plain
 from rlhf_pipeline.sizing.fit import Fit, changed, find_fit, micro_batch_tokens, needs, size_text
 from rlhf_pipeline.sizing.hardware import GIB, Hardware, named
 from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model, published
-from rlhf_pipeline.stages.launch.resources import gpu_count, hardware_at_hand, rank_count
+from rlhf_pipeline.stages.launch.resources import (
+    gpu_count,
+    hardware_at_hand,
+    rank_count,
+    visible_gpus,
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,10 @@ def plan(
         str(conf), env=env, runtime_params=params, **settings.CONFIG_LOADER_ARGS
     )
     hardware = None if gpu is None and gpus is None else named(gpu, gpus)
+    if hardware is None:
+        loader["parameters"] = for_gpus(loader["parameters"], visible_gpus())
+    elif hardware.has_bf16:
+        loader["parameters"] = in_bf16(loader["parameters"])
     nodes = {node.name for node in pipelines[pipeline].nodes}
     if check:
         ranks = check_on(hardware, loader, nodes)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import decode_source, resolve_name
@@ -201,12 +201,17 @@ def parameters(place: str) -> set[str]:
     return set()
 
 
+@lru_cache(maxsize=32)  # a plan reads the same sources many times
+def _statements(source: bytes) -> list[ast.stmt]:
+    return ast.parse(decode_source(source)).body
+
+
 def _arguments(place: str) -> ast.AST:
     """Those of a function, or of the `__call__` of an instance; an empty node if there is none."""
     location, _, name = place.rpartition(":")
     path = source_file(place)
     bound: dict[str, ast.stmt] = {}  # by name, the last statement of the module that binds it
-    for statement in ast.parse(decode_source(path.read_bytes())).body:
+    for statement in _statements(path.read_bytes()):
         for node in [statement] if hasattr(statement, "name") else ast.walk(statement):
             stored = isinstance(getattr(node, "ctx", None), ast.Store) and getattr(node, "id", None)
             if named := getattr(node, "asname", None) or getattr(node, "name", None) or stored:

@@ -112,6 +112,44 @@ def unused_rows(
     return f"{text}. To train on all of them, set split.weights to [{given}]"
 
 
+def in_bf16(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Raw parameters with bf16 for each model in training whose precision nobody set.
+
+    A model in training has an optimizer. At ZeRO stage 0, there is no bf16.
+    """
+
+    def filled(block: Any) -> Any:
+        if not isinstance(block, Mapping):
+            return block
+        found = {name: filled(value) for name, value in block.items()}
+        deepspeed = {} if found.get("deepspeed") is None else found["deepspeed"]
+        trains = "optimizer" in found and isinstance(deepspeed, Mapping)
+        if trains and deepspeed.get("zero_stage", 1) != 0:
+            found["deepspeed"] = {"precision": "bf16", **deepspeed}
+        return found
+
+    return {name: filled(each) if name in BLOCKS else each for name, each in parameters.items()}
+
+
+def slow_precisions(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[str]:
+    """Models of these nodes that train in fp32, for GPUs that have bf16."""
+    models = trained_models(blocks, nodes)
+    found = [each.block for each in models if each.config.deepspeed.precision == "fp32"]
+    if found:
+        yield (
+            f"deepspeed.precision of {', '.join(found)}: fp32 takes twice the memory of bf16, "
+            "which these GPUs have, and computes its products in TF32. Fix: leave it out, or set "
+            "bf16 at zero_stage 1 or higher"
+        )
+
+
+def trained_models(blocks: Mapping[str, Any], nodes: Collection[str]) -> list[TrainedModel]:
+    """The models that these nodes train."""
+    named = [name for name in BLOCKS if name in nodes and name != "evaluate" and blocks[name]]
+    models = [model for name in named for model in blocks[name].models()]
+    return [model for model in models if isinstance(model, TrainedModel)]
+
+
 def adapter_rates(
     blocks: Mapping[str, Any], nodes: Collection[str], chosen: Collection[str]
 ) -> Iterator[str]:
@@ -119,10 +157,9 @@ def adapter_rates(
 
     `chosen` are the names of the parameters that the user set.
     """
-    named = [name for name in BLOCKS if name in nodes and name != "evaluate" and blocks[name]]
-    for model in [model for name in named for model in blocks[name].models()]:
+    for model in trained_models(blocks, nodes):
         place = f"{model.block}.optimizer.learning_rate"
-        if isinstance(model, TrainedModel) and model.config.lora and place not in chosen:
+        if model.config.lora and place not in chosen:
             rate = model.config.optimizer.learning_rate
             yield (
                 f"{model.block}.lora: the learning rate {rate:g} is the default for whole models, "

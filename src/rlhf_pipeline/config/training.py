@@ -75,7 +75,8 @@ class DeepSpeedConfig(Block):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     precision: Precision = "fp32"
-    """Precision of weights and activations beside fp32 master weights."""
+    """Precision of weights and activations beside fp32 master weights. Where nobody sets it, a run
+    on GPUs of Ampere and newer takes bf16, unless zero_stage is 0."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Precision in which bf16 gradients of micro batches add up: fp32 takes 2 more bytes for each,
     bf16 loses what is below 2^-9 of the sum."""

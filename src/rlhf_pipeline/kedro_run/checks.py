@@ -25,7 +25,9 @@ from rlhf_pipeline.config.stages import (
     OPTIONAL,
     adapter_rates,
     faults_without_reward_model,
+    in_bf16,
     prompt_policies,
+    slow_precisions,
     split_in_use,
     trainers_of_phase,
 )
@@ -54,6 +56,7 @@ from rlhf_pipeline.pipelines.table import blocks_of, parameter_blocks, policy_st
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest
 from rlhf_pipeline.sizing.fit import automatic, micro_batch_tokens
+from rlhf_pipeline.sizing.hardware import at_hand
 from rlhf_pipeline.sizing.models import base_model_shape
 from rlhf_pipeline.stages.job import forced_stages
 from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand, node_layout
@@ -102,6 +105,16 @@ def check(
     )
     refuse(chain(*found), origin)
     return blocks
+
+
+def for_gpus(parameters: dict[str, Any], gpus: list[str]) -> dict[str, Any]:
+    """The parameters with bf16 where nobody set a precision, if these GPUs have it. It is said."""
+    if not gpus or not at_hand([1], gpus).has_bf16:
+        return parameters
+    found = in_bf16(parameters)
+    if found != parameters:
+        logger.info("precision: bf16 where none is set, for this machine's GPUs have it")
+    return found
 
 
 def check_values(
@@ -155,6 +168,7 @@ def before_run(pipeline: Pipeline, catalog: CatalogProtocol) -> dict[str, Any]:
     has_gold = all(source.name in GOLD_SCORES for source in blocks["split"].sources)
     refuse(faults_without_reward_model(blocks, nodes, has_gold=has_gold))
     warnings += adapter_rates(blocks, nodes, layers.chosen())
+    warnings += slow_precisions(blocks, nodes) if hardware.has_bf16 else []
     free_port(launch.master_port)
     if launch.memory_check != "off":
         certain, possible = memory_faults(as_json(blocks), nodes, hardware)

@@ -111,14 +111,15 @@ class CheckHook:
     @hook_impl(tryfirst=True)
     def after_context_created(self, context: KedroContext) -> None:
         """Check environment and parameters; nodes and commands get the blocks validated here."""
-        from rlhf_pipeline.kedro_run.checks import check, check_root, sized
-        from rlhf_pipeline.stages.launch.resources import gpu_count
+        from rlhf_pipeline.kedro_run.checks import check, check_root, for_gpus, sized
+        from rlhf_pipeline.stages.launch.resources import visible_gpus
 
         self.context, loader = context, context.config_loader
         check_environment(Path(loader.conf_source), context.env)
         check_root(str((loader.runtime_params or {}).get("root") or loader["globals"]["root"]))
-        parameters = loader["parameters"]
-        blocks = check(parameters, gpus=gpu_count(), origin=loader.origin)
+        gpus = visible_gpus()
+        parameters = for_gpus(loader["parameters"], gpus)
+        blocks = check(parameters, gpus=len(gpus), origin=loader.origin)
         loader["parameters"] = parameters | sized(blocks)
 
     @hook_impl

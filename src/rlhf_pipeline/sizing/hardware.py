@@ -13,6 +13,7 @@ from rlhf_pipeline.errors import ConfigError, suggestion
 GIB = 2**30
 GPUS: dict[str, int] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 """GiB of memory by name, as NVIDIA's data sheets say."""
+WITHOUT_BF16 = ("t4", "v100-32")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Hardware:
     name: str = "CPU"
     total: int | None = None
     """All ranks, if not every node has as many as `ranks`, the most."""
+    has_bf16: bool = False
+    """Whether the GPUs compute in bf16: Ampere and newer."""
 
     @property
     def world(self) -> int:
@@ -58,14 +61,16 @@ def at_hand(ranks: Sequence[int], gpus: list[str]) -> Hardware:
         return here
     listing = ""
     if shutil.which("nvidia-smi") is not None:
-        command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", "--query-gpu=memory.total,compute_cap,name"]
+        command.append("--format=csv,noheader,nounits")
         command.append(f"--id={','.join(gpus)}")
         listing = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = [line.split(", ", 1) for line in listing.splitlines() if line.split(",")[0].isdigit()]
+    found = [line.split(", ", 2) for line in listing.splitlines() if line.split(",")[0].isdigit()]
     if not found:
         return replace(here, main_memory=None)
-    mebibytes, name = min((int(memory), name) for memory, name in found)
-    return replace(here, gpu_memory=mebibytes * 2**20, name=name)
+    mebibytes, name = min((int(memory), name) for memory, _, name in found)
+    has_bf16 = all(re.match(r"[89]\.|\d\d", capability) for _, capability, _ in found)
+    return replace(here, gpu_memory=mebibytes * 2**20, name=name, has_bf16=has_bf16)
 
 
 def main_memory(root: Path = Path("/")) -> int | None:
@@ -106,4 +111,5 @@ def named(gpu: str | None, gpus: str | None) -> Hardware:
         )
     memory = GIB * (GPUS[size] if size in GPUS else int(size))
     name = size if size in GPUS else "GPU"
-    return Hardware(int(match[2]), int(match[1] or 1), memory, name=name)
+    has_bf16 = size not in WITHOUT_BF16
+    return Hardware(int(match[2]), int(match[1] or 1), memory, name=name, has_bf16=has_bf16)

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import ceil, lcm
+from math import ceil, gcd, lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 from jinja2 import StrictUndefined, Template
 
+from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.evaluate import EvaluateConfig
-from rlhf_pipeline.config.policies import POLICIES
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.stages import BLOCKS, StageConfig
 from rlhf_pipeline.config.training import FrozenModel, TrainedModel
@@ -37,10 +37,12 @@ TRAINED = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo", "kto", "grpo
 
 TOKENS = ((8192, 4096, 2048), (1024,))
 """Tokens of a micro batch to try; the last ones leave a GPU idle, so all else is tried before."""
-ROWS = (64, 32, 16, 8)
+ROWS = (256, 128, 64, 32, 16, 8)
 """Responses at a time to try, on each rank."""
-TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose copies for generation can be sharded (a plan in transformers)."""
+GENERATORS = ("vllm", "transformers")
+"""What samples, the faster one first. Adapters of 4-bit models are not for vLLM."""
+LIGER = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that Liger has fused kernels for."""
 
 
 class Value(NamedTuple):
@@ -215,8 +217,7 @@ def place(
 
     block = {"micro_batch_tokens": TOKENS[0][0]} | parameters[stage]
     config = BLOCKS[stage].model_validate(block)
-    samples = stage in (*POLICIES, "evaluate")
-    batches = [{"sampling.batch_size_per_gpu": rows} for rows in ROWS] if samples else [{}]
+    batches = [*_batches(config, hardware.world)]
     for tokens, strategy in product(TOKENS, [*_strategies(config, shape, hardware, method)]):
         # Micro batches, and batches for generation, larger ones first.
         sizes = [
@@ -230,16 +231,33 @@ def place(
     return None
 
 
+def _batches(config: StageConfig, ranks: int) -> Iterator[Changes]:
+    """Responses at a time, more ones first, beside all models of the training or without them."""
+    rooms: list[Changes] = [{}]
+    if isinstance(config, PPOConfig):
+        answers = config.rollout_batch_size
+        rooms.append({"offload_during_rollout": True})
+    elif isinstance(config, EvaluateConfig):
+        answers = config.prompts
+    else:
+        yield {}
+        return
+    useful = [rows for rows in ROWS if rows < 2 * answers / ranks] or ROWS[-1:]
+    for rows, room in product(useful, rooms):
+        yield {"sampling.batch_size_per_gpu": rows, **room}
+
+
 def _strategies(
     config: StageConfig, shape: Shape, hardware: Hardware, method: Method
 ) -> Iterator[Changes]:
     """What is sharded, recomputed and offloaded, cheaper ones first. At stage 3, which reduces
     gradients in bf16 anyway, sums in bf16 are exact where each rank has one row of a minibatch."""
-    sharded = hardware.world > 1
+    sharded, by_layer = hardware.world > 1, {"gather_for_generation": False}
     if isinstance(config, EvaluateConfig):
-        yield {"precision": "bf16", "zero_stage": 0}
+        for generator in GENERATORS:
+            yield {"generator": generator, "precision": "bf16", "zero_stage": 0}
         if sharded:
-            yield {"precision": "bf16", "zero_stage": 3, "gather_for_generation": False}
+            yield {"generator": "transformers", "precision": "bf16", "zero_stage": 3, **by_layer}
         return
     models, is_ppo = config.models(), isinstance(config, PPOConfig)
     one_row = isinstance(config, PPOConfig) and config.minibatch_size == hardware.world
@@ -248,29 +266,43 @@ def _strategies(
     trained = [
         f"{model.name}." if is_ppo else "" for model in models if isinstance(model, TrainedModel)
     ]
-    for zero, recomputes, offloads in _training(sharded, method):
+    generators = GENERATORS if method != "qlora" else GENERATORS[1:]
+    for generator, (zero, recomputes, more) in product(
+        generators if is_ppo else ("",), _training(hardware, method)
+    ):
         deepspeed: Changes = {"zero_stage": zero, "precision": "bf16"}
-        deepspeed |= {"accumulate": "bf16"} if one_row and zero == 3 else {}
-        deepspeed |= {"offload_optimizer": True} if offloads else {}
-        settings: Changes = {}
+        deepspeed |= {"kernels": "liger"} if shape.model_type in LIGER else {}
+        deepspeed |= ({"accumulate": "bf16"} if one_row and zero == 3 else {}) | more
+        settings: Changes = {"generator": generator} if is_ppo else {}
         for model in trained:
             settings |= {f"{model}gradient_checkpointing": True} if recomputes else {}
             settings[f"{model}deepspeed"] = deepspeed
-        for frozen, generator in product(
-            _frozen(frozen_models, sharded and zero < 3) if recomputes else ({},),
-            _generators(shape, hardware) if is_ppo and zero == 3 else ({},),
+        rollouts: list[Changes] = [{}]
+        if is_ppo and zero == 3:
+            ways = gcd(8, hardware.ranks, shape.kv_heads)
+            split = {"hybrid.inference_tp_size": ways}
+            rollouts.append(split if generator == "vllm" else by_layer)
+        for frozen, rollout in product(
+            _frozen(frozen_models, sharded and zero < 3) if recomputes else ({},), rollouts
         ):
-            yield generator | settings | frozen
+            yield settings | rollout | frozen
 
 
-def _training(sharded: bool, method: Method) -> Iterator[tuple[int, bool, bool]]:
-    """ZeRO stage, gradient checkpointing, offloaded optimizer."""
-    yield from ((1, False, False), (1, True, False))
+def _training(hardware: Hardware, method: Method) -> Iterator[tuple[int, bool, Changes]]:
+    """ZeRO stage, gradient checkpointing, and what else. Within a machine, stage 2 costs less than
+    checkpointing. Between machines, it sends gradients for each micro batch, and stage 1 once."""
+    sharded, apart = hardware.world > 1, hardware.nodes > 1
+    yield (1, False, {})
+    if method == "full" and sharded and not apart:
+        yield (2, False, {})
+    yield (1, True, {})
     if method == "full":
-        yield from ((2, True, False), (3, True, False)) if sharded else ()
-        yield from ((2, True, True), (3, True, True)) if sharded else ((1, True, True),)
+        yield from ((1, True, {"accumulate": "bf16"}),) if apart else ()
+        yield from ((2, True, {}), (3, True, {})) if sharded else ()
+        offloads = {"offload_optimizer": True}
+        yield from ((2, True, offloads), (3, True, offloads)) if sharded else ((1, True, offloads),)
     elif method == "lora" and sharded:
-        yield (3, True, False)
+        yield (3, True, {})
 
 
 def _frozen(models: Sequence[str], sharded: bool) -> Iterator[Changes]:
@@ -283,19 +315,12 @@ def _frozen(models: Sequence[str], sharded: bool) -> Iterator[Changes]:
         yield {f"{model}.deepspeed": block for model in models}
 
 
-def _generators(shape: Shape, hardware: Hardware) -> Iterator[Changes]:
-    """How a sharded actor samples: gathered whole, as a sharded copy, layer by layer."""
-    yield {}
-    ways = next(n for n in (8, 4, 2, 1) if hardware.ranks % n == 0 and shape.kv_heads % n == 0)
-    if shape.model_type in TENSOR_PARALLEL and ways > 1:
-        yield {"generator": "hybrid", "hybrid.inference_tp_size": ways}
-    yield {"gather_for_generation": False}
-
-
 def as_yaml(preset: Preset, name: str) -> str:
     """The file parameters.yml of the environment `name`."""
     hardware, parameters = preset.hardware, preset.parameters
     header = Path(__file__).with_name("header.yml.j2").read_text(encoding="utf-8")
+    chosen = {str(value) for _, value in leaves(parameters)}
+    extras = {"vllm": "vllm", "liger": "liger", "nf4": "quantization"}
     policy = parameters.get("ppo") or parameters.get("grpo")
     main = max(memory.main_of_node(hardware.ranks) for memory in preset.memory.values())
     lines = Template(header, trim_blocks=True, undefined=StrictUndefined).render(
@@ -303,7 +328,9 @@ def as_yaml(preset: Preset, name: str) -> str:
         name=name,
         hardware=hardware,
         gibibytes=(hardware.gpu_memory or 0) // GIB,
-        has_one_row=policy and "accumulate" in policy["actor"]["deepspeed"],
+        sums=(policy["actor"]["deepspeed"] if policy else {}).get("accumulate"),
+        extras=", ".join(extra for value, extra in extras.items() if value in chosen),
+        zero_stage=policy and policy["actor"]["deepspeed"]["zero_stage"],
         peaks=", ".join(f"{s} {ceil(m.peak / GIB)}" for s, m in preset.memory.items()),
         main=ceil(main / GIB),
     ).splitlines()  # fmt: skip
