@@ -266,6 +266,7 @@ def config_of(**options) -> GRPOConfig:
     return GRPOConfig.model_validate(
         {
             "rollout_batch_size": ROWS, "minibatch_size": ROWS, "responses_per_prompt": ANSWERS,
+            "ppo_epochs": 2,  # the log-probabilities are not those of the policy that sampled
             "rewards": rewards, "sampling": {"max_response_tokens": LONGEST}, "actor": model,
             "kl": {"coef": 0.0, "place": "loss"}, "sampler_correction": None,
         }

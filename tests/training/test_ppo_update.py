@@ -204,6 +204,39 @@ def test_a_policy_that_changes_or_does_not_fit_takes_passes_of_its_own(
     assert passes["without"] > 0
 
 
+@pytest.mark.parametrize("tokens", [20, 1000])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("correction", [None, {"level": "sequence", "maximum": 1.0000001}])
+def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
+    ppo_inputs, world, tmp_path, monkeypatch, passes, tokens, stage, correction
+):
+    """Rounding of the sampler moves its weights, which nearly half of the rows exceed."""
+    optimizer = {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}
+    model = {"optimizer": optimizer, "deepspeed": {"zero_stage": stage}}
+    config = ppo_config(
+        advantage="rloo", critic=None, kl={"place": "loss", "coef": 0.3}, actor=model, steps=3,
+        micro_batch_tokens=tokens, sampler_correction=correction, responses_per_prompt=2,
+    )  # fmt: skip
+    assert config.logprobs_in_update
+    found = run_ppo(config, ppo_inputs, world, tmp_path / "one")
+    one_pass = dict(passes)
+    passes.update(dict.fromkeys(passes, 0))
+    monkeypatch.setattr(type(config), "logprobs_in_update", False)
+    monkeypatch.setattr("rlhf_pipeline.training.ppo.one_pass", lambda *_: False)
+    expected = run_ppo(config, ppo_inputs, world, tmp_path / "two")
+    assert passes["with graph"] == one_pass["with graph"]
+    assert passes["without"] >= one_pass["without"] + config.steps  # evaluations have the others
+    after, before = found.weights("actor"), expected.weights("actor")
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-6)
+    assert found.lines[2]["objective/kl"] > 0
+    for one, other in zip(found.lines, expected.lines, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            if not name.startswith("time/"):
+                assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
 def test_log_probabilities_of_the_sampler_spare_the_pass_of_the_actor(ppo_inputs, world, tmp_path):
     """Their gap to those of the forward pass is rounding, and is reported."""
     config = ppo_config(ppo_epochs=2, old_logprobs="rollout")

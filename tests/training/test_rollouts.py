@@ -1,5 +1,7 @@
 """Rollouts: what is resampled, on one rank and on two that are threads; scores; freed memory."""
 
+import math
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +11,13 @@ from strict_device import StrictDevice
 
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.generation.records import Scored, ended
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.generation.records import Rollout, Scored, ended
 from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
-from rlhf_pipeline.models.loading import freeze, load_policy
+from rlhf_pipeline.models.loading import freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.scoring.reward_sources import RewardSum, WeightedSource
 from rlhf_pipeline.training import rollouts
 from rlhf_pipeline.training.prompts import PromptStream
 from rlhf_pipeline.training.rollouts import in_main_memory, score_sequences, weights
@@ -191,6 +195,39 @@ def test_a_reward_model_with_tokens_of_its_own_does_not_read_those_of_the_policy
     scored = scored_by(SimpleNamespace(**vars(models) | {"rewards": rewards}), world)
     assert scored.scores.tolist() == [0.0, 0.0, 0.0]
     assert scored.values is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_scores_in_other_processes_begins_before_the_models(
+    models, ppo_inputs, world, monkeypatch, fails
+):
+    began, by_models = threading.Event(), rollouts.score_sequences
+
+    class Judge:
+        is_apart = True
+
+        def __call__(self, scored, answered):
+            began.set()
+            if fails:
+                raise StageError("the judge is away")
+            return [float(len(prompt)) for prompt in answered.prompts]
+
+    def score_sequences(*arguments, **options):
+        assert began.wait(60)
+        return by_models(*arguments, **options)
+
+    monkeypatch.setattr(rollouts, "score_sequences", score_sequences)
+    tokenizer = load_tokenizer(ppo_inputs["sft_model"])
+    rewards = RewardSum({"judge": WeightedSource(2.0, math.inf, Judge())}, tokenizer, False)
+    own = SimpleNamespace(**vars(models) | {"rewards": rewards})
+    rollout = Rollout(collate(PROMPTS, RESPONSES, 0), torch.zeros(3, 4))
+    rows = {"messages": [["a"], ["a", "b"], []], "reference": [None] * 3}
+    setup = ppo_setup_of(own, ppo_config(), world)
+    if fails:
+        with pytest.raises(StageError, match="the judge is away"):
+            rollouts.score(setup, rollout, rows)
+    else:
+        assert rollouts.score(setup, rollout, rows).scores.tolist() == [2.0, 4.0, 0.0]
 
 
 # --- storages that leave a device and come back, on the pretend accelerator -----------------------

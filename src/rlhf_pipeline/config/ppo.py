@@ -284,6 +284,17 @@ class PPOConfig(SavingConfig):
     def updates_per_epoch(self) -> int:
         return self.responses_per_step // self.minibatch_size
 
+    @property
+    def logprobs_in_update(self) -> bool:
+        """Whether nothing reads the log-probabilities of the policy that sampled before its only
+        update on the rollout. The update's own forward pass computes them then."""
+        return (
+            self.ppo_epochs * self.updates_per_epoch == 1
+            and (self.kl.place, self.old_logprobs) == ("loss", "recompute")
+            and (self.equal_groups, self.truncated) == ("keep", "score")  # all rows are in it
+            and not (self.critic or self.has_teacher)
+        )
+
     @field_validator("minibatch_size")
     @classmethod
     def _whole_step(cls, size: int | None, info: ValidationInfo) -> int | None:

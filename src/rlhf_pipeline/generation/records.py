@@ -46,7 +46,7 @@ class Scored:
     """A rollout with the outputs of the models, in main memory."""
 
     sequences: Sequences
-    logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled
+    logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled; NaN if the update asks
     ref_logprobs: Tensor  # (B, R) log pi_ref(token); NaN if only the update asks the teacher
     values: Tensor | None  # (B, R) value of the state before each token; None without a critic
     scores: Tensor  # (B,) of the reward model, zeros without one; centred sum after `RewardSum`
@@ -103,7 +103,7 @@ class Experience:
     """What actor and critic train on."""
 
     sequences: Sequences
-    old_logprobs: Tensor  # (B, R)
+    old_logprobs: Tensor | None  # (B, R); None if the update computes them
     advantages: Tensor  # (B, R); 0 with a teacher
     old_values: Tensor | None = None  # (B, R); None without a critic
     returns: Tensor | None = None  # (B, R), the critic's target; None without one

@@ -70,7 +70,7 @@ class Heartbeat:
 _here = Heartbeat(rank=0, pid=None)
 _file: Path | None = None
 _writes = 0
-_writing = threading.Lock()
+_writing, _changing = threading.Lock(), threading.Lock()
 _begun = threading.Event()
 
 
@@ -125,7 +125,8 @@ def scored_by(scorer: str) -> Iterator[None]:
 
 def _progress(**changes: Any) -> None:
     global _here
-    _here = replace(_here, progressed=time.time(), **changes)
+    with _changing:  # rewards report from threads of their own
+        _here = replace(_here, progressed=time.time(), **changes)
 
 
 @contextmanager

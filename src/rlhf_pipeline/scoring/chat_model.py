@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 from rlhf_pipeline.config.rewards import ChatConfig, RubricReward, reads_references
@@ -165,6 +165,7 @@ class RubricSource:
 
     reward: RubricReward
     model: ChatModel
+    is_apart: ClassVar = True
 
     def __call__(self, scored: "Scored", answered: Answered) -> list[float]:
         """Scores from 0 to 1; 0 for an answer whose reply has none. Errors: `verdicts`."""

@@ -7,10 +7,11 @@ this rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -29,7 +30,7 @@ from rlhf_pipeline.generation.records import Scored
 from rlhf_pipeline.models.forward import network_of, sequence_scores
 from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_tokenizer
 from rlhf_pipeline.models.scalar_head import TokenScores, load_scores
-from rlhf_pipeline.models.sequences import collate
+from rlhf_pipeline.models.sequences import Sequences, collate
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.scoring.answers import Answered, Source, load_source
@@ -150,6 +151,14 @@ class WeightedSource:
     score: Source
 
 
+class Begun(NamedTuple):
+    """A scoring on its way."""
+
+    answered: Answered
+    apart: Mapping[str, Future[list[float]]]
+    """The scores that other processes compute, by source."""
+
+
 @dataclass(frozen=True)
 class RewardSum:
     """All sources of rewards by name, loaded."""
@@ -164,19 +173,33 @@ class RewardSum:
         sources = {f"rewards.{name}": source.score for name, source in self.sources.items()}
         return {name: one.model for name, one in sources.items() if isinstance(one, ModelSource)}
 
-    def __call__(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Scored:
-        """The rollout with the weighted sum, as it is and clipped.
+    def begin(self, sequences: Sequences, rows: Mapping[str, list[Any]]) -> "Begun":
+        """Start the sources that wait for other processes, beside which models can score.
 
         Raises ArtifactError if a source reads texts, and `rows`, the columns of the prompts' table,
         have no messages or references.
         """
+        answered, apart = self._as_text(sequences, rows), dict[str, Future[list[float]]]()
+        pool = ThreadPoolExecutor(max(1, len(self.sources)))
+        for name, source in self.sources.items():
+            if getattr(source.score, "is_apart", False):
+                texts_alone = cast(Any, None)
+                apart[name] = pool.submit(source.score, texts_alone, answered)
+        pool.shutdown(wait=False)
+        return Begun(answered, apart)
+
+    def __call__(
+        self, scored: Scored, rows: Mapping[str, list[Any]], begun: "Begun | None" = None
+    ) -> Scored:
+        """The rollout with the weighted sum, as it is and clipped. None: nothing has begun."""
         if not self.sources:  # a teacher alone
             return replace(scored, clipped_scores=scored.scores)
-        answered = self._as_text(scored, rows)
+        answered, apart = begun or self.begin(scored.sequences, rows)
         parts, replies = dict[str, Tensor](), dict[str, float]()
         for name, source in self.sources.items():
             with heartbeat.scored_by(name):
-                parts[name] = torch.tensor(source.score(scored, answered))
+                found = apart[name].result() if name in apart else source.score(scored, answered)
+                parts[name] = torch.tensor(found)
             if (counted := getattr(source.score, "counted", None)) is not None:
                 replies |= {f"{name}/{key}": n for key, n in counted().items()}
         total = torch.stack([s.weight * parts[name] for name, s in self.sources.items()]).sum(0)
@@ -192,13 +215,13 @@ class RewardSum:
             replies=replies,
         )
 
-    def _as_text(self, scored: Scored, rows: Mapping[str, list[Any]]) -> Answered:
+    def _as_text(self, sequences: Sequences, rows: Mapping[str, list[Any]]) -> Answered:
         if self.tokenizer is None:
             return Answered([], [], [])
         if missing := " and ".join(sorted({"messages", "reference"} - rows.keys())):
             raise ArtifactError(f"the prompts have no column {missing}. Fix: run stage split again")
-        ids = scored.sequences.response_ids
-        return Answered.of(rows, self.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        texts = self.tokenizer.batch_decode(sequences.response_ids, skip_special_tokens=True)
+        return Answered.of(rows, texts)
 
 
 def load_rewards(

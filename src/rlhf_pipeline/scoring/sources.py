@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import regex
 
@@ -78,6 +78,10 @@ class FunctionSource:
         return self.workers([call.row(row) for row in range(len(call.responses))])
 
     @property
+    def is_apart(self) -> bool:
+        return self.workers is not None and "scored" not in self._signature.parameters
+
+    @property
     def _signature(self) -> inspect.Signature:
         return inspect.signature(self.function)
 
@@ -94,6 +98,7 @@ class CodeSource:
     reward: CodeReward
     place: str  # its parameters, for messages
     counts: Counter[str] = field(default_factory=Counter)  # of programs that do not pass
+    is_apart: ClassVar = True
 
     def __post_init__(self) -> None:
         """Raises StageError if the machine does not offer the sandbox."""

@@ -48,16 +48,19 @@ def make_experience(
     experience = partial(
         Experience,
         replace(scored.sequences, action_mask=trained),
-        scored.logprobs,
+        None if config.logprobs_in_update else scored.logprobs,
         ref_logprobs=scored.ref_logprobs,
         sampler_logprobs=scored.sampler_logprobs,
         training_pass=scored.training_pass,
     )
     if config.has_teacher:
         return experience(advantages=torch.zeros_like(scored.logprobs))
-    scores, weights = training_scores(scored, config), sampler_weights_of(scored, config)
+    scores, in_update = training_scores(scored, config), config.logprobs_in_update
+    weights = None
+    if not in_update:
+        weights = sampler_weights_of(scored.logprobs, scored.sampler_logprobs, mask, config)
     in_reward, _ = kl_coefs(kl_coef, config)
-    penalties = in_reward * scored.kl
+    penalties = torch.zeros_like(scores) if in_update else in_reward * scored.kl
     by_prompt = groups(scores, config)
     found = call_with(
         ADVANTAGE.load(config.advantage),
@@ -87,10 +90,11 @@ def make_experience(
     if scored.values is None:
         is_of_tokens = found.shape == mask.shape
         advantages = found if is_of_tokens else to_tokens(found.flatten(), mask)
-        return experience(advantages=weights * advantages)
+        return experience(advantages=advantages if weights is None else weights * advantages)
     advantages, returns = found
     white = whiten(advantages, trained, _moments(advantages, trained, world))
-    return experience(advantages=weights * white, old_values=scored.values, returns=returns)
+    white = white if weights is None else weights * white
+    return experience(advantages=white, old_values=scored.values, returns=returns)
 
 
 def trained_rows(scored: Scored, config: PPOConfig) -> Tensor:
@@ -134,13 +138,13 @@ def separate(scored: Scored, config: PPOConfig) -> dict[str, Tensor]:
     }
 
 
-def sampler_weights_of(scored: Scored, config: PPOConfig) -> Tensor | float:
-    """The weights (B, R) of `ppo.sampler_correction`; 1 without it."""
-    correction, sampled = config.correction, scored.sampler_logprobs
-    if correction is None or sampled is None:
-        return 1.0
-    mask = scored.sequences.action_mask
-    return sampler_weights(scored.logprobs, sampled, mask, **correction.model_dump())
+def sampler_weights_of(
+    logprobs: Tensor, sampled: Tensor | None, mask: Tensor, config: PPOConfig
+) -> Tensor | None:
+    """The weights (B, R) of `ppo.sampler_correction`; None without it."""
+    if config.correction is None or sampled is None:
+        return None
+    return sampler_weights(logprobs, sampled, mask, **config.correction.model_dump())
 
 
 def value_offset(scored: Scored, config: PPOConfig, *, kl_coef: float, world: World) -> float:
@@ -162,9 +166,8 @@ def token_rewards(scored: Scored, config: PPOConfig, *, kl_coef: float, world: W
     """The reward of each token, (B, R): its KL penalty, and the score at the end."""
     mask, scores = scored.sequences.action_mask, training_scores(scored, config)
     in_reward, _ = kl_coefs(kl_coef, config)
-    rewards = per_token_rewards(
-        scores, scored.logprobs, scored.ref_logprobs, mask, kl_coef=in_reward
-    )
+    logprobs = scored.ref_logprobs if config.logprobs_in_update else scored.logprobs
+    rewards = per_token_rewards(scores, logprobs, scored.ref_logprobs, mask, kl_coef=in_reward)
     if not config.whiten_rewards:
         return rewards
     return whiten(rewards, mask, _moments(rewards, mask, world), shift_mean=False)

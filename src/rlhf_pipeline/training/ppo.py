@@ -110,6 +110,9 @@ def train(setup: Setup) -> None:
         heartbeat.begin_phase("update")
         metrics = update_models(setup, experience, step, kl_coef)
         metrics["objective/kl_coef"] = kl_coef
+        if config.logprobs_in_update:
+            shaped, kl = log.metrics["objective/shaped_score"], metrics["objective/kl"]
+            metrics["objective/rlhf_reward"] = shaped - config.kl.coef * kl
         fault = rollout_fault(log.metrics | metrics, config, where, trained=trained)
         log.add(metrics, sampler_fault(metrics, config, step) or fault)
         if config.advantage in ADVANTAGE_OF["equal_groups"]:

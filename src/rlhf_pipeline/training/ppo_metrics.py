@@ -32,15 +32,19 @@ def rollout_metrics(
         **{f"reward/{name}": part.sum().double() for name, part in scored.parts.items()},
         **{f"replies/{name}": torch.tensor(float(n)) for name, n in scored.replies.items()},
     }
-    if held_out or not config.has_teacher:
+    in_update = config.logprobs_in_update and not held_out
+    if held_out or not (config.has_teacher or in_update):
         k3 = kl_estimate(scored.logprobs, scored.ref_logprobs, "k3")
         own |= {"kl": scored.kl.sum().double(), "kl_k3": masked_sum(k3, mask).double()}
     if scored.values is not None:
         own["values"] = masked_sum(scored.values, mask).double()
     if config.rewards and config.responses_per_prompt > 1 and not held_out:
         own["rollout/equal_groups"] = equal_groups(scored, config).double().mean() * len(scores)
-    if config.correction is not None and not held_out:
-        weights = torch.as_tensor(sampler_weights_of(scored, config)).double()
+    weights = None
+    if not (held_out or in_update):
+        weights = sampler_weights_of(scored.logprobs, scored.sampler_logprobs, mask, config)
+    if weights is not None:
+        weights = weights.double()
         own |= {"weight": weights.sum(), "weight_squared": weights.square().sum()}
     sums = world.sums(own)
     count = sums["responses"]

@@ -31,7 +31,12 @@ from rlhf_pipeline.rl.losses import (
 )
 from rlhf_pipeline.rl.masking import masked_sum
 from rlhf_pipeline.rl.rewards import kl_estimate
-from rlhf_pipeline.training.experience import actor_pass, in_micro_batches, kl_coefs
+from rlhf_pipeline.training.experience import (
+    actor_pass,
+    in_micro_batches,
+    kl_coefs,
+    sampler_weights_of,
+)
 from rlhf_pipeline.training.ppo_setup import Setup
 
 
@@ -171,21 +176,31 @@ def actor_loss(
     mask, (_, in_loss) = piece.sequences.action_mask, kl_coefs(kl_coef, config)
     old, reduce, sums = piece.old_logprobs, reduction(config), Sums()
     if isinstance(config, DistillConfig):
+        assert old is not None
         logprobs, entropy, away, of_teacher = response_divergences(
             models.actor, models.reference, piece.sequences, beta=config.beta, top_k=config.top_k,
             entropy_trains=config.entropy_coef > 0, vocab_size=models.contract.vocab_size,
             temperature=config.sampling.temperature,
         )  # fmt: skip
         total, _ = reduce(in_loss * away, mask)
-        kl, k3 = (masked_sum(kl_estimate(old, of_teacher, kind), mask) for kind in ("k1", "k3"))
-        sums = {"objective/kl": kl, "objective/kl_k3": k3, "objective/count": mask.any(1).sum()}
+        sums = kl_sums(old, of_teacher, mask)
     else:
         if (done := piece.training_pass) is not None:
             logprobs, entropy = done.logprobs, done.entropy
         else:
             logprobs, entropy = actor_pass(models, piece.sequences, config)
+        advantages = piece.advantages
+        if old is None:
+            assert piece.ref_logprobs is not None
+            old = logprobs.detach()
+            sums = kl_sums(old, piece.ref_logprobs, mask)
+            weights = sampler_weights_of(old, piece.sampler_logprobs, mask, config)
+            if weights is not None:
+                advantages, squares = weights * advantages, weights.double().square()
+                sums |= {"weights/mean": weights.double().sum(), "weights/square": squares.sum()}
+                sums |= {"weights/count": mask.sum()}
         total, _ = policy_loss(
-            config, logprobs=logprobs, old_logprobs=old, advantages=piece.advantages, mask=mask
+            config, logprobs=logprobs, old_logprobs=old, advantages=advantages, mask=mask
         )
     loss, count = total / terms.policy, mask.sum()
     if piece.given:
@@ -209,6 +224,12 @@ def actor_loss(
         total, _ = entropy_loss(entropy, mask, reduce=reduce)
         loss = loss + config.entropy_coef * (total / terms.others)
     return loss, sums
+
+
+def kl_sums(logprobs: Tensor, of_reference: Tensor, mask: Tensor) -> Sums:
+    """The KL of responses from the reference or the teacher, in nats, by both estimators."""
+    kl, k3 = (masked_sum(kl_estimate(logprobs, of_reference, kind), mask) for kind in ("k1", "k3"))
+    return {"objective/kl": kl, "objective/kl_k3": k3, "objective/count": mask.any(1).sum()}
 
 
 def policy_loss(config: PPOConfig, **tensors: Tensor) -> LossSum:
@@ -258,6 +279,9 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
         for name, value in sums.items()
         if not name.endswith("/count")
     }
+    if "weights/square" in metrics:  # Kish's effective sample size
+        mean, square = metrics.pop("weights/mean"), metrics.pop("weights/square")
+        metrics["rollout/effective_sample_size"] = mean**2 / square if square else 0.0
     if "ptx/loss" in metrics:
         metrics["ptx/perplexity"] = math.exp(min(metrics["ptx/loss"], 700.0))
     return metrics

@@ -127,11 +127,15 @@ def score(
 ) -> Scored:
     """Score the responses by all models and by `ppo.rewards`. Held-out ones need no critic."""
     heartbeat.begin_phase("evaluation" if held_out else "scoring")
+    rewards = setup.models.rewards
+    begun = rewards.begin(rollout.sequences, rows)
     known = rollout.logprobs if setup.config.old_logprobs == "rollout" else None
+    if setup.config.logprobs_in_update and not held_out:
+        known = torch.full_like(rollout.logprobs, torch.nan)
     scored = score_sequences(
         setup, rollout.sequences, with_critic=not held_out, logprobs=known, trains=trains
     )
-    return setup.models.rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows)
+    return rewards(replace(scored, sampler_logprobs=rollout.logprobs), rows, begun)
 
 
 @torch.no_grad()
@@ -196,7 +200,8 @@ def one_pass(setup: Setup, rollout: Rollout, step: int) -> bool:
     models nor the rows change in between, and all rows fit a pass."""
     config, models = setup.config, setup.models
     changes = config.ppo_epochs * config.updates_per_epoch > 1 or config.equal_groups == "resample"
-    if changes or config.has_teacher or step <= config.critic_warmup_steps:
+    alone = config.has_teacher or config.logprobs_in_update
+    if changes or alone or step <= config.critic_warmup_steps:
         return False
     lengths, tokens = [rollout.sequences.lengths], config.micro_batch_tokens
     (found,) = micro_batches(lengths, tokens, models.actor, setup.world)
