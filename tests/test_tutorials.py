@@ -73,7 +73,8 @@ def test_the_commands_of_a_tutorial_can_be_planned(name, tmp_path):
     for path, text in FILE.findall(page.read_text()):
         write(path, text, tmp_path)
     if "votes.jsonl" in page.read_text():
-        write("data/tiny/01_raw/votes.jsonl", "", tmp_path)
+        vote = {"prompt": "a", "first": "b", "second": "c", "first_score": 1, "second_score": 0}
+        write("data/tiny/01_raw/votes.jsonl", json.dumps(vote), tmp_path)
     planned = 0
     for command in commands(page):
         if command.startswith(("mkdir", "python make_")):

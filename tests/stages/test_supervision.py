@@ -33,7 +33,6 @@ from rlhf_pipeline.errors import PipelineError
 from rlhf_pipeline.runtime import heartbeat
 from rlhf_pipeline.runtime.heartbeat import process_identity
 from rlhf_pipeline.runtime.program import run_program
-from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.job import Job, RunContext, StageSpec
 from rlhf_pipeline.stages.run import StageRunner
 
@@ -84,7 +83,6 @@ elif __name__ == "__main__":
         def stage_metrics(self, run, records):
             raise KeyError("in a hook of the driver")
     workspace, ranks, options = (json.loads(argument) for argument in sys.argv[1:])
-    fingerprint.fingerprint = lambda recipe: "toy".ljust(64, "0")
     spec = StageSpec("toy", "toy_program", libraries=())
     launch = LaunchConfig(**{"processes": 2, "grace_s": 6.5} | options)
     context = RunContext(Path(workspace), launch, listener=FailingListener())
@@ -121,7 +119,7 @@ class Ended:
             "TOY_MARK": self.mark,
             "PYTHONPATH": f"{folder}:{Path(run.__file__).parents[2]}",
         }
-        self.directory = folder / "toy" / "toy".ljust(16, "0")
+        self.folder = folder
         arguments = [json.dumps(argument) for argument in (str(folder), ranks, options)]
         command = [sys.executable, str(folder / "toy_program.py"), *arguments]
         (folder / "toy_program.py").write_text(textwrap.dedent(PROGRAM))
@@ -151,6 +149,11 @@ class Ended:
             process.kill()
         self.code, self.output = driver.wait(), (folder / "output").read_text()
         self.log = (self.directory / "program.log").read_text()
+
+    @property
+    def directory(self):
+        """The work directory of the stage; before it exists, a folder without anything."""
+        return next(self.folder.glob("toy/*"), self.folder)
 
     def running(self):
         return [
