@@ -163,6 +163,9 @@ def alone(program_inputs, make_model, world, tmp_path_factory):
 )
 def test_two_ranks_learn_what_one_rank_learns(cells, alone, name):
     """bf16 rounds each operation by up to 2^-9 = 0.2%, after which other tokens are sampled."""
+    samples, is_bf16 = CASES[name][0] == "ppo", "bf16" in name
+    if samples and is_bf16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("without products in bf16, such as AVX-512's, rounding depends on the batch")
     found, expected = cells[name], alone(*CASES[name])
     assert len(found["metrics"]) == len(expected["metrics"]) > 0
     if "bf16" not in name:
