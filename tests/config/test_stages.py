@@ -170,12 +170,16 @@ def test_a_gpu_trains_in_bf16_where_nobody_set_a_precision(parameters):
     parameters["sft"]["deepspeed"] = {"precision": "fp32"}
     parameters["dpo"]["deepspeed"] = {"zero_stage": 0}  # has no bf16
     parameters["ppo"]["actor"]["deepspeed"] = {"zero_stage": 3}
-    blocks = check_values(in_bf16(parameters))
+    by_default = {"grpo": BY_ANSWERS, "rejection": {"sample": BY_ANSWERS}}
+    blocks = check_values(in_bf16(parameters | by_default))
+    policies = trained_models(blocks, ["grpo", "rejection"])
+    assert {each.config.deepspeed.precision for each in policies} == {"bf16"}
+    assert in_bf16(parameters)["iterative_dpo"] is None
     assert blocks["ppo"].actor.deepspeed.zero_stage == 3
     stages = ["sft", "reward_model", "ppo", "dpo", "evaluate"]
     found = {each.block: each.config.deepspeed.precision for each in trained_models(blocks, stages)}
     assert found == {"sft": "fp32", "reward_model": "bf16", "ppo.actor": "bf16",
                      "ppo.critic": "bf16", "dpo": "fp32"}  # fmt: skip
     (line,) = slow_precisions(blocks, stages)
-    assert line.startswith("deepspeed.precision of sft, dpo: fp32 takes twice the memory of bf16")
+    assert line.startswith("deepspeed.precision of sft, dpo: found fp32, expected bf16, which")
     assert not [*slow_precisions(blocks, ["ppo", "evaluate"])]

@@ -42,6 +42,21 @@ def test_all_faults_of_values_are_reported_at_once(changed):
         check_values(changed({"split.held_back": 0.5}))
 
 
+@pytest.mark.parametrize(("capability", "precision"), [("8.0", "bf16"), ("7.0", "fp32")])
+def test_a_run_beside_gpus_with_bf16_trains_in_it(tmp_path, monkeypatch, capability, precision):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '81559, {capability}, NVIDIA'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    bootstrap_project(PROJECT)
+    options = {"env": "tiny", "runtime_params": {"root": str(tmp_path), "launch": {"processes": 1}}}
+    with KedroSession.create(PROJECT, **options) as session:
+        catalog = session.load_context().catalog
+    assert catalog.load("params:sft").deepspeed.precision == precision
+
+
 def test_a_root_that_is_a_pattern_a_list_or_no_folder_is_refused():
     for character in "*?[]{}:":
         with pytest.raises(ConfigError, match=rf"^root: found '\{character}' in '/data/a"):

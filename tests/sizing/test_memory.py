@@ -190,7 +190,8 @@ def test_weights_are_gathered_whole_or_a_layer_at_a_time(stage):
 @pytest.mark.parametrize("hardware", [GPUS, Hardware(2)])
 def test_vllm_has_pages_and_a_copy_that_its_ranks_divide(ranks, hardware):
     """4 prompts of a rank, a page of 128 tokens each and one more; on a CPU, vLLM keeps them."""
-    parameters = ppo(generator="vllm", hybrid={"inference_tp_size": ranks})
+    sampling = {"max_response_tokens": 8, "batch_size_per_gpu": 4}
+    parameters = ppo(generator="vllm", hybrid={"inference_tp_size": ranks}, sampling=sampling)
     memory = plan_stage("ppo", parameters, SHAPE, hardware)
     pages = 2 * 4 * 100 // ranks * 4 * (1 + 4 * ranks) * 128
     own = {"vLLM's weights": 4 * WEIGHTS // ranks, "KV cache": pages}

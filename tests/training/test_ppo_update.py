@@ -1,5 +1,6 @@
 """The optimizer steps that PPO takes on one rollout."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -12,6 +13,7 @@ from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.training import experience, ppo_update, rollouts
 from rlhf_pipeline.training.experience import in_micro_batches, only_trained
 from rlhf_pipeline.training.ppo_update import terms_of
+from rlhf_pipeline.training.rollouts import roll_out
 
 
 @pytest.mark.parametrize("tokens", [1, 1000])
@@ -206,11 +208,20 @@ def test_a_policy_that_changes_or_does_not_fit_takes_passes_of_its_own(
 
 @pytest.mark.parametrize("tokens", [20, 1000])
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("correction", [None, {"level": "sequence", "maximum": 1.0000001}])
+@pytest.mark.parametrize(
+    "correction", [None, {"level": "sequence", "maximum": 1.2}, {"beyond": "mask", "maximum": 1.2}]
+)
 def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
     ppo_inputs, world, tmp_path, monkeypatch, passes, tokens, stage, correction
 ):
-    """Rounding of the sampler moves its weights, which nearly half of the rows exceed."""
+    """The sampler claims other log-probabilities, so that half of the rows exceed the maximum."""
+
+    def claimed(*arguments):
+        rollout = roll_out(*arguments)
+        signs = torch.tensor([1.0, -1.0]).repeat(len(rollout.logprobs))[: len(rollout.logprobs)]
+        return replace(rollout, logprobs=rollout.logprobs + 0.3 * signs[:, None])
+
+    monkeypatch.setattr("rlhf_pipeline.training.ppo.roll_out", claimed)
     optimizer = {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}
     model = {"optimizer": optimizer, "deepspeed": {"zero_stage": stage}}
     config = ppo_config(
@@ -229,7 +240,7 @@ def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
     after, before = found.weights("actor"), expected.weights("actor")
     for key, value in before.items():
         torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-6)
-    assert found.lines[2]["objective/kl"] > 0
+    assert found.lines[2]["objective/kl"] != 0
     for one, other in zip(found.lines, expected.lines, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():

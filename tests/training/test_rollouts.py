@@ -198,13 +198,11 @@ def test_a_reward_model_with_tokens_of_its_own_does_not_read_those_of_the_policy
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_scores_in_other_processes_begins_before_the_models(
-    models, ppo_inputs, world, monkeypatch, fails
-):
+def test_what_asks_a_server_begins_before_the_models(models, ppo_inputs, world, monkeypatch, fails):
     began, by_models = threading.Event(), rollouts.score_sequences
 
     class Judge:
-        is_apart = True
+        apart = "server"
 
         def __call__(self, scored, answered):
             began.set()

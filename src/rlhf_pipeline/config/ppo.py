@@ -15,7 +15,7 @@ from pydantic import (
 from rlhf_pipeline.config.base_model import BaseModelConfig
 from rlhf_pipeline.config.block import Block, nearest, operational
 from rlhf_pipeline.config.doors import ADVANTAGE, POLICY_LOSS, PPO_GENERATOR, parameters
-from rlhf_pipeline.config.rewards import Rewards, TrainedReward, uses_trained
+from rlhf_pipeline.config.rewards import Rewards, TrainedReward, reads_scored, uses_trained
 from rlhf_pipeline.config.training import (
     FrozenModel,
     FrozenModelConfig,
@@ -292,7 +292,8 @@ class PPOConfig(SavingConfig):
             self.ppo_epochs * self.updates_per_epoch == 1
             and (self.kl.place, self.old_logprobs) == ("loss", "recompute")
             and (self.equal_groups, self.truncated) == ("keep", "score")  # all rows are in it
-            and not (self.critic or self.has_teacher)
+            and not (self.critic or self.has_teacher or self.critic_warmup_steps)
+            and not any(reads_scored(reward) for reward in self.rewards)
         )
 
     @field_validator("minibatch_size")

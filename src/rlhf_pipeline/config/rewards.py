@@ -411,6 +411,14 @@ SampleRewards = Annotated[tuple[SampleReward, ...], AfterValidator(_check_reward
 Judges = Annotated[tuple[Judge, ...], AfterValidator(_check_judges)]
 
 
+def reads_scored(reward: Scorer) -> bool:
+    """Whether a reward is a function that may ask for the `Scored`, by its source."""
+    if not isinstance(reward, CallableReward):
+        return False
+    asked = parameters(reward.callable)
+    return not asked or "scored" in asked  # some sources do not tell
+
+
 def uses_trained(rewards: Sequence[Scorer]) -> bool:
     """Whether the trained reward model is one of the sources."""
     return any(isinstance(reward, TrainedReward) for reward in rewards)

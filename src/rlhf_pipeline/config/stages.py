@@ -1,7 +1,8 @@
 """Which stages there are; which of them train, and on which rows, by all blocks (`blocks`)."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from copy import deepcopy
+from typing import Any, get_args
 
 from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.config.policies import POLICIES
@@ -10,7 +11,12 @@ from rlhf_pipeline.config.preferences import DPOConfig, KTOConfig
 from rlhf_pipeline.config.rewards import as_judges, uses_trained
 from rlhf_pipeline.config.sample import IterativeDPOConfig, RejectionConfig, SampledConfig
 from rlhf_pipeline.config.split import PHASES, Phase, SplitConfig
-from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig, TrainedModel
+from rlhf_pipeline.config.training import (
+    RewardModelConfig,
+    SFTConfig,
+    TrainedModel,
+    TrainedModelConfig,
+)
 from rlhf_pipeline.errors import ConfigError
 
 SupervisedStage = SFTConfig | RewardModelConfig | DPOConfig | KTOConfig
@@ -115,20 +121,27 @@ def unused_rows(
 def in_bf16(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Raw parameters with bf16 for each model in training whose precision nobody set.
 
-    A model in training has an optimizer. At ZeRO stage 0, there is no bf16.
+    At ZeRO stage 0, there is no bf16.
     """
+    found = {name: deepcopy(block) for name, block in parameters.items()}  # may share parts
+    for name, kind in BLOCKS.items():
+        for model in _trained_parts(kind, found.get(name)):
+            deepspeed = model.get("deepspeed") or {}
+            if isinstance(deepspeed, dict) and deepspeed.get("zero_stage") != 0:
+                model["deepspeed"] = {"precision": "bf16", **deepspeed}
+    return found
 
-    def filled(block: Any) -> Any:
-        if not isinstance(block, Mapping):
-            return block
-        found = {name: filled(value) for name, value in block.items()}
-        deepspeed = {} if found.get("deepspeed") is None else found["deepspeed"]
-        trains = "optimizer" in found and isinstance(deepspeed, Mapping)
-        if trains and deepspeed.get("zero_stage", 1) != 0:
-            found["deepspeed"] = {"precision": "bf16", **deepspeed}
-        return found
 
-    return {name: filled(each) if name in BLOCKS else each for name, each in parameters.items()}
+def _trained_parts(kind: type[Any], block: Any) -> Iterator[dict[str, Any]]:
+    """The raw blocks of the models that a raw block trains, those with defaults included."""
+    if not isinstance(block, dict) or issubclass(kind, TrainedModelConfig):
+        yield from [block] if isinstance(block, dict) else ()
+        return
+    for name, field in kind.model_fields.items():
+        kinds = get_args(field.annotation) or (field.annotation,)
+        trains = any(isinstance(one, type) and issubclass(one, TrainedModelConfig) for one in kinds)
+        if trains and isinstance(block.get(name, {} if field.default else None), dict):
+            yield block.setdefault(name, {})
 
 
 def slow_precisions(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterator[str]:
@@ -137,9 +150,9 @@ def slow_precisions(blocks: Mapping[str, Any], nodes: Collection[str]) -> Iterat
     found = [each.block for each in models if each.config.deepspeed.precision == "fp32"]
     if found:
         yield (
-            f"deepspeed.precision of {', '.join(found)}: fp32 takes twice the memory of bf16, "
-            "which these GPUs have, and computes its products in TF32. Fix: leave it out, or set "
-            "bf16 at zero_stage 1 or higher"
+            f"deepspeed.precision of {', '.join(found)}: found fp32, expected bf16, which these "
+            "GPUs have: weights and activations take twice the memory, and products are in TF32. "
+            "Fix: set bf16, which needs zero_stage 1 or higher"
         )
 
 

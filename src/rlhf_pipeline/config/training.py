@@ -76,7 +76,7 @@ class DeepSpeedConfig(Block):
     """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     precision: Precision = "fp32"
     """Precision of weights and activations beside fp32 master weights. Where nobody sets it, a run
-    on GPUs of Ampere and newer takes bf16, unless zero_stage is 0."""
+    that is started beside GPUs of Ampere or newer takes bf16, unless zero_stage is 0."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Precision in which bf16 gradients of micro batches add up: fp32 takes 2 more bytes for each,
     bf16 loses what is below 2^-9 of the sum."""

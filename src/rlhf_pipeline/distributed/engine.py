@@ -263,7 +263,7 @@ def _check_gpu(device: torch.device, precision: Precision) -> None:
     if device.type == "cuda":
         from rlhf_pipeline.models.kernels import require_sound_kernels
 
-        if precision == "fp32":  # TF32 is several times faster
+        if precision == "fp32":  # in TF32, which tensor cores have
             torch.set_float32_matmul_precision("high")
         require_sound_kernels(device, precision)
 

@@ -189,7 +189,8 @@ def load_engine(
             max_num_batched_tokens=max(VLLM_BATCH, rows),
             block_size=PAGE,
             num_gpu_blocks_override=1 + rows * ceil(longest / PAGE),  # vLLM keeps one
-            enforce_eager=not on_gpu(),  # without a compiler
+            # Without a compiler on a CPU; and graphs of BLOOM would keep what is mended below.
+            enforce_eager=not on_gpu() or config.model_type == "bloom",
             enable_sleep_mode=on_gpu(),
             **deepcopy(FIXED["engine"]),
         )

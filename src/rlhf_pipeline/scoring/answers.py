@@ -60,9 +60,10 @@ class Answered:
 
 Source = Callable[["Scored", Answered], list[float]]
 """What a reward or a judge is, loaded: it scores the responses of a rollout, (B,); a model's scores
-are centred. Only models, and functions that ask for it, read the `Scored`. One that scores texts in
-other processes says so by `is_apart`, and may start before the models. One that counts what it
-could not score has a method `counted`, which returns the numbers since its last call by name."""
+are centred. Only models, and functions that ask for it, read the `Scored`. One that scores texts
+elsewhere says so by `apart` ("server" or "processes"), and may start before the models. One that
+counts what it could not score has a method `counted`, which returns the numbers since its last call
+by name."""
 
 
 def load_source(

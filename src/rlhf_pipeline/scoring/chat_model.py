@@ -165,7 +165,7 @@ class RubricSource:
 
     reward: RubricReward
     model: ChatModel
-    is_apart: ClassVar = True
+    apart: ClassVar = "server"
 
     def __call__(self, scored: "Scored", answered: Answered) -> list[float]:
         """Scores from 0 to 1; 0 for an answer whose reply has none. Errors: `verdicts`."""

@@ -23,7 +23,7 @@ from rlhf_pipeline.data.template import fix_date, render_dialogues
 from rlhf_pipeline.data.token_contract import NAME, Reader, TokenContract, Tokenizer, control_tokens
 from rlhf_pipeline.data.tokenization import any_of, encode, tokenize
 from rlhf_pipeline.distributed.batches import by_micro_batches
-from rlhf_pipeline.distributed.world import World
+from rlhf_pipeline.distributed.world import World, on_gpu
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
 from rlhf_pipeline.errors import ArtifactError, StageError
 from rlhf_pipeline.generation.records import Scored
@@ -174,15 +174,17 @@ class RewardSum:
         return {name: one.model for name, one in sources.items() if isinstance(one, ModelSource)}
 
     def begin(self, sequences: Sequences, rows: Mapping[str, list[Any]]) -> "Begun":
-        """Start the sources that wait for other processes, beside which models can score.
+        """Start the sources that wait for others, beside which models can score: those that ask
+        servers, and with models on a GPU those with processes, whose time limits run.
 
         Raises ArtifactError if a source reads texts, and `rows`, the columns of the prompts' table,
         have no messages or references.
         """
         answered, apart = self._as_text(sequences, rows), dict[str, Future[list[float]]]()
+        elsewhere = ("server", "processes") if on_gpu() else ("server",)
         pool = ThreadPoolExecutor(max(1, len(self.sources)))
         for name, source in self.sources.items():
-            if getattr(source.score, "is_apart", False):
+            if getattr(source.score, "apart", None) in elsewhere:
                 texts_alone = cast(Any, None)
                 apart[name] = pool.submit(source.score, texts_alone, answered)
         pool.shutdown(wait=False)

@@ -78,8 +78,9 @@ class FunctionSource:
         return self.workers([call.row(row) for row in range(len(call.responses))])
 
     @property
-    def is_apart(self) -> bool:
-        return self.workers is not None and "scored" not in self._signature.parameters
+    def apart(self) -> str | None:
+        reads_more = self.workers is None or "scored" in self._signature.parameters
+        return None if reads_more else "processes"
 
     @property
     def _signature(self) -> inspect.Signature:
@@ -98,7 +99,7 @@ class CodeSource:
     reward: CodeReward
     place: str  # its parameters, for messages
     counts: Counter[str] = field(default_factory=Counter)  # of programs that do not pass
-    is_apart: ClassVar = True
+    apart: ClassVar = "processes"
 
     def __post_init__(self) -> None:
         """Raises StageError if the machine does not offer the sandbox."""

@@ -321,16 +321,18 @@ def as_yaml(preset: Preset, name: str) -> str:
     header = Path(__file__).with_name("header.yml.j2").read_text(encoding="utf-8")
     chosen = {str(value) for _, value in leaves(parameters)}
     extras = {"vllm": "vllm", "liger": "liger", "nf4": "quantization"}
-    policy = parameters.get("ppo") or parameters.get("grpo")
     main = max(memory.main_of_node(hardware.ranks) for memory in preset.memory.values())
     lines = Template(header, trim_blocks=True, undefined=StrictUndefined).render(
         preset=preset,
         name=name,
         hardware=hardware,
         gibibytes=(hardware.gpu_memory or 0) // GIB,
-        sums=(policy["actor"]["deepspeed"] if policy else {}).get("accumulate"),
+        sums={
+            value["zero_stage"]
+            for value, _ in preset.settings.values()
+            if isinstance(value, Mapping) and "accumulate" in value
+        },
         extras=", ".join(extra for value, extra in extras.items() if value in chosen),
-        zero_stage=policy and policy["actor"]["deepspeed"]["zero_stage"],
         peaks=", ".join(f"{s} {ceil(m.peak / GIB)}" for s, m in preset.memory.items()),
         main=ceil(main / GIB),
     ).splitlines()  # fmt: skip

@@ -194,7 +194,8 @@ def _add_rollouts(
     actor, phases = found[0]
     numbers = Numbers(BYTES[config.actor.deepspeed.precision], hardware.on_gpu)
     rows = min(config.sampling.batch_size_per_gpu, -(-config.rollout_batch_size // ranks))
-    if config.generator == "vllm":
+    if config.generator == "vllm":  # which has pages for all rows, needed or not
+        rows = config.sampling.batch_size_per_gpu
         sampling = vllm_generation(actor.name, shape, numbers, rows, load.lengths, config.hybrid)
         if not hardware.on_gpu:  # vLLM cannot sleep there
             held = ("vLLM's weights", "KV cache")
@@ -259,7 +260,7 @@ def _evaluate(load: StageLoad, parameters: Parameters, shape: Shape, hardware: H
     is_split = is_sharded and hardware.world > 1
     rows = min(config.sampling.batch_size_per_gpu, config.prompts)
     if config.generator == "vllm":
-        whole = HybridConfig()
+        rows, whole = config.sampling.batch_size_per_gpu, HybridConfig()
         sampling = vllm_generation("evaluate", shape, numbers, rows, load.lengths, whole)
     else:
         gathered = _gathered(config, weights, shape, numbers, is_split=is_split)
