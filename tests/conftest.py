@@ -85,6 +85,14 @@ def pytest_runtest_teardown():
 
 
 @pytest.fixture(autouse=True)
+def _exact_products():
+    """A model in fp32 on a pretend GPU sets TF32 for the whole process."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(autouse=True)
 def _no_ambient_tracking(monkeypatch, tmp_path):
     """Keep tests out of the MLflow store of the project."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
