@@ -129,8 +129,10 @@ def test_a_result_in_half_precision_that_is_off_is_found(monkeypatch, name, brok
         return broken(*found) if inputs.dtype == torch.bfloat16 else found
 
     monkeypatch.setattr(logprobs, name, off)
+    torch.set_float32_matmul_precision("high")  # a model in fp32 was loaded before
     with pytest.raises(StageError, match=message):
         check(CPU, "bf16")
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 @pytest.mark.parametrize("stage", [0, 3])

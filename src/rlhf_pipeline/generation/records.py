@@ -46,7 +46,7 @@ class Scored:
     """A rollout with the outputs of the models, in main memory."""
 
     sequences: Sequences
-    logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled; NaN if the update asks
+    logprobs: Tensor  # (B, R) log pi_old(token), of the policy that sampled; NaN: by the update
     ref_logprobs: Tensor  # (B, R) log pi_ref(token); NaN if only the update asks the teacher
     values: Tensor | None  # (B, R) value of the state before each token; None without a critic
     scores: Tensor  # (B,) of the reward model, zeros without one; centred sum after `RewardSum`
