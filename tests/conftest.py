@@ -86,10 +86,12 @@ def pytest_runtest_teardown():
 
 @pytest.fixture(autouse=True)
 def _exact_products():
-    """A model in fp32 on a pretend GPU sets TF32 for the whole process."""
+    """A model in fp32 on a pretend GPU sets TF32 for the whole process, a rank sets oneDNN."""
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_float32_matmul_precision("highest")
+    if (products := sys.modules.get("rlhf_pipeline.distributed.products")) is not None:
+        products.use_onednn(False)
 
 
 @pytest.fixture(autouse=True)

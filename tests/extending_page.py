@@ -1,8 +1,12 @@
 """The package of docs/extending.md, `my_rlhf`, which is in the folder of examples."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+
+from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.sources.registry import read
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_rlhf"
 DOORS = {
@@ -34,3 +38,12 @@ def write_metadata(src: Path) -> None:
     _, *groups = (EXAMPLE / "pyproject.toml").read_text().split("[project.entry-points.")
     text = "".join(re.sub(r'"(.*)"\]', r"[\1]", group, count=1) for group in groups)
     (folder / "entry_points.txt").write_text(text.replace('"', ""))
+
+
+def write_pairs(path: Path, count: int) -> None:
+    """Write rows that its source reads."""
+    with path.open("w") as file:
+        for _, example in read(SourceConfig(samples=count), seed=1):
+            answers = {"response_0": example.rejected, "response_1": example.chosen}
+            row = {"prompt": example.prompt[0].content, **answers, "better_response_id": 1}
+            file.write(json.dumps(row) + "\n")

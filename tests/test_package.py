@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from extending_page import DOORS, write_project
+from extending_page import DOORS, write_pairs, write_project
 from readme import ROWS, table
-
-from rlhf_pipeline.config.split import SourceConfig
-from rlhf_pipeline.data.sources.registry import read
 
 PROJECT = Path(__file__).parents[1]
 PACKED = ("conf", "src", "pyproject.toml", "README.md", "LICENSE")
@@ -130,77 +127,22 @@ def test_the_first_row_of_the_readme_is_split_in_an_empty_folder(installed, make
     assert json.loads(report.read_text())["files"]["sft/train.arrow"]["rows"] == ROWS - 12
 
 
-@pytest.fixture(scope="module")
-def extended(installed, tmp_path_factory):
-    """The folder of a run whose parameters name code of the package of docs/extending.md, which is
-    installed beside the wheel, wherever they can."""
-    project = tmp_path_factory.mktemp("my_rlhf")
-    write_project(project)
+@pytest.mark.slow
+def test_code_of_a_package_beside_the_wheel_makes_rows(installed, tmp_path):
+    """The package of docs/extending.md; tests/pipelines/test_extending.py has all of its code."""
+    write_project(tmp_path / "my_rlhf")
     offline = ["--quiet", "--no-deps", "--no-index"]
-    build = [sys.executable, "-m", "pip", "wheel", *offline, "--no-build-isolation", str(project)]
-    subprocess.run(build, cwd=project, check=True)
-    (wheel,) = project.glob("*.whl")
-    installed(project, "python", "-m", "pip", "install", *offline, str(wheel))
-    folder = tmp_path_factory.mktemp("extended")
-    (folder / "conf" / "local").mkdir(parents=True)
-    parameters = {"launch": {"processes": 1}}  # the code of a rank does not depend on their number
-    for place, value in DOORS.items():
-        block, _, field = place.partition(".")
-        parameters.setdefault(block, {})[field] = value
-    (folder / "conf" / "local" / "parameters.yml").write_text(yaml.safe_dump(parameters))
-    with (folder / "pairs.jsonl").open("w") as file:
-        for _, example in read(SourceConfig(samples=600), seed=1):
-            answers = {"response_0": example.rejected, "response_1": example.chosen}
-            row = {"prompt": example.prompt[0].content, **answers, "better_response_id": 1}
-            file.write(json.dumps(row) + "\n")
-    nodes = "--to-nodes=evaluate,dpo,report_simpo"
-    installed(folder, "rlhf-pipeline", "run", TINY, "--pipelines=full,dpo,simpo", nodes)
-    return folder
-
-
-@pytest.mark.slow
-def test_code_of_another_package_runs_at_every_door(extended, installed):
-    """Without a change of our package, which is a wheel."""
-
-    def directory(stage):
-        (found,) = (extended / "data" / "tiny" / "07_workspace" / stage).glob("*/recipe.json")
-        return found.parent
-
-    steps = (directory("ppo") / "metrics.jsonl").read_text().splitlines()
-    assert "reward/concise" in json.loads(steps[0])["metrics"]
-    named = {
-        "source": {"my_rlhf.sources"},
-        "reward_model": {"my_rlhf.losses"},
-        "dpo": {"my_rlhf.losses"},
-        "ppo": {"my_rlhf.losses", "my_rlhf.advantages", "my_rlhf.generators"},
-        "simpo": {"my_rlhf.simpo.program", "my_rlhf.simpo.config"},
-        "evaluate": {"my_rlhf.generators"},
-    }
-    for stage, modules in named.items():
-        recipe = json.loads((directory(stage) / "recipe.json").read_text())
-        assert modules <= recipe["code"].keys(), stage
-    for stage, policy in (("evaluate", "ppo"), ("evaluate_simpo", "simpo")):
-        file = directory(stage) / "export" / "evaluation.json"
-        evaluation = json.loads(file.read_text())
-        assert evaluation["candidate"] == policy
-        assert "concise" in evaluation["win_rates"]
-    printed = installed(extended, "rlhf-pipeline", "rlhf", "prompts", TINY)
-    assert re.search(r"^ppo/train.arrow \d+$", printed, re.M)
-
-
-@pytest.mark.slow
-def test_an_edit_of_that_code_reruns_the_stages_that_name_it(extended, installed):
-    def states():
-        table = installed(extended, "rlhf-pipeline", "rlhf", "status", TINY, "--pipeline=full")
-        return {line.split()[0]: line.split()[1] for line in table.splitlines() if line.strip()}
-
-    before = states()
-    place = "import my_rlhf.advantages as module; print(module.__file__)"
-    file = Path(installed(extended, "python", "-c", place).strip())
-    file.write_text(file.read_text() + "\nx = 1\n")
-    after = states()
-    assert before["ppo"] == before["reward_model"] == after["reward_model"] == "finished"
-    assert after["ppo"] == "run"
+    build = [sys.executable, "-m", "pip", "wheel", *offline, "--no-build-isolation", "./my_rlhf"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed(tmp_path, "python", "-m", "pip", "install", *offline, str(wheel))
+    sources = yaml.safe_dump({"split": {"sources": DOORS["split.sources"]}})
+    (tmp_path / "conf" / "local").mkdir(parents=True)
+    (tmp_path / "conf" / "local" / "parameters.yml").write_text(sources)
+    write_pairs(tmp_path / "pairs.jsonl", 40)
+    installed(tmp_path, "rlhf-pipeline", "run", TINY, "--to-nodes=base_model")
+    (recipe,) = (tmp_path / "data" / "tiny" / "07_workspace" / "source").glob("*/recipe.json")
+    assert "my_rlhf.sources" in json.loads(recipe.read_text())["code"]
 
 
 @pytest.mark.long

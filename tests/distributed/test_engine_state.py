@@ -3,7 +3,6 @@
 It also continues on another number of ranks and at other stages. Two ranks are those of the lab.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -13,15 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rlhf_pipeline.config.training import TrainedModelConfig
-from rlhf_pipeline.distributed import engine_state
 from rlhf_pipeline.distributed.engine import train_engine
-from rlhf_pipeline.distributed.engine_state import load_engine, save_engine, write_tensors
+from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
+from rlhf_pipeline.distributed.tensor_file import write_tensors
 from rlhf_pipeline.distributed.zero import EMA, whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.loading import load_policy
-from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.heartbeat import Heartbeat
-from rlhf_pipeline.runtime.manifest import FileEntry, file_digest
 
 CASES = {  # precision, stage that saves, stage that loads
     **{f"fp32, stage {stage}": ("fp32", stage, stage) for stage in range(4)},
@@ -31,44 +27,6 @@ CASES = {  # precision, stage that saves, stage that loads
     "from 0 to 1": ("fp32", 0, 1),
 }
 BEFORE, AFTER = 2, 2
-
-
-def test_safetensors_reads_what_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_state, "PIECE", 8)
-    monkeypatch.setattr(heartbeat, "_here", Heartbeat(0, None))
-    tensors = {
-        "weight|a": torch.tensor([[1.0, -2.0, 3.0], [float("nan"), float("inf"), -0.0]]),
-        "weight|none": torch.empty(0),
-        "a transposed matrix": torch.arange(6.0).view(2, 3).t(),
-    }
-    entry = write_tensors(tmp_path / "file", tensors, {"a": "12"})
-    assert entry == FileEntry((tmp_path / "file").stat().st_size, file_digest(tmp_path / "file"))
-    found = load_file(tmp_path / "file")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found[name].dtype == torch.float32 and found[name].shape == tensor.shape
-        assert torch.equal(found[name].view(torch.int32), tensor.contiguous().view(torch.int32)), (
-            name
-        )
-    with safe_open(tmp_path / "file", framework="pt") as file:
-        assert file.metadata() == {"a": "12"}
-    # The header, three pieces of each full tensor, and one piece that `file_digest` read.
-    assert heartbeat._here.pieces == 1 + 3 + 3 + 1
-
-
-def test_the_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path):
-    for length in range(8):
-        write_tensors(tmp_path / "file", {"n" * (length + 1): torch.ones(1)}, {})
-        content = (tmp_path / "file").read_bytes()
-        header = int.from_bytes(content[:8], "little")
-        assert header % 8 == 0
-        assert json.loads(content[8 : 8 + header])["n" * (length + 1)]["data_offsets"] == [0, 4]
-
-
-def test_a_rank_without_any_piece_writes_an_empty_file(tmp_path):
-    write_tensors(tmp_path / "file", {}, {})
-    with safe_open(tmp_path / "file", framework="pt") as file:
-        assert list(file.keys()) == [] and file.metadata() == {}
 
 
 def build(checkpoint, precision, stage):
@@ -159,7 +117,7 @@ def test_the_files_of_any_number_of_ranks_make_up_an_engine(world, make_model, t
     for rank, (first, last) in enumerate(((0, 5), (5, 1000), (1000, None))):
         part = {name: value[first:last] for name, value in tensors.items()}
         part = {name: value for name, value in part.items() if len(value)}
-        write_tensors(tmp_path / f"rank{rank}.safetensors", part, dict.fromkeys(starts, str(first)))
+        write_tensors(part, tmp_path / f"rank{rank}.safetensors", dict.fromkeys(starts, str(first)))
     assert distance(whole, continued(checkpoint, tmp_path, "fp32", stage)) == 0
     (tmp_path / "rank1.safetensors").unlink()
     lost = r"found \d+ of \d+ numbers of weight .*The file of a rank is missing"

@@ -95,7 +95,7 @@ def test_a_model_is_removed_only_after_a_checkpoint_contains_its_successor(
 def test_the_export_is_read_neither_for_its_manifest_nor_to_compare_it(
     policy, make_best_models, tmp_path, monkeypatch
 ):
-    """The digest of a large file is computed once at each save, and while it is copied."""
+    """The digest of a large file is computed while it is written, and while it is copied."""
     weights, reads, read = "model.safetensors", [], manifest.file_digest
     monkeypatch.setattr(manifest, "PIECE", 2**12)
     monkeypatch.setattr(
@@ -103,11 +103,10 @@ def test_the_export_is_read_neither_for_its_manifest_nor_to_compare_it(
     )
     best = make_best_models(1)
     best.offer(numbered(policy, 2), 2, 1.0, {})
-    assert reads.count(weights) == 1
     best.finish()
     assert number_of(tmp_path / "export") == 2.0
     entry = file_entries(tmp_path / "export")[weights]
-    assert reads.count(weights) == 1
+    assert reads and weights not in reads
     assert entry.matches(tmp_path / "export" / weights)
 
 

@@ -206,10 +206,16 @@ def test_a_policy_that_changes_or_does_not_fit_takes_passes_of_its_own(
     assert passes["without"] > 0
 
 
-@pytest.mark.parametrize("tokens", [20, 1000])
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    "correction", [None, {"level": "sequence", "maximum": 1.2}, {"beyond": "mask", "maximum": 1.2}]
+    ("tokens", "stage", "correction"),
+    [
+        (20, 0, None),
+        (1000, 3, None),
+        (20, 3, {"level": "sequence", "maximum": 1.2}),
+        (1000, 0, {"level": "sequence", "maximum": 1.2}),
+        (20, 0, {"beyond": "mask", "maximum": 1.2}),
+        (1000, 3, {"beyond": "mask", "maximum": 1.2}),
+    ],
 )
 def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
     ppo_inputs, world, tmp_path, monkeypatch, passes, tokens, stage, correction

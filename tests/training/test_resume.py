@@ -20,6 +20,7 @@ from rank_fixtures import as_artifact, pause_before_checkpoint
 from tiny_jobs import logged
 
 import rlhf_pipeline
+from rlhf_pipeline.distributed.products import use_onednn, uses_onednn
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import Interrupted, StageError
 from rlhf_pipeline.runtime import heartbeat
@@ -339,6 +340,18 @@ def test_two_checkpoints_are_kept_and_a_full_disk_fails_before_writing(
     with pytest.raises(StageError, match=r"the checkpoint of step 5 needs 0 MiB, .* MiB free"):
         checkpoints.save(5, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("of_the_beginning", [False, True])
+def test_products_of_a_resumed_training_are_those_of_its_beginning(
+    world, tmp_path, of_the_beginning
+):
+    checkpoints = Checkpoints(tmp_path, world, {}, keep=1)
+    use_onednn(of_the_beginning)
+    checkpoints.save(1, {})
+    use_onednn(not of_the_beginning)  # what another processor prefers
+    checkpoints.restore(1)
+    assert uses_onednn() == of_the_beginning
 
 
 def test_a_later_checkpoint_that_is_damaged_does_not_displace_a_new_one(world, tmp_path):

@@ -5,7 +5,7 @@ ranks at any ZeRO stage can assemble its own pieces from these files, bit for bi
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rlhf_pipeline.distributed.tensor_file import write_tensors
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine, fp32_shards, pieces, spread_fp32_shards
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.runtime import heartbeat
-from rlhf_pipeline.runtime.manifest import PIECE, FileEntry, write_pieces
+from rlhf_pipeline.runtime.manifest import FileEntry
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,7 +40,7 @@ def save_engine(
         }
         starts = {name: str(start) for name, start, _ in pieces(engine, fp32_shards(engine))}
         path = directory / f"rank{rank}.safetensors"
-        written[path.name] = write_tensors(path, tensors, starts)
+        written[path.name] = write_tensors(tensors, path, starts)
     if rank == 0:
         shards, state = fp32_shards(engine), _adam(engine).state
         counters = {
@@ -124,29 +125,3 @@ def _read(written: Iterable[tuple[Any, Any, Any]], key: str, begin: int, piece: 
             found += len(values)
             heartbeat.report_progress()
     return found
-
-
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> FileEntry:
-    """Write fp32 tensors from any device as a safetensors file; return its size and digest.
-
-    `safetensors.torch.save_file` needs all tensors in main memory together. Here one at a time is
-    copied there, and every piece is a heartbeat.
-    """
-    fields, end = {"__metadata__": dict[str, Any](metadata)}, 0
-    for name, tensor in tensors.items():
-        assert tensor.dtype == torch.float32, f"{name}: {tensor.dtype}"
-        begin, end = end, end + tensor.nbytes
-        fields[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    header = json.dumps(fields).encode()
-    header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
-
-    def content() -> Iterator[bytes | memoryview]:
-        yield len(header).to_bytes(8, "little") + header
-        for tensor in tensors.values():
-            data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(data), PIECE):
-                yield data[start : start + PIECE]
-
-    return write_pieces(path, content())

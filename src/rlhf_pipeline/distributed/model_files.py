@@ -3,7 +3,8 @@
 transformers decides on empty weights, which need no memory, what it would read: names, shapes,
 precisions and ties. The values are compared one tensor at a time with the bytes of the files. Only
 a family that transformers stores in another layout (experts of a mixture are one tensor in memory
-and many in the file) is loaded a second time, because transformers has to convert it.
+and many in the file) is loaded a second time, because transformers has to convert it. The files'
+digests are computed while they are written, so `folder_digest` does not read them again.
 """
 
 import logging
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.tensor_file import write_tensors
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import PreTrainedModel
@@ -44,7 +47,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, directory: 
     if not _is_first():
         return
     with _replaced(directory, weights) as partial:
-        with heartbeat.while_writing(partial):
+        with patch("transformers.modeling_utils.safe_save_file", write_tensors):
             saved.save_pretrained(partial, state_dict=dict(weights))
         require_same(saved, weights, partial)
         tokenizer.save_pretrained(partial)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore
 
+from rlhf_pipeline.distributed.products import prefers_onednn, use_onednn
 from rlhf_pipeline.distributed.zero import deepspeed, get_accelerator
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.program import DETERMINISTIC, LOOPBACK, RENDEZVOUS
@@ -95,7 +96,10 @@ def join(seed: int, *, timeout_s: float) -> World:
     torch.manual_seed(seed)
     host = None if device.type == "cpu" else distributed.new_group(backend="gloo", timeout=limit)
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    return World(rank, size, device, host, deterministic=DETERMINISTIC in os.environ)
+    world = World(rank, size, device, host, deterministic=DETERMINISTIC in os.environ)
+    if not on_gpu():
+        use_onednn(not world.any(not prefers_onednn()))
+    return world
 
 
 def gather_json(

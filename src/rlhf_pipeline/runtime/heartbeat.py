@@ -129,31 +129,6 @@ def _progress(**changes: Any) -> None:
         _here = replace(_here, progressed=time.time(), **changes)
 
 
-@contextmanager
-def while_writing(folder: Path) -> Iterator[None]:
-    """Report progress while a library writes files into a folder inside the block: once a second.
-
-    A write that hangs makes none.
-    """
-    done = threading.Event()
-
-    def watch() -> None:
-        before = _occupied(folder)
-        while not done.wait(WRITE_EVERY_S):
-            now = _occupied(folder)
-            if now != before:
-                report_progress()
-            before = now
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
 def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
     """The newest heartbeat of each rank that has reported and can be read now, by rank."""
     found = {}
@@ -162,15 +137,6 @@ def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
             heartbeat = Heartbeat(**json.loads(path.read_text()))
             found[heartbeat.rank] = heartbeat
     return found
-
-
-def _occupied(folder: Path) -> dict[str, int]:
-    """Blocks on the disk of each file in a folder. safetensors reserves the size beforehand."""
-    blocks = {}
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # it was renamed
-            blocks[path.name] = path.stat().st_blocks
-    return blocks
 
 
 def _report(path: Path) -> None:

@@ -8,6 +8,7 @@ files are read or written, with a heartbeat for every piece.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -278,10 +279,11 @@ def digest_of(pieces: Iterable[bytes]) -> str:
 def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     """Write a file; return its entry, computed from the given bytes without reading the file."""
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
         for piece in pieces:
+            digested = beside.submit(digest.update, piece)  # the interpreter waits for neither
             file.write(piece)
-            digest.update(piece)
+            digested.result()
             heartbeat.report_progress()
     return FileEntry(path.stat().st_size, _remember(path, digest.hexdigest()))
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.engine_state import bytes_needed, load_engine, save_engine
 from rlhf_pipeline.distributed.model_files import save_adapter, save_model
+from rlhf_pipeline.distributed.products import use_onednn, uses_onednn
 from rlhf_pipeline.distributed.weights import check_frozen, trained_digest
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.distributed.zero import DeepSpeedEngine
@@ -57,6 +58,7 @@ class Checkpoints:
             load_engine(engine, checkpoint / name, average=self.averages.get(name))
         loop = dict(json.loads((checkpoint / "loop.json").read_text()))
         self.known = loop.pop("known")
+        use_onednn(loop.pop("onednn"))  # the rest is computed as the beginning was, bit for bit
         return loop
 
     def step_ended(self, step: int, *, due: bool, loop: Mapping[str, Any]) -> bool:
@@ -97,7 +99,8 @@ class Checkpoints:
             partial.mkdir(parents=True)
             for name in self.engines:
                 (partial / name).mkdir()
-            (partial / "loop.json").write_text(json.dumps({**loop, "known": self.known}))
+            own_part = {"known": self.known, "onednn": uses_onednn()}
+            (partial / "loop.json").write_text(json.dumps({**loop, **own_part}))
             own["loop.json"] = FileEntry.of(partial / "loop.json")
         self.world.barrier()
         for name, engine in self.engines.items():

@@ -1,0 +1,114 @@
+"""Products of float32 matrices by oneDNN: forward and gradients beside float64, and where."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from rlhf_pipeline.distributed.products import prefers_onednn, use_onednn, uses_onednn
+from rlhf_pipeline.rl.logprobs import logprobs_and_entropy
+
+ROUNDINGS = 40 * torch.finfo(torch.float32).eps  # of sums of some hundred numbers
+
+
+@pytest.fixture
+def _onednn():
+    use_onednn(True)  # until the end of the test, see conftest.py
+
+
+def layer(inputs, weight, bias):
+    return linear(inputs, weight, bias)
+
+
+def layer_without_bias(inputs, weight, bias):
+    return linear(inputs, weight) * bias
+
+
+def convolution_of_gpt2(inputs, weight, bias):
+    return torch.addmm(bias, inputs.flatten(0, 1), weight.T.contiguous())
+
+
+def scaled(inputs, weight, bias):
+    return torch.addmm(bias, inputs.flatten(0, 1), weight.T, beta=0.5, alpha=2.0)
+
+
+def sum_of_matrices(inputs, weight, bias):
+    return torch.addmm(linear(inputs[0], weight), inputs[1], weight.T) + bias
+
+
+def transposed(inputs, weight, bias):
+    return (weight @ inputs.flatten(0, 1).T).T + bias
+
+
+def head(inputs, weight, bias):
+    ids = torch.arange(2 * 96).view(2, 96)
+    return torch.stack(logprobs_and_entropy(inputs / 8, ids, head=(weight, bias)))
+
+
+@pytest.mark.parametrize("width", [1, 7, 128])
+@pytest.mark.parametrize(
+    "compute",
+    [
+        layer, layer_without_bias, convolution_of_gpt2, scaled, sum_of_matrices, transposed, head,
+    ],
+)  # fmt: skip
+def test_results_and_gradients_are_those_of_float64(_onednn, compute, width):
+    draw = torch.Generator().manual_seed(1)
+    shapes = [(2, 96, width), (384, width), (384,)]
+    inputs = [torch.randn(shape, generator=draw).double() / width**0.25 for shape in shapes]
+    found, expected = (
+        results(compute, [x.to(dtype) for x in inputs]) for dtype in (torch.float32, torch.float64)
+    )
+    for own, exact in zip(found, expected, strict=True):
+        assert (own - exact).abs().max() <= ROUNDINGS * exact.abs().max()
+
+
+def results(compute, inputs):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    found = compute(*inputs)
+    found.sin().sum().backward()
+    return [found.detach().double(), *(x.grad.double() for x in inputs)]
+
+
+def test_one_dnn_computes_large_products_in_float32_and_no_others(_onednn):
+    def computed_by_onednn(module, inputs):
+        with torch.profiler.profile() as profile:
+            module(inputs).sum().backward()
+        return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events())
+
+    assert computed_by_onednn(nn.Linear(128, 384), torch.randn(96, 128)) == 2
+    assert computed_by_onednn(nn.Linear(128, 384), torch.randn(96, 128, requires_grad=True)) == 3
+    assert computed_by_onednn(nn.Linear(128, 384).bfloat16(), torch.randn(96, 128).bfloat16()) == 0
+    assert computed_by_onednn(nn.Linear(128, 1), torch.randn(20_000, 128)) == 0
+    assert computed_by_onednn(nn.Linear(16, 16), torch.randn(16, 16)) == 0
+
+
+def test_a_process_can_return_to_the_products_of_torch():
+    left, right = torch.randn(128, 128), torch.randn(128, 128)
+    plain = left @ right
+    use_onednn(True)
+    use_onednn(True)
+    assert uses_onednn()
+    use_onednn(False)
+    assert not uses_onednn() and torch.equal(left @ right, plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "vendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: avx2 avx512f avx512_bf16\n",
+            True,
+        ),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: avx avx2 fma\n", False),
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t\t: avx2 avx512f\n", False),
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nflags\t\t: avx2 avx512f amx_tile\n", False),
+        ("CPU implementer\t: 0x41\nFeatures\t: fp asimd bf16\n", False),
+    ],
+)
+def test_zen_5_prefers_it(tmp_path, text, expected):
+    if not torch.backends.mkl.is_available():
+        pytest.skip("torch has no MKL on this processor, so nothing is replaced")
+    (tmp_path / "cpuinfo").write_text(text)
+    assert prefers_onednn(tmp_path / "cpuinfo") is expected
+    assert not prefers_onednn(tmp_path / "absent")
