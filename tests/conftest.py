@@ -17,7 +17,10 @@ import time
 import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import dynaconf.loaders.py_loader
+import dynaconf.utils.files
 import pytest
 import warm
 from filelock import FileLock
@@ -69,6 +72,23 @@ def pytest_collection_modifyitems(items):
         return 0 if group == "project" else 3 if group not in slow else 1 + (group in reads_the_run)
 
     items.sort(key=turn)
+
+
+def frames() -> list[SimpleNamespace]:
+    """What dynaconf, which reads Kedro's settings, needs of `inspect.stack`: names of files.
+
+    `inspect.stack` also looks for the source of each frame in each imported module, which takes a
+    fifth of a second with all that tests import.
+    """
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        found.append(SimpleNamespace(filename=frame.f_code.co_filename))
+        frame = frame.f_back
+    return found
+
+
+for module in (dynaconf.utils.files, dynaconf.loaders.py_loader):
+    module.inspect = SimpleNamespace(stack=frames)
 
 
 def pytest_collection_finish():

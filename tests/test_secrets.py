@@ -4,13 +4,13 @@ import http.server
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 
 PROJECT = Path(__file__).parents[1]
@@ -91,15 +91,8 @@ def kedro(tmp_path):
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
             "QUERY": query,
         }
-        ended = subprocess.run(
-            [*command, f"--params=root={left / 'data'}"],
-            cwd=PROJECT,
-            env=os.environ | secrets | settings,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return ended.returncode, ended.stdout + ended.stderr
+        command.append(f"--params=root={left / 'data'}")
+        return warm.output_of(command, os.environ | secrets | settings, PROJECT)
 
     run.left = left
     return run

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import warm
 from processes import descendants
 from rank_fixtures import as_artifact, pause_before_checkpoint
 from tiny_jobs import logged
@@ -91,14 +92,19 @@ class Training:
         self.stage, self.inputs, self.folder = stage, inputs, folder
         self.config = config | {"checkpoint_every": 1}
         self.pause = folder / "pause"
+        self.environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}"}
 
-    def start(self, workspace: str, **launch: int) -> subprocess.Popen:
-        """Start a driver."""
+    def arguments(self, workspace: str, launch: dict[str, int]) -> list[str]:
+        """What a driver gets."""
         inputs = {name: str(path) for name, path in self.inputs.items()}
         values = self.stage, self.config, inputs, str(self.folder / workspace), launch
+        return [json.dumps(value) for value in values]
+
+    def start(self, workspace: str, **launch: int) -> subprocess.Popen:
+        """Start a driver, as users start it."""
         return subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *map(json.dumps, values)],
-            env=os.environ | {"PYTHONPATH": f"{self.folder}{os.pathsep}{SOURCE}"},
+            [sys.executable, "-c", DRIVER, *self.arguments(workspace, launch)],
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -106,9 +112,11 @@ class Training:
 
     def finish(self, workspace: str, **launch: int) -> Path:
         """Run to the end; return the work directory."""
-        driver = self.start(workspace, **launch)
-        output, _ = driver.communicate()
-        assert driver.returncode == 0, output
+        driver = self.folder / "driver.py"
+        driver.write_text(DRIVER)
+        command = [sys.executable, str(driver), *self.arguments(workspace, launch)]
+        code, output = warm.output_of(command, self.environment)
+        assert code == 0, output
         return self.directory(workspace)
 
     def interrupt(self, workspace: str, after: int, end) -> Path:
