@@ -196,9 +196,6 @@ def serve(owner: int) -> None:
     for name in IMPORTS:
         importlib.import_module(name)
     sys.modules["rlhf_pipeline.stages.launch.node_program"].start = start
-    fingerprint = sys.modules["rlhf_pipeline.stages.cache.fingerprint"]
-    for path in fingerprint.ROOT.rglob("*.py"):
-        fingerprint._parsed(path.read_text())  # as every run does
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

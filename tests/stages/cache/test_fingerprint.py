@@ -103,6 +103,42 @@ def test_imported_code_counts_and_neither_comments_nor_other_code(package):
     assert code_digests("rlhf_pipeline.a") != before
 
 
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """The file that remembers parsed modules, without what this process knows."""
+    monkeypatch.setattr(module, "MEMORY", tmp_path / "memory.json")
+    module._memory.cache_clear()
+    yield module.MEMORY
+    module._memory.cache_clear()
+
+
+def test_a_module_is_parsed_by_one_process_only(package, memory, monkeypatch):
+    before = code_digests("rlhf_pipeline.a")
+    module._memory.cache_clear()  # as in a new process
+    with monkeypatch.context() as context:
+        context.setattr(module.ast, "parse", None)
+        assert code_digests("rlhf_pipeline.a") == before
+        (package / "sub" / "b.py").write_text("def g():\n    return 2\n")
+        with pytest.raises(TypeError):
+            code_digests("rlhf_pipeline.a")
+    assert code_digests("rlhf_pipeline.a") != before
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text('{"a')])
+def test_a_damaged_memory_is_made_again(package, memory, damage):
+    before, stored = code_digests("rlhf_pipeline.a"), memory.read_text()
+    damage(memory)
+    module._memory.cache_clear()
+    assert code_digests("rlhf_pipeline.a") == before and memory.read_text() == stored
+
+
+def test_without_a_writable_folder_there_is_no_memory(package, memory, monkeypatch):
+    before = code_digests("rlhf_pipeline.a")
+    monkeypatch.setattr(module, "MEMORY", memory / "absent" / "memory.json")
+    module._memory.cache_clear()
+    assert code_digests("rlhf_pipeline.a") == before
+
+
 def test_modules_imported_by_a_computed_name_count_with_their_imports(package):
     (package / "d.py").write_text("from rlhf_pipeline import c\n")
     before = code_digests("rlhf_pipeline.a", "rlhf_pipeline.d")
