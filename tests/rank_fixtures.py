@@ -93,6 +93,7 @@ def _process_group():
     """DeepSpeed keeps process groups for the life of the process, so one group serves all tests."""
     import torch
 
+    from rlhf_pipeline.distributed.products import use_onednn
     from rlhf_pipeline.distributed.world import join
 
     with single_rank() as variables:
@@ -101,6 +102,7 @@ def _process_group():
                 patch.setenv(name, value)
             patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # `join` would set it for all later programs
             world = join(0, timeout_s=600)
+        use_onednn(False)  # all tests multiply alike; `join` may have chosen it
         yield world, variables
         torch.distributed.destroy_process_group()
 

@@ -86,7 +86,7 @@ def test_the_wheel_has_all_files_of_the_package_and_the_configuration(dist):
         path.relative_to(package.parent)
         for folder in (package, package / "conf")  # a link, which rglob does not follow
         for path in folder.rglob("*")
-        if path.is_file() and path.name[0] != "." and path.suffix != ".pyc"
+        if path.is_file() and path.name[0] != "." and "__pycache__" not in path.parts
     ]
     assert {str(path) for path in files if "local" not in path.parts} <= names
     assert {"rlhf_pipeline/conf/base/catalog.yml", "rlhf_pipeline/conf/logging.yml"} <= names
@@ -143,6 +143,8 @@ def test_code_of_a_package_beside_the_wheel_makes_rows(installed, tmp_path):
     installed(tmp_path, "rlhf-pipeline", "run", TINY, "--to-nodes=base_model")
     (recipe,) = (tmp_path / "data" / "tiny" / "07_workspace" / "source").glob("*/recipe.json")
     assert "my_rlhf.sources" in json.loads(recipe.read_text())["code"]
+    printed = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY, "--pipeline=simpo")
+    assert re.search(r"^simpo +run ", printed, re.M), printed  # by an entry point of the package
 
 
 @pytest.mark.long

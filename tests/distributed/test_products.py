@@ -36,6 +36,21 @@ def sum_of_matrices(inputs, weight, bias):
     return torch.addmm(linear(inputs[0], weight), inputs[1], weight.T) + bias
 
 
+def strided_bias(inputs, weight, bias):
+    twice = torch.stack([bias, bias], 1)
+    return torch.addmm(twice[:, 0], inputs.flatten(0, 1), weight.T)
+
+
+def expanded_bias(inputs, weight, bias):
+    return linear(inputs, weight, bias[:1].expand(len(bias)))
+
+
+def overlapping(inputs, weight, bias):
+    rows = weight.shape[1]
+    part = weight.flatten()[: 2 * rows + 96].as_strided((rows, 96), (2, 1))
+    return inputs.flatten(0, 1) @ part + bias[:96]
+
+
 def transposed(inputs, weight, bias):
     return (weight @ inputs.flatten(0, 1).T).T + bias
 
@@ -49,7 +64,8 @@ def head(inputs, weight, bias):
 @pytest.mark.parametrize(
     "compute",
     [
-        layer, layer_without_bias, convolution_of_gpt2, scaled, sum_of_matrices, transposed, head,
+        layer, layer_without_bias, convolution_of_gpt2, scaled, sum_of_matrices, strided_bias,
+        expanded_bias, overlapping, transposed, head,
     ],
 )  # fmt: skip
 def test_results_and_gradients_are_those_of_float64(_onednn, compute, width):
@@ -70,12 +86,19 @@ def results(compute, inputs):
     return [found.detach().double(), *(x.grad.double() for x in inputs)]
 
 
-def test_one_dnn_computes_large_products_in_float32_and_no_others(_onednn):
-    def computed_by_onednn(module, inputs):
-        with torch.profiler.profile() as profile:
-            module(inputs).sum().backward()
-        return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events())
+def computed_by_onednn(module, inputs):
+    """The products of a forward and a backward pass that oneDNN has computed."""
+    with torch.profiler.profile() as profile:
+        module(inputs).square().sum().backward()
+    return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.events())
 
+
+def test_shapes_that_do_not_fit_are_named_as_by_torch(_onednn):
+    with pytest.raises(RuntimeError, match="128x128 and 127x128"):
+        torch.randn(128, 128) @ torch.randn(127, 128)
+
+
+def test_one_dnn_computes_large_products_in_float32_and_no_others(_onednn):
     assert computed_by_onednn(nn.Linear(128, 384), torch.randn(96, 128)) == 2
     assert computed_by_onednn(nn.Linear(128, 384), torch.randn(96, 128, requires_grad=True)) == 3
     assert computed_by_onednn(nn.Linear(128, 384).bfloat16(), torch.randn(96, 128).bfloat16()) == 0
@@ -84,13 +107,12 @@ def test_one_dnn_computes_large_products_in_float32_and_no_others(_onednn):
 
 
 def test_a_process_can_return_to_the_products_of_torch():
-    left, right = torch.randn(128, 128), torch.randn(128, 128)
-    plain = left @ right
+    module, inputs = nn.Linear(128, 128), torch.randn(128, 128)
     use_onednn(True)
     use_onednn(True)
-    assert uses_onednn()
+    assert uses_onednn() and computed_by_onednn(module, inputs) == 2
     use_onednn(False)
-    assert not uses_onednn() and torch.equal(left @ right, plain)
+    assert not uses_onednn() and computed_by_onednn(module, inputs) == 0
 
 
 @pytest.mark.parametrize(

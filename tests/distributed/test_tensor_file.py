@@ -32,6 +32,14 @@ def test_the_bytes_are_those_of_safetensors(tmp_path, monkeypatch, metadata):
     assert entry == FileEntry((tmp_path / "file").stat().st_size, file_digest(tmp_path / "file"))
 
 
+def test_the_numbers_begin_where_safetensors_lets_them_begin(tmp_path):
+    for length in range(1, 9):  # of the header, which is filled up to a multiple of eight
+        tensors = {"n" * length: torch.ones(1)}
+        write_tensors(tensors, tmp_path / "file", {"a": "b"})
+        save_file(tensors, tmp_path / "other", {"a": "b"})
+        assert (tmp_path / "file").read_bytes() == (tmp_path / "other").read_bytes()
+
+
 def test_a_rank_without_any_piece_writes_an_empty_file(tmp_path):
     write_tensors({}, tmp_path / "file", {})
     with safe_open(tmp_path / "file", framework="pt") as file:

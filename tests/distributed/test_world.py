@@ -20,6 +20,7 @@ import rlhf_pipeline
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.distributed import world as module
 from rlhf_pipeline.distributed.engine import loaded
+from rlhf_pipeline.distributed.products import uses_onednn
 from rlhf_pipeline.distributed.world import World, join, on_gpu, take_device
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.runtime.program import RENDEZVOUS
@@ -183,6 +184,17 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     return current
+
+
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "expected"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_ranks_multiply_by_onednn_if_all_prefer_it(world, monkeypatch, here, elsewhere, expected):
+    monkeypatch.setattr(module, "prefers_onednn", lambda: here)
+    monkeypatch.setattr(World, "any", lambda self, refuses: refuses or not elsewhere)
+    join(0, timeout_s=60)
+    assert uses_onednn() is expected
 
 
 def test_hidden_gpus_are_not_used(world, monkeypatch):

@@ -23,6 +23,12 @@ from rlhf_pipeline.distributed import engine
 TABLES = ("demonstrations", "comparisons", "labelled", "prompts")
 CLIPPED = {"optimizer": {"max_grad_norm": 0.05}}
 PPO = {"steps": 4, "minibatch_size": 4, "sampling": {"max_response_tokens": 6}}
+ONE_PASS = PPO | {
+    "minibatch_size": 8, "advantage": "rloo", "critic": None, "responses_per_prompt": 2,
+    "kl": {"place": "loss", "coef": 0.3, "target": 0.01, "horizon": 8},
+    "actor": {"lora": {"rank": 4}},
+}  # fmt: skip
+"""The update computes the log-probabilities of the policy that sampled."""
 DISTILL = {
     "steps": 3, "rollout_batch_size": 8, "minibatch_size": 4, "evaluations": 1, "beta": 0.5,
     "given_batch_size": 2, "sampling": {"max_response_tokens": 6},
@@ -70,6 +76,7 @@ CASES = {  # program, what it learns from, how the work is divided, and rows of 
         "ppo", PPO,
         stages(3, 0) | {"gather_for_generation": False, "sampling": {"batch_size_per_gpu": 2}}, 8,
     ),
+    "ppo, one pass, ZeRO 2": ("ppo", ONE_PASS, {"actor": trained(2)}, 8),
     "ppo, bf16, ZeRO 2": ("ppo", PPO, stages(2, 2, "bf16"), 8),
     "ppo, bf16, ZeRO 3": ("ppo", PPO, stages(3, 3, "bf16"), 8),
     "distill": ("distill", DISTILL, student(0, 0), 8),
@@ -84,8 +91,8 @@ CASES |= {
 }
 HALF = ("sft, bf16, ZeRO 3", "distill, bf16")
 SHORT = (
-    "sft, ZeRO 2, checkpointed", "kto, 5 rows, ZeRO 3", "ppo, ZeRO 3", "distill, sharded",
-    "sft, ZeRO 3, qwen3_5_text",
+    "sft, ZeRO 2, checkpointed", "kto, 5 rows, ZeRO 3", "ppo, ZeRO 3", "ppo, one pass, ZeRO 2",
+    "distill, sharded", "sft, ZeRO 3, qwen3_5_text",
 )  # fmt: skip
 ENGINES = {
     "ppo, ZeRO 3": {"actor": 3, "reference": 3, "critic": 3, "reward_model": 3},
@@ -104,7 +111,7 @@ def plain(program):
 def merged(one, other):
     """Two trees of parameters as one."""
     both = {
-        name: merged(one[name], value) if isinstance(one.get(name), dict) else value
+        name: merged(one[name], value) if isinstance(value, dict) and one.get(name) else value
         for name, value in other.items()
     }
     return one | both

@@ -38,6 +38,7 @@ def save_engine(
             for kind, shards in saved_tensors(engine, average).items()
             for name, _, piece in pieces(engine, shards)
         }
+        assert all(piece.dtype == torch.float32 for piece in tensors.values())
         starts = {name: str(start) for name, start, _ in pieces(engine, fp32_shards(engine))}
         path = directory / f"rank{rank}.safetensors"
         written[path.name] = write_tensors(tensors, path, starts)

@@ -3,8 +3,8 @@
 transformers decides on empty weights, which need no memory, what it would read: names, shapes,
 precisions and ties. The values are compared one tensor at a time with the bytes of the files. Only
 a family that transformers stores in another layout (experts of a mixture are one tensor in memory
-and many in the file) is loaded a second time, because transformers has to convert it. The files'
-digests are computed while they are written, so `folder_digest` does not read them again.
+and many in the file) is loaded a second time, because transformers has to convert it. The digests
+of the weights are computed while they are written: `folder_digest` does not read large files again.
 """
 
 import logging

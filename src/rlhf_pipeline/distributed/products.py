@@ -15,15 +15,15 @@ from torch import Tensor
 
 LEAST = 2**20
 """Multiplications of the smallest product that oneDNN computes. Each of its calls takes some ten
-microseconds more."""
+microseconds more; smaller products take four more, because they pass through this file."""
 THINNEST = 8  # rows or columns; products with a vector wait for memory
 
 _library: torch.library.Library | None = None
 
 
 def prefers_onednn(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether oneDNN is faster here, by Linux's description of the processor: an AMD Zen 5, which
-    has registers and arithmetic of 512 bits. Zen 4 computes 512 bits in two halves."""
+    """Whether oneDNN is faster here, by Linux's description of the processor: an AMD Zen 5, whose
+    arithmetic has 512 bits. Zen 4 computes 512 bits in two halves, and gains nothing."""
     if not cpuinfo.is_file() or not torch.backends.mkl.is_available():
         return False
     text = cpuinfo.read_text(encoding="utf-8")
@@ -61,7 +61,8 @@ def _mm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    if _is_large(left, right) and beta == alpha == 1 and bias.shape == right.shape[1:]:
+    is_bias = bias.shape == right.shape[1:] and bias.is_contiguous() and bias.dtype == right.dtype
+    if _is_large(left, right) and beta == alpha == 1 and is_bias:
         return _by_onednn(left, right, bias)
     out = left.new_empty(0)
     return torch.ops.aten.addmm.out(bias, left, right, beta=beta, alpha=alpha, out=out)
@@ -73,6 +74,8 @@ def _is_large(left: Tensor, right: Tensor) -> bool:
         left.dtype is right.dtype is torch.float32
         and rows * inner * columns >= LEAST
         and min(rows, inner, columns) >= THINNEST
+        and inner == len(right)
+        and all(x.is_contiguous() or x.t().is_contiguous() for x in (left, right))
     )
 
 

@@ -15,18 +15,20 @@ from torch import Tensor
 from rlhf_pipeline.runtime.manifest import PIECE, FileEntry, write_pieces
 
 NAMES = {
-    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""What safetensors calls the types that models have, in the order of its files: wide numbers come
-first, so that each tensor begins at a multiple of its width."""
+"""What safetensors calls the types of numbers, in the order of its files: wide ones come first, so
+that each tensor begins at a multiple of its width."""
 
 
 def write_tensors(
     tensors: Mapping[str, Tensor], path: Path | str, metadata: Mapping[str, str]
 ) -> FileEntry:
-    """Write tensors from any device, the bytes of `safetensors.torch.save_file`; return size and
-    digest of the file. Every piece is a heartbeat."""
+    """Write tensors from any device as `safetensors.torch.save_file` does, up to the order of the
+    metadata; return size and digest of the file. Every piece is a heartbeat."""
     order = sorted(tensors, key=lambda name: ([*NAMES].index(tensors[name].dtype), name))
     fields, end = {"__metadata__": dict[str, Any](metadata)}, 0
     for name in order:

@@ -281,7 +281,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
     digest = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
         for piece in pieces:
-            digested = beside.submit(digest.update, piece)  # the interpreter waits for neither
+            digested = beside.submit(digest.update, piece)  # while the file is written
             file.write(piece)
             digested.result()
             heartbeat.report_progress()

@@ -9,6 +9,7 @@ without docstrings, comments and layout.
 import ast
 import hashlib
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -23,7 +24,6 @@ import rlhf_pipeline
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.doors import at_doors, source_file
 from rlhf_pipeline.errors import ConfigError
-from rlhf_pipeline.runtime.files import write_atomically
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import json_digest
 from rlhf_pipeline.stages.cache.workspace import attempts, first_attempt
@@ -32,6 +32,7 @@ from rlhf_pipeline.stages.launch.resources import gpu_count, rank_count
 
 PACKAGE = "rlhf_pipeline"
 ROOT = Path(rlhf_pipeline.__file__).parent
+OWN_CODE = Path(__file__).read_bytes()
 MEMORY = ROOT / "__pycache__" / f"code.{sys.implementation.cache_tag}.json"  # see `_memory`
 FORM = 2
 """Version of the recipe's form. Recipes of different forms cannot be compared."""
@@ -126,7 +127,7 @@ def code_digests(*modules: str) -> dict[str, str]:
         name = path.relative_to(ROOT).as_posix() if package == PACKAGE else module
         if name not in digests:
             code = path.read_bytes()
-            key = hashlib.sha256(_parsed.__code__.co_code + code).hexdigest()
+            key = hashlib.sha256(OWN_CODE + code).hexdigest()
             digests[name], imports = known[key] = known.get(key) or _parsed(code.decode())
             if (table := path.with_suffix(".toml")).is_file():
                 content = repr(tomllib.loads(table.read_text(encoding="utf-8"))).encode()
@@ -135,8 +136,10 @@ def code_digests(*modules: str) -> dict[str, str]:
             around = {module.rpartition(".")[0]} if package != PACKAGE and inside else set()
             pending |= around.union(resolve_name(each, parent) for each in imports) - seen
     if len(known) > remembered:
+        own = MEMORY.with_suffix(f".{os.getpid()}")  # other commands may be here, too
         with suppress(OSError):  # an installation that this user cannot write to
-            write_atomically(MEMORY, json.dumps(known), force=False)
+            own.write_text(json.dumps(known))
+            own.replace(MEMORY)
     return dict(sorted(digests.items()))
 
 
@@ -144,11 +147,12 @@ def code_digests(*modules: str) -> dict[str, str]:
 def _memory() -> dict[str, tuple[str, list[str]]]:
     """What `_parsed` found in modules in earlier processes: parsing takes a tenth of a cached run.
 
-    The keys are digests of the modules' bytes.
+    The keys are digests of their bytes, and of this file's.
     """
     with suppress(OSError, ValueError):
-        found: dict[str, tuple[str, list[str]]] = json.loads(MEMORY.read_text())
-        return found if len(found) < 2000 else {}  # every edit of a module adds one
+        found = json.loads(MEMORY.read_text())
+        if isinstance(found, dict) and len(found) < 2000:  # every edit of a module adds one
+            return found
     return {}
 
 
