@@ -46,6 +46,12 @@ def pytest_configure(config):
         pytest.exit(f"conf/local: found {', '.join(own)}, expected no file. Fix: move them away", 4)
 
 
+def pytest_make_parametrize_id(val):
+    """Shorten names of tests with up to three million characters, which each report contains."""
+    if isinstance(val, str | bytes) and len(val) > 100:
+        return f"{ascii(val[:60])[1:-1]}..."
+
+
 CHANGE_THE_PROJECT = {"test_full.py", "test_labelling.py", "test_published_inputs.py"}
 """Files whose tests run commands in the full run of `project`; the others read a copy of it."""
 
