@@ -128,7 +128,7 @@ def test_the_first_row_of_the_readme_is_split_in_an_empty_folder(installed, make
 
 
 @pytest.mark.slow
-def test_code_of_a_package_beside_the_wheel_makes_rows(installed, tmp_path):
+def test_code_of_a_package_beside_the_wheel_reads_rows_and_trains(installed, tmp_path):
     """The package of docs/extending.md; tests/pipelines/test_extending.py has all of its code."""
     write_project(tmp_path / "my_rlhf")
     offline = ["--quiet", "--no-deps", "--no-index"]
@@ -136,13 +136,20 @@ def test_code_of_a_package_beside_the_wheel_makes_rows(installed, tmp_path):
     subprocess.run(build, cwd=tmp_path, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     installed(tmp_path, "python", "-m", "pip", "install", *offline, str(wheel))
-    sources = yaml.safe_dump({"split": {"sources": DOORS["split.sources"]}})
+    parameters = {
+        "launch": {"processes": 1},
+        "split": {"sources": DOORS["split.sources"]},
+        "reward_model": {"loss": DOORS["reward_model.loss"]},
+    }
     (tmp_path / "conf" / "local").mkdir(parents=True)
-    (tmp_path / "conf" / "local" / "parameters.yml").write_text(sources)
-    write_pairs(tmp_path / "pairs.jsonl", 40)
-    installed(tmp_path, "rlhf-pipeline", "run", TINY, "--to-nodes=base_model")
-    (recipe,) = (tmp_path / "data" / "tiny" / "07_workspace" / "source").glob("*/recipe.json")
-    assert "my_rlhf.sources" in json.loads(recipe.read_text())["code"]
+    (tmp_path / "conf" / "local" / "parameters.yml").write_text(yaml.safe_dump(parameters))
+    write_pairs(tmp_path / "pairs.jsonl", 600)
+    installed(tmp_path, "rlhf-pipeline", "run", TINY, "--to-nodes=reward_model")
+    workspace = tmp_path / "data" / "tiny" / "07_workspace"
+    for stage, module in {"source": "sources", "reward_model": "losses"}.items():
+        (recipe,) = (workspace / stage).glob("*/recipe.json")
+        assert f"my_rlhf.{module}" in json.loads(recipe.read_text())["code"]
+    assert [*(workspace / "reward_model").glob("*/export/manifest.json")]
     printed = installed(tmp_path, "rlhf-pipeline", "rlhf", "status", TINY, "--pipeline=simpo")
     assert re.search(r"^simpo +run ", printed, re.M), printed  # by an entry point of the package
 

@@ -99,6 +99,7 @@ def kedro(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cold
 def test_no_stage_writes_a_secret_of_a_url(kedro, signed):
     store = f"sqlite:///{kedro.left}/mlflow.db"
     code, refused = kedro(f"{signed}?$QUERY", query="sig=canary-wrong", tracking=store)

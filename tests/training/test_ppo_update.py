@@ -1,7 +1,7 @@
 """The optimizer steps that PPO takes on one rollout."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
@@ -207,14 +207,15 @@ def test_a_policy_that_changes_or_does_not_fit_takes_passes_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stage", "correction"),
+    ("correction", "stage", "tokens"),
     [
-        (20, 0, None),
-        (1000, 3, None),
-        (20, 3, {"level": "sequence", "maximum": 1.2}),
-        (1000, 0, {"level": "sequence", "maximum": 1.2}),
-        (20, 0, {"beyond": "mask", "maximum": 1.2}),
-        (1000, 3, {"beyond": "mask", "maximum": 1.2}),
+        pytest.param(how, stage, tokens, marks=[] if number in short else pytest.mark.long)
+        for how, short in (  # two of four together have every pair of values
+            (None, (0, 3)),
+            ({"level": "sequence", "maximum": 1.2}, (1, 2)),
+            ({"beyond": "mask", "maximum": 1.2}, (0, 3)),
+        )
+        for number, (stage, tokens) in enumerate(product((0, 3), (20, 1000)))
     ],
 )
 def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
