@@ -175,7 +175,7 @@ def open_template(folder: Path, owner: int) -> None:
     with suppress(FileExistsError):
         (folder / "warm.started").touch(exist_ok=False)
         command = [sys.executable, __file__, address, str(owner), RESERVE[:4000]]
-        subprocess.Popen(command, env=environment, start_new_session=True)
+        subprocess.run(command, env=environment, start_new_session=True, check=True)
 
 
 def _is_usual(environment: Mapping[str, str]) -> bool:
@@ -326,4 +326,5 @@ def _show(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 if __name__ == "__main__":
     address = sys.argv[1]
-    serve(int(sys.argv[2]))
+    if os.fork() == 0:  # a child of no worker: tests end all children of theirs
+        serve(int(sys.argv[2]))
