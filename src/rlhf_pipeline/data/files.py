@@ -266,7 +266,7 @@ def _file_rows(file: File, columns: Sequence[str]) -> Numbered:
 def _parquet_rows(stream: Stream, columns: Sequence[str]) -> Numbered:
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(stream)
+    file = pq.ParquetFile(stream, pre_buffer=False)  # it would read the whole file ahead
     chosen = _requested_columns(columns, file.schema_arrow.names)
     yield from _number_rows(file.iter_batches(_BATCH_ROWS, columns=chosen))
 
