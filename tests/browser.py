@@ -1,7 +1,5 @@
 """A real browser for the tests of pages: Debian's chromium without a window."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,11 +1,9 @@
 """Tiny models with the control tokens and the chat templates of well-known chat models."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -91,31 +89,26 @@ class ChatModel:
     """The token that the tokenizer puts before text."""
 
 
-CHAT_MODELS = {
-    "Llama 3.1": ChatModel(
-        "llama",
-        ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-        turn_end="<|eot_id|>",
-        controls=(
-            "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-            "<|eom_id|>", "<|eot_id|>",
-        ),
-        template=LLAMA_3,
-        special={"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-        text_begins_with="<|begin_of_text|>",
+LLAMA_3_1 = ChatModel(
+    "llama",
+    ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    turn_end="<|eot_id|>",
+    controls=(
+        "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+        "<|eom_id|>", "<|eot_id|>",
     ),
+    template=LLAMA_3,
+    special={"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    text_begins_with="<|begin_of_text|>",
+)  # fmt: skip
+CHAT_MODELS = {
+    "Llama 3.1": LLAMA_3_1,
     # Its first release named the end of a document as EOS, although turns end otherwise.
-    "Llama 3": ChatModel(
-        "llama",
+    "Llama 3": replace(
+        LLAMA_3_1,
         ends=("<|end_of_text|>", "<|eot_id|>"),
-        turn_end="<|eot_id|>",
-        controls=(
-            "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-            "<|eot_id|>",
-        ),
-        template=LLAMA_3,
+        controls=tuple(each for each in LLAMA_3_1.controls if each != "<|eom_id|>"),
         special={"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
-        text_begins_with="<|begin_of_text|>",
     ),
     # It pads with one of its EOS tokens.
     "Qwen2.5": ChatModel(

@@ -1,6 +1,4 @@
-"""Shared fixtures: a small tokenizer, small models, a full disk, and a full run of the project."""
-
-from __future__ import annotations
+"""Shared fixtures: small models and policies, a machine, and a full run of the project."""
 
 import os
 
@@ -9,6 +7,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed's import, which decides
 import gc
 import importlib
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,12 +27,10 @@ from ports import reserved_port
 
 from rlhf_pipeline.stages.launch import node_program
 
-pytest_plugins = [
-    *("machine_fixtures", "policy_fixtures", "rank_fixtures", "rank_lab", "s3_fixtures"),
-]
+pytest_plugins = ["rank_fixtures", "rank_lab", "s3_fixtures"]
 
 PROJECT = Path(__file__).parents[1]
-SHARED_DATA = PROJECT.parent / "shared" / "data"
+KEDRO = str(Path(sys.executable).with_name("kedro"))
 
 
 gc.set_threshold(0)  # until `pytest_collection_finish`: imports make no garbage
@@ -139,15 +136,11 @@ def tokenizer():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=288,
-        special_tokens=["<|pad|>", "<|end|>"],
+        vocab_size=288, special_tokens=["<|pad|>", "<|end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(
-        ["\n\nHuman: what is the colour of snow?\n\nAssistant: the colour of snow is white."],
-        trainer,
-    )
+    )  # fmt: skip
+    text = "\n\nHuman: what is the colour of snow?\n\nAssistant: the colour of snow is white."
+    backend.train_from_iterator([text], trainer)
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>"
     )
@@ -227,18 +220,69 @@ def make_model(tokenizer, tmp_path_factory):
         fields = {"model_type": model_type, **ARCHITECTURES[model_type], **changes}
         own = as_loaded(tokenizer, BaseModelConfig(architecture=fields, vocab_size=300), folder)
         config = AutoConfig.for_model(
-            **fields,
-            vocab_size=vocabulary or len(own),
-            pad_token_id=own.pad_token_id,
-            eos_token_id=own.eos_token_id,
-            bos_token_id=None,
-        )
+            **fields, vocab_size=vocabulary or len(own), bos_token_id=None,
+            pad_token_id=own.pad_token_id, eos_token_id=own.eos_token_id,
+        )  # fmt: skip
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         own.save_pretrained(folder)
         TokenContract.of(own).write(folder)
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def publish():
+    """Turns the folder of a model into an artifact of a stage; returns the folder."""
+    from rlhf_pipeline.runtime.manifest import Manifest, file_entries
+
+    def publish(folder: Path, stage: str = "ppo") -> Path:
+        files = file_entries(folder)
+        Manifest(stage, f"{stage:0<64}", 7, {}, {}, {"torch": "2"}, {}, files).write(folder)
+        return folder
+
+    return publish
+
+
+@pytest.fixture(scope="session")
+def published(make_model, publish):
+    """A policy that PPO could have made: a Llama of 128 positions and 288 tokens, 12 rows more."""
+    return publish(make_model("llama", vocabulary=300))
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Puts an nvidia-smi in front of PATH that lists that many GPUs; None: its driver is broken."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def install(gpus):
+        listing = "".join(
+            f"GPU {number}: NVIDIA A100-SXM4-40GB (UUID: GPU-8932f937-{number})\n"
+            f"  MIG 3g.20gb Device 0: (UUID: MIG-{number}-0)\n"
+            f"  MIG 3g.20gb Device 1: (UUID: MIG-{number}-1)\n"
+            for number in range(gpus or 0)
+        )
+        text, code = {None: ("NVIDIA-SMI has failed", 9), 0: ("No devices were found", 6)}.get(
+            gpus, (listing, 0)
+        )
+        program = folder / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\necho {shlex.quote(text)}\nexit {code}\n")
+        program.chmod(0o755)
+
+    return install
+
+
+@pytest.fixture(scope="session")
+def bubblewrap():
+    """Skips a test of the sandbox where there is no bubblewrap, or it gets no namespaces."""
+    if (program := shutil.which("bwrap")) is None:
+        pytest.skip("needs bubblewrap: apt-get install bubblewrap")
+    command = [program, "--unshare-all", "--ro-bind", "/", "/", "true"]
+    tried = subprocess.run(command, capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"bubblewrap does not work on this machine: {tried.stderr.strip()}")
 
 
 def end_group(leader: subprocess.Popen) -> None:
@@ -262,12 +306,9 @@ def start_server(tmp_path):
             with log.open("w") as output:
                 server = subprocess.Popen(
                     [*command, "--port", str(port), "--workers", "1"],
-                    env=os.environ | environment,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    cwd=tmp_path,
-                )
+                    env=os.environ | environment, cwd=tmp_path, start_new_session=True,
+                    stdout=output, stderr=output,
+                )  # fmt: skip
             cleanup.callback(end_group, server)
             deadline = time.monotonic() + 600  # only for a server that hangs
             while server.poll() is None and time.monotonic() < deadline:
@@ -283,15 +324,8 @@ def start_server(tmp_path):
 
 SECRETS = {
     name: f"canary-{name}"
-    for name in (
-        "HF_TOKEN",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "MLFLOW_TRACKING_USERNAME",
-        "MLFLOW_TRACKING_PASSWORD",
-        "MLFLOW_TRACKING_TOKEN",
-        "WANDB_API_KEY",
-    )
+    for name in "HF_TOKEN AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_USERNAME "
+    "MLFLOW_TRACKING_PASSWORD MLFLOW_TRACKING_TOKEN WANDB_API_KEY".split()
 }
 """Values that no run may write anywhere."""
 
@@ -338,27 +372,13 @@ class Project:
         """Variables of the environment of a run."""
         self.uri = f"sqlite:///{root}/mlflow.db"
 
-    def kedro(
-        self,
-        *arguments: str,
-        params: str = "",
-        env: str = "tiny",
-        check: bool = True,
-        command: str = "run",
-    ) -> str:
-        command = [
-            str(Path(sys.executable).with_name("kedro")),
-            *command.split(),
-            f"--env={env}",
-            *arguments,
-        ]
+    def kedro(self, *arguments, params="", env="tiny", check=True, command="run") -> str:
         # Values are YAML. Quotes keep line breaks, and " #" does not start a comment.
-        command.append(
-            f"--params=root={json.dumps(str(self.root))}" + (f",{params}" if params else "")
-        )
+        given = f"root={json.dumps(str(self.root))}" + f",{params}" * bool(params)
+        words = [KEDRO, *command.split(), f"--env={env}", *arguments, f"--params={given}"]
         environment = os.environ | self.secrets
         environment |= {"MLFLOW_TRACKING_URI": self.uri, "COLUMNS": "100"}
-        code, output = warm.output_of(command, environment, PROJECT)
+        code, output = warm.output_of(words, environment, PROJECT)
         assert (code == 0) == check, output
         return output
 

@@ -5,8 +5,6 @@ the error that is shown to the user, or the number of unused rows; how the child
 largest resident memory in MiB. With the argument `models`, it imports what reads models.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ In `letters`, the right choice is the letter that this policy finds most likely;
 right answer is its own greedy one. Both are computed here, without the harness.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -20,42 +18,38 @@ QUESTIONS = [f"{n * 7} apples or {n * n}?" for n in range(DOCUMENTS)]
 WORDS = 3
 """Tokens of an answer."""
 
-LETTERS_TASK = """\
-task: letters
+TASK = """\
+task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {rows}}}}}
 test_split: test
+{rest}"""
+TASKS = {
+    "letters": """\
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{{question}}"
 doc_to_choice: [a, b, c, d]
 doc_to_target: letter
 target_delimiter: ""
 metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-"""
-WORDS_TASK = """\
-task: words
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {rows}}}}}
-test_split: test
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+""",
+    "words": """\
 output_type: generate_until
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{{question}}"
 doc_to_target: words
-generation_kwargs: {{until: ["<|end|>"], max_gen_toks: 3}}
+generation_kwargs: {until: ["<|end|>"], max_gen_toks: 3}
 metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-"""
-TEXT_TASK = """\
-task: text
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {rows}}}}}
-test_split: test
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+""",
+    "text": """\
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: question
 metric_list:
-  - {{metric: word_perplexity}}
-"""
+  - {metric: word_perplexity}
+""",
+}
 
 
 def solutions(policy: Path) -> list[dict[str, int | str]]:
@@ -83,7 +77,7 @@ def write_tasks(folder: Path, solver: Path) -> dict[str, str]:
     """Write the tasks that a policy solves; return their files by name."""
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in solutions(solver)))
-    tasks = {"letters": LETTERS_TASK, "words": WORDS_TASK, "text": TEXT_TASK}
-    for name, text in tasks.items():
-        (folder / f"{name}.yaml").write_text(text.format(rows=json.dumps(str(rows))))
-    return {name: str(folder / f"{name}.yaml") for name in tasks}
+    for name, rest in TASKS.items():
+        text = TASK.format(name=name, rows=json.dumps(str(rows)), rest=rest)
+        (folder / f"{name}.yaml").write_text(text)
+    return {name: str(folder / f"{name}.yaml") for name in TASKS}

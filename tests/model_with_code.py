@@ -1,7 +1,5 @@
 """A model that ships its own Python code, like hub models of a type unknown to transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ports for the tests' servers and ranks."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager

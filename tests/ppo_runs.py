@@ -1,7 +1,5 @@
 """Short PPO runs in this process, on one rank with real DeepSpeed engines."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass, replace

@@ -1,12 +1,26 @@
-"""Look at the programs that another program started, and at what a program imports."""
+"""Run programs, look at those that they started, and at what they import."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
 
 import psutil
+
+
+def completed(
+    *command: object, folder: object = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a folder, with further variables of the environment."""
+    settings = {"env": os.environ | variables, "capture_output": True, "text": True}
+    return subprocess.run([str(part) for part in command], cwd=folder, **settings)
+
+
+def kedro(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run a command of Kedro."""
+    return completed(sys.executable, "-m", "kedro", *arguments, **options)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -195,17 +195,13 @@ def program_inputs(ppo_inputs, make_model, tmp_path_factory):
         "response_ids": [[20 + i] * (i % 4) + [1] for i in rows],
         "loss_mask": [[True] * (i % 4 + 1) for i in rows],
     }
-    comparisons = prompts | {
+    comparisons = {
         "chosen_ids": [[20 + i] * (i % 4) + [1] for i in rows],
         "rejected_ids": [[40 + i] * (i % 5) + [1] for i in rows],
     }
-    answers = prompts | {
-        "response_ids": demonstrations["response_ids"],
-        "label": [i % 3 != 0 for i in rows],
-    }
-    tables = {
-        "demonstrations": demonstrations, "comparisons": comparisons, "labelled": answers
-    }  # fmt: skip
+    answers = {"response_ids": demonstrations["response_ids"], "label": [i % 3 != 0 for i in rows]}
+    tables = {"demonstrations": demonstrations, "comparisons": prompts | comparisons}
+    tables["labelled"] = prompts | answers
     folders = {
         name: write_table(pa.table(columns), tmp_path_factory.mktemp(name), contract)
         for name, columns in tables.items()

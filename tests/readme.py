@@ -1,7 +1,5 @@
 """What the README prints: each row of its table as parameters and as a file of that shape."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

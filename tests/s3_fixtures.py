@@ -1,7 +1,5 @@
 """A real S3 server for tests that read from or write to a store."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

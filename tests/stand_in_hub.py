@@ -3,8 +3,6 @@
 The files are in <root>/<owner>/<name>/<commit>/.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator
@@ -22,15 +20,6 @@ COMMITS = {"main": "1" * 40, CONVERTED: "2" * 40}
 """Initial branches of every repository -> commit."""
 
 
-@contextmanager
-def serving(root: Path) -> Iterator[Hub]:
-    """Serve a hub while the block runs."""
-    with Hub(root) as hub:
-        Thread(target=hub.serve_forever, daemon=True).start()
-        yield hub
-        hub.shutdown()
-
-
 class Hub(ThreadingHTTPServer):
     """The server. A test may change `commits` while the server runs."""
 
@@ -46,18 +35,21 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
+@contextmanager
+def serving(root: Path) -> Iterator[Hub]:
+    """Serve a hub while the block runs."""
+    with Hub(root) as hub:
+        Thread(target=hub.serve_forever, daemon=True).start()
+        yield hub
+        hub.shutdown()
+
+
 class Answer(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
         pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_POST(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
@@ -91,6 +83,8 @@ class Answer(BaseHTTPRequestHandler):
                 self.json([self.entry(folder, path) for path in paths if path.exists()])
             case _:
                 self.reply(404, b"")
+
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def state(self, owner: str, name: str, revision: str) -> tuple[Path, str]:
         commit = self.server.commits.get(revision, revision)

@@ -16,12 +16,10 @@ storage says so, and ends with the storage. Three parts set and read the marks:
 Unlike a GPU, the device never computes ahead of the host, and its random numbers are the CPU's.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -77,7 +75,7 @@ class Wait:
     """The phase and step of the program, see `rlhf_pipeline.runtime.heartbeat`."""
 
     @classmethod
-    def here(cls, kind: str) -> Wait:
+    def here(cls, kind: str) -> Self:
         """A wait at this moment."""
         frame = sys._getframe(1)
         while _passes_on(frame.f_code.co_filename):
@@ -112,13 +110,19 @@ class StrictDevice:
 
     def __enter__(self) -> Self:
         with ExitStack() as parts:
-            parts.enter_context(_device_module())
-            parts.enter_context(_accelerator(StrictAccelerator(self.device)))
+            module = _device_module()
+            parts.enter_context(mock.patch.object(torch, TYPE, module, create=True))
+            parts.callback(sys.modules.pop, f"torch.{TYPE}")
+            sys.modules[f"torch.{TYPE}"] = module
+            parts.callback(set_accelerator, get_accelerator())
+            set_accelerator(StrictAccelerator(self.device))
             parts.enter_context(_collectives_of_objects(self.device))
             new_group = torch.distributed.new_group
             recorded = partial(self._new_group, new_group)
             parts.enter_context(mock.patch.object(torch.distributed, "new_group", recorded))
-            parts.enter_context(_data_moves_by_operators())
+            # Let `torch.tensor(data, device=...)` call operators, as `data.to(device)` does.
+            parts.callback(torch._C._set_only_lift_cpu_tensors, False)
+            torch._C._set_only_lift_cpu_tensors(True)
             placement = parts.enter_context(Placement(self))
             for name, method in _methods(self, placement).items():
                 parts.enter_context(mock.patch.object(Tensor, name, method))
@@ -391,40 +395,14 @@ class StrictAccelerator(CPU_Accelerator):
     LongTensor = property(lambda self: self._new(torch.int64))
 
 
-@contextmanager
-def _accelerator(accelerator: CPU_Accelerator) -> Iterator[None]:
-    before = get_accelerator()
-    set_accelerator(accelerator)
-    try:
-        yield
-    finally:
-        set_accelerator(before)
-
-
-@contextmanager
-def _device_module() -> Iterator[None]:
+def _device_module() -> ModuleType:
     """torch looks for a module of the device's name, with functions like those of `torch.cuda`."""
-    name, module = f"torch.{TYPE}", ModuleType(TYPE)
+    module = ModuleType(TYPE)
     module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    with mock.patch.object(torch, TYPE, module, create=True):
-        sys.modules[name] = module
-        try:
-            yield
-        finally:
-            del sys.modules[name]
-
-
-@contextmanager
-def _data_moves_by_operators() -> Iterator[None]:
-    """Let `torch.tensor(data, device=...)` call operators, as `data.to(device)` does."""
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(False)
+    return module
 
 
 def _collectives_of_objects(device: torch.device) -> Any:

@@ -2,17 +2,18 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from made_by_hand import artifact
+from processes import completed
 
 import rlhf_pipeline
 from rlhf_pipeline import evaluate, run, runs
 from rlhf_pipeline.data.sources.synthetic import gold_score
 from rlhf_pipeline.errors import ArtifactError, ConfigError
-from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entries
+from rlhf_pipeline.runtime.manifest import content_digest
 from rlhf_pipeline.verdict.answers import read_answers
 from rlhf_pipeline.verdict.comparison import EVALUATION, read_evaluation
 
@@ -27,7 +28,7 @@ print([name for name in ("kedro.framework", "mlflow", "torch") if name in sys.mo
 
 
 def test_every_rank_imports_the_package_and_nothing_else():
-    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True)
+    done = completed(sys.executable, "-c", IMPORTED)
     assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
 
 
@@ -51,9 +52,8 @@ def test_the_page_runs_on_finished_stages(project, tmp_path, capsys):
     names: dict = {"__name__": "__main__"}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S):
         if "params=" not in block:
-            exec(
-                block.replace('env="tiny"', f'env="tiny", params={{"root": {str(root)!r}}}'), names
-            )
+            here = f'env="tiny", params={{"root": {str(root)!r}}}'
+            exec(block.replace('env="tiny"', here), names)
     printed = capsys.readouterr().out
     assert " ".join(PAGE.split()).count(" ".join(names["found"].summary.split())) == 1
     result = names["result"]
@@ -96,12 +96,7 @@ def test_artifacts_are_those_of_the_last_round_and_none_of_five_folds(tmp_path):
     """A second reward model on a file is five models, none of which is the judge."""
 
     def made(place, stage, inputs, **config):
-        folder = tmp_path / place
-        folder.mkdir(parents=True)
-        (folder / EVALUATION).write_text(place)
-        files = file_entries(folder)
-        Manifest(stage, place, 7, config, inputs, {}, {}, files).write(folder)
-        return folder
+        return artifact(tmp_path / place, stage, inputs=inputs, place=place, **config)
 
     inputs, rounds = {}, []
     for number in range(1, 4):
@@ -113,9 +108,10 @@ def test_artifacts_are_those_of_the_last_round_and_none_of_five_folds(tmp_path):
         fold = made(place, "judge_model", {}, fold={"number": number, "of": 5})
         inputs[f"judge_model.{number}"] = content_digest(fold)
     place = "08_reporting/evaluation/2026-01-01T00.00.00.000Z/evaluation"
-    expected = {"evaluate": made(place, "evaluate", inputs), "iterative_dpo": rounds[-1]}
+    evaluation = made(place, "evaluate", inputs)
+    (evaluation / EVALUATION).touch()
     (found,) = runs(params={"root": tmp_path})
-    assert found.artifacts == expected
+    assert found.artifacts == {"evaluate": evaluation, "iterative_dpo": rounds[-1]}
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 import ast
 import gzip
 import json
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from math import nextafter
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import completed
 
 from rlhf_pipeline.commands.plan import make_plan
 from rlhf_pipeline.config.policies import DistillConfig, GRPOConfig
@@ -182,15 +181,10 @@ def test_the_interval_of_parity_is_that_of_paired_differences(benchmark):
         assert given.equivalent(0.05) == expected
 
 
-def gpu(*options: str) -> subprocess.CompletedProcess:
+def gpu(*options: str):
     """Run gpu.py as on a machine without GPUs."""
-    return subprocess.run(
-        [sys.executable, BENCHMARKS / "gpu.py", *options],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = [sys.executable, BENCHMARKS / "gpu.py", *options]
+    return completed(*program, CUDA_VISIBLE_DEVICES="", COLUMNS="200")
 
 
 def test_without_gpus_the_message_says_what_to_do():

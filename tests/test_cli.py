@@ -14,23 +14,19 @@ from pathlib import Path
 import pytest
 from browser import chromium
 from ports import reserved_port
-from processes import descendants, imported
+from processes import descendants, imported, kedro
 from selenium.webdriver.common.by import By
 from waiting import wait_until
 
 from rlhf_pipeline.tracking.store import VERDICT_TAG, connect, experiment_id
 
 PROJECT = Path(__file__).parents[1]
+SOURCE = str(PROJECT / "src")
 
 
 @pytest.mark.parametrize("command", ["run --env=tiny", "rlhf status --params 'ppo.lr=1 2'"])
 def test_a_command_outside_of_a_project_says_what_to_write(tmp_path, command):
-    done = subprocess.run(
-        [sys.executable, "-m", "kedro", *shlex.split(command)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = kedro(*shlex.split(command), folder=tmp_path)
     assert done.returncode == 1
     assert done.stderr == (
         f"kedro {command}: found no project in {tmp_path} or above it, expected one. Fix: change "
@@ -69,18 +65,11 @@ def test_a_subfolder_has_the_project_and_the_paths_of_its_root(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(PROJECT / "conf", project / "conf")
     shutil.copy(PROJECT / "pyproject.toml", project)
-    for folder in ("src", "docs"):
-        (project / folder).mkdir()
+    for folder in ("src", "docs", "conf/local"):
+        (project / folder).mkdir(exist_ok=True)
     (project / "rewards.py").write_text("def f(prompts, responses): return map(len, responses)\n")
-    (project / "conf" / "local").mkdir(exist_ok=True)
     (project / "conf" / "local" / "parameters.yml").write_text("ppo: {rewards: ['rewards.py:f']}\n")
-    ended = subprocess.run(
-        [sys.executable, "-m", "kedro", "rlhf", "status", "--env=tiny"],
-        cwd=project / "docs",
-        env=os.environ | {"PYTHONPATH": str(PROJECT / "src")},
-        capture_output=True,
-        text=True,
-    )
+    ended = kedro("rlhf", "status", "--env=tiny", folder=project / "docs", PYTHONPATH=SOURCE)
     printed = ended.stdout + ended.stderr
     assert ended.returncode == 0, printed
     assert "source synthetic  run " in printed
@@ -98,14 +87,11 @@ def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path, empt
     with reserved_port() as port:
         pass
     command = [sys.executable, "-m", "kedro", "rlhf", "ui", f"--port={port}"]
-    settings = os.environ | {
-        "PYTHONPATH": str(PROJECT / "src"),
-        "PATH": "/usr/bin:/bin",  # without the environment's programs
-        "MLFLOW_TRACKING_URI": uri,
-        "MLFLOW_WORKERS": "1",
-    }
+    # PATH is without the environment's programs.
+    settings = {"PYTHONPATH": SOURCE, "PATH": "/usr/bin:/bin", "MLFLOW_WORKERS": "1"}
+    settings = {"cwd": PROJECT, "env": os.environ | settings | {"MLFLOW_TRACKING_URI": uri}}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    server = subprocess.Popen(command, cwd=PROJECT, env=settings, start_new_session=True, **output)
+    server = subprocess.Popen(command, start_new_session=True, **settings, **output)
     try:
         link = server.stdout.readline().removeprefix("runs: ").strip()
         address = f"http://127.0.0.1:{port}"
@@ -122,7 +108,7 @@ def test_ui_serves_the_page_whose_list_of_runs_shows_the_verdicts(tmp_path, empt
         assert "MLflow" in pages[0]
         commands = [str(program.info["cmdline"]) for program in descendants(server.pid)]
         assert commands and not [line for line in commands if "mlflow.db" in line]
-        second = subprocess.run(command, cwd=PROJECT, env=settings, capture_output=True, text=True)
+        second = subprocess.run(command, capture_output=True, text=True, **settings)
         assert f"Error: --port: another program answers at {port}" in second.stderr
         assert "Fix: open the link above, or use `kedro rlhf ui --port=" in second.stderr
         with chromium("--window-size=2200,900") as page:

@@ -9,11 +9,8 @@ from extending_page import EXAMPLE
 PROJECT = Path(__file__).parents[1]
 PACKAGE = PROJECT / "src" / "rlhf_pipeline"
 EXTENDING = PROJECT / "docs" / "extending.md"
-PAGES = [
-    PROJECT / "README.md",
-    PROJECT / "CONTRIBUTING.md",
-    *sorted((PROJECT / "docs").rglob("*.md")),
-]
+PAGES = [PROJECT / name for name in ("README.md", "CONTRIBUTING.md")]
+PAGES += sorted((PROJECT / "docs").rglob("*.md"))
 
 PATH = re.compile(r"(?<![\w./<{$-])(?:[\w-]+/)+[\w.-]*\.(?:py|md|ya?ml|ipynb|toml|png)\b")
 MODULE = re.compile(r"\brlhf_pipeline(?:\.\w+)+")
@@ -45,16 +42,12 @@ def anchors(page: Path) -> set[str]:
 
 
 @pages
-def test_files_exist(page):
+def test_files_and_modules_exist(page):
     for path in PATH.findall(page.read_text()):
         if path.split("/")[0] not in OWN_FOLDERS or path.startswith(RESULTS):
             continue
         places = (PROJECT / path, PACKAGE / path, page.parent / path, EXAMPLE / path)
         assert any(place.exists() for place in places), f"{page.name}: {path}"
-
-
-@pages
-def test_modules_exist(page):
     for name in MODULE.findall(FENCE.sub("", page.read_text())):
         path = Path("src", *name.split("."))
         files = (path, path.with_suffix(".py"), path.parent.with_suffix(".py"))

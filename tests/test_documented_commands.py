@@ -5,17 +5,16 @@
 """
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from documented_commands import NOT_RUN, READ_RESULTS, SHELL, as_status, commands
 from mlflow import MlflowClient
+from processes import completed
 from readme import PYTHON
 from test_docs import PAGES, PROJECT
 
@@ -37,7 +36,7 @@ from pathlib import Path
 from kedro.framework.cli.cli import KedroCLI
 
 cli = KedroCLI(project_path=Path.cwd())
-for arguments in json.load(sys.stdin):
+for arguments in json.loads(sys.argv[1]):
     print("COMMAND", arguments, flush=True)
     cli.main(["rlhf", *arguments], standalone_mode=False)
 """
@@ -46,15 +45,8 @@ for arguments in json.load(sys.stdin):
 
 def run_all(arguments: list[list[str]], **variables: str) -> list[str]:
     """What each of some `kedro rlhf` commands prints; the test fails if one of them fails."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS],
-        input=json.dumps(arguments),
-        cwd=PROJECT,
-        env=os.environ | {"COLUMNS": "200"} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = [sys.executable, "-c", COMMANDS, json.dumps(arguments)]
+    done = completed(*program, folder=PROJECT, COLUMNS="200", **variables)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     printed = done.stdout.split("COMMAND ")[1:]
     assert len(printed) == len(arguments)
@@ -125,12 +117,8 @@ def test_documented_commands_run_on_results(results, tmp_path):
         commands.append([*words, "--env=tiny", *given])
     printed = run_all(commands, MLFLOW_TRACKING_URI=uri, BROWSER="true")
     assert len(printed) > 12
-    missing = [
-        (words, text)
-        for words, text in zip(commands, printed, strict=True)
-        if SHOWN[words[0]] not in text
-    ]
-    assert missing == []
+    for words, text in zip(commands, printed, strict=True):
+        assert SHOWN[words[0]] in text, words
     assert (tmp_path / "models" / "mine" / "SHA256SUMS").is_file()
 
 

@@ -47,11 +47,6 @@ def test_secrets_are_not_shown(text, shown):
     assert without_secrets(text) == shown
 
 
-def test_no_message_shows_a_secret():
-    error = DataError("a.jsonl: https://me:key@host/a?sig=key: Authorization: Bearer sk-1 refused")
-    assert error.message == "a.jsonl: https://...@host/a?...: Authorization: Bearer ... refused"
-
-
 def test_an_extra_is_installed_with_the_pins_of_a_clone_or_without_them(tmp_path, monkeypatch):
     """A project of the starter has neither constraints nor the source of the package, which is in
     no index, where a stranger's package may have its name."""
@@ -64,9 +59,15 @@ def test_an_extra_is_installed_with_the_pins_of_a_clone_or_without_them(tmp_path
     )
 
 
-def test_a_terminal_does_not_obey_the_texts_of_others():
-    """Title, erasure, colour, and the direction of writing; lines and tabs stay."""
-    error = DataError("columns prompt, \x1b]0;owned\x1b\\\x1b[2K\x1b[31m\r\u202e\n\tend\x9b")
-    assert error.message == (
-        "columns prompt, \\x1b]0;owned\\x1b\\\\x1b[2K\\x1b[31m\\r\\u202e\n\tend\\x9b"
-    )
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a.jsonl: https://me:key@host/a?sig=key: Authorization: Bearer sk-1 refused",
+         "a.jsonl: https://...@host/a?...: Authorization: Bearer ... refused"),
+        # Title, erasure, colour, and the direction of writing; lines and tabs stay.
+        ("columns prompt, \x1b]0;owned\x1b\\\x1b[2K\x1b[31m\r\u202e\n\tend\x9b",
+         "columns prompt, \\x1b]0;owned\\x1b\\\\x1b[2K\\x1b[31m\\r\\u202e\n\tend\\x9b"),
+    ],
+)  # fmt: skip
+def test_a_message_shows_no_secret_and_a_terminal_does_not_obey_it(text, shown):
+    assert DataError(text).message == shown

@@ -4,23 +4,21 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.request
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from conftest import KEDRO, PROJECT
 from kedro.io import Version
 from ports import reserved_port
+from processes import completed
 from waiting import wait_until
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.runtime.manifest import Manifest
 
-PROJECT = Path(__file__).parents[1]
 AIRFLOW = PROJECT / ".venv-airflow" / "bin" / "airflow"
-KEDRO = str(Path(sys.executable).with_name("kedro"))
 STAGES = "base_model split sft reward_model ppo evaluate register report".split()
 LAYERS = {
     "base_model": "base model", "split": "data", "sft_model": "models", "reward_model": "models",
@@ -28,8 +26,6 @@ LAYERS = {
     "evaluation_page": "reporting",
 }  # fmt: skip
 NAME = "rlhf-pipeline-tiny-full"
-WITHOUT_ITS_OWN_WARNING = {"PYTHONWARNINGS": "ignore:ORJSONResponse is deprecated"}
-"""As in `make viz`: Kedro-Viz uses a class that FastAPI has deprecated."""
 
 
 @pytest.mark.long
@@ -43,14 +39,11 @@ def test_viz_shows_layers_and_stages_and_the_metrics_of_a_data_set_without_a_war
     ArtifactDataset(filepath=place, version=Version(None, "2026-01-01T00.00.00.000Z")).save(folder)
     with reserved_port() as port, (tmp_path / "viz.log").open("w") as log:
         options = ["--no-browser", f"--port={port}", "--env=tiny", f"--params=root={tmp_path}"]
-        server = subprocess.Popen(
-            [KEDRO, "viz", "run", *options],
-            cwd=PROJECT,
-            env=os.environ | WITHOUT_ITS_OWN_WARNING,
-            start_new_session=True,
-            stdout=log,
-            stderr=log,
-        )
+        # As in `make viz`: Kedro-Viz uses a class that FastAPI has deprecated.
+        quiet = {"PYTHONWARNINGS": "ignore:ORJSONResponse is deprecated"}
+        settings = {"cwd": PROJECT, "env": os.environ | quiet}
+        command, output = [KEDRO, "viz", "run", *options], {"stdout": log, "stderr": log}
+        server = subprocess.Popen(command, start_new_session=True, **settings, **output)
 
         def get(path: str) -> dict:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/{path}") as answer:
@@ -83,32 +76,27 @@ def test_viz_shows_layers_and_stages_and_the_metrics_of_a_data_set_without_a_war
 def test_the_dag_has_one_task_for_each_stage_and_airflow_parses_it(tmp_path):
     dags = tmp_path / "dags"
     options = ["--pipelines=full", "--env=tiny", "--jinja-file=conf/airflow_dag.j2"]
-    command = [KEDRO, "airflow", "create", *options, f"--target-dir={dags}"]
-    subprocess.run(command, cwd=PROJECT, check=True, capture_output=True)
+    made = completed(KEDRO, "airflow", "create", *options, f"--target-dir={dags}", folder=PROJECT)
+    assert made.returncode == 0, made.stderr
     (file,) = dags.glob("*.py")
     text = file.read_text()
     compile(text, file, "exec")
     lines = [line.strip() for line in text.splitlines()]
     assert [line.split(" = ")[0] for line in lines if ' = stage("' in line] == STAGES
-    assert f'dag_id="{NAME}"' in text
-    assert "schedule=None" in text
+    assert f'dag_id="{NAME}"' in text and "schedule=None" in text
     edges = {tuple(line.split(" >> ")) for line in lines if " >> " in line}
     assert {("base_model", "split"), ("reward_model", "ppo"), ("register", "report")} <= edges
     assert all(STAGES.index(before) < STAGES.index(after) for before, after in edges)
     if not AIRFLOW.exists():
         pytest.skip("the DAG is right; that Airflow parses it needs Airflow: make airflow")
     own = {
-        "AIRFLOW_HOME": str(tmp_path / "airflow"),
-        "AIRFLOW__CORE__DAGS_FOLDER": str(dags),
+        "AIRFLOW_HOME": str(tmp_path / "airflow"), "AIRFLOW__CORE__DAGS_FOLDER": str(dags),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-        "RLHF_PROJECT": str(PROJECT),
-        "RLHF_KEDRO": KEDRO,
-    }
+        "RLHF_PROJECT": str(PROJECT), "RLHF_KEDRO": KEDRO,
+    }  # fmt: skip
 
     def airflow(*arguments):
-        done = subprocess.run(
-            [str(AIRFLOW), *arguments], env=os.environ | own, capture_output=True, text=True
-        )
+        done = completed(AIRFLOW, *arguments, **own)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

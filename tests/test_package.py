@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 from extending_page import DOORS, write_pairs, write_project
+from processes import kedro
 from readme import ROWS, table
 
 PROJECT = Path(__file__).parents[1]
-PACKED = ("conf", "src", "pyproject.toml", "README.md", "LICENSE")
 SECRET = "token: canary-of-a-user\n"
 TINY = "--env=tiny"
 
@@ -25,22 +25,14 @@ TINY = "--env=tiny"
 def dist(tmp_path_factory):
     """The folder with the wheel and the archive that `kedro package` makes of a copy."""
     copy = tmp_path_factory.mktemp("copy")
-    for name in PACKED:
-        place = PROJECT / name
-        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        if place.is_dir():
-            shutil.copytree(place, copy / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(place, copy / name)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("conf", "src"):
+        shutil.copytree(PROJECT / name, copy / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, copy)
     for name in ("local/parameters.yml", "local/credentials.yml"):
         (copy / "conf" / name).write_text(SECRET)
-    done = subprocess.run(
-        [sys.executable, "-m", "kedro", "package"],
-        cwd=copy,
-        env=os.environ | {"PYTHONPATH": str(copy / "src")},
-        capture_output=True,
-        text=True,
-    )
+    done = kedro("package", folder=copy, PYTHONPATH=str(copy / "src"))
     output = done.stdout + done.stderr
     if re.search(r"No matching distribution found for setuptools|Failed to establish", output):
         pytest.skip("`kedro package` downloads setuptools, and no package registry is reachable")
@@ -65,17 +57,17 @@ def installed(dist, tmp_path_factory):
         environment.pop(name, None)
 
     def run(folder, program, *arguments):
-        done = subprocess.run(
-            [str(venv / "bin" / program), *arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        settings = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+        done = subprocess.run([str(venv / "bin" / program), *arguments], **settings)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     return run
+
+
+def configure(folder, parameters):
+    (folder / "conf" / "local").mkdir(parents=True)
+    (folder / "conf" / "local" / "parameters.yml").write_text(yaml.safe_dump(parameters))
 
 
 def test_the_wheel_has_all_files_of_the_package_and_the_configuration(dist):
@@ -106,8 +98,7 @@ def test_the_configuration_of_the_package_counts_below_that_of_the_folder(instal
     assert re.search(r"^ppo +run +[0-9a-f]{8} +downstream of split, sft", printed, re.M), printed
     assert "INFO" not in printed  # the logging of the package, not Kedro's
     assert not [*tmp_path.iterdir()]
-    (tmp_path / "conf" / "local").mkdir(parents=True)
-    (tmp_path / "conf" / "local" / "parameters.yml").write_text("ppo: {steps: 2}\n")
+    configure(tmp_path, {"ppo": {"steps": 2}})
     after = installed(tmp_path, "python", "-m", "rlhf_pipeline", "rlhf", "status", TINY)
     lines = zip(printed.splitlines(), after.splitlines(), strict=True)
     changed = {new.split()[0] for old, new in lines if old != new}
@@ -141,8 +132,7 @@ def test_code_of_a_package_beside_the_wheel_reads_rows_and_trains(installed, tmp
         "split": {"sources": DOORS["split.sources"]},
         "reward_model": {"loss": DOORS["reward_model.loss"]},
     }
-    (tmp_path / "conf" / "local").mkdir(parents=True)
-    (tmp_path / "conf" / "local" / "parameters.yml").write_text(yaml.safe_dump(parameters))
+    configure(tmp_path, parameters)
     write_pairs(tmp_path / "pairs.jsonl", 600)
     installed(tmp_path, "rlhf-pipeline", "run", TINY, "--to-nodes=reward_model")
     workspace = tmp_path / "data" / "tiny" / "07_workspace"

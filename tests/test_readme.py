@@ -4,8 +4,6 @@ A test reads the README and replaces no more than the path of the model. Its com
 `tests/test_documented_commands.py`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

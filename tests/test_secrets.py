@@ -4,7 +4,6 @@ import http.server
 import json
 import os
 import shutil
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 import warm
 import yaml
-
-PROJECT = Path(__file__).parents[1]
+from conftest import KEDRO, PROJECT, SECRETS
 
 
 def leaks(folder: Path) -> list[str]:
@@ -40,9 +38,8 @@ class Signed(http.server.SimpleHTTPRequestHandler):
     """Answers only requests with the signature."""
 
     def send_head(self):
-        return (
-            super().send_head() if self.path.endswith("?sig=canary-query") else self.send_error(403)
-        )
+        is_signed = self.path.endswith("?sig=canary-query")
+        return super().send_head() if is_signed else self.send_error(403)
 
     def log_message(self, *_: object) -> None: ...
 
@@ -54,9 +51,8 @@ def signed(tmp_path):
     folder.mkdir()
     rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(300)]
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(Signed, directory=folder)
-    ) as server:
+    answer = partial(Signed, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/pairs.jsonl"
         server.shutdown()
@@ -72,27 +68,14 @@ def kedro(tmp_path):
     left.mkdir()
 
     def run(path: str, *, query: str, tracking: str) -> tuple[int, str]:
-        source = {"name": "files", "path": path}
-        (conf / "local" / "parameters_source.yml").write_text(
-            yaml.safe_dump({"split": {"sources": [source]}})
-        )
-        command = [
-            str(Path(sys.executable).with_name("kedro")),
-            "run",
-            "--nodes=base_model",
-            f"--conf-source={conf}",
-        ]
-        secrets = {
-            name: f"canary-{name}"
-            for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")
-        }
-        settings = {
-            "MLFLOW_TRACKING_URI": tracking,
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-            "QUERY": query,
-        }
-        command.append(f"--params=root={left / 'data'}")
-        return warm.output_of(command, os.environ | secrets | settings, PROJECT)
+        split = {"sources": [{"name": "files", "path": path}]}
+        (conf / "local" / "parameters_source.yml").write_text(yaml.safe_dump({"split": split}))
+        options = [f"--conf-source={conf}", f"--params=root={left / 'data'}"]
+        names = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD")
+        settings = {name: SECRETS[name] for name in names} | {"QUERY": query}
+        settings |= {"MLFLOW_TRACKING_URI": tracking, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        command = [KEDRO, "run", "--nodes=base_model", *options]
+        return warm.output_of(command, os.environ | settings, PROJECT)
 
     run.left = left
     return run
@@ -104,13 +87,10 @@ def test_no_stage_writes_a_secret_of_a_url(kedro, signed):
     store = f"sqlite:///{kedro.left}/mlflow.db"
     code, refused = kedro(f"{signed}?$QUERY", query="sig=canary-wrong", tracking=store)
     assert code == 1 and "/pairs.jsonl?...: not found" in refused
-    code, untracked = kedro(
-        f"{signed}?$QUERY", query="sig=canary-query", tracking="http://me:canary-login@127.0.0.1:9"
-    )
-    assert (
-        code == 0
-        and "MLflow at http://...@127.0.0.1:9 does not record the pipeline run" in untracked
-    )
+    silent = "http://me:canary-login@127.0.0.1:9"
+    code, untracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking=silent)
+    not_recorded = "MLflow at http://...@127.0.0.1:9 does not record the pipeline run"
+    assert code == 0 and not_recorded in untracked
     code, tracked = kedro(f"{signed}?$QUERY", query="sig=canary-query", tracking=store)
     assert code == 0
     code, written = kedro("s3://me:canary/login@bucket/a.jsonl", query="", tracking=store)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from html import unescape
 from html.parser import HTMLParser
@@ -10,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from processes import completed
 
 from rlhf_pipeline.runtime.metrics_file import read_json_lines
 from rlhf_pipeline.verdict.charts import ON_PROMPTS, OTHERS
@@ -45,10 +45,8 @@ class Page(HTMLParser):
 def site(tmp_path_factory):
     """The pages of the site by path, and its folder."""
     folder = tmp_path_factory.mktemp("site")
-    command = ["-m", "mkdocs", "build", "--quiet", "--strict", f"--site-dir={folder}"]
-    built = subprocess.run(
-        [sys.executable, *command], cwd=PROJECT, capture_output=True, text=True, check=False
-    )
+    build = ["-m", "mkdocs", "build", "--quiet", "--strict", f"--site-dir={folder}"]
+    built = completed(sys.executable, *build, folder=PROJECT)
     assert built.returncode == 0, built.stdout + built.stderr
     pages = {path: Page(path.read_text()) for path in folder.rglob("*.html")}
     return folder, pages

@@ -1,10 +1,10 @@
 """`kedro new --starter` from this repository makes a project that runs."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+import processes
 
 PROJECT = Path(__file__).parents[1]
 
@@ -12,21 +12,14 @@ PROJECT = Path(__file__).parents[1]
 def kedro(folder, *arguments):
     """Run Kedro in a folder with this repository's package; return the output."""
     own = {"PYTHONPATH": str(PROJECT / "src"), "DO_NOT_TRACK": "true", "COLUMNS": "120"}
-    done = subprocess.run(
-        [sys.executable, "-m", "kedro", *arguments],
-        cwd=folder,
-        env=os.environ | own,
-        capture_output=True,
-        text=True,
-    )
+    done = processes.kedro(*arguments, folder=folder, **own)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def tree(folder):
-    return {
-        path.relative_to(folder): path.read_text() for path in folder.rglob("*") if path.is_file()
-    }
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder): path.read_text() for path in files}
 
 
 def test_a_new_project_has_the_whole_configuration_and_the_reward_of_its_readme_counts(tmp_path):

@@ -5,12 +5,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PROJECT, end_group
+from conftest import KEDRO, PROJECT, end_group
 from waiting import wait_until
 
 from rlhf_pipeline.runtime.manifest import content_digest
@@ -41,11 +40,8 @@ def machine(bucket, new_project, tmp_path):
 def conf(tmp_path, s3_server):
     """A configuration whose store has Kedro's credentials."""
     local = shutil.copytree(PROJECT / "conf", tmp_path / "conf") / "local"
-    store = {
-        "type": "rlhf_pipeline.datasets.artifact.StoreDataset",
-        "url": "s3://bucket/project",
-        "credentials": "s3",
-    }
+    kind = "rlhf_pipeline.datasets.artifact.StoreDataset"
+    store = {"type": kind, "url": "s3://bucket/project", "credentials": "s3"}
     keys = {"key": "access", "secret": "secret", "client_kwargs": {"endpoint_url": s3_server[0]}}
     (local / "catalog.yml").write_text(json.dumps({"store": store}))
     (local / "credentials.yml").write_text(json.dumps({"s3": keys}))
@@ -53,7 +49,7 @@ def conf(tmp_path, s3_server):
 
 
 @pytest.mark.long
-def test_another_trainedpublishes_all_stages_and_launches_none(machine, conf, bucket, monkeypatch):
+def test_another_machine_publishes_all_stages_and_launches_none(machine, conf, bucket, monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     assert len(finished_in(machine("one").kedro("--pipeline=full", conf))) == 7
@@ -77,18 +73,17 @@ def test_a_missing_bucket_or_a_wrong_key_ends_the_run_before_it_trains(machine):
 
 
 @pytest.mark.long
-def test_training_that_lost_its_trainedresumes_on_another_bit_for_bit(machine, bucket, tmp_path):
+def test_training_that_lost_its_machine_resumes_on_another_bit_for_bit(machine, bucket, tmp_path):
     one, two, unbroken = machine("one"), machine("two"), machine("unbroken")
     # The last evaluation is late, so the best model of an early one has to move as well.
     training = "sft.epochs=8,sft.checkpoint_every=4,sft.evaluations=3"
     unbroken.kedro("--to-nodes=sft", params=training)
-    command = [str(Path(sys.executable).with_name("kedro")), "run", "--env=tiny", "--to-nodes=sft"]
+    command = [KEDRO, "run", "--env=tiny", "--to-nodes=sft"]
     command.append(f"--params=root={one.root},{STORE},{training}")
-    environment = os.environ | {"MLFLOW_TRACKING_URI": one.uri}
+    settings = {"cwd": PROJECT, "env": os.environ | {"MLFLOW_TRACKING_URI": one.uri}}
     with (tmp_path / "log").open("w") as log:
-        driver = subprocess.Popen(
-            command, cwd=PROJECT, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        output = {"stdout": log, "stderr": log}
+        driver = subprocess.Popen(command, start_new_session=True, **settings, **output)
     try:
         wait_until(lambda: checkpoints(bucket) or driver.poll() is not None)
         assert driver.poll() is None, (tmp_path / "log").read_text()
@@ -105,9 +100,8 @@ def test_training_that_lost_its_trainedresumes_on_another_bit_for_bit(machine, b
     assert "checkpoint downloaded from s3://bucket/project" in output
     (job,) = two.root.glob("07_workspace/sft/*/job.json")
     assert json.loads(job.read_text())["resume_from"] == saved > 0
-    assert content_digest(two.newest("06_models/sft_model")) == content_digest(
-        unbroken.newest("06_models/sft_model")
-    )
+    digests = [content_digest(each.newest("06_models/sft_model")) for each in (two, unbroken)]
+    assert digests[0] == digests[1]
     curves = []
     for trained in (two, unbroken):
         (file,) = trained.root.glob("07_workspace/sft/*/metrics.jsonl")

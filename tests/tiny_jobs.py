@@ -1,7 +1,5 @@
 """Short runs of the training programs and of the evaluation, with tiny models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

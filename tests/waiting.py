@@ -1,7 +1,5 @@
 """Waiting for an observed fact: a test that waits for a time depends on the machine's speed."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

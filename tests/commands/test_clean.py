@@ -49,24 +49,21 @@ def cleaned(models, tmp_path, monkeypatch):
     return cleaned
 
 
-def test_published_versions_stay(models, cleaned):
-    assert "Nothing to remove" in cleaned()
-    assert all(path.is_dir() for path in models)
-
-
-def test_replies_of_chat_models_are_listed_with_their_last_use(cleaned, tmp_path):
-    """They cost requests, so only a flag removes them."""
+def test_published_versions_stay_and_replies_of_chat_models_are_listed_with_their_last_use(
+    models, cleaned, tmp_path
+):
+    """Replies cost requests, so only a flag removes them."""
     replies = tmp_path / "workspace" / "judge_replies"
-    replies.mkdir(parents=True)
+    replies.mkdir()
     (replies / "a.json").write_text("12345")
     os.utime(replies, (1e9, 1e9))
     why = time.strftime("replies of chat models, last used %Y-%m-%d %H:%M; ", time.localtime(1e9))
     listed = cleaned()
     assert f"kept: workspace/judge_replies: {why}--unfinished removes them" in listed
-    assert replies.is_dir()
+    assert "Nothing to remove" in listed and replies.is_dir()
     listed = cleaned(unfinished=True)
     assert " ".join(listed.split()).count(f"{why}asked for again when needed 5 bytes") == 1
-    assert not replies.exists()
+    assert not replies.exists() and all(path.is_dir() for path in models)
 
 
 def test_what_was_set_aside_as_damaged_is_listed_and_removed(models, cleaned, tmp_path):

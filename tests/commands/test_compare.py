@@ -95,7 +95,6 @@ def test_answers_under_other_conditions_are_not_compared(make, changes):
 
 
 def test_an_evaluation_of_both_is_found_behind_newer_ones(make):
-    """A later evaluation of one of them under other conditions does not hide it."""
     one, two = make("one", 0.0), make("two", 0.9)
     later = make("later", 0.9, temperature=0.5)
     two = replace(two, evaluations=later.evaluations + two.evaluations)

@@ -1,6 +1,7 @@
 """`kedro rlhf doctor`: its checks on machines that other programs pretend, and the command."""
 
 import os
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -28,33 +29,28 @@ def test_a_disk_that_is_almost_full(monkeypatch, tmp_path):
         assert found.found.startswith(f"{size_text(free)} free for")
 
 
-@pytest.fixture
-def launch(monkeypatch):
-    """Makes the block `launch` of two nodes; their ranks run on this machine."""
+@pytest.mark.parametrize(
+    ("command", "seconds", "state", "found"),
+    [
+        ("env NODE={node} {command}", 60, "ok", "^2 ranks start on 2 machines$"),
+        ("sh -c 'echo cannot resolve worker-1; exit 3' {command}", 60, "failure",
+         r"found exit code 3[\s\S]*cannot resolve worker-1"),
+        ("sh -c 'exec sleep 600' {command}", 0.5, "failure",
+         r"found ranks that do not start within 0\.5 s"),
+    ],
+)  # fmt: skip
+def test_ranks_start_on_each_node_in_time_or_end_in_a_failure_with_the_output(
+    monkeypatch, tmp_path, command, seconds, state, found
+):
+    """Two nodes, whose ranks run on this machine."""
     source = str(Path(machine.__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
-
-    place = {"mode": "command", "address": "127.0.0.1", "nodes": 2, "processes": 1}
-    return lambda command: LaunchConfig(command=command, **place)
-
-
-def test_ranks_start_on_each_node(launch, tmp_path):
-    found = machine.nodes(launch("env NODE={node} {command}"), tmp_path)
-    assert (found.state, found.found) == ("ok", "2 ranks start on 2 machines")
-
-
-def test_a_node_that_cannot_be_started_is_a_failure_with_the_output(launch, tmp_path):
-    failing = launch("sh -c 'echo cannot resolve worker-1; exit 3' {command}")
-    found = machine.nodes(failing, tmp_path)
-    assert found.state == "failure"
-    assert "found exit code 3" in found.found and "cannot resolve worker-1" in found.found
-
-
-def test_ranks_that_do_not_start_are_reported_in_time_and_ended(launch, monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "START_S", 0.5)
-    hanging = launch("sh -c 'exec sleep 600' {command}")
-    found = machine.nodes(hanging, tmp_path)
-    assert "found ranks that do not start within 0.5 s" in found.found
+    monkeypatch.setattr(machine, "START_S", seconds)
+    launch = LaunchConfig(
+        command=command, mode="command", address="127.0.0.1", nodes=2, processes=1
+    )
+    finding = machine.nodes(launch, tmp_path)
+    assert finding.state == state and re.search(found, finding.found)
     commands = [program.info["cmdline"] for program in descendants(os.getpid())]
     assert ["sleep", "600"] not in commands
 
@@ -76,13 +72,10 @@ def test_an_error_is_a_failure_with_its_fix(error, found, fix):
     assert (check.state, check.found, check.fix) == ("failure", found, fix)
 
 
-PROJECT = Path(__file__).parents[2]
-
-
 def doctor(params):
-    """Run the command; return its code and what it prints."""
+    """The exit code of the command, and what it prints, without its line breaks."""
     arguments = ["rlhf", "doctor", "--env=tiny", f"--params={params}"]
-    done = CliRunner().invoke(cli, arguments, obj=bootstrap_project(PROJECT))
+    done = CliRunner().invoke(cli, arguments, obj=bootstrap_project(Path(__file__).parents[2]))
     return done.exit_code, done.stdout
 
 

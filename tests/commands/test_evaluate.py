@@ -23,47 +23,34 @@ JUDGE = "def score(prompts, responses):\n    return [sum(map(str.isdigit, r)) fo
 ]
 
 
-@pytest.fixture(scope="module")
-def project(new_project, tmp_path_factory):
-    """A folder of results without a run."""
-    return new_project(tmp_path_factory.mktemp("project"))
-
-
-@pytest.fixture(scope="module")
-def models(make_model, tmp_path_factory):
+@pytest.fixture
+def models(make_model, tmp_path):
     """Two folders of transformers whose templates differ, so that their tokens do."""
-    folders = []
-    for seed, name in enumerate(("sft", "two")):
-        folder = tmp_path_factory.mktemp("models") / name
+    folders = [tmp_path / name for name in ("sft", "two")]
+    for seed, folder in enumerate(folders):
         shutil.copytree(make_model("llama", seed=seed), folder)
         (folder / "token_contract.json").unlink()
-        folders.append(folder)
     template = folders[1] / "chat_template.jinja"
     template.write_text(template.read_text().replace("Human", "Person"))
     return [str(folder) for folder in folders]
 
 
-@pytest.fixture(scope="module")
-def asked(project):
-    """The arguments that the README prints, of two models: only paths are others."""
-    prompts, judge = project.root / "prompts.jsonl", project.root / "my.py"
+@pytest.mark.slow
+def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(
+    new_project, models, tmp_path
+):
+    """By the arguments that the README prints: only paths are others."""
+    project = new_project(tmp_path / "data")
+    prompts, judge = tmp_path / "prompts.jsonl", tmp_path / "my.py"
     rows = [{"prompt": f"what is the colour of {n}?"} for n in range(12)]
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     judge.write_text(JUDGE)
+    words = shlex.split(PRINTED.replace("my.py", str(judge)))[3:]
+    assert {"A", "B", "FILE"} <= {*words}
 
-    def arguments(*models):
-        places = {"A": models[0], "B": models[1], "FILE": str(prompts)}
-        words = shlex.split(PRINTED.replace("my.py", str(judge)))[3:]
-        assert places.keys() <= {*words}
-        return [places.get(word, word) for word in words]
-
-    return arguments
-
-
-@pytest.mark.slow
-def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(project, models, asked):
-    def run(*named):
-        given, params = asked(*named), "launch.processes=1"
+    def run(first, second):
+        places = {"A": first, "B": second, "FILE": str(prompts)}
+        given, params = [places.get(word, word) for word in words], "launch.processes=1"
         shown = project.kedro(*given, params=params, command="rlhf evaluate")
         folder = max(project.recipes("evaluate_models"), key=lambda path: path.stat().st_mtime)
         return shown, json.loads((folder / "export" / "evaluation.json").read_text())
@@ -88,27 +75,22 @@ def test_two_folders_have_one_verdict_in_either_order_and_are_found_again(projec
         (["one"], "MODELS: found one alone, expected two or more"),
         (["one", "two"], "--judge: found none, expected at least one, because evaluate.judges is"),
         (["one", "two", "--judge={reference"], "--judge: found {reference, expected a mapping in"),
-        (
-            ["one", "two", "--judge=exact", "--prompts={tmp}/questions.jsonl"],
-            "--prompts: source files (questions.jsonl): the columns do not say which of them to "
-            "read; they are 'question'. Fix: --prompts '{path: FILE, columns: {prompt: COLUMN, "
-            "reference: COLUMN}}'",
-        ),
-        (
-            ["one", "two", "--judge={tmp}/judge.py:nothing", "--prompts={path: "
-             "{tmp}/questions.jsonl, columns: {prompt: question}}"],
-            "judge.py:nothing: found None, expected a list of 3 numbers, one for each response.",
-        ),
+        (["one", "two", "--judge=exact", "--prompts={tmp}/questions.jsonl"],
+         "--prompts: source files (questions.jsonl): the columns do not say which of them to read; "
+         "they are 'question'. Fix: --prompts '{path: FILE, columns: {prompt: COLUMN, reference: "
+         "COLUMN}}'"),
+        (["one", "two", "--judge={tmp}/judge.py:nothing", "--prompts={path: {tmp}/questions.jsonl, "
+          "columns: {prompt: question}}"],
+         "judge.py:nothing: found None, expected a list of 3 numbers, one for each response."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused_before_a_launch(tmp_path, arguments, message):
     (tmp_path / "questions.jsonl").write_text('{"question": "Why?"}\n' * 3)
     (tmp_path / "judge.py").write_text("def nothing(prompts, responses): ...\n")
     arguments = [each.replace("{tmp}", str(tmp_path)) for each in arguments]
-    options = ["--env=tiny", f"--params=root={tmp_path / 'root'}"]
-    done = CliRunner().invoke(
-        cli, ["rlhf", "evaluate", *arguments, *options], obj=bootstrap_project(PROJECT)
-    )
+    arguments += ["--env=tiny", f"--params=root={tmp_path / 'root'}"]
+    project = bootstrap_project(PROJECT)
+    done = CliRunner().invoke(cli, ["rlhf", "evaluate", *arguments], obj=project)
     assert done.exit_code != 0
     assert message in " ".join(done.output.split())
     assert "running" not in done.output

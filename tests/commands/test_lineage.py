@@ -55,8 +55,9 @@ def policy(tmp_path, data):
     return artifact(workspace, "policy", {"sft_model": sft, "prompts": split / "sub"})
 
 
-def walked(policy, workspace):
+def walked(policy):
     """The walk, and the tree that it printed."""
+    workspace = policy.parents[2]
     found = [path.parent for path in workspace.glob("*/*/export/manifest.json")]
     places = {content_digest(path): path for folder in found for path in (folder, folder / "sub")}
     ledger = SimpleNamespace(by_digest=places, workspace=workspace)
@@ -67,8 +68,8 @@ def walked(policy, workspace):
     return walk, console.file.getvalue()
 
 
-def test_every_input_down_to_the_data_is_visited_once(policy, data, tmp_path):
-    walk, printed = walked(policy, tmp_path / "workspace")
+def test_every_input_down_to_the_data_is_visited_once(policy):
+    walk, printed = walked(policy)
     assert walk.faults == []
     lines = [line.strip("│├└─ ") for line in printed.splitlines() if "/" not in line]
     assert lines == [
@@ -89,34 +90,32 @@ def test_a_changed_byte_of_an_artifact_or_of_the_data_is_named(policy, data, tmp
     (file,) = (tmp_path / "workspace").glob("split/*/export/sub/rows")
     before = file.read_text()
     file.write_text(before.replace("s", "z", 1))
-    (fault,) = walked(policy, tmp_path / "workspace")[0].faults
+    (fault,) = walked(policy)[0].faults
     assert str(file) in fault
     file.write_text(before)
     data.write_text("prompt,answers")
-    (fault,) = walked(policy, tmp_path / "workspace")[0].faults
+    (fault,) = walked(policy)[0].faults
     assert fault.startswith(f"{data}: found ") and "expected content" in fault
     data.unlink()
-    (fault,) = walked(policy, tmp_path / "workspace")[0].faults
+    (fault,) = walked(policy)[0].faults
     assert fault.startswith(f"{data}: found nothing, expected content")
 
 
 def test_an_input_that_is_not_on_this_machine_is_a_fault(policy, tmp_path):
-    workspace = tmp_path / "workspace"
-    shutil.rmtree(workspace / "sft")
-    (fault,) = walked(policy, workspace)[0].faults
+    shutil.rmtree(tmp_path / "workspace" / "sft")
+    (fault,) = walked(policy)[0].faults
     assert "sft0000000000000/export: found nothing, expected content " in fault
     (policy.parent / "job.json").unlink()  # nor where it was
-    (fault,) = walked(policy, workspace)[0].faults
+    (fault,) = walked(policy)[0].faults
     assert fault.startswith("sft_model: found nothing, expected content ")
 
 
 def test_a_folder_outside_the_workspace_is_read(tmp_path):
-    """Such as another reward model."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "weights").write_text("weights")
     folder = artifact(tmp_path / "workspace", "ppo", {"rewards.0": folder_digest(other)})
     (folder.parent / "job.json").write_text(json.dumps({"inputs": {"rewards.0": str(other)}}))
-    assert walked(folder, tmp_path / "workspace")[0].faults == []
+    assert walked(folder)[0].faults == []
     (other / "weights").write_text("changed")
-    assert len(walked(folder, tmp_path / "workspace")[0].faults) == 1
+    assert len(walked(folder)[0].faults) == 1

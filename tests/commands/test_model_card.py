@@ -14,22 +14,16 @@ from rlhf_pipeline.runtime.manifest import Manifest
 DIGEST = "d" * 64
 RATE = {"rate": 0.625, "lower": 0.5, "upper": 0.75, "wins": 4, "ties": 2, "losses": 2, "n": 8}
 EVALUATION = {
-    "candidate": "ppo",
-    "prompts": 8,
+    "candidate": "ppo", "judge": "gold", "prompts": 8, "answers_per_prompt": 1, "differing": 0.5,
     "decoding": {"temperature": 1.0},
-    "judge": "gold",
-    "answers_per_prompt": 1,
-    "differing": 0.5,
     "judges": {"gold": {"state": "independent", "by": {}}},
-    "rewards": ["trained"],
     "policies": {
         "sft": {"gold_score": 1.0, "gold_score_lower": 0.5, "gold_score_upper": 1.5, "kl": 0.0},
         "ppo": {"gold_score": 2.0, "gold_score_lower": 1.75, "gold_score_upper": 2.25, "kl": 0.5},
     },
     "win_rates": {"gold": RATE | {"paired": RATE, "length_controlled": None}},
-    "variants": {},
-}
-CHECK = {"what": "KL from SFT", "found": "0.5 nats", "expected": "at most 10", "passed": True}
+    "rewards": ["trained"], "variants": {},
+}  # fmt: skip
 
 
 def manifest(stage, config, **inputs):
@@ -44,14 +38,6 @@ def hub(tmp_path, monkeypatch):
         yield tmp_path / "hub"
 
 
-@pytest.fixture
-def evaluated(tmp_path):
-    """The folder of an evaluation of PPO."""
-    (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
-    manifest("evaluate", {"candidate": {"name": "ppo"}}).write(tmp_path)
-    return sealed(tmp_path)
-
-
 def card(*stages, evaluations=(), registered=None, license_name="unknown", adapter_of=None):
     made_from = {each.stage: each for each in stages}
     policy = Policy("champion", "ppo", made_from, tuple(evaluations))
@@ -62,13 +48,13 @@ def card(*stages, evaluations=(), registered=None, license_name="unknown", adapt
 PPO = manifest("ppo", {"ppo": {"steps": 40, "kl": {"coef": 0.1}, "ema": None}}, prompts="a" * 64)
 
 
-def test_numbers_have_their_intervals_and_the_verdict_its_conditions(evaluated):
-    verdict = {"refusals": [], "tries": 2, "checks": [CHECK]}
-    text, _ = card(
-        PPO,
-        evaluations=[(evaluated, "ppo")],
-        registered=("3", {"rlhf.verdict": json.dumps(verdict)}),
-    )
+def test_numbers_have_their_intervals_and_the_verdict_its_conditions(tmp_path):
+    (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
+    manifest("evaluate", {"candidate": {"name": "ppo"}}).write(tmp_path)
+    check = {"what": "KL from SFT", "found": "0.5 nats", "expected": "at most 10", "passed": True}
+    verdict = json.dumps({"refusals": [], "tries": 2, "checks": [check]})
+    registered = "3", {"rlhf.verdict": verdict}
+    text, _ = card(PPO, evaluations=[(sealed(tmp_path), "ppo")], registered=registered)
     assert "# rlhf-policy PPO, version 3" in text
     assert "prefers PPO's answer to SFT's on 62.5% (95%: 50.0% to 75.0%) of 8 prompts" in text
     assert "| gold score | 1.00 \\[0.50, 1.50\\] | 2.00 \\[1.75, 2.25\\] | +1.00 |" in text

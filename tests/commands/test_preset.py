@@ -8,13 +8,10 @@ from kedro.framework.startup import bootstrap_project
 
 from rlhf_pipeline.cli import cli
 
-PROJECT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def preset():
-    """Runs the command."""
-    metadata = bootstrap_project(PROJECT)
+    metadata = bootstrap_project(Path(__file__).parents[2])
 
     def run(*arguments):
         return CliRunner().invoke(cli, ["rlhf", "preset", *map(str, arguments)], obj=metadata)

@@ -19,27 +19,38 @@ from rlhf_pipeline.runtime.manifest import Manifest, content_digest, file_entrie
 from rlhf_pipeline.verdict.answers import write_answers
 from rlhf_pipeline.verdict.comparison import Standing, compare
 
-EVALUATIONS = ("evaluation", "dpo_evaluation")
-NAMES = (*EVALUATIONS, "ppo_model")
+NAMES = ("evaluation", "dpo_evaluation", "ppo_model")
 STANDINGS = {"gold": Standing("independent"), "score": Standing("optimized", {"ppo": "rewards"})}
 GREEDY = 0.7
 """The win rate of the evaluation at temperature 0, which has no KL."""
 
 
-@pytest.fixture(autouse=True)
-def outputs(monkeypatch):
-    """The artifacts that pipelines publish."""
+@pytest.fixture
+def ledger(monkeypatch, tmp_path):
+    """Makes the ledger of what pipelines have published."""
     pipeline = SimpleNamespace(all_outputs=lambda: {*NAMES})
     monkeypatch.setattr("rlhf_pipeline.kedro_run.artifacts.pipelines", {"all": pipeline})
 
+    def ledger():
+        data = {name: ArtifactDataset(filepath=str(tmp_path / name)) for name in NAMES}
+        data["evaluation_page"] = PageDataset(filepath=str(tmp_path / "evaluation.html"))
+        data["registration"] = PageDataset(filepath=str(tmp_path / "registration.json"))
+        data["workspace"] = MemoryDataset(str(tmp_path / "workspace"))
+        return Ledger(DataCatalog(data), tmp_path)
+
+    return ledger
+
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(ledger, tmp_path, monkeypatch):
     """Publishes evaluations by version; `report` prints and opens one of them."""
     links = []
 
     class Project:
         opened = links
+
+        def page(self, version="2026-01-01"):
+            return tmp_path / "evaluation.html" / version / "evaluation.html"
 
         def publish(self, version):
             policy = artifact(
@@ -56,24 +67,18 @@ def project(tmp_path, monkeypatch):
             return artifact(folder, "evaluate", inputs=inputs, candidate={"name": "ppo"})
 
         def report(self, name=None, show=True):
-            datasets = {each: ArtifactDataset(filepath=str(tmp_path / each)) for each in NAMES}
-            page = PageDataset(filepath=str(tmp_path / "evaluation.html"))
-            registration = PageDataset(filepath=str(tmp_path / "registration.json"))
-            workspace = MemoryDataset(str(tmp_path / "workspace"))
-            others = {"evaluation_page": page, "registration": registration}
-            catalog = DataCatalog(datasets | others | {"workspace": workspace})
             console = Console(file=io.StringIO(), width=80)
-            report.callback(Ledger(catalog, tmp_path), console, name, show)
+            report.callback(ledger(), console, name, show)
             return console.file.getvalue()
 
     monkeypatch.setattr("webbrowser.open", links.append)
     return Project()
 
 
-def test_the_newest_page_is_made_and_opened(project, tmp_path):
+def test_the_newest_page_is_made_and_opened(project):
     for version in ("2026-01-01", "2026-01-02"):
         project.publish(version)
-    page = tmp_path / "evaluation.html" / "2026-01-02" / "evaluation.html"
+    page = project.page("2026-01-02")
     assert project.report() == f"page: {page.as_uri()}\n"
     assert project.opened == [page.as_uri()]
     text = page.read_text()
@@ -81,9 +86,8 @@ def test_the_newest_page_is_made_and_opened(project, tmp_path):
     assert "Score of the reward model" in text  # of the policy's training, found by its content
 
 
-def test_a_page_is_made_again_only_if_it_or_its_evaluation_was_changed(project, tmp_path):
-    evaluation = project.publish("2026-01-01")
-    page = tmp_path / "evaluation.html" / "2026-01-01" / "evaluation.html"
+def test_a_page_is_made_again_only_if_it_or_its_evaluation_was_changed(project):
+    evaluation, page = project.publish("2026-01-01"), project.page()
     project.report("2026-01-01", show=False)
     before, published = page.stat(), page.read_text()
     project.report("2026-01-01", show=False)
@@ -116,8 +120,7 @@ def test_the_registration_of_the_same_run_gives_the_verdict(project, tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(REGISTRATION | {"digest": json_digest(REGISTRATION)}))
     project.report(str(folder))
-    page = tmp_path / "evaluation.html" / "2026-01-01" / "evaluation.html"
-    assert "<h1>PPO is not promoted.</h1>" in page.read_text()
+    assert "<h1>PPO is not promoted.</h1>" in project.page().read_text()
 
 
 def of_an_earlier_version(evaluation):
@@ -135,19 +138,14 @@ def test_an_evaluation_of_an_earlier_version_is_named_as_that(project):
         project.report()
 
 
-def test_a_policy_with_evaluations_of_two_versions_has_a_page(project, tmp_path):
+def test_a_policy_stands_for_its_newest_published_evaluation(project, tmp_path):
+    """Not for one of an earlier version, nor for the newer copy in the workspace, which has no
+    registration."""
     of_an_earlier_version(project.publish("2026-01-01"))
-    project.publish("2026-01-02")
+    evaluation = project.publish("2026-01-02")
+    shutil.copytree(evaluation, tmp_path / "workspace" / "evaluate" / "0123" / "export")
     policy = tmp_path / "ppo_model" / "2026-01-01" / "ppo_model"
     assert "/evaluation.html/2026-01-02/evaluation.html" in project.report(str(policy))
-
-
-def test_a_policy_stands_for_its_newest_published_evaluation(project, tmp_path):
-    """Not for the newer copy of it in the workspace, which has no registration."""
-    evaluation = project.publish("2026-01-01")
-    shutil.copytree(evaluation, tmp_path / "workspace" / "evaluate" / "0123" / "export")
-    folder = tmp_path / "ppo_model" / "2026-01-01" / "ppo_model"
-    assert "/evaluation.html/2026-01-01/evaluation.html" in project.report(str(folder))
 
 
 def test_without_an_evaluation_the_message_names_the_fix(project, shown, tmp_path):
@@ -161,7 +159,7 @@ def test_without_an_evaluation_the_message_names_the_fix(project, shown, tmp_pat
 
 
 @pytest.fixture
-def shown(tmp_path):
+def shown(ledger, tmp_path):
     """Publishes evaluations by (data set, version, fingerprint, win rate); returns the list."""
 
     def shown(*evaluations):
@@ -178,12 +176,9 @@ def shown(tmp_path):
             }
             (folder / "evaluation.json").write_text(json.dumps(compared))
             Manifest("evaluate", fingerprint, 7, {}, {}, {}, {}, file_entries(folder)).write(folder)
-        catalog = DataCatalog(
-            {name: ArtifactDataset(filepath=str(tmp_path / name)) for name in NAMES}
-        )
         console = Console(file=io.StringIO(), width=140)
         shown.printed = console.file
-        runs.callback(Ledger(catalog, tmp_path), console)
+        runs.callback(ledger(), console)
         return [line.split() for line in console.file.getvalue().splitlines()]
 
     return shown

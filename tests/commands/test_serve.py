@@ -137,29 +137,18 @@ def ledger(tmp_path):
     return Ledger(DataCatalog({"workspace": workspace}), tmp_path)
 
 
-@pytest.fixture
-def serve(ledger, tmp_path):
-    """Calls the command for one pair at some port."""
+def test_a_port_in_use_is_named_and_a_file_of_something_else_is_not_taken_for_votes(
+    ledger, tmp_path
+):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"prompt": "Q?", "first": "a", "second": "b"}))
-
-    def serve(port, output=None):
-        label.callback(ledger, None, str(pairs), output, "127.0.0.1", port)
-
-    return serve
-
-
-def test_a_port_in_use_is_named(serve, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"found 127\.0\.0\.1:{port} unusable \(Address"):
-            serve(port)
+            label.callback(ledger, None, str(pairs), None, "127.0.0.1", port)
     assert (tmp_path / "data" / "01_raw" / "votes.jsonl").read_bytes() == b""
-
-
-def test_a_file_of_something_else_is_not_taken_for_votes(serve, tmp_path):
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: found no vote"):
-        serve(0, str(tmp_path / "pairs.jsonl"))
+        label.callback(ledger, None, str(pairs), str(pairs), "127.0.0.1", 0)
 
 
 def test_pairs_come_from_a_file_of_any_format(ledger, tmp_path, monkeypatch, capsys):

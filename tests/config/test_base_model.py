@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 from pydantic import ValidationError
@@ -35,23 +33,10 @@ def test_fields_in_the_source_equal_those_of_the_class(family):
     assert all(known.defaults[name] in (fields[name], None) for name in own)
 
 
-def test_transformers_is_not_imported():
-    script = (
-        "import sys; from rlhf_pipeline.config.base_model import find_family; find_family('opt');"
-        "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
-    )
-    subprocess.run(
-        [sys.executable, "-c", script], check=True, env={"PYTHONPATH": ":".join(sys.path)}
-    )
-
-
-def test_fields_get_the_family_s_own_names():
+def test_fields_get_the_family_s_own_names_and_null_unsets_one_of_another_environment():
     given = architecture(model_type="gpt2", hidden_size=32, n_layer=2, max_position_embeddings=64)
     assert given == {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_positions": 64}
     assert architecture(**given) == given
-
-
-def test_null_unsets_a_field_of_another_environment():
     unset = {"max_position_embeddings": None, "intermediate_size": None, "n_inner": None}
     given = architecture(model_type="gpt2", n_positions=64, **unset)
     assert given == {"model_type": "gpt2", "n_positions": 64, "n_inner": None}
@@ -82,23 +67,16 @@ def test_fields_that_would_build_another_model_are_refused(fields, message):
         architecture(**fields)
 
 
-@pytest.mark.parametrize(
-    ("config", "limit"),
-    [
+def test_positions_of_a_saved_model(tmp_path):
+    assert positions(saved_config(tmp_path)) is None
+    for config, limit in (
         ({"model_type": "llama", "max_position_embeddings": 90}, 90),
         ({"model_type": "opt"}, 2048),
         ({"model_type": "bloom"}, None),
         ({"model_type": "lab's own", "max_position_embeddings": 90}, 90),
-        (None, None),
-    ],
-)
-def test_positions_of_a_saved_model(tmp_path, config, limit):
-    if config is not None:
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert positions(saved_config(tmp_path)) == limit
-
-
-def test_a_damaged_configuration_is_an_error(tmp_path):
+        assert positions(saved_config(tmp_path)) == limit
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: found .*, expected JSON"):
         saved_config(tmp_path)

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -31,17 +32,11 @@ TEACHER = {"teacher": "facebook/opt-1.3b"}
     ],
 )  # fmt: skip
 def test_a_field_that_is_set_leaves_the_published_defaults_beside_it(kind, given, kept):
-    def value(block, place):
-        for name in place.split("."):
-            block = getattr(block, name)
-        return block
-
     published = kind.model_validate(TEACHER if kind is DistillConfig else {})
     found, faults = validated("block", kind, given)
     assert faults == []
-    assert {place: value(found, place) for place in kept} == {
-        place: value(published, place) for place in kept
-    }
+    for value in map(attrgetter, kept):
+        assert value(found) == value(published)
     assert found != published
     assert kind.model_validate(found.model_dump(mode="json")) == found  # as in job.json
 
@@ -94,16 +89,13 @@ def test_every_word_of_another_trainer_leads_to_a_parameter():
         ("sft.bf16", "(did you mean deepspeed.precision?)"),
         ("wandb", "; only MLflow tracks runs, and needs no parameter"),
         ("nonsense", ""),
-        (
-            "columns.completion",
-            "; in columns, it is another name of response. Fix: set one of them",
-        ),
+        ("columns.completion",
+         "; in columns, it is another name of response. Fix: set one of them"),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_parameter_may_be_a_word_of_another_trainer(place, said):
-    kinds = {**parameter_blocks(), "columns": ColumnMap}
     *blocks, word = place.split(".")
-    known = kinds
+    known = {**parameter_blocks(), "columns": ColumnMap}
     for name in blocks:
         (kind,) = block.blocks_in(known[name])
         known = {each: field.annotation for each, field in kind.model_fields.items()}

@@ -1,6 +1,5 @@
 """Code of another package: named, checked before a run, part of the recipe, and called."""
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.kedro_run.dry_run import code_faults, scorer_faults
 from rlhf_pipeline.pipelines import table
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
+from rlhf_pipeline.sizing.fit import changed
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
 from rlhf_pipeline.training.ppo_update import terms_of
 
@@ -46,12 +46,8 @@ def installed(tmp_path, monkeypatch):
 
 def parameters(**places):
     """Those of the project, with the code of the package, and with others by place."""
-    found = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)["parameters"]
-    found = copy.deepcopy(found)
-    for place, value in (DOORS | places).items():
-        block, _, field = place.partition(".")
-        found[block][field] = value
-    return found
+    loader = LayeredConfigLoader(str(CONF), env="base", **CONFIG_LOADER_ARGS)
+    return changed(loader["parameters"], DOORS, places)
 
 
 def test_all_code_of_the_page_has_names_and_what_programs_run_is_not_imported(installed):
@@ -117,9 +113,8 @@ def test_code_that_does_not_fit_is_refused_before_a_run(
 
 def test_an_advantage_that_reads_values_needs_a_critic(installed):
     (installed / "advantages.py").write_text("def of_values(rewards, values, mask): ...\n")
-    with pytest.raises(
-        ConfigError, match=r"ppo.critic: found none, expected a block for adv.* my_rlhf"
-    ):
+    message = r"ppo.critic: found none, expected a block for adv.* my_rlhf"
+    with pytest.raises(ConfigError, match=message):
         check(parameters(**{"ppo.advantage": "my_rlhf.advantages:of_values"}), gpus=0)
 
 
@@ -140,10 +135,11 @@ def test_a_column_is_asked_of_all_sources_that_a_function_reads(installed, monke
         return [*scorer_faults(given, [], dict(enumerate(sources)), {}, installed / "work")]
 
     assert faults("of", rated) == faults("may", plain) == faults("may", rated) == []
-    line = "Fix: add `extra: [level]` to the columns of split.sources.1"
-    asks = "evaluate.judges.0: my_rlhf.rewards:{} asks for level, which split.sources.1 does not"
     for name in ("of", "may"):
-        assert faults(name, rated, plain) == [f"{asks.format(name)} carry. {line}"]
+        assert faults(name, rated, plain) == [
+            f"evaluate.judges.0: my_rlhf.rewards:{name} asks for level, which split.sources.1 does "
+            "not carry. Fix: add `extra: [level]` to the columns of split.sources.1"
+        ]
 
 
 def test_packages_that_share_the_name_of_a_command_stop_no_command_of_ours(installed):
@@ -177,11 +173,8 @@ def test_the_code_of_a_name_counts_with_what_it_imports_from_its_package(install
 def test_a_loss_counts_its_own_terms(installed, world):
     """Three tokens in two sequences."""
     mask = torch.tensor([[True, True], [True, False]])
-    found = [
-        float(terms_of([mask], ppo_config(policy_loss=name), world).policy)
-        for name in ("clip", "gspo")
-    ]
-    assert found == [3, 2]
+    for name, terms in (("clip", 3), ("gspo", 2)):
+        assert float(terms_of([mask], ppo_config(policy_loss=name), world).policy) == terms
     zeros = torch.zeros(2, 2)
     tensors = {"logprobs": zeros, "old_logprobs": zeros, "advantages": zeros + 2, "mask": mask}
     loss, count = call_with(POLICY_LOSS.load("gspo"), ppo_config(), **tensors)

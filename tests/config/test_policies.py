@@ -11,8 +11,8 @@ LORA = {"optimizer": {"learning_rate": 1e-4}, "lora": {}}
 
 
 def test_a_teacher_is_enough():
-    config = DistillConfig.model_validate({"teacher": "facebook/opt-1.3b"})
-    assert config == DistillConfig.model_validate({"teacher": {"path": "facebook/opt-1.3b"}})
+    config = DistillConfig(teacher="facebook/opt-1.3b")
+    assert config == DistillConfig(teacher={"path": "facebook/opt-1.3b"})
     assert (config.teacher.path, config.critic, config.rewards) == ("facebook/opt-1.3b", None, ())
     assert [model.block for model in config.models()] == ["distill.actor", "distill.reference"]
     # The round trip through job.json.

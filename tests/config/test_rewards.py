@@ -10,7 +10,6 @@ from rlhf_pipeline.config.rewards import (
     ChatConfig,
     CodeReward,
     ModelReward,
-    ReferenceReward,
     RegexReward,
     RubricReward,
     TrainedReward,
@@ -24,31 +23,23 @@ EXTRA = "Extra inputs are not permitted"
 
 def test_each_form():
     assert ppo_config().rewards == (TrainedReward(weight=1.0),)
-    rewards = [
-        "trained",
-        "my.py:f",
-        "package.module:g",
-        {"model": "trained", "name": "again"},
-        {"callable": "my.py:h", "weight": -0.5},
-        {"path": "/models/other", "retokenize": True},
-        {"regex": "^Yes"},
-        {"rubric": "Short.", "openai": CHAT, "scale": 5},
-        {"code": "python", "timeout_s": 2},
-    ]
-    config = ppo_config(rewards=rewards)
-    assert config.rewards == (
-        TrainedReward(),
-        CallableReward(callable="my.py:f"),
-        CallableReward(callable="package.module:g"),
-        TrainedReward(name="again"),
-        CallableReward(callable="my.py:h", weight=-0.5),
-        ModelReward(path="/models/other", retokenize=True),
-        RegexReward(regex="^Yes"),
-        RubricReward(rubric="Short.", openai=ChatConfig(**CHAT), scale=5.0),
-        CodeReward(code="python", timeout_s=2.0),
-    )
-    labels = "trained f g again h other regex judge-1 code"
-    assert [reward.label for reward in config.rewards] == labels.split()
+    model = {"path": "/models/other", "retokenize": True}
+    forms = {
+        "trained": ("trained", TrainedReward()),
+        "f": ("my.py:f", CallableReward(callable="my.py:f")),
+        "g": ("package.module:g", CallableReward(callable="package.module:g")),
+        "again": ({"model": "trained", "name": "again"}, TrainedReward(name="again")),
+        "h": ({"callable": "my.py:h", "weight": -0.5},
+              CallableReward(callable="my.py:h", weight=-0.5)),
+        "other": (model, ModelReward(**model)),
+        "regex": ({"regex": "^Yes"}, RegexReward(regex="^Yes")),
+        "judge-1": ({"rubric": "Short.", "openai": CHAT, "scale": 5},
+                    RubricReward(rubric="Short.", openai=ChatConfig(**CHAT), scale=5.0)),
+        "code": ({"code": "python", "timeout_s": 2}, CodeReward(code="python", timeout_s=2.0)),
+    }  # fmt: skip
+    config = ppo_config(rewards=[given for given, _ in forms.values()])
+    for (label, (_, reward)), found in zip(forms.items(), config.rewards, strict=True):
+        assert (found, found.label) == (reward, label)
     # The round trip through job.json.
     assert type(config).model_validate(config.model_dump(mode="json")) == config
 
@@ -148,36 +139,34 @@ def test_a_function_reads_true_answers_by_its_parameter(tmp_path, monkeypatch, s
     assert reads_references(CallableReward(callable=f"{tmp_path}/my.py:reward")) is reads
 
 
-def test_scorers_that_read_true_answers():
-    good, as_good = (
-        RubricReward(rubric=text, openai=ChatConfig(**CHAT))
-        for text in ("Good.", "As good as {reference}.")
-    )
-    scorers = [ReferenceReward(reference="exact"), CodeReward(code="python"), as_good, good]
-    assert [*map(reads_references, scorers)] == [True, True, True, False]
-
-
 def test_imports_are_followed_until_they_come_back(tmp_path, monkeypatch):
-    files = {
-        "pack/scores": SCORES, "pack/mine": "from .scores import exact",
-        "pack/one": "from pack.other import f", "pack/other": "from pack.one import f",
-    }  # fmt: skip
-    (tmp_path / "pack").mkdir()
-    for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "pack").mkdir()
+    for name, text in {
+        "scores": SCORES, "mine": "from .scores import exact",
+        "one": "from pack.other import f", "other": "from pack.one import f",
+    }.items():  # fmt: skip
+        (tmp_path / "pack" / f"{name}.py").write_text(text)
     assert reads_references(CallableReward(callable="pack.mine:exact"))
     assert not reads_references(CallableReward(callable="pack.one:f"))
 
 
+def test_scorers_that_read_true_answers():
+    texts = {"as_good": "As good as {reference}.", "good": "Good."}
+    rubrics = [{"name": name, "rubric": text, "openai": CHAT} for name, text in texts.items()]
+    rewards = ppo_config(rewards=[{"reference": "exact"}, {"code": "python"}, *rubrics]).rewards
+    assert [*map(reads_references, rewards)] == [True, True, True, False]
+
+
 def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
-    (tmp_path / "pack" / "sub").mkdir(parents=True)
-    for folder in ("pack", "pack/sub"):
-        (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('imported')")
-    (tmp_path / "pack" / "sub" / "mine.py").write_text("def f(prompts, responses): ...")
+    file = tmp_path / "pack" / "sub" / "mine.py"
+    file.parent.mkdir(parents=True)
+    for folder in file.parents[:2]:
+        (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    file.write_text("def f(prompts, responses): ...")
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = CallableReward(callable="pack.sub.mine:f")
-    assert source_file(reward.callable) == tmp_path / "pack" / "sub" / "mine.py"
+    assert source_file(reward.callable) == file
     assert [*judge_faults([reward], "ppo.rewards")] == []
     (fault,) = judge_faults([CallableReward(callable="no_such.module:f")], "ppo.rewards")
     assert "found no module no_such.module. Fix: install it" in fault

@@ -42,21 +42,6 @@ def test_recipe_leaves_out_operational_fields_at_every_depth():
 
 
 @pytest.mark.parametrize(
-    ("columns", "named"),
-    [
-        ({}, "no column"),
-        ({"prompt": "p", "chosen": "c"}, "chosen, prompt"),
-        ({"text": "t", "reference": "a"}, "reference, text"),
-        ({"response": "r", "messages": "m"}, "messages, response"),
-    ],
-)
-def test_other_combinations_are_refused_with_the_known_ones(columns, named):
-    known = f"found {named}; expected one of: chosen, prompt, rejected; "
-    with pytest.raises(ValidationError, match=known):
-        ColumnMap(**columns)
-
-
-@pytest.mark.parametrize(
     ("fields", "label"),
     [
         ({"path": "own.jsonl"}, "files (own.jsonl)"),
@@ -81,12 +66,16 @@ QUERY = r"export the query as an environment variable, and write \?\$NAME"
 WEIGHTS = "expected finite, non-negative numbers, at least one positive"
 BOTH = r"found path \(files\) and {} \(hub\); expected only one of them"
 TWICE = [{"fraction": 0.5, "phases": ["sft"]}, {"fraction": 0.7, "phases": ["ppo"]}]
-TEXT = {"name": "files", "path": "a.txt"}
+KNOWN = "found {}; expected one of: chosen, prompt, rejected; "
 
 
 @pytest.mark.parametrize(
     ("block", "fields", "message"),
     [
+        (ColumnMap, {}, KNOWN.format("no column")),
+        (ColumnMap, {"prompt": "p", "chosen": "c"}, KNOWN.format("chosen, prompt")),
+        (ColumnMap, {"text": "t", "reference": "a"}, KNOWN.format("reference, text")),
+        (ColumnMap, {"response": "r", "messages": "m"}, KNOWN.format("messages, response")),
         (ColumnMap, {"prompt": []}, r"prompt: found \[\], expected at least one column"),
         (ColumnMap, {"prompt": "p", "extra": ["scored"]}, "extra: found scored, expected other"),
         (SourceConfig, {"name": "lab/data", "path": "a", "revision": "x"}, BOTH.format("revision")),
@@ -120,7 +109,7 @@ def test_records_do_not_depend_on_the_blend():
 
 
 def test_a_test_source_serves_no_phase():
-    source, plain = split(sources=[{"phases": ["test"]}, TEXT]).sources
+    source, plain = split(sources=[{"phases": ["test"]}, {"samples": 7}]).sources
     assert source.is_test and not plain.is_test
     assert not any(source.may_serve(phase) for phase in PHASES)
 

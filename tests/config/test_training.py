@@ -103,26 +103,26 @@ def test_checkpoints_follow_evaluations_intervals_and_the_last_step(fields, due)
 OWN = {"path": "facebook/opt-350m"}
 
 
+BUILT = {"architecture": {"model_type": "gpt2"}, "vocab_size": 300}
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("kind", "fields", "message"),
     [
-        ({"start": "own"}, "base_model: found none, expected one for start own"),
-        ({"base_model": OWN}, "start: found sft, expected own beside base_model"),
-        ({"start": "base", "base_model": OWN}, "start: found base, expected own beside base_model"),
+        *((kind, {"start": "own"}, "base_model: found none, expected one for start own")
+          for kind in (RewardModelConfig, CriticConfig)),
+        *((kind, {"base_model": OWN}, f"start: found {start}, expected own beside base_model")
+          for kind, start in ((RewardModelConfig, "sft"), (CriticConfig, "reward_model"))),
+        (RewardModelConfig, {"start": "base", "base_model": OWN},
+         "start: found base, expected own beside base_model"),
+        # A built model would learn another tokenizer than the policy's.
+        (CriticConfig, {"start": "own", "base_model": BUILT},
+         "base_model.path: found none, expected a folder"),
     ],
-)
-def test_a_base_model_of_its_own_and_the_start_belong_together(fields, message):
-    for kind, rest in ((RewardModelConfig, SUPERVISED), (CriticConfig, MODEL)):
-        if fields.get("start") == "base" and kind is CriticConfig:
-            continue
-        with pytest.raises(ValidationError) as refusal:
-            kind.model_validate(rest | fields)
-        assert message.replace("sft", kind.model_fields["start"].default) in str(refusal.value)
-        kind.model_validate(rest | {"start": "own", "base_model": OWN})
-
-
-def test_a_critic_starts_from_a_model_that_exists():
-    """A built one would learn another tokenizer than the policy's."""
-    built = {"architecture": {"model_type": "gpt2"}, "vocab_size": 300}
-    with pytest.raises(ValidationError, match=r"base_model\.path: found none, expected a folder"):
-        CriticConfig.model_validate(MODEL | {"start": "own", "base_model": built})
+)  # fmt: skip
+def test_a_base_model_of_its_own_and_the_start_belong_together(kind, fields, message):
+    given = SUPERVISED if kind is RewardModelConfig else MODEL
+    kind.model_validate(given | {"start": "own", "base_model": OWN})
+    with pytest.raises(ValidationError) as refusal:
+        kind.model_validate(given | fields)
+    assert message in str(refusal.value)

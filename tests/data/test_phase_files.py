@@ -40,8 +40,8 @@ def row(name="own:1", prompt=None, **answers):
 def test_a_dialogue_has_its_own_limit_check():
     turns = ([5, 7, 7, 1, 6], [False, True, True, True, False])
     tokens = Tokenized("own:1", [5, 7, 1, 6], [8, 1], None, turns)
-    dropping = RowMaker(limits(prompt=4, over_long_prompts="drop"), None)
-    made = dropping.make("own", EXAMPLE, tokens, "sft")
+    config = limits(prompt=4, over_long_prompts="drop")
+    made = RowMaker(config, None).make("own", EXAMPLE, tokens, "sft")
     assert made.prompt.dropped is None
     assert made.dialogue.dropped == "prompt over max_prompt_tokens=4"
     with pytest.raises(DataError, match="own:1: the prompt has 5 tokens"):
@@ -74,37 +74,28 @@ class TestPhaseFile:
         }
 
     def test_dropped_rows_are_counted_once_by_their_first_fault(self, tmp_path):
-        fits, cut, long = (
-            Limited([8, 1]),
-            Limited([8], cut="cut"),
-            Limited([8, 8, 1], dropped="long answer"),
-        )
-        file, columns = self.write(
-            tmp_path,
-            "reward_model/train.arrow",
-            [
-                row("own:1", chosen=fits, rejected=fits),
-                row("own:2", Limited([5, 5], dropped="long prompt"), chosen=long, rejected=fits),
-                row("own:3", chosen=fits, rejected=long),
-            ],
-            [
-                row("own:4", chosen=cut, rejected=long),  # None, so not counted as cut
-                row("own:5", chosen=cut, rejected=cut),
-            ],
-        )
+        fits, cut = Limited([8, 1]), Limited([8], cut="cut")
+        long = Limited([8, 8, 1], dropped="long answer")
+        rows = [
+            row("own:1", chosen=fits, rejected=fits),
+            row("own:2", Limited([5, 5], dropped="long prompt"), chosen=long, rejected=fits),
+            row("own:3", chosen=fits, rejected=long),
+            row("own:4", chosen=cut, rejected=long),  # None, so not counted as cut
+            row("own:5", chosen=cut, rejected=cut),
+        ]
+        path = "reward_model/train.arrow"
+        file, columns = self.write(tmp_path, path, rows[:3], rows[3:])
         assert columns["id"] == ["own:1", "own:5"]
         assert np.concatenate(file.written).tolist() == [0, 40]
-        assert file.describe() == {
-            "rows": 2,
-            "duplicates_merged": 3,
-            "dropped": {"long prompt": 1, "long answer": 2},
-            "truncated": {"cut": 2},
-            "tokens": {
-                "prompt_ids": {"total": 4, "max": 2, "p50": 2, "p90": 2, "p99": 2},
-                "chosen_ids": {"total": 3, "max": 2, "p50": 1, "p90": 2, "p99": 2},
-                "rejected_ids": {"total": 3, "max": 2, "p50": 1, "p90": 2, "p99": 2},
-            },
+        found = file.describe()
+        assert found.pop("tokens") == {
+            "prompt_ids": {"total": 4, "max": 2, "p50": 2, "p90": 2, "p99": 2},
+            "chosen_ids": {"total": 3, "max": 2, "p50": 1, "p90": 2, "p99": 2},
+            "rejected_ids": {"total": 3, "max": 2, "p50": 1, "p90": 2, "p99": 2},
         }
+        dropped = {"long prompt": 1, "long answer": 2}
+        counts = {"duplicates_merged": 3, "dropped": dropped, "truncated": {"cut": 2}}
+        assert found == {"rows": 2} | counts
 
     def test_sft_measures_the_dialogue_and_the_others_the_prompt(self, tmp_path):
         long, sound = Limited([5, 5], dropped="long"), row("own:2", chosen=Limited([1]))
@@ -166,11 +157,8 @@ def human_assistant(dialogue):
 
 
 def chatml(dialogue):
-    pieces = (
-        []
-        if dialogue.system is None
-        else [(f"<|im_start|>system\n{dialogue.system}<|im_end|>\n", False)]
-    )
+    system = f"<|im_start|>system\n{dialogue.system}<|im_end|>\n"
+    pieces = [] if dialogue.system is None else [(system, False)]
     for user, assistant in dialogue.turns:
         pieces += [(f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n", False)]
         pieces += [(f"{assistant}<|im_end|>", True), ("\n", False)]
@@ -180,12 +168,10 @@ def chatml(dialogue):
 def llama_2(dialogue):
     system = "" if dialogue.system is None else f"<<SYS>>{dialogue.system}<</SYS>>"
     pieces = []
-    for index, (user, assistant) in enumerate(dialogue.turns):
-        before = system if index == 0 else ""
-        pieces += [
-            (f"<s>[INST] {before}{user.strip()} [/INST]", False),
-            (f" {assistant.strip()} </s>", True),
-        ]
+    for user, assistant in dialogue.turns:
+        pieces.append((f"<s>[INST] {system}{user.strip()} [/INST]", False))
+        pieces.append((f" {assistant.strip()} </s>", True))
+        system = ""
     return pieces
 
 
@@ -254,10 +240,9 @@ bytes."""
 
 
 def bytes_of(ids, tokenizer):
-    tokens = tokenizer.convert_ids_to_tokens(ids)
     return [
         token.encode() if token in CONTROL else bytes(BYTES[sign] for sign in token)
-        for token in tokens
+        for token in tokenizer.convert_ids_to_tokens(ids)
     ]
 
 
@@ -271,17 +256,12 @@ def learned_bytes(columns, tokenizer):
 
 def expected_bytes(pieces, sft_loss):
     """Every byte of a dialogue rendered by hand, and whether it is learned."""
-    last = len(pieces) - 1
-    learned = {
-        "response": lambda index, _: index == last,
-        "assistant": lambda _, own: own,
-        "all": lambda *_: True,
-    }[sft_loss]
-    return [
-        (byte, learned(index, own))
-        for index, (text, own) in enumerate(pieces)
-        for byte in text.encode()
-    ]
+    found = []
+    for number, (text, own) in enumerate(pieces, start=1):
+        last = number == len(pieces)
+        learned = {"response": last, "assistant": own, "all": True}[sft_loss]
+        found += [(byte, learned) for byte in text.encode()]
+    return found
 
 
 FORGED = Dialogue(
@@ -308,8 +288,8 @@ LONG = 10_000
 def test_exactly_the_selected_tokens_are_learned_also_of_cut_texts(
     tokenizers, name, dialogue, sft_loss, prompt_limit, response_limit
 ):
-    tokenizer, cut = tokenizers[name], {"over_long_prompts": "truncate"}
-    cut["over_long_responses"] = "truncate"
+    tokenizer = tokenizers[name]
+    cut = {"over_long_prompts": "truncate", "over_long_responses": "truncate"}
     config = limits(prompt_limit, response_limit, sft_loss=sft_loss, **cut)
     row = row_of(dialogue, tokenizer, config)
     columns = demonstration(row, config)

@@ -5,48 +5,30 @@ import pyarrow as pa
 import pytest
 
 from rlhf_pipeline.data import record_files
-from rlhf_pipeline.data.record_files import (
-    ArrowWriter,
-    example_rows,
-    examples,
-    keys,
-    mapped,
-    serves,
-    texts,
-)
+from rlhf_pipeline.data.record_files import example_rows, examples, keys, serves
 from rlhf_pipeline.data.records import Example, Message, RowCounts, Text, Unused
 from rlhf_pipeline.errors import DataError
 
 
-def asked(content, *answers):
-    return Example((Message("user", content),), *answers)
-
-
-DIALOGUE = (
-    Message("system", "Be kind."),
-    Message("user", "Grüße, 世界 🙂"),
-    Message("assistant", "Hello."),
-    Message("user", "Why?"),
-)
+def asked(content, *answers, **further):
+    return Example((Message("user", content),), *answers, **further)
 
 
 def test_records_are_read_back_unchanged(write_records):
-    rows = Example(DIALOGUE, "Ja.\n", " No"), asked("a", "b"), replace(asked("c"), reference="4")
+    said = {"system": "Be kind.", "user": "Grüße, 世界 🙂", "assistant": "Hello."}
+    dialogue = (*(Message(*turn) for turn in said.items()), Message("user", "Why?"))
+    rows = Example(dialogue, "Ja.\n", " No"), asked("a", "b"), asked("c", reference="4")
     folder = write_records("mixed", *rows)
     (batch,) = examples(folder).to_batches()
     assert example_rows(batch) == [
-        {
-            "id": f"mixed:{number}",
-            "prompt": [{"role": turn.role, "content": turn.content} for turn in row.prompt],
-            "chosen": row.chosen,
-            "rejected": row.rejected,
-            "reference": row.reference,
-        }
+        {"id": f"mixed:{number}", "chosen": row.chosen, "rejected": row.rejected,
+         "reference": row.reference,
+         "prompt": [{"role": turn.role, "content": turn.content} for turn in row.prompt]}
         for number, row in enumerate(rows)
-    ]
-    assert list(texts(folder)) == []
+    ]  # fmt: skip
+    assert list(record_files.texts(folder)) == []
     folder = write_records("texts", Text("One.\n"), Text("二"))
-    assert list(texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
+    assert list(record_files.texts(folder)) == [(["texts:0", "texts:1"], ["One.\n", "二"])]
 
 
 def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records):
@@ -59,11 +41,10 @@ def test_schemas_and_calls_of_tools_come_back_in_the_messages(write_records):
     found = [row for batch in examples(folder).to_batches() for row in example_rows(batch)]
     assert [row["id"] for row in found] == [f"tools:{n}" for n in (1, 0, 2, 3)]
     _, first, *others = [row["prompt"] for row in found]
+    question = {"role": "user", "content": "1 + 2?"}
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
-    assert first[0] == {"role": "user", "content": "1 + 2?"} | {
-        "tools": [{"name": "add"}, {"name": "find"}]
-    }
-    assert [other[:2] for other in others] == [[{"role": "user", "content": "1 + 2?"}, call]] * 2
+    assert first[0] == question | {"tools": [{"name": "add"}, {"name": "find"}]}
+    assert [other[:2] for other in others] == [[question, call]] * 2
     assert first[1:] == others[0][1:]
     assert len({*examples(folder).column("prompt_key").to_pylist()}) == 3
     assert serves(examples(folder)).tolist() == [1, 1, 2, 1]
@@ -81,41 +62,32 @@ def test_phases_that_can_use_each_example(write_records, monkeypatch):
 
 def test_keys_of_prompts_and_examples(write_records, monkeypatch):
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 3)
-    folder = write_records(
-        "keys",
-        asked("Why?", "Yes.", "No."),
-        asked(" WHY? ", "Yes.\n", " No."),  # equal except for case and surrounding white space
-        asked("Why?", "yes.", "No."),  # the case of an answer counts
-        asked("Why?", "No.", "Yes."),
-        asked("Why?", "Yes."),
-        asked("Why?"),
-        asked("How?", "Yes.", "No."),
-    )
-    table = examples(folder)
-    prompts, whole = keys(table, "prompt_key"), keys(table, "example_key")
-    assert prompts.dtype == np.uint8
     # printf '10:user: why?' | sha256sum; the parts of an example are the prompt and both answers,
     # stripped: printf '10:user: why?4:Yes.3:No.' | sha256sum; an answer that is
     # missing is an empty part: '...4:Yes.0:'.
-    assert [bytes(row).hex() for row in prompts] == ["d4b31de3f816d97ecec6762c2001cf8d"] * 6 + [
-        "5dbaee0c7b721072c1f6f0d126edfa98"
+    why, how = "d4b31de3f816d97ecec6762c2001cf8d", "5dbaee0c7b721072c1f6f0d126edfa98"
+    rows = [
+        (asked("Why?", "Yes.", "No."), "18337d63dc4ef37ce696a58684dd6016"),
+        # Case of the prompt and surrounding white space do not count, the case of an answer does.
+        (asked(" WHY? ", "Yes.\n", " No."), "18337d63dc4ef37ce696a58684dd6016"),
+        (asked("Why?", "yes.", "No."), "73c04afe4bd1b9f55d27e8700f89a62c"),
+        (asked("Why?", "No.", "Yes."), "4340a8ab155b87df92492f8b2cb24f23"),
+        (asked("Why?", "Yes."), "7cba3f96e5c9af3b29baf9c38fb62319"),
+        (asked("Why?"), "47b130cd2526477fecd8751c4f6dde72"),
+        (asked("How?", "Yes.", "No."), "0e609e01bbd8e713eb0f6e1085cd5226"),
     ]
-    assert [bytes(row).hex() for row in whole] == [
-        "18337d63dc4ef37ce696a58684dd6016",
-        "18337d63dc4ef37ce696a58684dd6016",
-        "73c04afe4bd1b9f55d27e8700f89a62c",
-        "4340a8ab155b87df92492f8b2cb24f23",
-        "7cba3f96e5c9af3b29baf9c38fb62319",
-        "47b130cd2526477fecd8751c4f6dde72",
-        "0e609e01bbd8e713eb0f6e1085cd5226",
-    ]
+    table = examples(write_records("keys", *(row for row, _ in rows)))
+    prompts, whole = keys(table, "prompt_key"), keys(table, "example_key")
+    assert prompts.dtype == np.uint8
+    assert [bytes(key).hex() for key in prompts] == [why] * 6 + [how]
+    assert [bytes(key).hex() for key in whole] == [key for _, key in rows]
 
 
 SCHEMA = pa.schema([("id", pa.string()), ("prompt_ids", pa.list_(pa.int32()))])
 
 
 def write(path, *batches):
-    writer = ArrowWriter(path, SCHEMA)
+    writer = record_files.ArrowWriter(path, SCHEMA)
     for batch in batches:
         writer.write(batch)
     writer.close()
@@ -126,10 +98,10 @@ def test_batches_are_read_back_in_order_and_equal_ones_are_equal_bytes(tmp_path)
     first = [{"id": "a", "prompt_ids": [1, 2]}, {"id": "b", "prompt_ids": [], "more": 1}]
     batches = first, [{"id": "c", "prompt_ids": [3]}]
     assert write(tmp_path / "one.arrow", *batches) == write(tmp_path / "two.arrow", *batches)
-    table = mapped(tmp_path / "one.arrow")
+    table = record_files.mapped(tmp_path / "one.arrow")
     assert table.to_pydict() == {"id": ["a", "b", "c"], "prompt_ids": [[1, 2], [], [3]]}
     write(tmp_path / "none.arrow")
-    assert mapped(tmp_path / "none.arrow").schema == table.schema == SCHEMA
+    assert record_files.mapped(tmp_path / "none.arrow").schema == table.schema == SCHEMA
 
 
 EMPTY, TIE = Unused("the chosen answer is empty"), Unused("a tie", bad=False)
@@ -151,10 +123,9 @@ def test_counts_by_reason_are_written_and_read_and_continue(tmp_path):
         bad={EMPTY.reason: 2, EQUAL.reason: 1},
         skipped={"a tie": 3},
         first_bad=[
-            ("own.jsonl:1", EMPTY.reason), ("own.jsonl:3", EQUAL.reason),
-            ("own.jsonl:4", EMPTY.reason),
+            (f"own.jsonl:{n}", each.reason) for n, each in ((1, EMPTY), (3, EQUAL), (4, EMPTY))
         ],
-    )  # fmt: skip
+    )
     counts.add_unused("own.jsonl:8", EMPTY)
     assert (counts.bad.total(), len(counts.first_bad)) == (4, 4)
 

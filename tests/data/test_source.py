@@ -63,15 +63,16 @@ def test_bad_rows(tmp_path, changes, reason):
     assert list(read(own(tmp_path, PAIR | changes), 0)) == [("own.jsonl:1", Unused(reason))]
 
 
-def test_a_prompt_ends_with_the_user():
-    system, user, assistant = (
-        Message("system", "a"),
-        Message("user", "a"),
-        Message("assistant", "b"),
-    )
-    for prompt in ((), (system,), (user, assistant)):
-        fault = record_fault(Example(prompt, "yes", "no"))
-        assert fault == Unused("the prompt does not end with a user's turn")
+def test_a_row_without_a_further_column_is_bad(tmp_path):
+    columns = {name: name for name in PAIR} | {"extra": ["level"]}
+    ((_, found),) = read(own(tmp_path, PAIR, columns=columns), 0)
+    assert isinstance(found, Unused) and "column 'level' is missing" in found.reason
+
+
+@pytest.mark.parametrize("roles", [(), ("system",), ("user", "assistant")])
+def test_a_prompt_ends_with_the_user(roles):
+    fault = record_fault(Example(tuple(Message(role, "a") for role in roles), "yes", "no"))
+    assert fault == Unused("the prompt does not end with a user's turn")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_prompt_ends_with_the_user():
         ("A document.\n", Text("A document.\n")),
         (" \n\n", Unused("the text is blank", bad=False)),
         ("a\0b", Unused("a NUL character in the text")),
-        ("\ud800", Unused("half a surrogate pair, not a character")),
+        ("\ud800", Unused(HALF)),
     ],
 )
 def test_texts(tmp_path, text, record):
@@ -88,37 +89,31 @@ def test_texts(tmp_path, text, record):
     assert list(read(config, 0)) == [("own.jsonl:1", record)]
 
 
-def test_files_need_a_path_and_every_source_a_known_name(tmp_path):
-    for config, message in (
-        ({"name": "files"}, r"source 'files': path is not set\. Fix: set it"),
-        ({"name": "files", "path": f"{tmp_path}/none.jsonl"}, r"none\.jsonl: .*Fix: correct the"),
-        ({"name": "synthetik"}, r"\(did you mean synthetic\?\)"),
-    ):
-        with pytest.raises((ConfigError, DataError), match=message):
-            source_origin(SourceConfig(**config))
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"name": "files"}, ConfigError, r"source 'files': path is not set\. Fix: set it"),
+        ({"name": "files", "path": "none.jsonl"}, DataError, r"none\.jsonl: .*Fix: correct the"),
+        ({"name": "files", "path": "own.jsonl", "split": "test"}, ConfigError,
+         r"found split 'test' with path own\.jsonl, expected a folder written by"),
+        ({"name": "synthetik"}, ConfigError, r"\(did you mean synthetic\?\)"),
+        *(({field: "x"}, ConfigError,
+           rf"source 'synthetic': found {field} 'x', expected .*none\. Fix: correct or rem")
+          for field in ("path", "revision", "subset", "split")),
+    ],
+)  # fmt: skip
+def test_a_source_without_its_origin_is_refused(tmp_path, monkeypatch, config, error, message):
+    monkeypatch.chdir(tmp_path)
+    own(tmp_path, {})
+    with pytest.raises(error, match=message):
+        source_origin(SourceConfig(**config))
 
 
-def test_a_generated_source_has_no_origin_and_rejects_one():
+def test_a_generated_source_has_no_origin_and_a_saved_data_set_a_split(tmp_path):
     assert source_origin(SourceConfig(samples=3)) == ({}, {})
-    for field in ("path", "revision", "subset", "split"):
-        with pytest.raises(
-            ConfigError,
-            match=rf"source 'synthetic': found {field} 'x', expected .*none\. Fix: correct or rem",
-        ):
-            source_origin(SourceConfig(**{field: "x"}))
-
-
-def test_a_split_is_for_saved_data_sets(tmp_path):
-    (tmp_path / "own.jsonl").write_text("{}")
-    config = SourceConfig(name="files", path=f"{tmp_path}/own.jsonl", split="test")
-    with pytest.raises(
-        ConfigError,
-        match=r"found split 'test' with path .*own\.jsonl, expected a folder written by",
-    ):
-        source_origin(config)
     rows = datasets.Dataset.from_list([{"prompt": "a"}])
-    datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "saved")
-    assert source_origin(config.model_copy(update={"path": f"{tmp_path}/saved"}))[0]
+    datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path)
+    assert source_origin(SourceConfig(name="files", path=str(tmp_path), split="test"))[0]
 
 
 WEBGPT = "openai/webgpt_comparisons"
@@ -155,49 +150,41 @@ def test_an_unreachable_hub(monkeypatch):
         source_origin(SourceConfig(name="Anthropic/hh-rlhf"))
 
 
-def fault_of(max_bad_fraction=0.0, **source):
+def fault_of(source, max_bad_fraction=0.0):
     with pytest.raises(DataError) as refused:
-        first_rows(SourceConfig(**source), max_bad_fraction)
+        first_rows(source, max_bad_fraction)
     return refused.value.message
 
 
 def test_the_first_rows_are_read_before_a_run(tmp_path):
-    good = tmp_path / "good.jsonl"
-    good.write_text(json.dumps(PAIR) + "\n")
-    for path in (str(good), f"{tmp_path}/*.jsonl"):
+    good = own(tmp_path, PAIR)
+    for path in (good.path, f"{tmp_path}/*.jsonl"):
         (row,) = first_rows(SourceConfig(name="files", path=path), 0.0).items()
-        assert row[0] == "good.jsonl:1" and row[1].chosen == PAIR["chosen"]
-    fault = fault_of(name="tatsu-lab/alpaca", path=str(good))
-    assert "good.jsonl:1: column 'instruction' is missing" in fault
+        assert row[0] == "own.jsonl:1" and row[1].chosen == PAIR["chosen"]
+    fault = fault_of(SourceConfig(name="tatsu-lab/alpaca", path=good.path))
+    assert "own.jsonl:1: column 'instruction' is missing" in fault
     assert fault.endswith("Fix: correct the source's `columns` or the file: most rows are bad.")
     columns = {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}
-    fault = fault_of(name="files", path=str(good), columns=columns)
-    assert "good.jsonl:1: column 'question' is missing; the columns are 'prompt'," in fault
+    fault = fault_of(own(tmp_path, PAIR, columns=columns))
+    assert "own.jsonl:1: column 'question' is missing; the columns are 'prompt'," in fault
     latin = tmp_path / "latin.csv"
     latin.write_bytes("prompt,chosen,rejected\né,ü,ö\n".encode("latin1"))
-    assert fault_of(name="files", path=str(latin)).endswith(
+    assert fault_of(SourceConfig(name="files", path=str(latin))).endswith(
         "latin.csv:2: not UTF-8\nFix: convert the file, for example: iconv -f latin1 -t utf-8 "
         "FILE > NEW_FILE"
     )
-    (tmp_path / "other.jsonl").write_text(json.dumps({"q": "Why?", "a": "So."}) + "\n")
-    fault = fault_of(name="files", path=f"{tmp_path}/other.jsonl")
+    fault = fault_of(own(tmp_path, {"q": "Why?", "a": "So."}))
     assert "the columns do not say which of them to read; they are 'q', 'a'. Fix: add to" in fault
-    (tmp_path / "empty.jsonl").touch()
-    assert "the file contains no rows" in fault_of(name="files", path=f"{tmp_path}/empty.jsonl")
-    assert "/nowhere/pairs.jsonl" in fault_of(name="files", path="/nowhere/pairs.jsonl")
 
 
 def test_bad_rows_are_refused_before_a_run_if_no_other_row_can_make_up_for_them(tmp_path):
     """The first 1,000 rows are read. The others of a longer file may be good."""
-    file, good, bad = tmp_path / "mixed.jsonl", json.dumps(PAIR), json.dumps(PAIR | {"chosen": ""})
-    source = SourceConfig(name="files", path=str(file))
-    file.write_text("\n".join([bad] * 999 + [good] + [good] * 9))
+    bad = PAIR | {"chosen": ""}
+    source = own(tmp_path, *[bad] * 999, *[PAIR] * 10)
     assert len(first_rows(source, 0.5)) == 1
-    assert "999 of 1000 rows are bad" in fault_of(**source.model_dump(exclude_none=True))
-    file.write_text("\n".join([bad] * 1000 + [good]))
-    assert "1000 of 1000 rows are bad" in fault_of(0.5, name="files", path=str(file))
-    file.write_text("\n".join([bad] * 2 + [good]))
-    assert "2 of 3 rows are bad" in fault_of(0.5, name="files", path=str(file))
+    assert "999 of 1000 rows are bad" in fault_of(source)
+    assert "1000 of 1000 rows are bad" in fault_of(own(tmp_path, *[bad] * 1000, PAIR), 0.5)
+    assert "2 of 3 rows are bad" in fault_of(own(tmp_path, bad, bad, PAIR), 0.5)
 
 
 @pytest.mark.parametrize(

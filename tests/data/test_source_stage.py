@@ -1,12 +1,8 @@
 """Stage `source`, launched as a program: a source is read again only if its identity changed."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,48 +17,40 @@ from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, json_digest
 from rlhf_pipeline.stages.cache import fingerprint
 from rlhf_pipeline.stages.cache.fingerprint import code_digests
-from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun
+from rlhf_pipeline.stages.job import RunContext, StageListener
 from rlhf_pipeline.stages.run import StageRunner
 
-ReadSource = Callable[..., Path]
+
+class Reused(StageListener, list):
+    """Of each stage, whether its result was reused."""
+
+    def stage_started(self, run):
+        self.append(run.cached)
 
 
-class Launches(StageListener):
-    """Records each stage with whether its result was reused."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, bool]] = []
-
-    def stage_started(self, run: StageRun) -> None:
-        self.heard.append((run.stage, run.cached))
-
-
-def pair(prompt: str = "Why?", chosen: str = "Because.", rejected: str = "No.") -> dict[str, str]:
+def pair(prompt="Why?", chosen="Because.", rejected="No."):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def write(path: Path, *rows: dict[str, Any]) -> Path:
+def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture
-def launches():
-    return Launches()
+def reused():
+    return Reused()
 
 
 @pytest.fixture
-def read_source(tmp_path: Path, launches: Launches) -> ReadSource:
+def read_source(tmp_path, reused):
     """Runs stage `source`; returns the folder of its records."""
-    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
+    context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=reused)
 
-    def read_source(seed: int = 0, **config: Any) -> Path:
-        return StageRunner(context).run(source_job(SourceConfig(**config), seed))
-
-    return read_source
+    return lambda **config: StageRunner(context).run(source_job(SourceConfig(**config), 0))
 
 
-def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSource) -> None:
+def test_a_source_becomes_records_and_counts(tmp_path, read_source):
     rows = [pair(), pair(chosen=""), pair("How?", "No."), *[pair(chosen=" ")] * 5, pair("Who?")]
     path = write(tmp_path / "own.jsonl", *rows)
     folder = read_source(name="files", path=str(path))
@@ -85,59 +73,51 @@ def test_a_source_becomes_records_and_counts(tmp_path: Path, read_source: ReadSo
     }
 
 
-# --- what is read again ---------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_only_the_source_whose_bytes_changed_is_read_again(
-    tmp_path: Path, read_source: ReadSource, launches: Launches
-) -> None:
+def test_only_the_source_whose_bytes_changed_is_read_again(tmp_path, read_source, reused):
     one, two = write(tmp_path / "one.jsonl", pair("a")), write(tmp_path / "two.jsonl", pair("b"))
 
-    def both() -> list[Path]:
-        launches.heard.clear()
+    def both():
+        reused.clear()
         return [read_source(name="files", path=str(path)) for path in (one, two)]
 
     first, kept = both()
-    assert launches.heard == [("source", False), ("source", False)]
+    assert reused == [False, False]
     assert both() == [first, kept]
-    assert launches.heard == [("source", True), ("source", True)]
+    assert reused == [True, True]
     # Other bytes, same records: the source is read again, but its content digest is unchanged.
     one.write_text(one.read_text().replace('": "', '":   "'))
     again, _ = both()
-    assert launches.heard == [("source", False), ("source", True)]
+    assert reused == [False, True]
     assert again != first
     assert content_digest(again) == content_digest(first)
     # Other records, of the same size in bytes.
     one.write_text(one.read_text().replace("Because.", "because."))
     other, _ = both()
-    assert launches.heard == [("source", False), ("source", True)]
+    assert reused == [False, True]
     assert content_digest(other) != content_digest(first)
 
 
-def test_the_folder_of_a_file_does_not_count(
-    tmp_path: Path, read_source: ReadSource, launches: Launches
-) -> None:
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
+def test_the_folder_of_a_file_does_not_count(tmp_path, read_source, reused):
+    (tmp_path / "elsewhere").mkdir()
     path = write(tmp_path / "own.jsonl", pair())
     before = read_source(name="files", path=str(path))
-    shutil.move(path, folder)
-    assert read_source(name="files", path=str(folder / "own.jsonl")) == before
-    assert launches.heard == [("source", False), ("source", True)]
+    moved = shutil.move(path, tmp_path / "elsewhere")
+    assert read_source(name="files", path=str(moved)) == before
+    assert reused == [False, True]
 
 
 COMMIT, OTHER_COMMIT = "1" * 40, "2" * 40
 
 
-def key(seed: int = 0, **config: Any) -> str:
+def key(seed=0, **config):
     job = source_job(SourceConfig(**config), seed)
     assert job.inputs == {}
     recipe = fingerprint.recipe(job, job.identities, RunContext(Path()), 1)
     return json_digest(recipe)
 
 
-def test_the_commit_decides_and_the_seed_does_not() -> None:
+def test_the_commit_decides_and_the_seed_does_not():
     before = key(name="Anthropic/hh-rlhf", revision=COMMIT)
     assert key(name="Anthropic/hh-rlhf", revision=COMMIT, seed=1) == before
     assert key(name="Anthropic/hh-rlhf", revision=OTHER_COMMIT) != before
@@ -145,8 +125,8 @@ def test_the_commit_decides_and_the_seed_does_not() -> None:
     assert key(samples=3, seed=1) != key(samples=3, seed=2)
 
 
-def test_the_commit_of_the_origin_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[object, ...]] = []
+def test_the_commit_of_the_origin_is_read(tmp_path, monkeypatch):
+    asked = []
     monkeypatch.setattr(module, "read", lambda *arguments: iter(asked.append(arguments) or ()))
     config = SourceConfig(name="Anthropic/hh-rlhf", revision="v2")
     blocks = {"source": config.model_dump(mode="json")}
@@ -154,19 +134,16 @@ def test_the_commit_of_the_origin_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert asked == [(config, 3, COMMIT)]
 
 
-def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(tmp_path, monkeypatch):
     package = shutil.copytree(Path(rlhf_pipeline.__file__).parent, tmp_path / "rlhf_pipeline")
     monkeypatch.setattr(fingerprint, "ROOT", package)
     mapped = {"Anthropic/hh-rlhf", "tatsu-lab/alpaca", "nvidia/HelpSteer2"}
 
-    def keys() -> dict[str, str]:
-        return {name: key(name=name, revision=COMMIT) for name in mapped} | {
-            "synthetic": key(samples=3)
-        }
+    def keys():
+        of_hub = {name: key(name=name, revision=COMMIT) for name in mapped}
+        return of_hub | {"synthetic": key(samples=3)}
 
-    def changed(module: str, line: str = "_CHANGED = True") -> set[str]:
+    def changed(module, line="_CHANGED = True"):
         before = keys()
         with (package / module).open("a") as source:
             source.write(f"\n{line}\n")
@@ -181,6 +158,6 @@ def test_the_code_of_an_adapter_counts_for_its_own_sources_alone(
     assert changed("data/split.py") == set()
 
 
-def test_the_code_of_adapters_does_not_count_for_stages_that_read_records() -> None:
+def test_the_code_of_adapters_does_not_count_for_stages_that_read_records():
     for program in ("rlhf_pipeline.data.split", "rlhf_pipeline.models.base_model"):
         assert not [name for name in code_digests(program) if name.startswith("data/sources/")]

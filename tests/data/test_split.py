@@ -16,7 +16,7 @@ from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data import record_files
 from rlhf_pipeline.data import split as module
 from rlhf_pipeline.data.record_files import RecordsWriter, examples
-from rlhf_pipeline.data.records import Example, Message, Text, Unused
+from rlhf_pipeline.data.records import Example, Message, Text
 from rlhf_pipeline.data.sources.registry import read
 from rlhf_pipeline.data.split import pack
 from rlhf_pipeline.data.split_report import headline
@@ -34,10 +34,10 @@ def asked(prompt, *answers):
 
 
 def digests(output):
-    files = sorted(path for path in output.rglob("*") if path.is_file())
     return {
         str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
+        for path in output.rglob("*")
+        if path.is_file()
     }
 
 
@@ -46,25 +46,21 @@ def test_files_and_columns(write_records, prepare, tokenizer, tmp_path, load, te
     assert sorted(digests(tmp_path / "out")) == FILES
     seen = {}
     for file in FILES:
-        rows = load(file)
+        folder, rows = file.split("/")[0], load(file)
         numbers = [int(one["id"].removeprefix("own:")) for one in rows]
         assert numbers == sorted(numbers)
         for n, one in zip(numbers, rows, strict=True):
-            found = {
-                name: tokenizer.decode(value) if name.endswith("_ids") else value
-                for name, value in one.items()
-            }
-            prompt = {"id": f"own:{n}", "prompt_ids": f"\n\nHuman: Question {n}?\n\nAssistant:"}
+            assert one.pop("id") == f"own:{n}"
+            if folder == "sft":
+                assert one.pop("loss_mask") == [True] * len(one["response_ids"])
+            texts = {name: tokenizer.decode(one.pop(name)) for name in [*one] if "_ids" in name}
+            assert texts.pop("prompt_ids") == f"\n\nHuman: Question {n}?\n\nAssistant:"
             right, wrong = f" Right {n}.<|end|>", f" Wrong {n}.<|end|>"
             messages = [{"role": "user", "content": f"Question {n}?"}]
-            if "loss_mask" in one:
-                assert found.pop("loss_mask") == [True] * len(one["response_ids"])
-            assert found == prompt | {
+            assert texts | one == {
                 "sft": {"response_ids": right},
                 "reward_model": {"chosen_ids": right, "rejected_ids": wrong},
-            }.get(
-                file.split("/")[0], {"source": "files", "messages": messages, "reference": None}
-            )  # fmt: skip
+            }.get(folder, {"source": "files", "messages": messages, "reference": None})
         seen[file] = set(numbers)
     phases = ("sft", "reward_model", "ppo")
     validation = [seen.pop(f"{phase}/validation.arrow") for phase in phases]
@@ -89,15 +85,12 @@ def test_identical_input_gives_identical_bytes(write_records, prepare, tmp_path)
     own = write_records("own", *rows)
     texts = (write_records("texts", *(Text("A document.") for _ in range(50))),)
     reports = [prepare(own, out=name, seed=7, texts=texts) for name in "ab"]
-    assert digests(tmp_path / "a") == digests(tmp_path / "b")
-    assert len(digests(tmp_path / "a")) == 10
+    first = digests(tmp_path / "a")
+    assert first == digests(tmp_path / "b") and len(first) == 10
     assert reports[0] == reports[1]
     prepare(own, out="c", seed=8, texts=texts)
-    changed = {
-        name
-        for name, digest in digests(tmp_path / "c").items()
-        if digests(tmp_path / "a")[name] != digest
-    }
+    other = digests(tmp_path / "c")
+    changed = {name for name in other if other[name] != first[name]}
     assert changed == {name for name in FILES if not name.startswith("kto/")}  # no labels
 
 
@@ -118,110 +111,84 @@ def test_starting_imports_nothing_heavy(imports):
 
 
 @pytest.fixture
-def other_tokenizer(tokenizer):
-    """One with another template and other control tokens."""
+def other(tokenizer):
+    """The reader of a tokenizer with another template and other control tokens."""
     other = copy.deepcopy(tokenizer)
     other.add_special_tokens({"pad_token": "[PAD]", "eos_token": "[SEP]"})
     other.chat_template = (
         "{% for m in messages %}{{ m.role }}={{ m.content }}[SEP]\n{% endfor %}"
         "{% if add_generation_prompt %}assistant={% endif %}"
     )
-    return other
+    return Reader(other, TokenContract.of(other))
 
 
 def test_a_reward_model_with_another_tokenizer_gets_the_same_comparisons_in_its_own(
-    write_records, prepare, tokenizer, other_tokenizer, tmp_path, load, ten
+    write_records, prepare, other, tmp_path, load, ten
 ):
     """The rows held back for the second reward model are in its tokens, too; all other files are
     those of a split without it."""
-    reader = Reader(other_tokenizer, TokenContract.of(other_tokenizer))
     own = write_records("own", *ten)
     prepare(own, out="plain", held_back=0.4)
-    prepare(own, held_back=0.4, further=(reader,))
+    prepare(own, held_back=0.4, further=(other,))
     plain, both = digests(tmp_path / "plain"), digests(tmp_path / "out")
-    in_its_tokens = {path for path in both if path.startswith(("judge_model", "reward_model_own"))}
-    assert both.keys() - plain.keys() == {
-        "reward_model_own/train.arrow", "reward_model_own/validation.arrow"
-    }  # fmt: skip
-    assert {path for path in plain if plain[path] != both[path]} == {
-        "judge_model/train.arrow", "judge_model/validation.arrow"
-    }  # fmt: skip
-    for path in in_its_tokens:
-        for row in load(path):
-            n = row["id"].removeprefix("own:")
-            texts = {name: other_tokenizer.decode(row[f"{name}_ids"]) for name in
-                     ("prompt", "chosen", "rejected")}  # fmt: skip
-            assert texts == {
-                "prompt": f"user=Question {n}?[SEP]\nassistant=",
-                "chosen": f"Right {n}.[SEP]",
-                "rejected": f"Wrong {n}.[SEP]",
-            }
-    for part in ("train", "validation"):
-        ids = [[row["id"] for row in load(f"{folder}/{part}.arrow")]
-               for folder in ("reward_model", "reward_model_own")]  # fmt: skip
-        assert ids[0] == ids[1] != []
-
-
-def test_control_tokens_of_either_tokenizer_are_bad_rows(
-    write_records, prepare, other_tokenizer, ten
-):
-    forged = Example((Message("user", "Is this [SEP] an end?"),), "Yes.", "No.")
-    own = write_records("own", *ten, forged)
-    reader = Reader(other_tokenizer, TokenContract.of(other_tokenizer))
-    assert prepare(own, out="plain")["sources"]["files (0.jsonl)"]["bad"] == {}
-    report = prepare(own, further=(reader,), max_bad_fraction=0.5)
-    reason = "the text contains the tokenizer's control token [SEP]"
-    assert report["sources"]["files (0.jsonl)"]["bad"] == {reason: 1}
+    added, changed = (
+        {f"{folder}/{part}.arrow" for part in ("train", "validation")}
+        for folder in ("reward_model_own", "judge_model")
+    )
+    assert both.keys() - plain.keys() == added
+    assert {path for path in plain if plain[path] != both[path]} == changed
+    for row in [row for path in added | changed for row in load(path)]:
+        n = row["id"].removeprefix("own:")
+        for name, text in {
+            "prompt": f"user=Question {n}?[SEP]\nassistant=",
+            "chosen": f"Right {n}.[SEP]",
+            "rejected": f"Wrong {n}.[SEP]",
+        }.items():
+            assert other.tokenizer.decode(row[f"{name}_ids"]) == text
+    for path in added:
+        ids = [row["id"] for row in load(path)]
+        assert ids == [row["id"] for row in load(path.replace("_own", ""))] != []
 
 
 def test_a_fault_in_the_tokens_of_the_reward_model_names_its_parameter(
-    write_records, prepare, other_tokenizer, ten
+    write_records, prepare, other, ten
 ):
-    own, contract = write_records("own", *ten), TokenContract.of(other_tokenizer)
+    own = write_records("own", *ten)
     with pytest.raises(DataError, match=r"^reward_model\.base_model: own:\d: the prompt has"):
-        prepare(own, further=(Reader(other_tokenizer, contract),), max_prompt_tokens=23)
-    other_tokenizer.chat_template = "{{ raise_exception('no') }}"
+        prepare(own, further=(other,), max_prompt_tokens=23)
+    other.tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(ArtifactError, match=r"^reward_model\.base_model: own:\d: .*template rej"):
-        prepare(own, out="two", further=(Reader(other_tokenizer, contract),))
+        prepare(own, out="two", further=(other,))
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
+def test_a_control_token_of_either_tokenizer_is_a_bad_row(write_records, prepare, other, load, ten):
+    forged = [
         asked("a", "b<|end|>", "c"),
         asked("a", "b", "<|pad|>"),
         Example((Message("system", "<|end|>"), Message("user", "a")), "b", "c"),
-    ],
-)
-def test_a_control_token_in_the_data_is_a_bad_row(write_records, prepare, forged, load, ten):
-    own = write_records("own", forged, *ten)
-    with pytest.raises(
-        DataError,
-        match=r"(?s)source files \(0\.jsonl\): 1 of 11 rows .*own:0: .* control token "
-        r"<\|(end|pad)\|>",
-    ):
+    ]
+    own = write_records("own", *forged, *ten, asked("Is this [SEP] an end?", "Yes.", "No."))
+    bad = "the text contains the tokenizer's control token "
+    first = rf"(?s)source files \(0\.jsonl\): 1 of 14 rows .*own:0: {bad}<\|end\|>"
+    with pytest.raises(DataError, match=first):
         prepare(own)
-    report = prepare(own, out="allowed", max_bad_fraction=0.1)  # 1 / 11 is 0.091
-    (bad,) = report["sources"]["files (0.jsonl)"]["bad"].values()
-    assert bad == 1
-    assert headline(report)["data/bad_rows"] == 1
+    report = prepare(own, out="allowed", max_bad_fraction=0.22)  # 3 / 14 is 0.214
+    found = {f"{bad}<|end|>": 2, f"{bad}<|pad|>": 1}
+    assert report["sources"]["files (0.jsonl)"]["bad"] == found
+    assert headline(report)["data/bad_rows"] == 3
     written = {one["id"] for file in report["files"] for one in load(file, out="allowed")}
-    assert written == {f"own:{n}" for n in range(1, 11)}
+    assert written == {f"own:{n}" for n in range(3, 14)}
+    report = prepare(own, further=(other,), max_bad_fraction=0.5)
+    assert report["sources"]["files (0.jsonl)"]["bad"] == found | {f"{bad}[SEP]": 1}
 
 
 def test_prompts_that_are_equal_once_cut_stay_in_one_part(write_records, prepare, load, ten):
     long = [asked(f"{n} {'^' * 300}", "Yes.", "No.") for n in range(10)]
-    report = prepare(
-        write_records("own", *long, *ten),
-        weights=(1, 0, 1),
-        validation_fraction=0,
-        test_fraction=0,
-        over_long_prompts="truncate",
-    )
-    cut = {
-        phase: sum(len(one["prompt_ids"]) == 200 for one in load(f"{phase}/train.arrow"))
-        for phase in ("sft", "ppo")
-    }
+    nothing_held_out = {"validation_fraction": 0, "test_fraction": 0}
+    options = {"weights": (1, 0, 1), "over_long_prompts": "truncate"} | nothing_held_out
+    report = prepare(write_records("own", *long, *ten), **options)
+    cut = {phase: [len(one["prompt_ids"]) for one in load(f"{phase}/train.arrow")].count(200)
+           for phase in ("sft", "ppo")}  # fmt: skip
     (phase, kept), (other, none) = sorted(cut.items(), key=lambda item: -item[1])
     assert kept > 0 and none == 0
     assert report["files"][f"{other}/train.arrow"]["dropped"] == {
@@ -310,21 +277,17 @@ def test_several_sources_may_have_labels(write_records, prepare, load, ten):
     ]  # fmt: skip
 
 
-COLUMNS = {"prompt": "q", "chosen": "a", "rejected": "b", "extra": ["level", "tags"]}
-
-
-def write_rows(file):
+def test_further_columns_reach_the_prompts_and_no_other_file(tmp_path, prepare, load):
+    columns = {"prompt": "q", "chosen": "a", "rejected": "b", "extra": ["level", "tags"]}
     rows = [
         {"q": f"What is {n} + {n}?", "a": f"It is {2 * n}.", "b": "No.", "level": n, "tags": ["x"]}
         for n in range(10)
     ]
-    file.write_text("\n".join(json.dumps(row) for row in rows))
-    return SourceConfig.model_validate({"name": "files", "path": str(file), "columns": COLUMNS})
-
-
-def test_the_columns_reach_the_prompts_and_no_other_file(tmp_path, prepare, load):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
     with RecordsWriter(tmp_path / "rated", has_extra=True) as writer:
-        for place, record in read(write_rows(tmp_path / "rows.jsonl"), seed=1):
+        source = SourceConfig(name="files", path=str(file), columns=columns)
+        for place, record in read(source, seed=1):
             writer.add(place, record)
     (tmp_path / "rated" / "counts.json").write_text("{}")
     prepare(tmp_path / "rated")
@@ -335,63 +298,42 @@ def test_the_columns_reach_the_prompts_and_no_other_file(tmp_path, prepare, load
     assert "extra" not in load("sft/train.arrow")[0]
 
 
-def test_a_row_without_the_column_and_a_value_that_json_does_not_know_are_bad(tmp_path):
-    config = write_rows(tmp_path / "rows.jsonl")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "x", "a": "y", "b": "z", "tags": 1}))
-    ((_, missing),) = read(config, seed=1)
-    assert isinstance(missing, Unused) and "column 'level' is missing" in missing.reason
-
-
-END = 1
-"""Id of <|end|>."""
-
-
 @pytest.fixture
 def packed(tokenizer, split_config, tmp_path):
-    """Packs folders of texts into blocks."""
+    """Packs folders of texts into blocks. Returns the numbers of documents, tokens and blocks, and
+    of tokens that are left out; and the blocks as text with "." for <|end|>. The texts consist of
+    characters that no merge joins, so each is a token."""
 
     def packed(*sources, block_tokens, max_bad_fraction=0.0):
         named = [{"name": "files", "path": source.name} for source in sources]
         texts = {"sources": named, "block_tokens": block_tokens}
         config = split_config(max_bad_fraction=max_bad_fraction, pretraining=texts)
-        reader = Reader(tokenizer, TokenContract.of(tokenizer))
-        report = pack(config, reader, sources, tmp_path)
-        del report["sources"]
-        return report
+        report = pack(config, Reader(tokenizer, TokenContract.of(tokenizer)), sources, tmp_path)
+        file = tmp_path / "pretraining" / "train.arrow"
+        blocks = Dataset.from_file(str(file))["input_ids"][:]
+        assert {len(ids) for ids in blocks} == {report["block_tokens"]} == {block_tokens}
+        names = ("documents", "tokens", "blocks", "tokens_left_out")
+        text = " ".join(map(tokenizer.decode, blocks)).replace("<|end|>", ".")
+        return [report[name] for name in names], text
 
     return packed
 
 
-def counts(*numbers):
-    names = ("documents", "tokens", "block_tokens", "blocks", "tokens_left_out")
-    return dict(zip(names, numbers, strict=True))
-
-
-def blocks(folder):
-    return Dataset.from_file(str(folder / "pretraining" / "train.arrow"))["input_ids"][:]
-
-
-def ids(tokenizer, symbols):
-    """The ids of single characters that no merge joins; "." stands for <|end|>."""
-    return [END if symbol == "." else tokenizer.convert_tokens_to_ids(symbol) for symbol in symbols]
-
-
-def test_documents_are_joined_by_eos_and_cut_into_blocks(
-    write_records, packed, tokenizer, tmp_path
+@pytest.mark.parametrize(
+    ("sources", "block_tokens", "numbers", "blocks"),
+    [
+        # ~~~.^^.# ##.~. is the stream; 3 documents of the first source, 1 of the second.
+        (["~~~ ^^ ###", "~"], 4, [4, 13, 3, 1], "~~~. ^^.# ##.~"),
+        # ~.^. #.~. ^^^^^^^^. are the batches: 4, 4 and 9 tokens.
+        (["~ ^ # ~ ^^^^^^^^"], 5, [5, 17, 3, 2], "~.^.# .~.^^ ^^^^^"),
+    ],
+)
+def test_documents_are_joined_by_eos_and_cut_into_blocks_that_span_batches(
+    write_records, packed, monkeypatch, sources, block_tokens, numbers, blocks
 ):
-    # ~~~.^^.# ##.~. is the stream; 3 documents of the first source, 1 of the second.
-    first = write_records("first", Text("~~~"), Text("^^"), Text("###"))
-    second = write_records("second", Text("~"))
-    assert packed(first, second, block_tokens=4) == counts(4, 13, 4, 3, 1)
-    assert blocks(tmp_path) == [ids(tokenizer, each) for each in ("~~~.", "^^.#", "##.~")]
-
-
-def test_blocks_span_batches(write_records, packed, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(record_files, "_BATCH_ROWS", 2)
-    texts = write_records("texts", Text("~"), Text("^"), Text("#"), Text("~"), Text("^^^^^^^^"))
-    # ~.^. #.~. ^^^^^^^^. are the batches: 4, 4 and 9 tokens.
-    assert packed(texts, block_tokens=5) == counts(5, 17, 5, 3, 2)
-    assert blocks(tmp_path) == [ids(tokenizer, each) for each in ("~.^.#", ".~.^^", "^^^^^")]
+    folders = [write_records(texts[:2], *map(Text, texts.split())) for texts in sources]
+    assert packed(*folders, block_tokens=block_tokens) == (numbers, blocks)
 
 
 def test_less_text_than_a_block_is_an_error(write_records, packed):
@@ -406,7 +348,7 @@ def test_less_text_than_a_block_is_an_error(write_records, packed):
         packed(write_records("empty"), block_tokens=2)
 
 
-def test_a_text_with_a_control_token_is_a_bad_row(write_records, packed, tokenizer, tmp_path):
+def test_a_text_with_a_control_token_is_a_bad_row(write_records, packed):
     first = write_records("first", Text("~"), Text("^"))
     second = write_records("second", Text("a<|end|>"), Text("#"), Text("##"))
     with pytest.raises(
@@ -416,25 +358,17 @@ def test_a_text_with_a_control_token_is_a_bad_row(write_records, packed, tokeniz
         packed(first, second, block_tokens=2)
     # A third of the second source's rows.
     found = packed(first, second, block_tokens=2, max_bad_fraction=1 / 3)
-    assert found == counts(4, 9, 2, 4, 1)
-    assert blocks(tmp_path) == [ids(tokenizer, pair) for pair in ("~.", "^.", "#.", "##")]
+    assert found == ([4, 9, 4, 1], "~. ^. #. ##")
 
 
-@pytest.mark.parametrize("begins_text", [True, False])
 def test_blocks_begin_with_bos_if_the_tokenizer_puts_it_before_text(
-    write_records, packed, tokenizer, tmp_path, begins_text
+    write_records, packed, tokenizer
 ):
     """GPT-2 and SmolLM2 name a BOS that they never put before text."""
+    texts = write_records("texts", Text("~~~"), Text("^^"))
     tokenizer.add_special_tokens({"bos_token": "<s>"})
-    bos = tokenizer.bos_token_id
-    if begins_text:
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", bos)]
-        )
-    found = packed(write_records("texts", Text("~~~"), Text("^^")), block_tokens=3)
-    if begins_text:
-        expected = [[bos, *ids(tokenizer, pair)] for pair in ("~~", "~.", "^^")]
-    else:
-        expected = [ids(tokenizer, three) for three in ("~~~", ".^^")]
-    assert blocks(tmp_path) == expected
-    assert found == counts(2, 7, 3, len(expected), 1)
+    assert packed(texts, block_tokens=3) == ([2, 7, 2, 1], "~~~ .^^")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    assert packed(texts, block_tokens=3) == ([2, 7, 3, 1], "<s>~~ <s>~. <s>^^")

@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,11 +87,9 @@ def test_the_report(write_records, prepare, ten):
 
 
 def test_every_row_of_a_source_is_accounted_for(write_records, prepare, ten):
-    first = write_records(
-        "first", *ten, *ten, Unused("empty"), Unused("a tie", bad=False), Unused("a tie", bad=False)
-    )
-    demonstration = asked("Question 0?", "Yes.")
-    second = write_records("second", *ten, demonstration, Unused("odd", bad=False))
+    tie, odd = Unused("a tie", bad=False), Unused("odd", bad=False)
+    first = write_records("first", *ten, *ten, Unused("empty"), tie, tie)
+    second = write_records("second", *ten, asked("Question 0?", "Yes."), odd)
     sources = [
         {"name": "files", "path": "first.jsonl", "fraction": 0.4},
         {"name": "files", "path": "second.jsonl", "phases": ("reward_model",)},
@@ -108,33 +107,29 @@ def test_every_row_of_a_source_is_accounted_for(write_records, prepare, ten):
 def test_headline(write_records, prepare, ten):
     own = write_records("own", *ten, Unused("a tie", bad=False))
     metrics = headline(prepare(own, write_records("more", ten[0], ten[1])))
-    assert metrics.pop("data/tokens") > 0
-    written = {"sft_train": 2, "sft_validation": 1, "reward_model_train": 3,
-               "reward_model_validation": 1, "ppo_train": 3, "ppo_validation": 1,
-               "evaluation_test": 1, "kto_train": 0, "kto_validation": 0}  # fmt: skip
-    assert metrics == {f"data/{name}_rows": count for name, count in written.items()} | {
-        "data/rows": 13, "data/distinct_prompts": 10, "data/bad_rows": 0,
-        "data/duplicates_merged": 2, "data/near_duplicates": 0, "data/dropped_rows": 0,
-        "data/truncated_texts": 0,
-    }  # fmt: skip
     assert all(type(value) is float for value in metrics.values())
+    assert metrics.pop("data/tokens") > 0
+    assert {name.removeprefix("data/"): value for name, value in metrics.items()} == {
+        "sft_train_rows": 2, "sft_validation_rows": 1, "reward_model_train_rows": 3,
+        "reward_model_validation_rows": 1, "ppo_train_rows": 3, "ppo_validation_rows": 1,
+        "evaluation_test_rows": 1, "kto_train_rows": 0, "kto_validation_rows": 0,
+        "rows": 13, "distinct_prompts": 10, "bad_rows": 0, "duplicates_merged": 2,
+        "near_duplicates": 0, "dropped_rows": 0, "truncated_texts": 0,
+    }  # fmt: skip
 
 
 def test_a_prompt_in_two_parts_is_an_error(write_records, prepare, monkeypatch, ten):
     def broken(*arguments):
         plan = blend(*arguments)
         moved = plan.parts.copy()
-        moved[np.flatnonzero(plan.parts[10:] == PARTS.index("reward_model"))[0] + 10] = PARTS.index(
-            "test"
-        )
+        last = np.flatnonzero(plan.parts == PARTS.index("reward_model"))[-1]
+        moved[last] = PARTS.index("test")
         return replace(plan, parts=moved)
 
     blend = module.blend
     monkeypatch.setattr(module, "blend", broken)
     again = [asked(f"QUESTION {n}?", "Other.", "Answers.") for n in range(10)]
-    with pytest.raises(
-        AssertionError, match=r"^parts share conversations: .*'test and reward_model': 1"
-    ):
+    with pytest.raises(AssertionError, match=r"^parts share .*'test and reward_model': 1"):
         prepare(write_records("own", *ten, *again))
 
 
@@ -197,10 +192,10 @@ SUMS = range(10)
 PAIRS = [asked(f"What is {n} + {n}?", f"It is {2 * n}.", "I do not know.") for n in SUMS]
 BARE = [asked(f"What is {n} + {n}?") for n in SUMS]
 ANSWERED = [asked(f"what is {n} + {n}? ", reference=str(2 * n)) for n in SUMS]
-SAME_PAIRS = [
-    asked(f"What is {n} + {n}?", f"It is {2 * n}.", "I do not know.", reference=str(2 * n))
-    for n in SUMS
-]
+SAME_PAIRS = [replace(pair, reference=str(2 * n)) for n, pair in enumerate(PAIRS)]
+
+
+PROMPTS = ("ppo/train", "ppo/validation", "evaluation/test")
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
@@ -208,8 +203,7 @@ def test_a_merge_keeps_the_true_answer(order, write_records, prepare, load):
     sources = [PAIRS, BARE, ANSWERED, SAME_PAIRS]
     folders = [write_records(f"source{index}", *sources[index]) for index in order]
     report = prepare(*folders)
-    rows = [row for file in ("ppo/train", "ppo/validation", "evaluation/test")
-            for row in load(f"{file}.arrow")]  # fmt: skip
+    rows = [row for file in PROMPTS for row in load(f"{file}.arrow")]
     assert report["without_reference"] == {}
     assert [row["reference"] for row in rows] == [
         str(2 * int(re.findall(r"\d+", row["messages"][0]["content"])[0])) for row in rows
@@ -234,18 +228,14 @@ def test_prompts_without_a_true_answer_can_leave_ppo_and_the_evaluation(
 ):
     other = [asked(f"Why {n}?", "Because.", "No idea.") for n in range(10)]
     demonstrations = [asked(f"How {n}?", "So.") for n in range(10)]
-    folders = [
-        write_records("other", *other),
-        write_records("demonstrations", *demonstrations),
-        write_records("answered", *ANSWERED),
-    ]
+    kinds = {"other": other, "demonstrations": demonstrations, "answered": ANSWERED}
+    folders = [write_records(name, *rows) for name, rows in kinds.items()]
     report = prepare(*folders, without_reference="drop")
     assert report["without_reference"] == {}
     # Ten sums: one each for test and validation, eight for PPO, which alone can use them.
-    files = {name: load(f"{name}.arrow") for name in ("ppo/train", "ppo/validation",
-                                                      "evaluation/test")}  # fmt: skip
-    assert [len(rows) for rows in files.values()] == [8, 1, 1]
-    assert all(row["reference"] for rows in files.values() for row in rows)
+    files = [load(f"{name}.arrow") for name in PROMPTS]
+    assert [*map(len, files)] == [8, 1, 1]
+    assert all(row["reference"] for rows in files for row in rows)
     # Of the other 20 conversations, two each are held out. 2 : 4 of the 8 comparisons that remain
     # are 2.7 and 5.3.
     assert len(load("sft/train.arrow")) == 8 + 3
@@ -255,8 +245,7 @@ def test_prompts_without_a_true_answer_can_leave_ppo_and_the_evaluation(
     # The two of the test leave all files.
     skipped = [source["skipped"] for source in report["sources"].values()]
     reason = "its prompt has no true answer (split.without_reference is drop)"
-    assert sum(reasons.get(reason, 0) for reasons in skipped) == 2
-    assert {name for reasons in skipped for name, count in reasons.items() if count} == {reason}
+    assert sum(map(Counter, skipped), Counter()) == {reason: 2}
 
 
 def test_the_reward_of_the_page_rewards_right_answers_alone():
@@ -264,6 +253,5 @@ def test_the_reward_of_the_page_rewards_right_answers_alone():
     (function,) = re.findall(r"```python\n(.*?)```", page[page.index("## Rewards") :], re.DOTALL)
     defined = {}
     exec(function, defined)
-    asked = [[{"role": "user", "content": "17 + 25?"}]] * 2
     answers = ["17 + 25 = 42.", "17 + 25 = 43."]
-    assert defined["exact_match"](asked, answers, ["42", "42"]) == [1.0, 0.0]
+    assert defined["exact_match"]([[]] * 2, answers, ["42", "42"]) == [1.0, 0.0]

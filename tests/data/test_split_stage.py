@@ -32,20 +32,15 @@ def test_the_stage_writes_data_report_and_token_contract(
     contract.write(base_model)
     inputs = {"base_model": base_model, "pretraining_0": write_records("texts", Text("~~~~"))}
     # Twelve sources of one prompt each; source_10 comes after source_9, not after source_1.
-    inputs |= {
-        f"source_{n}": write_records(
-            f"own{n}", Example((Message("user", f"Question {n}?"),), "Yes.", "No.")
-        )
-        for n in range(12)
-    }
+    for n in range(12):
+        example = Example((Message("user", f"Question {n}?"),), "Yes.", "No.")
+        inputs[f"source_{n}"] = write_records(f"own{n}", example)
     for folder in inputs.values():
         Manifest("", "", 0, {}, {}, {}, {}, file_entries(folder)).write(folder)
-    export = StageRunner(RunContext(tmp_path / "workspace")).run(
-        Job(SPEC, {"split": split_config(count=12, texts=1, only="sft")}, inputs, 0)
-    )
-    assert [one["id"] for one in load("sft/train.arrow", out=export)] == [
-        f"own{n}:0" for n in range(12)
-    ]
+    job = Job(SPEC, {"split": split_config(count=12, texts=1, only="sft")}, inputs, 0)
+    export = StageRunner(RunContext(tmp_path / "workspace")).run(job)
+    ids = [one["id"] for one in load("sft/train.arrow", out=export)]
+    assert ids == [f"own{n}:0" for n in range(12)]
     folders = {"sft", "reward_model", "ppo", "kto", "evaluation", "pretraining"}
     assert {path.name for path in export.iterdir() if path.is_dir()} == folders
     assert all(TokenContract.read(export / folder) == contract for folder in folders)
@@ -57,9 +52,7 @@ def test_the_stage_writes_data_report_and_token_contract(
 CODE = """
 import torch
 from transformers import PreTrainedTokenizerFast
-
-class OwnTokenizer(PreTrainedTokenizerFast):
-    pass
+class OwnTokenizer(PreTrainedTokenizerFast): ...
 """
 
 
@@ -92,43 +85,35 @@ def test_only_a_tokenizer_with_code_of_its_own_costs_the_import_of_torch(
     assert (job.export / "sft" / "train.arrow").is_file()
 
 
-# A separate process, so that its peak memory is that of the split: rows of 600 characters.
+# The peak of this process alone: `ru_maxrss` begins with the memory of the parent.
 MEMORY = """
-import resource, sys
+import sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.split import split_sources
-from rlhf_pipeline.data.record_files import RecordsWriter
-from rlhf_pipeline.data.records import Example, Message
-from rlhf_pipeline.data.records import RowCounts
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
 
-rows, folder = int(sys.argv[1]), Path(sys.argv[2])
-folder.mkdir()
-with RecordsWriter(folder) as writer:
-    for n in range(rows):
-        prompt = (Message("user", f"{n} " + "a b " * 50),)
-        writer.add(f"own:{n}", Example(prompt, "yes " * 50, "no! " * 50))
-RowCounts(rows).write(folder)
 config = SplitConfig(sources=[{"samples": 1}], max_prompt_tokens=1000, max_response_tokens=1000)
-tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
+folder, tokenizer = Path(sys.argv[1]), PreTrainedTokenizerFast.from_pretrained(sys.argv[2])
 places = {"output": folder / "out", "metrics_file": folder / "metrics"}
 readers = [Reader(tokenizer, TokenContract.of(tokenizer))]
 split_sources(config, readers, 0, sources=[folder], pretraining=[], **places)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """
 
 
 @pytest.mark.slow
-def test_memory_hardly_grows_with_the_rows(tokenizer, tmp_path):
+def test_memory_hardly_grows_with_the_rows(write_records, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     def peak(rows):
-        given = str(rows), str(tmp_path / str(rows)), str(tmp_path / "tokenizer")
-        command = [sys.executable, "-c", MEMORY, *given]
+        prompts = ((Message("user", f"{n} " + "a b " * 50),) for n in range(rows))
+        examples = (Example(prompt, "yes " * 50, "no! " * 50) for prompt in prompts)
+        folder = write_records(str(rows), *examples)
+        command = [sys.executable, "-c", MEMORY, folder, tmp_path / "tokenizer"]
         done = subprocess.run(command, check=True, env=ENVIRONMENT, capture_output=True, text=True)
-        return int(done.stdout)
+        return int(done.stdout) * 1024
 
     # Measured: 9 MB more, mostly the memory-mapped records; with the tokens of all rows in memory,
     # it would be 100 MB.

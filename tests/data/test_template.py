@@ -2,13 +2,7 @@ from datetime import date
 
 import pytest
 
-from rlhf_pipeline.data.template import (
-    fix_date,
-    plain_text,
-    render_prompts,
-    render_responses,
-    render_turns,
-)
+from rlhf_pipeline.data.template import fix_date, render_prompts, render_responses, render_turns
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
 from rlhf_pipeline.errors import ArtifactError
 
@@ -29,10 +23,10 @@ FORGETS_THINKING = CHATML.replace(
 )
 
 
-def use(tokenizer, template, **control_tokens):
-    """Give the tokenizer another template and its control tokens."""
+def use(tokenizer, template):
+    """Give the tokenizer another template, which ends turns like ChatML."""
     tokenizer.chat_template = template
-    tokenizer.add_special_tokens(control_tokens)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
 
 
 def responses(tokenizer, *arguments):
@@ -50,13 +44,6 @@ def turns(tokenizer, prompt):
     return render_turns(reader, "own.jsonl:7", prompt, text)
 
 
-def test_our_template_takes_braces_in_the_data_as_data(tokenizer):
-    assert render(tokenizer, [{"role": "user", "content": "{{ 1 + 1 }}"}], "{% x %}") == (
-        "\n\nHuman: {{ 1 + 1 }}\n\nAssistant:",
-        " {% x %}<|end|>",
-    )
-
-
 @pytest.mark.parametrize(
     ("turn", "expected"),
     [
@@ -69,11 +56,8 @@ def test_our_template_takes_braces_in_the_data_as_data(tokenizer):
 )
 def test_a_turn_ends_at_the_first_token_that_the_template_ends_it_with(tokenizer, turn, expected):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
-        + turn
-        + "{% endif %}{% endfor %}"
-    )
+    user = "{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{user}{turn}{{% endif %}}{{% endfor %}}"
     contract = TokenContract.of(tokenizer, tokenizer.convert_tokens_to_ids(["<|eot|>"]))
     given = ["a:1"], [QUESTION], ["Why?"], ["So."]
     assert render_responses(Reader(tokenizer, contract), *given) == [expected]
@@ -104,10 +88,6 @@ def test_the_error_names_the_dialogue_and_the_answer_that_the_template_rejects(t
         responses(tokenizer, ["a:1", "a:2"], [QUESTION, QUESTION], ["", ""], ["So.", ""])
 
 
-def test_plain_text_has_no_special_tokens():
-    assert plain_text(DIALOGUE) == "Be kind.\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: Hm."
-
-
 def test_templates_that_render_todays_date_get_a_fixed_one(tokenizer):
     day, guard = date(2023, 2, 1), "{% if strftime_now is defined %}"
     call = "{{ strftime_now(\"%d %b %Y\") }}, {{ strftime_now( '%Y-%m-%d' ) }}"
@@ -129,7 +109,7 @@ def test_templates_that_render_todays_date_get_a_fixed_one(tokenizer):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
-    use(tokenizer, FORGETS_THINKING, eos_token="<|im_end|>")
+    use(tokenizer, FORGETS_THINKING)
     thinking = [*QUESTION, {"role": "assistant", "content": "<think>hm</think>So."}, *QUESTION]
     with pytest.raises(ArtifactError) as error:
         turns(tokenizer, thinking)
@@ -141,13 +121,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
     assert turns(tokenizer, DIALOGUE[1:])[1] == ("So.<|im_end|>", True)  # nothing to omit here
 
 
-CALLED = [
-    {"role": "user", "content": "1 + 2?"},
-    {"role": "assistant", "content": "add(1, 2)"},
-    {"role": "tool", "content": "3"},
-]
-
-
+USER, RESULT = {"role": "user", "content": "1 + 2?"}, {"role": "tool", "content": "3"}
 KNOWS_TOOLS = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
 ) + CHATML.replace(
@@ -157,10 +131,9 @@ KNOWS_TOOLS = (
 
 
 def test_a_template_shows_schemas_and_calls_of_tools(tokenizer):
-    use(tokenizer, KNOWS_TOOLS, eos_token="<|im_end|>")
-    user, _, result = CALLED
+    use(tokenizer, KNOWS_TOOLS)
     calls = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
-    asked = [user | {"tools": [{"name": "add"}]}, calls, result]
+    asked = [USER | {"tools": [{"name": "add"}]}, calls, RESULT]
     assert turns(tokenizer, asked) == [
         ('<|im_start|>system\n[{"name": "add"}]<|im_end|>\n<|im_start|>user\n1 + 2?<|im_end|>\n'
          "<|im_start|>assistant\n", False),
@@ -168,11 +141,12 @@ def test_a_template_shows_schemas_and_calls_of_tools(tokenizer):
         ("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n", False),
     ]  # fmt: skip
     assert render(tokenizer, asked, "3.")[1] == "3.<|im_end|>"
-    use(tokenizer, CHATML, eos_token="<|im_end|>")
+    use(tokenizer, CHATML)
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows neither tools nor tool_calls"):
         render(tokenizer, asked, "3.")
 
 
 def test_a_template_that_takes_a_tool_for_the_assistant_is_refused(tokenizer):
+    called = [USER, {"role": "assistant", "content": "add(1, 2)"}, RESULT]
     with pytest.raises(ArtifactError, match=r"own\.jsonl:7: .*shows a tool's turn as one of the"):
-        render(tokenizer, CALLED, "3.")
+        render(tokenizer, called, "3.")

@@ -6,22 +6,11 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_pipeline.config.split import SplitConfig
+from rlhf_pipeline.data import tokenization
 from rlhf_pipeline.data.records import Example, Message, RowCounts, Text
 from rlhf_pipeline.data.token_contract import Reader, TokenContract
-from rlhf_pipeline.data.tokenization import (
-    ControlTokenFilter,
-    Limited,
-    any_of,
-    control_tokens,
-    corpus,
-    encode,
-    limited,
-    one_ahead,
-    tokenize,
-)
+from rlhf_pipeline.data.tokenization import Limited, encode, limited, one_ahead, tokenize
 from rlhf_pipeline.errors import ArtifactError, DataError
-
-PROMPT = "\n\nHuman: Why?\n\nAssistant:"
 
 
 def batch(*rows):
@@ -47,16 +36,11 @@ class TestTokenize:
     def test_answers_stay_with_their_prompts(self, tokenizer):
         rows = ("Why?", "a", "b"), ("Who?", None, None), ("How?", "c", None), ("So?", None, "d")
 
-        def text(ids):
-            return ids and tokenizer.decode(ids)
-
-        found = [(one.id, text(one.prompt), text(one.chosen), text(one.rejected), one.turns)
-                 for one in tokens(tokenizer, *rows)]  # fmt: skip
-        assert found == [
-            (f"own:{n}", f"\n\nHuman: {asked}\n\nAssistant:",
-             chosen and f" {chosen}<|end|>", rejected and f" {rejected}<|end|>", None)
-            for n, (asked, chosen, rejected) in enumerate(rows)
-        ]  # fmt: skip
+        for n, (one, row) in enumerate(zip(tokens(tokenizer, *rows), rows, strict=True)):
+            assert (one.id, one.turns) == (f"own:{n}", None)
+            assert tokenizer.decode(one.prompt) == f"\n\nHuman: {row[0]}\n\nAssistant:"
+            for ids, answer in ((one.chosen, row[1]), (one.rejected, row[2])):
+                assert (ids and tokenizer.decode(ids)) == (answer and f" {answer}<|end|>")
 
     def test_only_the_template_writes_special_tokens(self, tokenizer):
         expected = tokens(tokenizer, ("Why?", "Because.", None))
@@ -78,11 +62,9 @@ class TestTokenize:
 
         assert last_ids("~<|eot|>") == (1, turn_end)
         assert last_ids("~<|end|>") == last_ids("~") == (1, 1)
+        message = r"own:0: expected the EOS id 1 .* or \d+ .* exactly once, at the end"
         for answer in ("~<|eot|>~<|end|>", "<|end|>~<|end|>"):
-            with pytest.raises(
-                ArtifactError,
-                match=r"own:0: expected the EOS id 1 .* or \d+ .* exactly once, at the end",
-            ):
+            with pytest.raises(ArtifactError, match=message):
                 last_ids(answer)
 
 
@@ -169,19 +151,14 @@ def test_a_text_above_its_limit_is_cut_dropped_or_refused(text, ids, expected):
 
 def test_every_prompt_and_answer_is_read_as_dialogue(write_records):
     """Of all batches of examples; texts are no part of it."""
-    roles = ("system", "user", "assistant", "user")
-    said = ("Be kind.", "Why?", "So.", "And?")
-    dialogue = tuple(Message(role, text) for role, text in zip(roles, said, strict=True))
-    asked = {word: (Message("user", f"{word}?"),) for word in ("Why", "How", "Who")}
-    first = write_records(
-        "first",
-        Example(asked["Why"], "Because.", "No."),
-        Example(asked["How"]),
-        Example(asked["Who"], "Me."),
-    )
+    said = {"system": "Be kind.", "user": "Why?", "assistant": "So."}
+    dialogue = (*(Message(*turn) for turn in said.items()), Message("user", "And?"))
+    why, how, who = ((Message("user", f"{word}?"),) for word in ("Why", "How", "Who"))
+    examples = Example(why, "Because.", "No."), Example(how), Example(who, "Me.")
+    first = write_records("first", *examples)
     second = write_records("second", Example(dialogue, "Ja.", "Nein."), Text("a document"))
-    many = write_records("many", *(Example(asked["Who"], f"{n}.") for n in range(1001)))
-    *texts, last = corpus([first, second, write_records("empty"), many])
+    many = write_records("many", *(Example(who, f"{n}.") for n in range(1001)))
+    *texts, last = tokenization.corpus([first, second, write_records("empty"), many])
     assert texts[:6] == [
         "\n\nHuman: Why?\n\nAssistant: Because.",
         "\n\nAssistant: No.",
@@ -194,7 +171,7 @@ def test_every_prompt_and_answer_is_read_as_dialogue(write_records):
 
 
 def controls(tokenizer):
-    return control_tokens(tokenizer, TokenContract.of(tokenizer))
+    return tokenization.control_tokens(tokenizer, TokenContract.of(tokenizer))
 
 
 def test_control_tokens(tokenizer):
@@ -203,10 +180,10 @@ def test_control_tokens(tokenizer):
     tokenizer.add_special_tokens({"unk_token": "<unk>", "additional_special_tokens": ["<|turn|>"]})
     assert controls(tokenizer) == {"<|pad|>", "<|end|>", "<|turn|>"}
     contract = TokenContract.of(tokenizer, [1, tokenizer.unk_token_id])  # as in Qwen2.5
-    assert "<unk>" in control_tokens(tokenizer, contract)
+    assert "<unk>" in tokenization.control_tokens(tokenizer, contract)
     tokenizer.unk_token = "<|end|>"  # GPT-2's unknown token is its EOS
     assert "<|end|>" in controls(tokenizer)
-    assert any_of([]).search("any text") is None
+    assert tokenization.any_of([]).search("any text") is None
 
 
 @pytest.mark.parametrize(
@@ -224,11 +201,9 @@ def test_control_tokens(tokenizer):
 def test_a_control_token_anywhere_is_a_bad_row(tokenizer, texts, found):
     added = ["<|end", "<|end|>|>", "[SEP].*"]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
-    counts = RowCounts(rows=4)
-    reader = ControlTokenFilter(
-        [Reader(tokenizer, TokenContract.of(tokenizer))], max_bad_fraction=1.0
-    )
-    assert reader.accepts("own", counts, "own:1", texts) == (found is None)
+    counts, reader = RowCounts(rows=4), Reader(tokenizer, TokenContract.of(tokenizer))
+    control_filter = tokenization.ControlTokenFilter([reader], max_bad_fraction=1.0)
+    assert control_filter.accepts("own", counts, "own:1", texts) == (found is None)
     reason = f"the text contains the tokenizer's control token {found}"
     assert counts.first_bad == ([] if found is None else [("own:1", reason)])
     assert counts.bad.total() == len(counts.first_bad)

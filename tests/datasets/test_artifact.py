@@ -17,21 +17,23 @@ from rlhf_pipeline.stages.processes import this_process
 V1, V2 = "2026-01-01T00.00.00.000Z", "2026-01-02T00.00.00.000Z"
 
 
+def seal(folder, **metrics):
+    Manifest("sft", "f", 1, {}, {}, {}, metrics, file_entries(folder)).write(folder)
+
+
 @pytest.fixture
 def finished(tmp_path):
     folder = tmp_path / "export"
     (folder / "sub").mkdir(parents=True)
-    (folder / "weights").write_text("abc")
-    (folder / "report.json").write_text("{}")
-    (folder / "sub" / "more").write_text("d")
-    Manifest("sft", "f", 1, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    for name in ("weights", "report.json", "sub/more"):
+        (folder / name).write_text(name)
+    seal(folder)
     return folder
 
 
 def dataset(tmp_path, save=V1):
-    return ArtifactDataset(
-        filepath=str(tmp_path / "models" / "sft_model"), version=Version(None, save)
-    )
+    path = tmp_path / "models" / "sft_model"
+    return ArtifactDataset(filepath=str(path), version=Version(None, save))
 
 
 def test_publishing_links_and_copies_nothing(finished, tmp_path):
@@ -43,13 +45,13 @@ def test_publishing_links_and_copies_nothing(finished, tmp_path):
 
 
 def test_latest_refers_to_the_newest_version_and_is_no_version_itself(finished, tmp_path):
-    mine, newer = dataset(tmp_path, V1), dataset(tmp_path, V2)
+    mine = dataset(tmp_path, V1)
     mine.save(finished)
-    newer.save(finished)
+    dataset(tmp_path, V2).save(finished)
     assert mine.load().parent.name == V1, "a run reads its own version"
     latest = tmp_path / "models" / "sft_model" / "latest"
     assert latest.resolve() == dataset(tmp_path, "v").load()
-    assert str(latest.readlink()) == "2026-01-02T00.00.00.000Z/sft_model"
+    assert str(latest.readlink()) == f"{V2}/sft_model"
     assert [path.parent.name for path in dataset(tmp_path, "v").versions()] == [V1, V2]
 
 
@@ -125,16 +127,15 @@ def test_a_version_later_than_now_is_a_fault(finished, tmp_path):
 def test_a_full_disk_leaves_no_version_and_takes_no_space(finished, disk):
     """On another disk than the work directory, so files are copied."""
     (finished / "large").write_bytes(bytes(2**20))
-    Manifest("sft", "f", 1, {}, {}, {}, {}, file_entries(finished)).write(finished)
+    seal(finished)
     disk.leave(2**19)
     with pytest.raises(DatasetError) as caught:
         dataset(disk.path, V1).save(finished)
     assert isinstance(caught.value.__cause__, StageError)
-    assert re.search(
-        "stage sft is finished in .*/export but not published as .*/sft_model", str(caught.value)
-    )
-    assert "[Errno 28] No space left on device: " in str(caught.value)
-    assert "  space    0.5 of 8.0 MiB are free on the file system of " in str(caught.value)
+    message = str(caught.value)
+    assert re.search("stage sft is finished in .*/export but not published as .*/sft_m", message)
+    assert "[Errno 28] No space left on device: " in message
+    assert "  space    0.5 of 8.0 MiB are free on the file system of " in message
     assert dataset(disk.path, V2).versions() == []
     disk.make_room()
     catalog = dataset(disk.path, V2)
@@ -157,8 +158,7 @@ def test_a_page_is_text_that_is_loaded_as_the_path_of_its_own_version(tmp_path):
 
 
 def test_the_preview_is_a_table_of_the_metrics_by_name(finished, tmp_path):
-    metrics = {"win_rate/gold": 0.75, "kl/policy": 12.34567}
-    Manifest("sft", "f", 1, {}, {}, {}, metrics, file_entries(finished)).write(finished)
+    seal(finished, **{"win_rate/gold": 0.75, "kl/policy": 12.34567})
     catalog = dataset(tmp_path, V1)
     catalog.save(finished)
     assert catalog.preview() == {

@@ -9,18 +9,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from rlhf_pipeline.distributed import batches as module
-from rlhf_pipeline.distributed.batches import (
-    grouped,
-    load_rows,
-    micro_batches,
-    minibatch_rows,
-    own_share,
-    sampled_rows,
-    shuffled,
-    split,
-    step_rows,
-)
+from rlhf_pipeline.distributed import batches
+from rlhf_pipeline.distributed.batches import grouped, load_rows, minibatch_rows, step_rows
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models.forward import Capabilities
@@ -38,32 +28,27 @@ def test_each_pass_visits_every_row_once():
     assert stream[:10].tolist() != stream[10:].tolist()
 
 
-def test_the_rows_of_a_step_depend_on_step_and_seed_only():
-    assert step_rows(10, 4, 3, seed=1).tolist() == step_rows(10, 4, 3, seed=1).tolist()
-    assert step_rows(10, 4, 3, seed=1).tolist() != step_rows(10, 4, 3, seed=2).tolist()
-
-
-def test_streams_of_one_seed_have_different_orders():
-    first = [step_rows(10, 10, 0, seed=1, stream=stream).tolist() for stream in (0, 1, 2)]
-    assert first[0] == step_rows(10, 10, 0, seed=1).tolist()
-    assert len({tuple(order) for order in first}) == 3
-
-
-def test_the_shares_of_all_ranks_make_up_the_batch():
-    rows = np.arange(8)
-    shares = [own_share(rows, world(rank, 4)) for rank in range(4)]
-    assert sorted(np.concatenate(shares)) == rows.tolist()
+def test_the_rows_of_a_step_depend_on_step_seed_and_stream_only():
+    keys = [(1, 0), (1, 1), (1, 2), (2, 0)]
+    orders = [step_rows(10, 10, 3, seed, stream=stream).tolist() for seed, stream in keys]
+    assert orders[0] == step_rows(10, 10, 3, seed=1).tolist()
+    assert len({tuple(order) for order in orders}) == 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_minibatch_contains_the_same_rows_for_any_number_of_ranks(ranks):
-    """Three minibatches of four rows; column c has the rows c, c + 4 and c + 8."""
+    """Three minibatches of four rows; column c has the rows c, c + 4 and c + 8.
+
+    So the shares of all ranks make up the batch.
+    """
     rows = np.arange(12)
     whole = minibatch_rows(12, 4, world(0, 1), (7, 1, 2))
     assert (np.sort(whole, axis=0) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]).all()
     assert (whole[:, 0] // 4).tolist() != (whole[:, 1] // 4).tolist()  # columns are independent
     shares = [
-        own_share(rows, world(rank, ranks))[minibatch_rows(12, 4, world(rank, ranks), (7, 1, 2))]
+        batches.own_share(rows, world(rank, ranks))[
+            minibatch_rows(12, 4, world(rank, ranks), (7, 1, 2))
+        ]
         for rank in range(ranks)
     ]
     for number, minibatch in enumerate(whole):
@@ -90,18 +75,18 @@ def write(path, count, batch=None):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 65, 1000])
 def test_every_number_is_at_one_position_of_a_shuffled_range(count):
-    assert sorted(shuffled(np.arange(count), count, (1, 2, 3))) == list(range(count))
+    assert sorted(batches.shuffled(np.arange(count), count, (1, 2, 3))) == list(range(count))
 
 
 def test_every_order_is_about_equally_frequent():
-    orders = Counter(tuple(shuffled(np.arange(4), 4, (seed,))) for seed in range(4800))
+    orders = Counter(tuple(batches.shuffled(np.arange(4), 4, (seed,))) for seed in range(4800))
     assert len(orders) == 24
     assert 140 < min(orders.values()) <= max(orders.values()) < 260  # 200 each, 4 deviations
 
 
 def test_a_large_range_is_shuffled_evenly_without_an_array_of_it():
     count = 10**12
-    numbers = shuffled(np.arange(20_000), count, (5,))
+    numbers = batches.shuffled(np.arange(20_000), count, (5,))
     assert len(set(numbers.tolist())) == 20_000
     assert numbers.min() >= 0 and numbers.max() < count
     tenths = np.bincount(numbers * 10 // count, minlength=10)
@@ -110,23 +95,22 @@ def test_a_large_range_is_shuffled_evenly_without_an_array_of_it():
 
 
 def test_a_sample_comes_from_the_whole_table():
-    assert sampled_rows(10, 20, seed=1).tolist() == list(range(10))
-    sample = sampled_rows(1000, 100, seed=1)
+    assert batches.sampled_rows(10, 20, seed=1).tolist() == list(range(10))
+    sample = batches.sampled_rows(1000, 100, seed=1)
     assert sample.tolist() == sorted(set(sample.tolist())) and len(sample) == 100
     assert 30 < (sample < 500).sum() < 70
-    assert sample.tolist() != sampled_rows(1000, 100, seed=2).tolist()
+    assert sample.tolist() != batches.sampled_rows(1000, 100, seed=2).tolist()
 
 
-def test_columns_have_the_order_of_the_rows(tmp_path):
-    table = load_rows(write(tmp_path / "t.arrow", 5), world(0, 2))
-    assert table.columns(np.array([3, 1])) == {"id": ["3", "1"], "prompt_ids": [[3, 3], [1, 1]]}
-
-
-def test_rows_come_from_all_batches_of_a_table(tmp_path):
-    table = load_rows(write(tmp_path / "t.arrow", 10, batch=3), world(0, 1))
-    rows = np.array([9, 0, 3, 2, 5, 3])
-    assert (table.num_rows, len(table.batches)) == (10, 4)
-    assert table.columns(rows)["id"] == [str(row) for row in rows]
+@pytest.mark.parametrize(("size", "parts"), [(None, 1), (3, 4)])
+def test_rows_come_in_the_asked_order_from_all_batches_of_a_table(tmp_path, size, parts):
+    table = load_rows(write(tmp_path / "t.arrow", 10, size), world(0, 2))
+    assert (table.num_rows, len(table.batches)) == (10, parts)
+    rows = [9, 0, 3, 2, 5, 3]
+    assert table.columns(np.array(rows)) == {
+        "id": [str(row) for row in rows],
+        "prompt_ids": [[row, row] for row in rows],
+    }
 
 
 def own_memory():
@@ -156,13 +140,14 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
 
 
 def test_a_table_with_fewer_rows_than_ranks_is_rejected(tmp_path):
-    with pytest.raises(
-        ArtifactError, match=r"t\.arrow: found 1 rows, expected at least 2, one for each rank"
-    ):
+    message = r"t\.arrow: found 1 rows, expected at least 2, one for each rank"
+    with pytest.raises(ArtifactError, match=message):
         load_rows(write(tmp_path / "t.arrow", 1), world(0, 2))
 
 
 LENGTHS = torch.tensor([[[9, 0]], [[0, 1]], [[5, 0]], [[0, 2]], [[8, 0]]])
+PAIRS = torch.tensor([[[3, 9], [3, 1]], [[2, 1], [2, 9]]])
+"""Two pairs; padded they are 4 sequences of 3 + 9 tokens."""
 
 
 def lists(groups):
@@ -170,23 +155,26 @@ def lists(groups):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "padded", "expected"),
+    ("lengths", "tokens", "padded", "expected"),
     [
-        (10, False, [[0], [4], [2, 3, 1]]),
-        (14, True, [[0], [4], [2, 3], [1]]),
-        (17, False, [[0, 4], [2, 3, 1]]),
-        (18, True, [[0, 4], [2, 3], [1]]),
-        (21, True, [[0, 4], [2, 3, 1]]),
-        (1, False, [[0], [4], [2], [3], [1]]),
-        (1000, True, [[0, 4, 2, 3, 1]]),
+        (LENGTHS, 10, False, [[0], [4], [2, 3, 1]]),
+        (LENGTHS, 14, True, [[0], [4], [2, 3], [1]]),
+        (LENGTHS, 17, False, [[0, 4], [2, 3, 1]]),
+        (LENGTHS, 18, True, [[0, 4], [2, 3], [1]]),
+        (LENGTHS, 21, True, [[0, 4], [2, 3, 1]]),
+        (LENGTHS, 1, False, [[0], [4], [2], [3], [1]]),
+        (LENGTHS, 1000, True, [[0, 4, 2, 3, 1]]),
+        (PAIRS, 47, True, [[0], [1]]),
+        (PAIRS, 48, True, [[0, 1]]),
+        (PAIRS, 30, False, [[0, 1]]),
     ],
 )
-def test_groups_are_filled_from_the_longest_row_to_the_shortest(tokens, padded, expected):
+def test_groups_are_filled_from_the_longest_row_to_the_shortest(lengths, tokens, padded, expected):
     """Padding counts if the model computes it.
 
     Rows 2, 3 and 1 have a prompt of 5 and responses of 2 and 1: padded they are 3 rows of 5 + 2.
     """
-    assert lists(grouped(LENGTHS, tokens, padded=padded)) == expected
+    assert lists(grouped(lengths, tokens, padded=padded)) == expected
 
 
 def test_no_padded_group_exceeds_the_budget():
@@ -200,24 +188,16 @@ def test_no_padded_group_exceeds_the_budget():
     assert lists(grouped(torch.tensor([[[3, 40]], [[40, 3]]]), 50, padded=True)) == [[0], [1]]
 
 
-def test_both_answers_of_a_pair_are_padded():
-    """Two pairs are 4 sequences of 3 + 9 tokens."""
-    pairs = torch.tensor([[[3, 9], [3, 1]], [[2, 1], [2, 9]]])
-    assert lists(grouped(pairs, 47, padded=True)) == [[0], [1]]
-    assert lists(grouped(pairs, 48, padded=True)) == [[0, 1]]
-    assert lists(grouped(pairs, 30, padded=False)) == [[0, 1]]
-
-
 def test_groups_of_most_rows_are_split():
     groups = grouped(LENGTHS, 1000, padded=False)
-    assert lists(split(groups, 2)) == [[0, 4, 2], [3, 1]]
-    assert lists(split(groups, 4)) == [[0], [4], [2], [3, 1]]
-    assert lists(split(groups, 5)) == [[0], [4], [2], [3], [1]]
+    assert lists(batches.split(groups, 2)) == [[0, 4, 2], [3, 1]]
+    assert lists(batches.split(groups, 4)) == [[0], [4], [2], [3, 1]]
+    assert lists(batches.split(groups, 5)) == [[0], [4], [2], [3], [1]]
 
 
 def test_all_ranks_make_as_many_groups_as_the_rank_with_the_most(monkeypatch):
-    monkeypatch.setattr(module, "probe_capabilities", lambda model: Capabilities(True, None))
+    monkeypatch.setattr(batches, "probe_capabilities", lambda model: Capabilities(True, None))
     world = SimpleNamespace(most=lambda counts: [max(counts[0], 4), max(counts[1], 1)])
-    first, second = micro_batches([LENGTHS, LENGTHS[:2]], 17, None, world)
+    first, second = batches.micro_batches([LENGTHS, LENGTHS[:2]], 17, None, world)
     assert lists(first) == [[0], [4], [2, 3], [1]]
     assert lists(second) == [[0, 1]]

@@ -44,6 +44,8 @@ DEFAULTS = {
 }  # fmt: skip
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"}}
 CPU = {"device": "cpu", "pin_memory": False}
+PINNED = {"device": "cpu", "pin_memory": True}
+OFFLOADED = {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True}
 
 
 def settings_with(stage=0, precision="fp32", **zero):
@@ -58,47 +60,43 @@ def settings_with(stage=0, precision="fp32", **zero):
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "expected"),
+    ("deepspeed", "on_gpu", "expected"),
     [
-        ({"zero_stage": 0}, settings_with()),
-        ({"zero_stage": 1}, settings_with(1)),
-        ({"zero_stage": 2, "precision": "bf16"}, settings_with(2, "bf16") | IN_FP32),
+        ({"zero_stage": 0}, False, settings_with()),
+        ({"zero_stage": 1}, False, settings_with(1)),
+        ({"zero_stage": 2, "precision": "bf16"}, False, settings_with(2, "bf16") | IN_FP32),
         (
             {"zero_stage": 2, "precision": "bf16", "accumulate": "bf16"},
+            False,
             settings_with(2, "bf16")
             | {"data_types": IN_FP32["data_types"] | {"grad_accum_dtype": "bf16"}},
         ),
-        ({"zero_stage": 3, "precision": "bf16"}, settings_with(3, "bf16") | IN_FP32),
+        ({"zero_stage": 3, "precision": "bf16"}, False, settings_with(3, "bf16") | IN_FP32),
         (
-            {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
+            OFFLOADED,
+            False,
             settings_with(3, offload_param=CPU, offload_optimizer=CPU)
             | {"zero_force_ds_cpu_optimizer": False},
         ),
+        (
+            OFFLOADED,
+            True,
+            settings_with(3, offload_param=PINNED, offload_optimizer=PINNED)
+            | {"zero_force_ds_cpu_optimizer": True},
+        ),
     ],
 )
-def test_settings_of_a_trainable_model(deepspeed, expected):
-    settings = training_settings(trained(**deepspeed), hidden_size=64, on_gpu=False)
+def test_settings_of_a_trainable_model(deepspeed, on_gpu, expected):
+    settings = training_settings(trained(**deepspeed), hidden_size=64, on_gpu=on_gpu)
     assert settings == expected
     require_accepted(settings)
 
 
 def test_settings_of_a_frozen_model():
     """It has no gradients to clip; the default of DeepSpeed would be 1."""
-    settings = inference_settings(
-        FrozenDeepSpeedConfig(zero_stage=3, precision="bf16", offload_parameters=True),
-        hidden_size=64,
-        on_gpu=False,
-    )
+    config = FrozenDeepSpeedConfig(zero_stage=3, precision="bf16", offload_parameters=True)
+    settings = inference_settings(config, hidden_size=64, on_gpu=False)
     assert settings == settings_with(3, "bf16", offload_param=CPU) | {"gradient_clipping": 0.0}
-    require_accepted(settings)
-
-
-def test_offloading_on_a_gpu_pins_memory_and_uses_the_cpu_optimizer():
-    config = trained(zero_stage=3, offload_optimizer=True, offload_parameters=True)
-    settings = training_settings(config, hidden_size=64, on_gpu=True)
-    pinned = {"device": "cpu", "pin_memory": True}
-    expected = settings_with(3, offload_param=pinned, offload_optimizer=pinned)
-    assert settings == expected | {"zero_force_ds_cpu_optimizer": True}
     require_accepted(settings)
 
 

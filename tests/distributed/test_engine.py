@@ -9,13 +9,8 @@ import torch
 from transformers import get_scheduler
 
 from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, OptimizerConfig, TrainedModelConfig
-from rlhf_pipeline.distributed import engine as distributed_engine
-from rlhf_pipeline.distributed.engine import (
-    frozen_model,
-    release_freed,
-    schedule_factor,
-    train_engine,
-)
+from rlhf_pipeline.distributed import engine as engines
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.zero import whole_state_dict
 from rlhf_pipeline.models import kernels
 from rlhf_pipeline.models.loading import load_policy
@@ -32,39 +27,38 @@ def load(precision, **arguments):
     raise AskedError(arguments)
 
 
-@pytest.fixture(autouse=True)
-def _no_gpu_to_check(monkeypatch):
-    monkeypatch.setattr(kernels, "require_sound_kernels", lambda *arguments: None)
+def trained(world, **deepspeed):
+    fields = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": deepspeed}
+    train_engine(load, TrainedModelConfig.model_validate(fields), 1)
+
+
+def frozen(world, **deepspeed):
+    frozen_model(load, FrozenDeepSpeedConfig(**deepspeed), world)
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "device", "expected"),
+    ("make", "zero_stage", "precision", "device", "expected"),
     [
-        (0, GPU, {"device": GPU}),
-        (1, GPU, {"device": GPU}),
-        (2, GPU, {"device": GPU}),
-        (3, GPU, {}),
-        (1, CPU, {}),
+        (trained, 0, "fp32", GPU, {"device": GPU}),
+        (trained, 1, "bf16", GPU, {"device": GPU}),
+        (trained, 2, "bf16", GPU, {"device": GPU}),
+        (trained, 3, "bf16", GPU, {}),
+        (trained, 1, "bf16", CPU, {}),
+        (frozen, 0, "bf16", GPU, {"device": GPU}),
+        (frozen, 3, "bf16", GPU, {}),
+        (frozen, 0, "fp32", CPU, {}),
     ],
 )
-def test_a_model_in_training(monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(distributed_engine, "own_device", lambda: device)
-    fields = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"zero_stage": zero_stage}}
+def test_a_whole_model_is_read_onto_its_gpu_which_is_checked_before(
+    world, monkeypatch, make, zero_stage, precision, device, expected
+):
+    checked = []
+    monkeypatch.setattr(kernels, "require_sound_kernels", lambda *given: checked.append(given))
+    monkeypatch.setattr(engines, "own_device", lambda: device)
     with pytest.raises(AskedError) as asked:
-        train_engine(load, TrainedModelConfig.model_validate(fields), 1)
+        make(replace(world, device=device), zero_stage=zero_stage, precision=precision)
     assert asked.value.args == (expected,)
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "device", "expected"),
-    [(0, GPU, {"device": GPU}), (3, GPU, {}), (0, CPU, {})],
-)
-def test_a_frozen_model(world, monkeypatch, zero_stage, device, expected):
-    monkeypatch.setattr(distributed_engine, "own_device", lambda: device)
-    config = FrozenDeepSpeedConfig(zero_stage=zero_stage, precision="fp32")
-    with pytest.raises(AskedError) as asked:
-        frozen_model(load, config, replace(world, device=device))
-    assert asked.value.args == (expected,)
+    assert checked == [(device, precision)] * (device is GPU)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
@@ -79,7 +73,7 @@ def test_schedules_are_those_of_transformers(name, steps, warmup):
         num_training_steps=steps,
     )
     for step in range(steps + 1):
-        factor = schedule_factor(config, steps, step)
+        factor = engines.schedule_factor(config, steps, step)
         assert factor == pytest.approx(theirs.get_last_lr()[0], abs=1e-15)
         optimizer.step()
         theirs.step()
@@ -89,17 +83,9 @@ IDS = torch.arange(5, 17).view(2, 6)
 
 
 def make_engine(folder, weight_decay: float, **fields):
-    config = {
-        "optimizer": {
-            "learning_rate": 0.1,
-            "schedule": "constant",
-            "warmup_fraction": 0.0,
-            "weight_decay": weight_decay,
-        }
-    }
-    return train_engine(
-        partial(load_policy, folder), TrainedModelConfig.model_validate(config | fields), 1
-    )
+    optimizer = {"learning_rate": 0.1, "schedule": "constant", "warmup_fraction": 0.0}
+    config = {"optimizer": optimizer | {"weight_decay": weight_decay}} | fields
+    return train_engine(partial(load_policy, folder), TrainedModelConfig.model_validate(config), 1)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -137,7 +123,7 @@ def test_freed_blocks_between_blocks_in_use_are_returned():
     blocks = [torch.ones(25_000) for _ in range(2_000)]
     full = psutil.Process().memory_info().rss
     kept, blocks = blocks[::10], None
-    release_freed()
+    engines.release_freed()
     returned = full - psutil.Process().memory_info().rss
     assert len(kept) == 200
     assert returned > 0.7 * 1_800 * 100_000

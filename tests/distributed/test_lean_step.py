@@ -29,14 +29,14 @@ def engine_of(folder, settings, optimizer, lean, monkeypatch):
 
 def trained(engine, world, steps, losses):
     """Take steps of `losses` micro batches each; return the gradient norm of each step."""
+
+    def loss(ids):
+        return engine(input_ids=ids, labels=ids).loss, {}
+
     norms = []
     for step in range(steps):
-        for_step = [BATCHES[(step + i) % 3] for i in range(losses)]
-
-        def loss(ids):
-            return engine(input_ids=ids, labels=ids).loss, {}
-
-        optimizer_step(engine, world, [partial(loss, ids) for ids in for_step])
+        batches = [BATCHES[(step + i) % 3] for i in range(losses)]
+        optimizer_step(engine, world, [partial(loss, ids) for ids in batches])
         norms.append(float(grad_norm(engine)))
     return norms
 
@@ -73,15 +73,13 @@ def test_weights_and_norms_are_those_of_deepspeed(
 
 
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(world, make_model, monkeypatch):
-    engine = engine_of(
-        make_model("llama"), {"zero_stage": 1, "precision": "bf16"}, {}, True, monkeypatch
-    )
+    settings = {"zero_stage": 1, "precision": "bf16"}
+    engine = engine_of(make_model("llama"), settings, {}, True, monkeypatch)
     trained(engine, world, 1, 1)
     before = [shard.clone() for shard in fp32_shards(engine)]
     ids = BATCHES[0]
-    optimizer_step(
-        engine, world, [lambda: (engine(input_ids=ids, labels=ids).loss * torch.inf, {})]
-    )
+    loss = lambda: (engine(input_ids=ids, labels=ids).loss * torch.inf, {})  # noqa: E731
+    optimizer_step(engine, world, [loss])
     assert float(grad_norm(engine)) == torch.inf and not engine.was_step_applied()
     for shard, other in zip(fp32_shards(engine), before, strict=True):
         assert torch.equal(shard, other)

@@ -31,12 +31,10 @@ def launched(tmp_path):
         command = [sys.executable, *options, "-m", module, f"--world_info={world}"]
         command += ["--master_port=3001", "--no_local_rank", "--module", program, "a", "b"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        reports = sorted(tmp_path.glob("rank*.json"))
-        ranks = [
-            {k: v for k, v in json.loads(report.read_text()).items() if k not in BY_IMPORTS}
-            for report in reports
-        ]
-        for report in reports:
+        ranks = []
+        for report in sorted(tmp_path.glob("rank*.json")):
+            found = json.loads(report.read_text())
+            ranks.append({name: found[name] for name in found.keys() - BY_IMPORTS})
             report.unlink()
         return done.returncode, ranks, done.stderr + done.stdout
 

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from functools import partial
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,37 +14,23 @@ from rlhf_pipeline.distributed.optimizer_step import optimizer_step
 from rlhf_pipeline.models.loading import load_policy
 
 
-class Engine:
-    """Counts the graphs that are alive in each backward pass."""
-
-    def __init__(self, graphs):
-        self.graphs = graphs
-        self.alive = []
-
-    def set_gradient_accumulation_boundary(self, is_boundary):
-        pass
-
-    def backward(self, loss):
-        gc.collect()
-        self.alive.append(sum(graph() is not None for graph in self.graphs))
-        loss.backward()
-
-    def step(self):
-        pass
-
-
 def test_a_metric_s_graph_is_freed_before_the_backward_pass():
     """The entropy of PPO is a metric without an effect on the loss; its graph holds all logits."""
-    weight, graphs = torch.ones(3, requires_grad=True), []
+    weight, graphs, alive = torch.ones(3, requires_grad=True), [], []
 
     def loss():
         logits = weight.exp()  # its backward pass needs the result
         graphs.append(weakref.ref(logits))
         return weight.sum(), {"entropy": logits.square().sum()}
 
-    engine = Engine(graphs)
-    sums = optimizer_step(engine, SimpleNamespace(size=1, deterministic=False), [loss, loss])
-    assert engine.alive == [0, 0]
+    def backward(loss):
+        gc.collect()
+        alive.append(sum(graph() is not None for graph in graphs))
+        loss.backward()
+
+    engine, world = Mock(backward=backward), Mock(size=1, deterministic=False)
+    sums = optimizer_step(engine, world, [loss, loss])
+    assert alive == [0, 0]
     assert float(sums["entropy"]) == pytest.approx(2 * 3 * 2.718281828**2)
 
 

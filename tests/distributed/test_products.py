@@ -16,10 +16,6 @@ def _onednn():
     use_onednn(True)  # until the end of the test, see conftest.py
 
 
-def layer(inputs, weight, bias):
-    return linear(inputs, weight, bias)
-
-
 def layer_without_bias(inputs, weight, bias):
     return linear(inputs, weight) * bias
 
@@ -64,7 +60,7 @@ def head(inputs, weight, bias):
 @pytest.mark.parametrize(
     "compute",
     [
-        layer, layer_without_bias, convolution_of_gpt2, scaled, sum_of_matrices, strided_bias,
+        linear, layer_without_bias, convolution_of_gpt2, scaled, sum_of_matrices, strided_bias,
         expanded_bias, overlapping, transposed, head,
     ],
 )  # fmt: skip
@@ -72,18 +68,14 @@ def test_results_and_gradients_are_those_of_float64(_onednn, compute, width):
     draw = torch.Generator().manual_seed(1)
     shapes = [(2, 96, width), (384, width), (384,)]
     inputs = [torch.randn(shape, generator=draw).double() / width**0.25 for shape in shapes]
-    found, expected = (
-        results(compute, [x.to(dtype) for x in inputs]) for dtype in (torch.float32, torch.float64)
-    )
+    found, expected = [], []
+    for results, dtype in ((found, torch.float32), (expected, torch.float64)):
+        own = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        results.append(compute(*own))
+        results[0].sin().sum().backward()
+        results += [x.grad for x in own]
     for own, exact in zip(found, expected, strict=True):
         assert (own - exact).abs().max() <= ROUNDINGS * exact.abs().max()
-
-
-def results(compute, inputs):
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    found = compute(*inputs)
-    found.sin().sum().backward()
-    return [found.detach().double(), *(x.grad.double() for x in inputs)]
 
 
 def computed_by_onednn(module, inputs):
@@ -115,16 +107,16 @@ def test_a_process_can_return_to_the_products_of_torch():
     assert not uses_onednn() and computed_by_onednn(module, inputs) == 0
 
 
+X86 = "vendor_id\t: {}\ncpu family\t: {}\nflags\t\t: {}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "vendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: avx2 avx512f avx512_bf16\n",
-            True,
-        ),
-        ("vendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: avx avx2 fma\n", False),
-        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t\t: avx2 avx512f\n", False),
-        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nflags\t\t: avx2 avx512f amx_tile\n", False),
+        (X86.format("AuthenticAMD", 26, "avx2 avx512f avx512_bf16"), True),
+        (X86.format("AuthenticAMD", 26, "avx avx2 fma"), False),
+        (X86.format("AuthenticAMD", 25, "avx2 avx512f"), False),
+        (X86.format("GenuineIntel", 6, "avx2 avx512f amx_tile"), False),
         ("CPU implementer\t: 0x41\nFeatures\t: fp asimd bf16\n", False),
     ],
 )

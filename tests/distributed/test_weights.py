@@ -5,7 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from rlhf_pipeline.distributed.weights import digest
+from rlhf_pipeline.config.training import FrozenDeepSpeedConfig, LoRAConfig, TrainedModelConfig
+from rlhf_pipeline.distributed.engine import frozen_model, train_engine
+from rlhf_pipeline.distributed.weights import check_frozen, digest, trained_digest
+from rlhf_pipeline.distributed.zero import fp32_shards, pieces
+from rlhf_pipeline.errors import StageError
+from rlhf_pipeline.models.loading import load_policy
+from rlhf_pipeline.models.lora import add_adapters
 
 SIZE = 2**20  # of the pieces of a digest
 STAGES = (0, 1, 2, 3)
@@ -19,12 +25,6 @@ CASES = {f"moves, stage {stage}": ("moves", stage) for stage in STAGES} | {
 
 def moves(lab, stage: int) -> dict[str, object]:
     """The digests of the fp32 weights at the start, again, and after a change of one last digit."""
-    from rlhf_pipeline.config.training import TrainedModelConfig
-    from rlhf_pipeline.distributed.engine import train_engine
-    from rlhf_pipeline.distributed.weights import trained_digest
-    from rlhf_pipeline.distributed.zero import fp32_shards, pieces
-    from rlhf_pipeline.models.loading import load_policy
-
     fields = {"optimizer": {"learning_rate": 1e-2}, "deepspeed": {"zero_stage": stage}}
     config = TrainedModelConfig.model_validate(fields)
     engine = train_engine(partial(load_policy, lab.models["llama"]), config, 1)
@@ -37,8 +37,6 @@ def moves(lab, stage: int) -> dict[str, object]:
 
 
 def message(function) -> str:
-    from rlhf_pipeline.errors import StageError
-
     try:
         function()
     except StageError as error:
@@ -54,12 +52,6 @@ def flip(weight, bit: int) -> None:
 def case(lab, kind: str, stage: int):
     if kind == "moves":
         return moves(lab, stage)
-    from rlhf_pipeline.config.training import FrozenModelConfig, LoRAConfig
-    from rlhf_pipeline.distributed.engine import frozen_model
-    from rlhf_pipeline.distributed.weights import check_frozen
-    from rlhf_pipeline.models.loading import load_policy
-    from rlhf_pipeline.models.lora import add_adapters
-
     if kind == "adapters":
         model = load_policy(lab.models["llama"], "fp32")
         add_adapters(model, LoRAConfig())
@@ -72,21 +64,14 @@ def case(lab, kind: str, stage: int):
         unchanged = message(check)
         flip(next(by_name[name] for name in by_name if "base_layer" in name), 0)
         return [unchanged, message(check)]
-    settings = FrozenModelConfig.model_validate(
-        {"deepspeed": {"precision": "fp32", "zero_stage": stage}}
-    ).deepspeed
+    settings = FrozenDeepSpeedConfig(precision="fp32", zero_stage=stage)
     model = frozen_model(partial(load_policy, lab.models["llama"]), settings, lab.world)
     weight = model.get_parameter(("module." if stage else "") + "model.layers.1.mlp.up_proj.weight")
     check = partial(check_frozen, {"reference": model}, lab.world, {})
-    if kind == "load":
-        if lab.world.rank == 1:
-            flip(weight, 0)
-        return message(check)
-    check()
-    sound = message(check)
+    sound = [message(check), message(check)] if kind == "change" else []
     if lab.world.rank == 1:
-        flip(getattr(weight, "ds_tensor", weight), 31)
-    return [sound, message(check)]
+        flip(getattr(weight, "ds_tensor", weight), 31 if kind == "change" else 0)
+    return [*sound, message(check)]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "moves" in name])
@@ -104,22 +89,16 @@ REST = (
 
 
 @pytest.mark.parametrize(
-    ("name", "weight"),
+    ("name", "before", "weight"),
     [
-        ("a bit of one rank changes", WEIGHT),
-        ("a bit of a shard changes", f"module.{WEIGHT}, shard 1"),
+        ("one rank loads other bits", [], WEIGHT),
+        ("a bit of one rank changes", ["", ""], WEIGHT),
+        ("a bit of a shard changes", ["", ""], f"module.{WEIGHT}, shard 1"),
     ],
 )
-def test_a_changed_bit_is_found_at_a_checkpoint(cells, name, weight):
-    sound, found = cells[name]
-    assert sound == ""
-    assert found == f"reference: {weight}: found other bits on rank 1 (1 weights), {REST}"
-
-
-def test_ranks_that_load_different_weights_are_refused(cells):
-    assert cells["one rank loads other bits"] == (
-        f"reference: {WEIGHT}: found other bits on rank 1 (1 weights), {REST}"
-    )
+def test_other_bits_are_found_at_the_start_and_at_a_checkpoint(cells, name, before, weight):
+    found = f"reference: {weight}: found other bits on rank 1 (1 weights), {REST}"
+    assert cells[name] == [*before, found]
 
 
 def test_adapters_may_change_and_the_weights_beside_them_not(cells):
@@ -138,7 +117,7 @@ def test_a_digest_weighs_each_number_by_its_place():
 def test_every_flipped_bit_changes_the_digest(dtype):
     numbers = torch.zeros(SIZE + 3).to(dtype)
     start, size = digest(numbers), numbers.element_size()
-    bits = numbers.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    bits = numbers.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
     seen = set()
     for place in (0, SIZE - 1, SIZE, SIZE + 2):  # both pieces
         for bit in range(8 * size):

@@ -13,15 +13,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 from rlhf_pipeline.config.training import FrozenModelConfig, SamplingConfig, TrainedModelConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed import engine as engines
+from rlhf_pipeline.distributed import zero
 from rlhf_pipeline.distributed.engine import frozen_model, train_engine
 from rlhf_pipeline.distributed.optimizer_step import optimizer_step
-from rlhf_pipeline.distributed.zero import (
-    EMA,
-    for_generation,
-    fp32_shards,
-    is_sharded,
-    whole_state_dict,
-)
+from rlhf_pipeline.distributed.zero import EMA, fp32_shards, is_sharded, whole_state_dict
 from rlhf_pipeline.generation.generator import row_seeds
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
 from rlhf_pipeline.models.forward import probe_capabilities
@@ -39,24 +34,11 @@ def policy(make_model):
     return make_model("llama")
 
 
-def sample(model, policy, prompts, sampling):
-    """Token ids of the responses, with the same random draws for every model."""
-    generator = TransformersGenerator(model, TokenContract.read(policy))
-    seeds = row_seeds(1, 1, np.arange(len(prompts)))
-    return generator.generate(prompts, sampling, seeds).sequences.response_ids
-
-
 def test_a_frozen_model_has_an_engine_only_if_it_is_sharded(policy, world):
     """An engine at stage 0 would create an optimizer; stages 1 and 2 need one."""
-    load = partial(load_policy, policy)
-    whole, sharded = (
-        frozen_model(
-            load,
-            FrozenModelConfig().beside(block(deepspeed={"zero_stage": stage}).deepspeed),
-            world,
-        )
-        for stage in (2, 3)
-    )
+    trained = (block(deepspeed={"zero_stage": stage}).deepspeed for stage in (2, 3))
+    settings = map(FrozenModelConfig().beside, trained)
+    whole, sharded = (frozen_model(partial(load_policy, policy), each, world) for each in settings)
     assert not isinstance(whole, DeepSpeedEngine) and not is_sharded(whole)
     assert isinstance(sharded, DeepSpeedEngine) and is_sharded(sharded)
     assert isinstance(sharded.optimizer, DeepSpeedZeRoOffload) and sharded.lr_scheduler is None
@@ -121,9 +103,7 @@ def test_no_weight_stays_gathered_after_its_pass(policy, world, monkeypatch):
         ({"zero_stage": 3, "kernels": "liger"}, "bf16", "liger"),
     ],
 )
-def test_a_frozen_model_has_precision_and_kernels_of_the_model_it_accompanies(
-    own, precision, kernels
-):
+def test_a_frozen_model_has_precision_and_kernels_of_its_companion(own, precision, kernels):
     """Otherwise the first KL between actor and reference would not be 0."""
     companion = block(deepspeed={"precision": "bf16", "kernels": "compile"}).deepspeed
     found = FrozenModelConfig.model_validate({"deepspeed": own}).beside(companion)
@@ -137,20 +117,22 @@ def test_generation_uses_its_cache_despite_gradient_checkpointing(policy, world,
     The responses equal those of the model without an engine. In training mode, layers with gradient
     checkpointing would not use a cache.
     """
-    engine = train_engine(
-        partial(load_policy, policy),
-        block(deepspeed={"zero_stage": stage}, gradient_checkpointing=True),
-        1,
-    )
-    widths, sampling = [], SamplingConfig(max_response_tokens=6)
+    config = block(deepspeed={"zero_stage": stage}, gradient_checkpointing=True)
+    engine = train_engine(partial(load_policy, policy), config, 1)
+    widths, prompts, sampling = [], [[5, 6, 7], [8]], SamplingConfig(max_response_tokens=6)
+
+    def responses(model):
+        generator = TransformersGenerator(model, TokenContract.read(policy))
+        rollout = generator.generate(prompts, sampling, row_seeds(1, 1, np.arange(2)))
+        return rollout.sequences.response_ids
+
     probe_capabilities(engine)  # takes forward passes of its own
     hook = engine.module.register_forward_pre_hook(
         lambda m, args, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True
     )
-    found = sample(engine, policy, [[5, 6, 7], [8]], sampling)
+    found = responses(engine)
     hook.remove()
-    plain = load_policy(policy, "fp32").eval()
-    assert torch.equal(found, sample(plain, policy, [[5, 6, 7], [8]], sampling))
+    assert torch.equal(found, responses(load_policy(policy, "fp32").eval()))
     assert widths == [4] + [1] * (len(widths) - 1) and len(widths) > 2
     assert engine.module.training
 
@@ -159,48 +141,27 @@ def test_a_failed_generation_restores_training_mode_and_shards(policy, world):
     engine = train_engine(partial(load_policy, policy), block(deepspeed={"zero_stage": 3}), 1)
     hooks = sum(len(module._forward_hooks) for module in engine.module.modules())
     assert hooks > 0
-    with pytest.raises(KeyError), for_generation(engine) as module:
+    with pytest.raises(KeyError), zero.for_generation(engine) as module:
         assert not module.training and module.lm_head.weight.numel() > 0
         raise KeyError
     assert engine.module.training and engine.module.lm_head.weight.numel() == 0
     assert sum(len(module._forward_hooks) for module in engine.module.modules()) == hooks
 
 
-def test_the_generation_settings_of_a_model_folder_are_ignored(policy, make_model):
-    """transformers takes settings that are not given from the file, which may contain anything."""
-    with_settings = make_model("llama")  # the same weights
-    (with_settings / "generation_config.json").write_text(
-        '{"do_sample": true, "top_k": 1, "repetition_penalty": 9.0, "no_repeat_ngram_size": 1, '
-        '"suppress_tokens": [1]}'
-    )
-    sampling = SamplingConfig(max_response_tokens=12, temperature=0.2)
-    ours, theirs = (
-        sample(load_policy(folder, "fp32").eval(), policy, [[5, 6]] * 8, sampling)
-        for folder in (policy, with_settings)
-    )
-    assert torch.equal(ours, theirs)
-
-
 # --- the average of an engine's weights, on two ranks of the lab ----------------------------------
 
 
-CASES = {
-    f"{precision}, stage {stage}": (precision, stage)
-    for precision, stage in [("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 2),
-                             ("bf16", 3)]
-}  # fmt: skip
+CASES = {f"fp32, stage {stage}": ("fp32", stage) for stage in range(4)} | {
+    f"bf16, stage {stage}": ("bf16", stage) for stage in (2, 3)
+}
 DECAY, STEPS = 0.75, 3
 
 
 def train(lab, precision: str, stage: int, *, swap: bool) -> dict[str, dict[str, torch.Tensor]]:
     """Weights after some steps; with `swap`, the average is swapped in and out after each step."""
 
-    config = TrainedModelConfig.model_validate(
-        {
-            "optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0, "schedule": "constant"},
-            "deepspeed": {"zero_stage": stage, "precision": precision},
-        }
-    )
+    optimizer = {"learning_rate": 1e-2, "warmup_fraction": 0.0, "schedule": "constant"}
+    config = block(optimizer=optimizer, deepspeed={"zero_stage": stage, "precision": precision})
     engine = train_engine(partial(load_policy, lab.models["llama"]), config, STEPS)
     whole = torch.Tensor.detach if stage == 0 else safe_get_full_fp32_param
 

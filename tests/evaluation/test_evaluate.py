@@ -5,6 +5,8 @@ import math
 import shutil
 import weakref
 from dataclasses import replace
+from itertools import compress
+from statistics import mean
 
 import pyarrow as pa
 import pytest
@@ -58,31 +60,33 @@ def inputs(make_model, tmp_path_factory):
         for m in messages
     ]
     columns = {"prompt_ids": ids, "messages": messages, "source": ["synthetic"] * 8}
-    table = pa.table(columns | {"reference": REFERENCES})
-    with (
-        pa.OSFile(str(prompts / "test.arrow"), "wb") as sink,
-        pa.ipc.new_stream(sink, table.schema) as writer,
-    ):
-        writer.write_table(table)
-    for folder in (reward_model, prompts):
-        TokenContract.read(sft).write(folder)
+    contract = TokenContract.read(sft)
+    write_table(pa.table(columns | {"reference": REFERENCES}), prompts, contract)
+    (prompts / "train.arrow").rename(prompts / "test.arrow")
+    contract.write(reward_model)
     models = {"sft_model": sft, "ppo_model": ppo, "reward_model": reward_model}
     return {"prompts": prompts} | {name: as_artifact(folder) for name, folder in models.items()}
 
 
-def test_every_judge_scores_every_answer(inputs, world, tmp_path):
-    (tmp_path / "my.py").write_text(JUDGE)
-    config = EvaluateConfig(
-        prompts=6, micro_batch_tokens=64, sampling={"max_response_tokens": 6},
-        judges=[f"{tmp_path}/my.py:words"],
-    )  # fmt: skip
-    candidate = CandidateConfig(name="ppo")
-    blocks = as_json({"evaluate": config, "candidate": candidate})
-    paths = inputs | {"judges.0": tmp_path / "my.py"}
-    metrics = evaluate.main(LaunchedJob("evaluate", "f", 3, blocks, paths, {}, tmp_path, 60.0))
+def run(inputs, folder, *, seed=3, digests=None, **changes):
+    """The metrics of a small evaluation, and its answers."""
+    fields = {"prompts": 6, "sampling": {"max_response_tokens": 6}} | changes
+    config = EvaluateConfig.model_validate(fields)
+    blocks = as_json({"evaluate": config, "candidate": CandidateConfig(name="ppo")})
+    folder.mkdir(parents=True)
+    job = LaunchedJob("evaluate", "f", seed, blocks, inputs, digests or {}, folder, 60.0)
+    metrics = evaluate.main(job)
+    lines = (folder / "export" / "answers.jsonl").read_text().splitlines()
+    return metrics, [json.loads(line) for line in lines]
 
-    export = tmp_path / "export"
-    answers = [json.loads(line) for line in (export / "answers.jsonl").read_text().splitlines()]
+
+def test_every_judge_scores_every_answer(inputs, world, tmp_path):
+    judge = tmp_path / "my.py"
+    judge.write_text(JUDGE)
+    metrics, answers = run(
+        inputs | {"judges.0": judge}, tmp_path / "run", micro_batch_tokens=64,
+        judges=[f"{judge}:words"],
+    )  # fmt: skip
     assert [(a["policy"], a["row"]) for a in answers] == [
         (policy, row)
         for policy in ("sft", "ppo", "sft_again")
@@ -96,27 +100,25 @@ def test_every_judge_scores_every_answer(inputs, world, tmp_path):
         reference = REFERENCES[answer["row"]]
         assert answer["words_score"] == len(answer["response"].split()) + len(reference)
         assert answer["gold_score"] == gold_score("synthetic", messages, answer["response"])
-    evaluation = json.loads((export / "evaluation.json").read_text())
+    evaluation = evaluation_in(tmp_path / "run")
     assert list(evaluation["win_rates"]) == ["gold", "words", "score"]
     assert evaluation["judge"] == "gold"
     assert metrics["ppo/words_score"] == evaluation["policies"]["ppo"]["words_score"]
     assert metrics["win_rate/words"] == evaluation["win_rates"]["words"]["rate"]
-    assert sorted(path.name for path in export.iterdir()) == ["answers.jsonl", "evaluation.json"]
+    files = sorted(path.name for path in (tmp_path / "run" / "export").iterdir())
+    assert files == ["answers.jsonl", "evaluation.json"]
 
 
-def run(inputs, folder, *, seed=3, digests=None, **changes):
-    """The metrics of a small evaluation, and the text of its answers."""
-    fields = {"prompts": 6, "sampling": {"max_response_tokens": 6}} | changes
-    config = EvaluateConfig.model_validate(fields)
-    blocks = as_json({"evaluate": config, "candidate": CandidateConfig(name="ppo")})
-    folder.mkdir(parents=True)
-    job = LaunchedJob("evaluate", "f", seed, blocks, inputs, digests or {}, folder, 60.0)
-    metrics = evaluate.main(job)
-    return metrics, (folder / "export" / "answers.jsonl").read_text()
+def logprobs_by_hand(model, prompt, response, size):
+    """The log-probability of each token of a response, by transformers."""
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1, :size]
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
 
 
-def answers_of(lines, policy):
-    return [line for line in map(json.loads, lines.splitlines()) if line["policy"] == policy]
+def answers_of(answers, policy):
+    return [answer for answer in answers if answer["policy"] == policy]
 
 
 def evaluation_in(folder):
@@ -140,8 +142,8 @@ def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path
     reported(other, 300, 2.0, 1.0)
     reported(inputs["reward_model"], 100, 1.0, 1.0)
     models = {"judge_model.0": inputs["reward_model"], "judge_model.1": other}
-    _, lines = run(inputs | models, tmp_path / "run")
-    for answer in map(json.loads, lines.splitlines()):
+    _, answers = run(inputs | models, tmp_path / "run")
+    for answer in answers:
         assert answer["judge_model_score"] == pytest.approx(answer["score"], rel=1e-6)
     evaluation = evaluation_in(tmp_path / "run")
     assert list(evaluation["win_rates"]) == ["gold", "judge_model", "score"]
@@ -154,8 +156,8 @@ def test_several_models_of_one_judge_judge_by_their_mean(inputs, world, tmp_path
 
 def test_all_policies_have_the_same_draws(inputs, world, tmp_path):
     """A candidate with the weights of SFT gives SFT's answers, as random as they are."""
-    metrics, lines = run(inputs | {"ppo_model": inputs["sft_model"]}, tmp_path / "run")
-    sft, ppo = answers_of(lines, "sft"), answers_of(lines, "ppo")
+    metrics, answers = run(inputs | {"ppo_model": inputs["sft_model"]}, tmp_path / "run")
+    sft, ppo = answers_of(answers, "sft"), answers_of(answers, "ppo")
     assert [a["response"] for a in ppo] == [a["response"] for a in sft]
     assert len({a["response"] for a in sft}) == 6
     assert (metrics["paired_win_rate/score"], metrics["ppo/kl"]) == (0.5, 0)
@@ -163,8 +165,8 @@ def test_all_policies_have_the_same_draws(inputs, world, tmp_path):
 
 
 def test_the_win_rate_compares_with_independent_draws_of_sft(inputs, world, tmp_path):
-    metrics, lines = run(inputs, tmp_path / "run")
-    sft, again, ppo = (answers_of(lines, name) for name in ("sft", "sft_again", "ppo"))
+    metrics, answers = run(inputs, tmp_path / "run")
+    sft, again, ppo = (answers_of(answers, name) for name in ("sft", "sft_again", "ppo"))
     assert {a["draw"] for a in again} == {1} and len(again) == 6
     assert not {a["response"] for a in again} & {a["response"] for a in sft}
     for name, theirs in (("paired_win_rate", sft), ("win_rate", again)):
@@ -177,26 +179,25 @@ def test_greedy_answers_are_the_most_likely_tokens(inputs, world, tmp_path):
     """As transformers decodes greedily; the log-probabilities are those at temperature 1. A KL is
     a mean over sampled answers, so there is none."""
     sampling = {"max_response_tokens": 6, "temperature": 0}
-    metrics, lines = run(inputs, tmp_path / "run", sampling=sampling)
+    metrics, answers = run(inputs, tmp_path / "run", sampling=sampling)
     tokenizer = load_tokenizer(inputs["sft_model"])
     contract = TokenContract.read(inputs["sft_model"])
     model = load_policy(inputs["sft_model"], "fp32").eval()
-    for given in answers_of(lines, "sft"):
+    for given in answers_of(answers, "sft"):
         ids = tokenizer.apply_chat_template(
             given["messages"], add_generation_prompt=True, return_dict=False
         )
-        total, written = 0.0, []
+        written = []
         for _ in range(given["response_tokens"]):
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids + written])).logits[0, -1]
-            logprobs = logits[: contract.vocab_size].log_softmax(-1)
-            written.append(int(logprobs.argmax()))
-            total += float(logprobs.max())
+            written.append(int(logits[: contract.vocab_size].argmax()))
         assert given["response"] == tokenizer.decode(written, skip_special_tokens=True).strip()
+        total = sum(logprobs_by_hand(model, ids, written, contract.vocab_size))
         assert given["sft_logprob"] == pytest.approx(total, abs=1e-4)
-    assert answers_of(lines, "sft_again") == []
+    assert answers_of(answers, "sft_again") == []
     assert metrics["win_rate/score"] == metrics["paired_win_rate/score"]
-    assert {answer["kl"] for answer in map(json.loads, lines.splitlines())} == {None}
+    assert {answer["kl"] for answer in answers} == {None}
     assert not [name for name in metrics if "/kl" in name] and metrics["ppo/sft_perplexity"] > 1
 
 
@@ -213,9 +214,9 @@ def test_the_seed_chooses_the_prompts_and_the_draws(inputs, world, tmp_path):
 
 
 def test_the_best_of_n_answers_of_sft_leaves_the_rest_as_it_is(inputs, world, tmp_path):
-    plain, lines = run(inputs, tmp_path / "a")
+    plain, answers = run(inputs, tmp_path / "a")
     more, same = run(inputs, tmp_path / "b", best_of_n=4)
-    assert (more, same) == (plain, lines)
+    assert (more, same) == (plain, answers)
     curve = evaluation_in(tmp_path / "b")["best_of_n"]
     assert [point["n"] for point in curve] == [1, 2, 4]
     assert curve[0]["score"] == pytest.approx(plain["sft/score"])
@@ -226,14 +227,13 @@ def test_the_best_of_n_answers_of_sft_leaves_the_rest_as_it_is(inputs, world, tm
 
 def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     """The first draw of each policy is its only answer otherwise; all judges score all draws."""
-    _, lines = run(inputs, tmp_path / "a", best_of_n=2)
-    metrics, more = run(inputs, tmp_path / "b", best_of_n=2, answers_per_prompt=3)
-    answers = [json.loads(line) for line in more.splitlines()]
+    _, single = run(inputs, tmp_path / "a", best_of_n=2)
+    metrics, answers = run(inputs, tmp_path / "b", best_of_n=2, answers_per_prompt=3)
     rows = sampled_rows(8, 6, seed=3).tolist()
     assert [(a["policy"], a["row"], a["draw"]) for a in answers] == [
         (policy, row, draw) for policy in ("sft", "ppo") for row in rows for draw in range(3)
     ]
-    first = [a for a in map(json.loads, lines.splitlines()) if a["draw"] == 0]
+    first = [a for a in single if a["draw"] == 0]
     assert [a for a in answers if a["draw"] == 0] == first
     assert len({(a["row"], a["response"]) for a in answers if a["policy"] == "sft"}) == 18
     assert all(a["gold_score"] is not None and math.isfinite(a["score"]) for a in answers)
@@ -242,8 +242,8 @@ def test_several_answers_to_each_prompt(inputs, world, tmp_path):
     assert evaluation["win_rates"]["score"]["n"] == 6
     crossed = [
         ours["score"] > theirs["score"]
-        for ours in answers_of(more, "ppo")
-        for theirs in answers_of(more, "sft")
+        for ours in answers_of(answers, "ppo")
+        for theirs in answers_of(answers, "sft")
         if ours["row"] == theirs["row"] and ours["draw"] != theirs["draw"]
     ]
     assert metrics["win_rate/score"] == pytest.approx(sum(crossed) / 36)
@@ -256,7 +256,7 @@ def test_what_policies_achieve_in_tasks_stands_beside_the_answers(inputs, world,
     shutil.copytree(inputs["ppo_model"], ppo)
     shutil.copytree(inputs["sft_model"], ppo / "ema", ignore=lambda *_: ["manifest.json"])
     given = inputs | {"ppo_model": ppo}
-    plain, lines = run(given, tmp_path / "a")
+    plain, answers = run(given, tmp_path / "a")
     right, half = [1.0] * 4, [1.0, 0.0, 1.0, 0.0]
     achieved = {
         "baseline": {"": [("my letters", "acc", 0.5, half), ("text", "perplexity", 9.0, None)]},
@@ -270,7 +270,7 @@ def test_what_policies_achieve_in_tasks_stands_beside_the_answers(inputs, world,
         (tmp_path / name).mkdir()
         (tmp_path / name / "tasks.json").write_text(json.dumps(results))
     metrics, same = run(given | places, tmp_path / "b", tasks={"names": ["letters.yaml"]})
-    assert same == lines and {name: metrics[name] for name in plain} == plain
+    assert same == answers and {name: metrics[name] for name in plain} == plain
     more = {name: value for name, value in metrics.items() if name not in plain}
     assert more["ppo/tasks/my_letters/acc"] == 1 and more["ppo/tasks/text/perplexity"] == 8
     assert more["ppo_ema/tasks/my_letters/acc"] == more["sft/tasks/my_letters/acc"] == 0.5
@@ -303,18 +303,13 @@ def test_the_perplexity_of_held_out_answers(inputs, world, tmp_path):
     perplexities = evaluation_in(tmp_path / "run")["perplexity"]
     assert list(perplexities) == ["sft", "ppo"]
     for policy, found in perplexities.items():
-        model, total, tokens = load_policy(inputs[f"{policy}_model"], "fp32").eval(), 0.0, 0
+        model, learned = load_policy(inputs[f"{policy}_model"], "fp32").eval(), []
         for row in table.to_pylist():
-            ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-            with torch.no_grad():
-                logits = model(input_ids=ids).logits[0, :, : contract.vocab_size]
-            start = len(row["prompt_ids"])
-            for place, learned in enumerate(row["loss_mask"]):
-                if learned:
-                    token = ids[0, start + place]
-                    total -= logits[start + place - 1].log_softmax(-1)[token].item()
-                    tokens += 1
-        assert found == pytest.approx(math.exp(total / tokens), rel=1e-5)
+            both = row["prompt_ids"], row["response_ids"]
+            learned += compress(
+                logprobs_by_hand(model, *both, contract.vocab_size), row["loss_mask"]
+            )
+        assert found == pytest.approx(math.exp(-mean(learned)), rel=1e-5)
         assert metrics[f"{policy}/held_out_perplexity"] == found
 
 
@@ -336,19 +331,17 @@ def test_further_reward_models_are_loaded_one_after_the_other(inputs, world, tmp
         {"model": str(inputs["reward_model"]), "name": "tokens"},
         {"model": str(text), "retokenize": True, "name": "text"},
     ]
-    digests = {
-        "judges.0": folder_digest(inputs["reward_model"]), "judges.1": folder_digest(text)
-    }  # fmt: skip
-    metrics, lines = run(inputs, tmp_path / "run", judges=judges, digests=digests)
+    places = {"judges.0": inputs["reward_model"], "judges.1": text}
+    digests = {name: folder_digest(place) for name, place in places.items()}
+    metrics, answers = run(inputs, tmp_path / "run", judges=judges, digests=digests)
     assert len(loaded) == 2
-    for answer in map(json.loads, lines.splitlines()):
+    for answer in answers:
         assert answer["tokens_score"] == pytest.approx(answer["score"], abs=1e-5)
     assert list(evaluation_in(tmp_path / "run")["win_rates"]) == ["gold", "tokens", "text", "score"]
     assert metrics["win_rate/tokens"] == metrics["win_rate/score"]
 
 
 def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world, tmp_path):
-
     def reply(first, second):
         return "[[5]]" if "is for" in first else longer(first, second)
 
@@ -356,15 +349,15 @@ def test_a_chat_model_judges_and_is_asked_once_for_all_evaluations(inputs, world
         chat = {"openai": {"base_url": url, "model": "judge"}}
         judges = [chat, chat | {"rubric": "[[1]] is for {response}.", "name": "alone"}]
         work = tmp_path / "workspace" / "evaluate"
-        metrics, lines = run(inputs, work / "a", judges=judges)
+        metrics, answers = run(inputs, work / "a", judges=judges)
         asked = len(requests)
         pairs, alone = (metrics[f"pairwise_judges/{name}/calls"] for name in ("judge", "alone"))
         assert (asked, pairs > 0, alone > 0) == (pairs + alone, True, True)
         run(inputs, work / "b", judges=judges)
         assert len(requests) == asked
     assert evaluation_in(work / "b")["pairwise_judges"]["judge"]["cached"] == pairs
-    assert {answer["alone_score"] for answer in answers_of(lines, "ppo")} == {0.5}
-    pairs = zip(answers_of(lines, "sft_again"), answers_of(lines, "ppo"), strict=True)
+    assert {answer["alone_score"] for answer in answers_of(answers, "ppo")} == {0.5}
+    pairs = zip(answers_of(answers, "sft_again"), answers_of(answers, "ppo"), strict=True)
     for theirs, ours in pairs:  # independent draws
         a, b = len(ours["response"]), len(theirs["response"])
         assert (theirs["judge_score"], ours["judge_score"]) == (0.0, (a > b) - (a < b))
@@ -378,57 +371,48 @@ def test_the_baseline_reads_the_answers_of_both_policies(inputs, world, tmp_path
         return given[-1]
 
     monkeypatch.setattr(answering, "answer", recorded)
-    _, lines = run(inputs, tmp_path / "run")
-    written = [json.loads(line)["sft_logprob"] for line in lines.splitlines()]
+    _, answers = run(inputs, tmp_path / "run")
+    written = [answer["sft_logprob"] for answer in answers]
     sft = load_policy(inputs["sft_model"], "fp32").eval()
+    size = TokenContract.read(inputs["sft_model"]).vocab_size
     expected = []
     for sequences in (given[1], given[0], given[2]):
         for row in range(len(sequences)):
             prompt = sequences.prompt_ids[row][sequences.prompt_mask[row].bool()]
             response = sequences.response_ids[row][sequences.action_mask[row]]
-            with torch.no_grad():
-                logits = sft(input_ids=torch.cat([prompt, response])[None]).logits[0]
-            logits = logits[:, : TokenContract.read(inputs["sft_model"]).vocab_size]
-            places = torch.arange(len(response)) + len(prompt) - 1
-            chosen = logits[places].log_softmax(-1)[torch.arange(len(response)), response]
-            expected.append(float(chosen.sum()))
+            expected.append(sum(logprobs_by_hand(sft, prompt, response, size)))
     assert written == pytest.approx(expected, abs=1e-4)
 
 
-def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_path, monkeypatch):
-    sharded = {}
-    for name, folder in inputs.items():
-        sharded[name] = tmp_path / name
-        shutil.copytree(folder, sharded[name])
-        if name.endswith("_model"):
-            manifest = Manifest.read(folder)
-            engines = {"actor": {"zero_optimization": {"stage": 3}}}
-            replace(manifest, deepspeed=engines).write(sharded[name])
-    seen = []
-    monkeypatch.setattr(
-        answering, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
-    )
-    whole, in_shards = run(inputs, tmp_path / "a"), run(sharded, tmp_path / "b")
-    assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3 + [True] * 3
-    assert whole == in_shards
-    assert whole == run(sharded, tmp_path / "c", zero_stage=0)
-    assert whole == run(sharded, tmp_path / "d", gather_for_generation=False)
-
-
-def test_a_policy_is_whole_whatever_the_shards_of_the_models_beside_it(
-    inputs, world, tmp_path, monkeypatch
-):
-    """A reference in main memory is at stage 3 beside an actor that is not."""
-    policy, seen = tmp_path / "policy", []
-    shutil.copytree(inputs["ppo_model"], policy)
-    stages = {"actor": 1, "reference": 3}
+def trained_with(folder, target, **stages):
+    """A copy of a model whose training had engines at ZeRO stages."""
+    shutil.copytree(folder, target)
     engines = {name: {"zero_optimization": {"stage": stage}} for name, stage in stages.items()}
-    replace(Manifest.read(policy), deepspeed=engines).write(policy)
-    monkeypatch.setattr(
-        answering, "frozen_model", lambda *a: seen.append(frozen_model(*a)) or seen[-1]
-    )
-    run(inputs | {"ppo_model": policy}, tmp_path / "a")
-    assert [isinstance(model, DeepSpeedEngine) for model in seen] == [False] * 3
+    replace(Manifest.read(folder), deepspeed=engines).write(target)
+    return target
+
+
+def test_models_trained_in_shards_are_evaluated_in_shards(inputs, world, tmp_path, monkeypatch):
+    """Not beside one of stage 3: a reference in main memory, beside an actor that is not."""
+    seen = []
+
+    def recorded(*arguments):
+        seen.append(frozen_model(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(answering, "frozen_model", recorded)
+    models = {name: inputs[name] for name in ("sft_model", "ppo_model", "reward_model")}
+    sharded = {
+        name: trained_with(folder, tmp_path / name, actor=3) for name, folder in models.items()
+    }
+    beside = trained_with(inputs["ppo_model"], tmp_path / "beside", actor=1, reference=3)
+    whole, in_shards = run(inputs, tmp_path / "a"), run(inputs | sharded, tmp_path / "b")
+    run(inputs | {"ppo_model": beside}, tmp_path / "c")
+    found = [isinstance(model, DeepSpeedEngine) for model in seen]
+    assert found == [False] * 3 + [True] * 3 + [False] * 3
+    assert whole == in_shards
+    assert whole == run(inputs | sharded, tmp_path / "d", zero_stage=0)
+    assert whole == run(inputs | sharded, tmp_path / "e", gather_for_generation=False)
 
 
 def test_one_model_at_a_time_is_loaded_in_the_precision_that_it_was_saved_in(

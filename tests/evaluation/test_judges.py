@@ -132,22 +132,18 @@ def tokens(prompts, responses, scored): ...
         ({"answers": OURS[1:]}, "answers: found 3 values, expected 4 texts, one for each"),
         ({"answers": [*OURS[1:], None]}, "answers: found 4 values, expected 4 texts"),
         ({"prompts": [], "answers": [], "baseline_answers": []}, "found 0 values, expected some"),
-        (
-            {"prompts": ["?"], "answers": ["a"], "baseline_answers": ["b"]},
-            "prompts: found 1, expected at least 2, for an interval",
-        ),
+        ({"prompts": ["?"], "answers": ["a"], "baseline_answers": ["b"]},
+         "prompts: found 1, expected at least 2, for an interval"),
         ({"judges": []}, "judges: found none, expected at least one"),
         ({"judges": [brief, brief]}, r"judges: found two called '\w+\.brief'"),
         ({"judges": [right]}, r"judges\.0: found right, which needs references, .* Fix: pass"),
         ({"judges": [brief, {"reference": "exact"}]}, r"judges\.1: found exact, which needs ref"),
-        (
-            {"judges": [{"callable": lambda prompts, responses: [1.0], "processes": 1}]},
-            "lambda ended its process with code 1 ",
-        ),
+        ({"judges": [{"callable": lambda prompts, responses: [1.0], "processes": 1}]},
+         "lambda ended its process with code 1 "),
         ({"judges": [tokens]}, "found tokens, which needs scored, expected a judge of texts"),
         ({"judges": [{"model": "./m"}]}, "found m, which needs a model, expected a judge of texts"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_judged_is_named(changes, message):
     given = {"prompts": PROMPTS, "answers": OURS, "baseline_answers": THEIRS, "judges": [brief]}
     with pytest.raises((ConfigError, StageError), match=message):

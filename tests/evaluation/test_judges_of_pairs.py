@@ -22,9 +22,10 @@ def policies(**texts):
 
 
 def judge_answers(answers, config, cache):
-    """The judged answers and the counts, where the baseline has these answers alone."""
+    """The scores of PPO, and the counts, where the baseline has these answers alone."""
     judged, _, reports = judge_pairs(answers, answers["sft"], config, cache)
-    return judged, reports
+    assert {a.scores["chat"] for a in judged["sft"]} == {0.0}
+    return [a.scores["chat"] for a in judged["ppo"]], reports["chat"]
 
 
 def config(url, **fields):
@@ -32,17 +33,15 @@ def config(url, **fields):
     return EvaluateConfig(judges=[judge])
 
 
-STANDINGS = dict.fromkeys(("score", "chat"), Standing("independent"))
 TEXTS = {"sft": ["a", "bbb", "cc", "same"], "ppo": ["aaa", "b", "dd", "same"]}
 
 
 def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
     """The last verdict of a reply counts: the judge may quote an answer that contains one."""
     with chat_server(lambda a, b: f"It says [[B]]. {longer(a, b)}") as (url, requests):
-        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path / "cache")
-        assert [a.scores["chat"] for a in judged["ppo"]] == [1.0, -1.0, 0.0, 0.0]
-        assert [a.scores["chat"] for a in judged["sft"]] == [0.0] * 4
-        assert reports["chat"] == {
+        scores, counts = judge_answers(policies(**TEXTS), config(url), tmp_path / "cache")
+        assert scores == [1.0, -1.0, 0.0, 0.0]
+        assert counts == {
             "pairs": 4, "equal": 1, "inconsistent": 0, "refusals": 0, "unparsable": 0,
             "calls": 6, "cached": 0, "prompt_tokens": 600, "completion_tokens": 42,
         }  # fmt: skip
@@ -50,10 +49,9 @@ def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
         assert {request["path"] for request in requests} == {"/v1/chat/completions"}
         assert all(r["model"] == "org/judge-1" and r["temperature"] == 0 for r in requests)
 
-        again, reports = judge_answers(policies(**TEXTS), config(url), tmp_path / "cache")
-        assert again == judged and len(requests) == 6
-        assert (reports["chat"]["calls"], reports["chat"]["cached"]) == (0, 6)
-        assert reports["chat"]["prompt_tokens"] == 0
+        again, counts = judge_answers(policies(**TEXTS), config(url), tmp_path / "cache")
+        assert again == scores and len(requests) == 6
+        assert (counts["calls"], counts["cached"], counts["prompt_tokens"]) == (0, 6, 0)
 
         judge_answers(policies(**TEXTS), config(url, model="org/judge-2"), tmp_path / "cache")
         assert len(requests) == 12  # another judge, other requests
@@ -62,10 +60,9 @@ def test_both_orders_decide_and_a_repeated_evaluation_asks_nothing(tmp_path):
 def test_a_judge_that_favours_a_position_prefers_nobody(tmp_path):
     """A busy server is asked again."""
     with chat_server(lambda *_: "[[A]]", lambda n: 200 if n else 429) as (url, requests):
-        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
-    assert (len(requests), reports["chat"]["calls"]) == (7, 6)
-    assert [a.scores["chat"] for a in judged["ppo"]] == [0.0] * 4
-    assert reports["chat"]["inconsistent"] == 3
+        scores, counts = judge_answers(policies(**TEXTS), config(url), tmp_path)
+    assert (len(requests), counts["calls"], counts["inconsistent"]) == (7, 6, 3)
+    assert scores == [0.0] * 4
 
 
 def test_refusals_and_replies_without_a_verdict_are_ties_and_counted(tmp_path):
@@ -75,9 +72,8 @@ def test_refusals_and_replies_without_a_verdict_are_ties_and_counted(tmp_path):
         return longer(first, second)
 
     with chat_server(reply) as (url, _):
-        judged, reports = judge_answers(policies(**TEXTS), config(url), tmp_path)
-    assert [a.scores["chat"] for a in judged["ppo"]] == [0.0, -1.0, 0.0, 0.0]
-    counts = reports["chat"]
+        scores, counts = judge_answers(policies(**TEXTS), config(url), tmp_path)
+    assert scores == [0.0, -1.0, 0.0, 0.0]
     assert (counts["refusals"], counts["unparsable"], counts["inconsistent"]) == (1, 1, 0)
 
 
@@ -101,9 +97,8 @@ def test_every_draw_of_a_prompt_meets_the_next_draw_of_the_baseline(tmp_path):
         for name, given in policies(**TEXTS).items()
     }
     with chat_server(longer) as (url, _):
-        judged, reports = judge_answers(answers, config(url), tmp_path)
-    assert [a.scores["chat"] for a in judged["ppo"]] == [0.0, -1.0, -1.0, 1.0]
-    assert reports["chat"]["pairs"] == 4
+        scores, counts = judge_answers(answers, config(url), tmp_path)
+    assert (scores, counts["pairs"]) == ([0.0, -1.0, -1.0, 1.0], 4)
 
 
 def test_the_answer_meets_a_second_draw_of_the_baseline_if_there_is_one(tmp_path):
@@ -118,5 +113,6 @@ def test_the_answer_meets_a_second_draw_of_the_baseline_if_there_is_one(tmp_path
         judged, drawn, _ = judge_pairs(answers, drawn, config(url), tmp_path)
     assert [a.scores["chat"] for a in judged["ppo"]] == [-1.0, 1.0]
     assert [a.scores["chat"] for a in drawn] == [0.0] * 4
-    rate = compare(judged, config(url), STANDINGS, drawn)["win_rates"]["chat"]
+    standings = dict.fromkeys(("score", "chat"), Standing("independent"))
+    rate = compare(judged, config(url), standings, drawn)["win_rates"]["chat"]
     assert (rate["wins"], rate["losses"], rate["n"]) == (1, 1, 2)

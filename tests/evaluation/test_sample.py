@@ -70,15 +70,25 @@ def run(inputs, folder, number=1, **changes):
         return lines, stream.read_all().to_pylist()
 
 
-def test_a_chat_model_and_a_function_choose_the_pairs(inputs, world, tmp_path):
-    (tmp_path / "my.py").write_text(
-        "def a(prompts, responses): return [r.count('a') for r in responses]"
-    )
+@pytest.fixture
+def rewarded(inputs, tmp_path):
+    """Makes a function of the text `r`: the inputs with it as a number of the list, its place."""
+
+    def rewarded(value, number=0):
+        file = tmp_path / "my.py"
+        file.write_text(f"def a(prompts, responses): return [{value} for r in responses]")
+        return inputs | {f"judges.{number}": file}, f"{file}:a"
+
+    return rewarded
+
+
+def test_a_chat_model_and_a_function_choose_the_pairs(rewarded, world, tmp_path):
+    inputs, place = rewarded("r.count('a')", number=1)
     with chat_server(longer) as (url, requests):
         judge = {"openai": {"base_url": url, "model": "judge"}}
-        rewards = [judge, {"callable": f"{tmp_path}/my.py:a", "weight": -0.5}]
-        lines, rows = run(inputs | {"judges.1": tmp_path / "my.py"}, tmp_path / "w" / "s" / "f",
-                          prompts=4, validation_prompts=2, rewards=rewards)  # fmt: skip
+        rewards = [judge, {"callable": place, "weight": -0.5}]
+        lines, rows = run(inputs, tmp_path / "w" / "s" / "f", prompts=4, validation_prompts=2,
+                          rewards=rewards)  # fmt: skip
     assert [line["part"] for line in lines] == ["train"] * 4 + ["validation"] * 2
     assert len(requests) > 0
     for line in lines:
@@ -91,10 +101,8 @@ def test_a_chat_model_and_a_function_choose_the_pairs(inputs, world, tmp_path):
         wins = [won(0, 1) + won(0, 2), won(1, 2) + won(1, 0), won(2, 0) + won(2, 1)]
         expected = [w - 0.5 * r.count("a") for w, r in zip(wins, line["responses"], strict=True)]
         assert line["scores"] == expected
-    tokenizer, paired = (
-        load_tokenizer(inputs["policy"]),
-        [one for one in lines[:4] if one["chosen"]],
-    )
+    tokenizer = load_tokenizer(inputs["policy"])
+    paired = [one for one in lines[:4] if one["chosen"]]
     for line, row in zip(paired, rows, strict=True):
         assert row["id"] == line["id"]
         texts = [
@@ -113,16 +121,10 @@ def test_answers_that_were_cut_are_not_compared(inputs, world, tmp_path):
     assert not requests
 
 
-def test_a_round_has_other_prompts_until_all_are_used_and_other_answers(inputs, world, tmp_path):
-    (tmp_path / "my.py").write_text("def a(prompts, responses): return [len(r) for r in responses]")
-    inputs = inputs | {"judges.0": tmp_path / "my.py"}
-    rewards = [f"{tmp_path}/my.py:a"]
-    of_rounds = [
-        run(
-            inputs, tmp_path / str(number), number, prompts=2, validation_prompts=1, rewards=rewards
-        )[0]
-        for number in (1, 2, 3)
-    ]
+def test_a_round_has_other_prompts_until_all_are_used_and_other_answers(rewarded, world, tmp_path):
+    inputs, place = rewarded("len(r)")
+    given = {"prompts": 2, "validation_prompts": 1, "rewards": [place]}
+    of_rounds = [run(inputs, tmp_path / str(n), n, **given)[0] for n in (1, 2, 3)]
     prompts = [line["id"] for lines in of_rounds for line in lines[:-1]]
     assert sorted(prompts) == ["0", "1", "2", "3", "4", "5"]
     held_out = [lines[-1] for lines in of_rounds]
@@ -137,11 +139,10 @@ def test_a_round_has_other_prompts_until_all_are_used_and_other_answers(inputs, 
         (1.0, "no answer reached min_score 1: the best one has 0. Fix: .*, or lower min_score"),
     ],
 )
-def test_no_pair_at_all_is_refused(inputs, world, tmp_path, least, reason):
-    (tmp_path / "my.py").write_text("def a(prompts, responses): return [0.0 for r in responses]")
-    given, rewards = inputs | {"judges.0": tmp_path / "my.py"}, [f"{tmp_path}/my.py:a"]
+def test_no_pair_at_all_is_refused(rewarded, world, tmp_path, least, reason):
+    inputs, place = rewarded("0.0")
     with pytest.raises(StageError, match=f"^sample: found 0 rows for train, .* 1, .*{reason}$"):
-        run(given, tmp_path / "f", rewards=rewards, min_score=least)
+        run(inputs, tmp_path / "f", rewards=[place], min_score=least)
 
 
 def test_messages_name_the_reward_of_the_sample(inputs, world, tmp_path):
@@ -190,9 +191,6 @@ def test_after_a_draw_the_player_with_more_points_goes_on():
     """2 beats 3, and all other matches are draws: so 2 goes on after 0 and 2, and after 1 and 3, of
     which 3 has lost, 3 stays for the worst place."""
 
-    def decide(matches):
-        return [float(match == (2, 3)) for match in matches]
-
-    points, rounds = played([[0] * 8], decide)
+    points, rounds = played([[0] * 8], lambda matches: [float(m == (2, 3)) for m in matches])
     assert points == [[0.0, 0.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]]
     assert rounds[-1] == [(2, 4), (3, 7)]

@@ -51,26 +51,21 @@ def files(policies, tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("tasks"), policies["ppo"])
 
 
-@pytest.fixture
-def _no_network(monkeypatch):
+def test_the_policy_that_solves_the_tasks_is_better(policies, files, tmp_path, monkeypatch):
+    """Without a network."""
+
     def refuse(*arguments):
         raise OSError("the test has no network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-
-def rights(policies):
-    """By hand: whether SFT's letter and SFT's answer are the candidate's, for each question."""
-    pairs = list(zip(*(solutions(policies[name]) for name in POLICIES), strict=True))
-    return [[a[field] == b[field] for a, b in pairs] for field in ("letter", "words")]
-
-
-@pytest.mark.usefixtures("_no_network")
-def test_the_policy_that_solves_the_tasks_is_better(policies, files, tmp_path):
     names = (files["letters"], files["words"])
     found = measured(policies, tmp_path, names=names, batch_size_per_gpu=4)
-    letters, words = (sum(right) / DOCUMENTS for right in rights(policies))
+    # By hand: how often SFT's letter and SFT's answer are the candidate's.
+    pairs = list(zip(*(solutions(policies[name]) for name in POLICIES), strict=True))
+    letters, words = (
+        sum(a[field] == b[field] for a, b in pairs) / DOCUMENTS for field in ("letter", "words")
+    )
     sft, ppo = (found["policies"][name] for name in POLICIES)
     assert ppo["tasks/letters/acc"] == ppo["tasks/words/exact_match"] == 1
     assert sft["tasks/letters/acc"] == pytest.approx(letters) and 0 < letters < 1

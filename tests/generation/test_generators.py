@@ -74,9 +74,7 @@ def most_likely(engine, prompt, contract):
     return ids[len(prompt) :]
 
 
-def test_greedy_responses_are_the_most_likely_ones_before_and_after_a_step(
-    make, engine, contract, world
-):
+def test_greedy_responses_are_the_likeliest_before_and_after_a_step(make, engine, contract, world):
     """No key or value of the weights before the step is used after it."""
     generator, found = make(contract), []
     for _ in range(2):

@@ -63,10 +63,7 @@ def case(lab, family, model, options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.long) if name.endswith(("0", "1")) else name
-        for name in CASES
-    ],
+    [pytest.param(x, marks=pytest.mark.long) if x.endswith(("0", "1")) else x for x in CASES],
 )
 def test_a_sharded_copy_samples_what_the_actor_samples(cells, name):
     for before, after in cells[name]:

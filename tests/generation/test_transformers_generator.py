@@ -35,10 +35,8 @@ def generator(policy):
 
 
 def responses(sequences):
-    return [
-        row[mask].tolist()
-        for row, mask in zip(sequences.response_ids, sequences.action_mask, strict=True)
-    ]
+    rows = zip(sequences.response_ids, sequences.action_mask, strict=True)
+    return [row[mask].tolist() for row, mask in rows]
 
 
 def test_several_responses_to_a_prompt_read_it_once(policy, generator):
@@ -65,9 +63,8 @@ def test_the_keys_and_values_of_a_batch_are_freed_at_its_end(generator):
     gc.collect()
     gc.disable()
     try:
-        generator.generate(
-            PROMPTS, SamplingConfig(max_response_tokens=2), [(0, n) for n in range(4)]
-        )
+        sampling = SamplingConfig(max_response_tokens=2)
+        generator.generate(PROMPTS, sampling, [(0, n) for n in range(4)])
         assert not [each for each in gc.get_objects() if isinstance(each, PreallocatedLayer)]
     finally:
         gc.enable()
@@ -76,14 +73,15 @@ def test_the_keys_and_values_of_a_batch_are_freed_at_its_end(generator):
 def test_finished_rows_leave_the_batch_and_the_others_do_not_notice(policy, generator, monkeypatch):
     """The forward passes get smaller, and every response stays the one of its row alone."""
     sampling = SamplingConfig(max_response_tokens=24, batch_size_per_gpu=8)
-    seeds = row_seeds(5, 1, np.arange(8))
+    seeds, sizes = row_seeds(5, 1, np.arange(8)), []
     ends = replace(policy[1], eos_ids=tuple(range(1, 40)))  # about one token of seven
-    together, sizes = TransformersGenerator(policy[0], ends), []
-    monkeypatch.setattr(
-        decoding,
-        "sampled",
-        lambda logits, *rest: sizes.append(len(logits)) or sampled(logits, *rest),
-    )
+    together = TransformersGenerator(policy[0], ends)
+
+    def counted(logits, *rest):
+        sizes.append(len(logits))
+        return sampled(logits, *rest)
+
+    monkeypatch.setattr(decoding, "sampled", counted)
     whole = responses(together.generate(PROMPTS * 2, sampling, seeds).sequences)
     assert sizes[0] == 8 and sizes[-1] < 8 and sorted(sizes, reverse=True) == sizes
     alone = [

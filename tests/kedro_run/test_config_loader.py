@@ -107,24 +107,18 @@ def test_files_for_other_programs_are_no_configuration(conf, tmp_path):
     assert loader["parameters"]["seed"] == 1
 
 
-def test_the_configuration_of_the_package_has_the_users_local(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "conf" / "local").mkdir(parents=True)
-    (tmp_path / "conf" / "local" / "parameters.yml").write_text("seed: 77\n")
-    loader = LayeredConfigLoader(str(PACKAGED), **CONFIG_LOADER_ARGS)
-    assert loader["parameters"]["seed"] == 77
-    assert loader.origin("seed") == "conf/local/parameters.yml"
-    assert loader["globals"]["root"] == "data"
-
-
-def test_an_environment_in_the_current_folder_wins_over_that_of_the_package(tmp_path, monkeypatch):
-    """A preset that `rlhf-pipeline rlhf preset` has written, below a hidden folder."""
+@pytest.mark.parametrize(("layer", "env"), [("local", None), ("tiny", "tiny")])
+def test_a_layer_in_the_current_folder_wins_over_that_of_the_package(
+    tmp_path, monkeypatch, layer, env
+):
+    """The user's, or a preset of `rlhf-pipeline rlhf preset`; also below a hidden folder."""
     here = tmp_path / ".hidden"
-    (here / "conf" / "tiny").mkdir(parents=True)
-    (here / "conf" / "tiny" / "parameters.yml").write_text("seed: 77\n")
+    (here / "conf" / layer).mkdir(parents=True)
+    (here / "conf" / layer / "parameters.yml").write_text("seed: 77\n")
     monkeypatch.chdir(here)
-    loader = LayeredConfigLoader(str(PACKAGED), env="tiny", **CONFIG_LOADER_ARGS)
+    loader = LayeredConfigLoader(str(PACKAGED), env=env, **CONFIG_LOADER_ARGS)
     assert loader["parameters"]["seed"] == 77
+    assert loader.origin("seed") == f"conf/{layer}/parameters.yml"
     assert loader["globals"]["root"] == "data"  # the folder has no globals.yml
     check_environment(PACKAGED, "tiny")
     with pytest.raises(ConfigError, match="--env: found 'mine'; the environments"):

@@ -32,6 +32,8 @@ FAULTS = [
      "split.sources.0.name: found source 'ANTHROPIC/hh-rhlf' (did you mean Anthropic/hh-"),
     ("split.sources", [{"name": "files"}],
      "split.sources.0.path: found null, expected a file for 'files'"),
+    ("split.held_back", 0.5, "split.held_back: found 0.5, expected none, for a run sets it. Fix: "
+     "set evaluate.judge_model.held_back"),
     ("seed", -1, "seed: found -1, expected a whole number >= 0"),
     ("split.sources", [{}, {"name": "files", "path": "a.txt", "columns": {"text": "text"}}],
      "split.sources.1: 'files' contains plain text, expected examples. Fix: list it in "

@@ -1,21 +1,14 @@
 """Mistakes at the command line and in YAML: one message of at most five lines, without a stack,
 that names the place and the fix. What each check says is tested where the check is."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
-import subprocess
-import sys
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 from kedro.framework.project import pipelines
-from kedro.framework.session import KedroSession
-from kedro.framework.startup import bootstrap_project
+from processes import kedro
 
 from rlhf_pipeline.commands.status import examine, planned_rows, run
 from rlhf_pipeline.kedro_run.explain import explain
@@ -116,17 +109,13 @@ def filled(folder):
 
 
 @pytest.fixture
-def catalog(folder):
-    """Loads the configuration, as all commands do, and returns the catalog."""
-    with ExitStack() as sessions:
+def catalog(load_catalog, folder):
+    """Loads the configuration of the folder."""
 
-        def catalog(env="mistake", **params):
-            bootstrap_project(PROJECT)
-            conf = str(folder / "conf")
-            session = KedroSession.create(PROJECT, env=env, conf_source=conf, runtime_params=params)
-            return sessions.enter_context(session).load_context().catalog
+    def catalog(env="mistake", **params):
+        return load_catalog(params, env, str(folder / "conf"))
 
-        yield catalog
+    return catalog
 
 
 def refused(check, *given, **options) -> str:
@@ -175,15 +164,9 @@ def test_results_that_nothing_has_made_yet_are_named_with_the_run_that_makes_the
 @pytest.mark.parametrize(("command", "expected"), COMMANDS.values(), ids=COMMANDS)
 def test_a_command_prints_the_message_without_a_stack(command, expected, folder, filled):
     filled("{}", is_file=True)
-    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/ml.db"}
-    result = subprocess.run(
-        [sys.executable, "-m", "kedro", *filled(command).split()],
-        cwd=PROJECT,
-        env=os.environ | {"PYTHONPATH": str(PROJECT / "src")} | store | HIDDEN_HUB,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    variables = {"PYTHONPATH": str(PROJECT / "src"), **HIDDEN_HUB}
+    variables["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/ml.db"
+    result = kedro(*filled(command).split(), folder=PROJECT, **variables)
     printed = result.stdout + result.stderr
     assert result.returncode not in (0, 130), printed
     assert "Traceback" not in printed and 'File "' not in printed, printed

@@ -37,6 +37,14 @@ def blocks(parameters, tmp_path, monkeypatch):
     return lambda **places: check(changed(parameters, places), gpus=0)
 
 
+def write(folder, origin, ancestors):
+    """Write the manifest of an artifact; return its folder."""
+    folder.mkdir(exist_ok=True)
+    rest = {"versions": {}, "metrics": {}, "files": {}}
+    Manifest(**origin, fingerprint="", seed=5, **rest, ancestors=ancestors).write(folder)
+    return folder
+
+
 @pytest.fixture
 def published(blocks, tmp_path):
     """A policy by rejection sampling with its lineage, and an SFT model alone."""
@@ -59,23 +67,14 @@ def published(blocks, tmp_path):
             {"rejection": part, "table": {}}, {"rewards.0": file_digest(Path("rewards.py"))}
         ),
     }  # fmt: skip
-    origins = {
+    ancestors = {
         stage: {"stage": stage, "config": config, "inputs": inputs}
         for stage, (config, inputs) in records.items()
     }
-
-    def write(stage, *before):
-        folder = tmp_path / "published" / stage
-        folder.mkdir(parents=True)
-        rest = {"versions": {}, "metrics": {}, "files": {}}
-        ancestors = {name: origins[name] for name in before}
-        Manifest(**origins[stage], fingerprint="", seed=5, **rest, ancestors=ancestors).write(
-            folder
-        )
-        return folder
-
-    *before, last = origins
-    return {"sft_model": write("sft", *before[:3]), "rejection_model": write(last, *before)}
+    policy = write(tmp_path / "policy", ancestors.pop("rejection"), ancestors)
+    base = {name: ancestors[name] for name in ("source", "base_model", "split")}
+    sft = write(tmp_path / "sft", ancestors["sft"], base)
+    return {"sft_model": sft, "rejection_model": policy}
 
 
 @pytest.mark.parametrize(
@@ -103,12 +102,8 @@ def test_another_start_of_the_reward_model_is_named_by_its_own_parameter(blocks,
     own = {"reward_model.start": "own", "reward_model.base_model": {"path": "model"}}
     made = blocks(**own)
     base = made["reward_model"].base_model
-    record = {
-        "stage": "reward_base", "config": as_json({"base_model": base}),
-        "inputs": base_model_identity(base),
-    }  # fmt: skip
-    rest = {"versions": {}, "metrics": {}, "files": {}, "ancestors": {}}
-    Manifest(**record, fingerprint="", seed=5, **rest).write(tmp_path)
+    config, inputs = as_json({"base_model": base}), base_model_identity(base)
+    write(tmp_path, {"stage": "reward_base", "config": config, "inputs": inputs}, {})
     assert changes_since({"reward_model": tmp_path}, made, 5) == {}
     shutil.copytree("model", "other")
     given = blocks(**own | {"reward_model.base_model": {"path": "other"}})

@@ -1,7 +1,5 @@
 """Pairs made by hand, and servers of the page in this process."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import ExitStack

@@ -1,11 +1,9 @@
 """The server of the page, over real HTTP."""
 
-from __future__ import annotations
-
 import json
-import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -30,22 +28,17 @@ def state(address, annotator="Ann"):
     return found
 
 
-def vote(address, pair, choice="a", annotator="Ann", **fields):
+def vote(address, pair, choice="a", annotator="Ann", headers=(), **fields):
     body = {"annotator": annotator, "pair": pair, "choice": choice} | fields
-    return request(f"{address}/vote", body)
+    return request(f"{address}/vote", body, **dict(headers))
 
 
 def test_the_next_pair_hides_who_gave_which_answer(pairs, votes, serve):
     (pair,) = pairs([{"prompt": "Q?", "first": "a", "second": "b", "policies": ["sft", "ppo"]}])
     found = state(serve([pair], votes))
-    answers = found["pair"].pop("answers")
-    assert sorted(answers) == ["a", "b"]
-    assert found == {
-        "done": 0,
-        "of": 1,
-        "last": [],
-        "pair": {"id": pair.pair, "prompt": [{"role": "user", "content": "Q?"}]},
-    }
+    assert sorted(found["pair"].pop("answers")) == ["a", "b"]
+    shown = {"id": pair.pair, "prompt": [{"role": "user", "content": "Q?"}]}
+    assert found == {"done": 0, "of": 1, "last": [], "pair": shown}
 
 
 def test_the_order_is_random_and_that_of_annotator_and_pair(pairs, votes, serve):
@@ -101,21 +94,13 @@ def test_another_server_goes_on_where_the_annotator_was(pairs, votes, serve):
 def test_two_annotators_at_once_lose_no_vote(pairs, votes, serve, servers):
     given = pairs(50)
     addresses = [serve(given, votes) for _ in range(servers)]
-    statuses = []
 
     def annotate(annotator, address):
-        for pair in given:
-            statuses.append(vote(address, pair.pair, "tie", annotator)[0])
+        return [vote(address, pair.pair, "tie", annotator)[0] for pair in given]
 
-    threads = [
-        threading.Thread(target=annotate, args=("Ann", addresses[0])),
-        threading.Thread(target=annotate, args=("Bob", addresses[-1])),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert statuses == [200] * 100
+    with ThreadPoolExecutor(2) as threads:
+        ann, bob = threads.map(annotate, ("Ann", "Bob"), (addresses[0], addresses[-1]))
+    assert ann == bob == [200] * 50
     found = {(v.annotator, v.pair) for v in read_votes(votes)}
     assert found == {(name, pair.pair) for name in ("Ann", "Bob") for pair in given}
     assert votes.read_bytes().count(b"\n") == 100
@@ -125,17 +110,16 @@ def test_pages_of_other_origins_and_other_host_names_are_refused(pairs, votes, s
     (pair,) = pairs(1)
     address = serve([pair], votes)
     port = address.rpartition(":")[2]
-    body = {"annotator": "Ann", "pair": pair.pair, "choice": "a"}
     for origin in ("http://evil.example", "null", "http://127.0.0.1", f"http://localhost:{port}"):
-        status, answer = request(f"{address}/vote", body, Origin=origin)
+        status, answer = vote(address, pair.pair, headers={"Origin": origin})
         assert status == 403 and "another origin" in answer, origin
     rebound = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
-    assert request(f"{address}/vote", body, **rebound) == (400, "Invalid host header")
+    assert vote(address, pair.pair, headers=rebound) == (400, "Invalid host header")
     assert request(f"{address}/state?annotator=Ann", **rebound)[0] == 400
     form = {"Content-Type": "text/plain"}  # what a page can send to any address without asking
-    assert request(f"{address}/vote", body, **form)[0] == 422
+    assert vote(address, pair.pair, headers=form)[0] == 422
     assert read_votes(votes) == []
-    assert request(f"{address}/vote", body, Origin=address)[0] == 200
+    assert vote(address, pair.pair, headers={"Origin": address})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -143,18 +127,17 @@ def test_pages_of_other_origins_and_other_host_names_are_refused(pairs, votes, s
 )
 def test_a_request_that_the_page_would_not_send_writes_nothing(pairs, votes, serve, change):
     (pair,) = pairs(1)
-    body = {"annotator": "Ann", "pair": pair.pair, "choice": "a"} | change
     address = serve([pair], votes)
-    assert request(f"{address}/vote", body)[0] == 422
-    assert request(f"{address}/vote", body | {"reason": "a" * 2**17})[0] == 413
+    assert vote(address, pair.pair, **change)[0] == 422
+    assert vote(address, pair.pair, **change | {"reason": "a" * 2**17})[0] == 413
     assert read_votes(votes) == []
 
 
 def test_a_full_disk_is_a_message_on_the_page_and_the_vote_comes_again(serve, pairs, disk):
     file = disk.path / "votes.jsonl"
     file.touch()
-    address = serve(pairs(1), file)
     (pair,) = pairs(1)
+    address = serve([pair], file)
     disk.leave(0)
     status, refused = vote(address, pair.pair)
     assert status == 507

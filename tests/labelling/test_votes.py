@@ -9,7 +9,7 @@ import pytest
 from made_by_hand import sealed
 from random_answers import policy
 
-from rlhf_pipeline.config.split import ColumnMap, SourceConfig
+from rlhf_pipeline.config.split import SourceConfig
 from rlhf_pipeline.data.files import read_rows
 from rlhf_pipeline.data.records import Example, Message, Unused
 from rlhf_pipeline.data.sources.registry import read
@@ -45,19 +45,18 @@ def vote(number, annotator="Ann", scores=(1, 0)):
 def test_the_source_files_reads_votes_and_a_tie_only_with_its_label(votes):
     for number, scores in enumerate([(0, 1), (1, 0), (1, 1), (0, 0)]):
         add_vote(votes, vote(number, scores=scores))
-    columns = {"prompt": "prompt", "answers": ("first", "second"),
-               "scores": ("first_score", "second_score")}  # fmt: skip
+    columns = {"prompt": "prompt", "answers": ("first", "second")}
+    columns["scores"] = ("first_score", "second_score")
 
-    def rows(**more):
-        source = SourceConfig(name="files", path=str(votes), columns=ColumnMap(**columns, **more))
+    def rows(**label):
+        source = SourceConfig(name="files", path=str(votes), columns=columns | label)
         return [row for _, row in read(source, 0)]
 
     first, *_, tie = rows()
     assert first == Example((Message("user", "Question 0?"),), "Two 0. \u2028 é", "One 0.")
     assert tie == Unused("the two answers have the same score", bad=False)
-    assert [(each.chosen[:3], each.label) for each in rows(label="label")] == [
-        ("Two", None), ("One", None), ("One", True), ("One", False),
-    ]  # fmt: skip
+    labelled = [("Two", None), ("One", None), ("One", True), ("One", False)]
+    assert [(each.chosen[:3], each.label) for each in rows(label="label")] == labelled
 
 
 def test_a_vote_is_forced_to_disk_as_a_whole(votes, monkeypatch):
@@ -118,18 +117,14 @@ DIALOGUE = [
 
 
 def test_an_evaluation_gives_the_answers_of_the_first_two_policies(tmp_path):
-    answers = {
-        name: [
-            replace(answer, response=f"{name} {answer.row}", messages=DIALOGUE)
+    answers = {}
+    for name, score in (("sft", 1.0), ("ppo", 1.5), ("ppo_ema", 2.0)):
+        answers[name] = [
+            replace(answer, draw=draw, messages=DIALOGUE, response=response)
             for answer in policy(np.random.default_rng(0), 0.0)[:2]
+            for draw, response in enumerate((f"{name} {answer.row}", "again"))
         ]
-        for name in ("sft", "ppo", "ppo_ema")
-    }
-    answers["sft"][0].scores.update({"score": 1.0, "gold": None})
-    answers["ppo"][0].scores.update({"score": 1.5, "gold": None})
-    for given in answers.values():
-        given += [replace(each, draw=1, response="again") for each in given]
-        given.sort(key=lambda each: each.row)
+        answers[name][0].scores.update({"score": score, "gold": None})
     write_answers(answers, tmp_path)
     (pair, other), left_out = distinct_pairs(evaluation_rows(sealed(tmp_path)))
     assert (pair.first, pair.second, pair.policies) == ("sft 0", "ppo 0", ("sft", "ppo"))

@@ -40,25 +40,31 @@ def test_every_family_is_built_for_the_tokenizer_that_loads_with_it(
 
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config.model_type == family
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    assert [getattr(again.config, name) for name in sizes] == [32, 2, 4]
+    found = again.config
+    assert (found.hidden_size, found.num_hidden_layers, found.num_attention_heads) == (32, 2, 4)
+    assert (found.pad_token_id, found.eos_token_id, found.bos_token_id) == (0, 1, None)
     assert len(loaded) == (289 if family == "qwen2" else 288)
     assert again.get_input_embeddings().num_embeddings == 320  # 5 * 64
-    special = ("pad", "eos", "bos")
-    assert [getattr(again.config, f"{name}_token_id") for name in special] == [0, 1, None]
+
+
+@pytest.fixture
+def build(architecture, tokenizer):
+    """Builds a model of a family, some of whose fields are changed."""
+
+    def build(family, **fields):
+        config = BaseModelConfig(architecture=architecture(family) | fields, vocab_size=300)
+        return build_model(config, tokenizer).eval()
+
+    return build
 
 
 @pytest.mark.parametrize(
     ("value", "reason"), [("64", "expected int, got str"), (None, "got NoneType"), (33, "33")]
 )
-def test_an_invalid_value_is_reported(tokenizer, architecture, value, reason):
-    config = BaseModelConfig(
-        architecture=architecture("llama") | {"hidden_size": value}, vocab_size=300
-    )
-    with pytest.raises(
-        ConfigError, match=rf"(?s)base_model\.architecture: cannot build the model: .*{reason}"
-    ):
-        build_model(config, tokenizer)
+def test_an_invalid_value_is_reported(build, value, reason):
+    message = rf"(?s)base_model\.architecture: cannot build the model: .*{reason}"
+    with pytest.raises(ConfigError, match=message):
+        build("llama", hidden_size=value)
 
 
 def export(folder, block, digests):
@@ -79,10 +85,8 @@ def test_the_program_imports_neither_deepspeed_nor_mlflow(make_model, tmp_path):
 
 def test_a_tokenizer_that_changes_when_saved_is_refused(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(base_model, "as_loaded", lambda tokenizer, *_: tokenizer)
-    with pytest.raises(
-        ArtifactError,
-        match=r"base_model\.architecture: the tokenizer changes when it is saved and loaded",
-    ):
+    message = r"base_model\.architecture: the tokenizer changes when it is saved and loaded"
+    with pytest.raises(ArtifactError, match=message):
         export(tmp_path, {"architecture": architecture("qwen2"), "vocab_size": 300}, {})
 
 
@@ -107,48 +111,42 @@ def test_a_model_is_enlarged_for_added_tokens_alone(make_model, tmp_path):
     small = make_model("llama", seed=6, vocabulary=200)
     (folder / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes())
     (folder / "config.json").write_text((small / "config.json").read_text())
-    with pytest.raises(
-        ArtifactError,
-        match=r"found a vocabulary of 288 tokens, expected at most the model's 200 embeddings\. It",
-    ):
+    message = r"of 288 tokens, expected at most the model's 200 embeddings\. It"
+    with pytest.raises(ArtifactError, match=rf"found a vocabulary {message}"):
         export(tmp_path, {"path": str(folder)}, {})
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "lfm2", "granitemoehybrid"])
-def test_families_whose_states_hold_no_padding_are_accepted(architecture, tokenizer, family):
-    config = BaseModelConfig(architecture=architecture(family), vocab_size=300)
+def test_families_whose_states_hold_no_padding_are_accepted(build, family):
     torch.manual_seed(1)
-    base_model.try_states(build_model(config, tokenizer).eval())
-
-
-MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    base_model.try_states(build(family))
 
 
 def test_a_cache_that_a_family_does_not_take_is_refused(tmp_path):
     """Mamba takes its cache by another name, and would sample each token without the others."""
+    fields = {
+        "model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8,
+        "initializer_range": 0.2,
+    }  # fmt: skip
     with pytest.raises(
         ArtifactError,
         match=r"base_model: a padded row of a mamba: found ArithmeticError: "
         r"logits that differ by [\d.]+ from those of the row alone, expected at most 0\.00012\.",
     ):
-        fields = MAMBA | {"initializer_range": 0.2}
         export(tmp_path, {"architecture": fields, "vocab_size": 300}, {})
 
 
-def test_padding_in_a_state_is_refused(architecture, tokenizer):
+def test_padding_in_a_state_is_refused(build):
     """A bias of the projection before a convolution makes padding differ from 0."""
-    fields = architecture("lfm2") | {"conv_bias": True}
-    model = build_model(BaseModelConfig(architecture=fields, vocab_size=300), tokenizer).eval()
+    model = build("lfm2", conv_bias=True)
     base_model.try_states(model)  # all biases are 0
-    for layer in model.model.layers[:1]:
-        torch.nn.init.normal_(layer.conv.in_proj.bias)
+    torch.nn.init.normal_(model.model.layers[0].conv.in_proj.bias)
     with pytest.raises(ArtifactError, match=r"of a lfm2: .* logits that differ by 0\.\d+ from"):
         base_model.try_states(model)
 
 
-def test_a_layer_that_no_cache_knows_is_refused(architecture, tokenizer):
-    config = BaseModelConfig(architecture=architecture("lfm2"), vocab_size=300)
-    model = build_model(config, tokenizer).eval()
+def test_a_layer_that_no_cache_knows_is_refused(build):
+    model = build("lfm2")
     model.config.layer_types = ["conv", "minimax_m3_sparse"]
     with pytest.raises(ArtifactError, match=r"of a lfm2: found KeyError: 'minimax_m3_sparse', exp"):
         base_model.try_states(model)

@@ -15,22 +15,11 @@ from rlhf_pipeline.config.training import SamplingConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.errors import ArtifactError
-from rlhf_pipeline.generation import transformers_generator
 from rlhf_pipeline.generation.generator import row_seeds, uniform_draws
 from rlhf_pipeline.generation.transformers_generator import TransformersGenerator
-from rlhf_pipeline.models.forward import (
-    probe_capabilities,
-    response_divergences,
-    response_logprobs,
-    response_values,
-    sequence_scores,
-)
-from rlhf_pipeline.models.loading import (
-    assert_no_dropout,
-    freeze,
-    load_policy,
-    load_tokenizer,
-)
+from rlhf_pipeline.models import forward
+from rlhf_pipeline.models.forward import response_logprobs, response_values, sequence_scores
+from rlhf_pipeline.models.loading import assert_no_dropout, freeze, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.models.sequences import collate
 from rlhf_pipeline.rl.logprobs import divergence
@@ -95,16 +84,14 @@ def test_values_and_scores_equal_those_of_each_row_alone(scorer):
 def test_padding_is_computed_only_by_families_that_need_it(policy, scorer, family):
     """BLOOM's positions are a part of its mask; others have states that would cross the border."""
     for model in (policy, scorer):
-        assert probe_capabilities(model).packed == (family not in ("bloom", *STATEFUL))
+        assert forward.probe_capabilities(model).packed == (family not in ("bloom", *STATEFUL))
 
 
 def test_dropout_is_off_whatever_the_family_calls_it(checkpoint, scorer, family):
     def drops(model):
         model.train()
-        passes = [
-            model(**BATCH.model_inputs(), output_hidden_states=True).hidden_states[-1]
-            for _ in range(8)
-        ]
+        inputs = BATCH.model_inputs() | {"output_hidden_states": True}
+        passes = [model(**inputs).hidden_states[-1] for _ in range(8)]
         return any(not torch.equal(one, passes[0]) for one in passes)
 
     untouched = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -124,7 +111,10 @@ def test_dropout_is_off_whatever_the_family_calls_it(checkpoint, scorer, family)
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_generation_is_sampling_token_by_token(policy, contract, temperature):
-    """Each row alone, without padding or cache: the first token whose CDF exceeds the draw."""
+    """Each row alone, without padding or cache: the first token whose CDF exceeds the draw.
+
+    Rows of the embedding beyond the vocabulary have no probability.
+    """
     sampling = SamplingConfig(max_response_tokens=16, batch_size_per_gpu=3, temperature=temperature)
     seeds = row_seeds(3, 1, np.arange(3))
     draws = uniform_draws(seeds, 16)
@@ -138,19 +128,6 @@ def test_generation_is_sampling_token_by_token(policy, contract, temperature):
             if ids[-1] == 1:
                 break
         assert rollout.response_ids[i, rollout.action_mask[i]].tolist() == ids[len(prompt) :]
-
-
-def test_padded_vocabulary_rows_are_never_sampled(policy, contract, monkeypatch):
-    """The first draw exceeds the probability of all real tokens under the unrestricted softmax."""
-    probabilities = policy(torch.tensor([[5]])).logits[0, -1].softmax(-1)
-    assert len(probabilities) == WIDE
-    draws = torch.tensor(
-        [[probabilities[: contract.vocab_size].sum().item() + 1e-6, 0.5]], dtype=torch.float64
-    )
-    sampling = SamplingConfig(max_response_tokens=2, batch_size_per_gpu=1)
-    monkeypatch.setattr(transformers_generator, "uniform_draws", lambda *_: draws)
-    rollout = TransformersGenerator(policy, contract).generate([[5]], sampling, [(0,)])
-    assert rollout.sequences.response_ids.max() < contract.vocab_size
 
 
 def test_sampler_and_training_agree_also_behind_rows_that_have_finished(policy, contract):
@@ -176,9 +153,7 @@ def test_a_saved_policy_loads_as_the_same_policy(policy, checkpoint, contract, t
     assert tied == (again.config.model_type in TIED)
 
 
-def test_a_saved_scorer_loads_as_the_same_scorer_with_transformers_too(
-    scorer, checkpoint, tmp_path
-):
+def test_a_saved_scorer_is_the_same_with_transformers_too(scorer, checkpoint, tmp_path):
     expected = sequence_scores(scorer, BATCH)
     save_model(scorer, load_tokenizer(checkpoint), tmp_path / "saved")
     again = freeze(load_scores(tmp_path / "saved", "fp32"))
@@ -191,9 +166,8 @@ def test_a_saved_scorer_loads_as_the_same_scorer_with_transformers_too(
     assert torch.equal(found, expected) if is_exact else close(found, expected) is None
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
-    ids = torch.tensor(
-        [prompt + response + [0] * (7 - len(prompt + response)) for prompt, response in ROWS]
-    )
+    rows = [prompt + response for prompt, response in ROWS]
+    ids = torch.tensor([row + [0] * (7 - len(row)) for row in rows])
     logits = classifier(input_ids=ids, attention_mask=(ids != 0).long()).logits
     close(expected, logits[:, 0])
 
@@ -202,9 +176,8 @@ def test_a_saved_scorer_loads_as_the_same_scorer_with_transformers_too(
 
 
 def test_a_language_model_is_not_a_reward_model(make_model):
-    with pytest.raises(
-        ArtifactError, match=r"is not a reward model: it has no weights for score\.weight"
-    ):
+    message = r"is not a reward model: it has no weights for score\.weight"
+    with pytest.raises(ArtifactError, match=message):
         load_scores(make_model(), "fp32")
 
 
@@ -213,19 +186,18 @@ def test_a_head_in_bf16_gives_scores_in_fp32(make_model):
     model = freeze(load_scores(make_model(), "bf16", new_head=True))
     torch.manual_seed(1)
     torch.nn.init.normal_(model.head.weight)
-    scores = sequence_scores(model, collate(PROMPTS, RESPONSES, 0))
+    scores = sequence_scores(model, BATCH)
     assert model.head.weight.dtype == torch.bfloat16 and scores.dtype == torch.float32
     assert not torch.equal(scores, scores.bfloat16().float())
 
 
 def test_a_critic_scales_its_scalars_and_adds_an_offset(make_model):
-    batch = collate(PROMPTS, RESPONSES, 0)
     critic = freeze(load_scores(make_model(), "fp32", new_head=True))
     torch.nn.init.normal_(critic.head.weight)
-    raw = response_values(critic, batch)
+    raw = response_values(critic, BATCH)
     critic.scale, critic.offset = 2.0, -6.0
-    mask = batch.action_mask
-    torch.testing.assert_close(response_values(critic, batch)[mask], 2 * raw[mask] - 6)
+    mask = BATCH.action_mask
+    torch.testing.assert_close(response_values(critic, BATCH)[mask], 2 * raw[mask] - 6)
 
 
 @pytest.mark.parametrize("count", [None, 3])
@@ -237,19 +209,17 @@ def test_a_teacher_is_compared_row_by_row(make_model, student, teacher, count):
         load_policy(make_model(student, seed=1, vocabulary=300), "fp32"),
         load_policy(make_model(teacher, seed=2, vocabulary=310), "fp32"),
     ]
-    packed = [probe_capabilities(each).packed for each in models]
+    packed = [forward.probe_capabilities(each).packed for each in models]
     assert packed == [name != "bloom" for name in (student, teacher)]
-    batch = collate(PROMPTS, RESPONSES, 0)
-    found = response_divergences(
-        *models, batch, beta=0.3, top_k=count, vocab_size=288, temperature=0.7
-    )
-    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+    how = {"beta": 0.3, "top_k": count}
+    found = forward.response_divergences(*models, BATCH, vocab_size=288, temperature=0.7, **how)
+    for row, (prompt, response) in enumerate(ROWS):
         ids, start = torch.tensor(prompt + response), len(prompt) - 1
         s, t = (
             (model(input_ids=ids[None]).logits[0, start:-1, :288] / 0.7).log_softmax(-1)
             for model in models
         )
         expected = [p.gather(1, ids[start + 1 :, None]).squeeze(1) for p in (s, t)]
-        expected[1:1] = [-(s.exp() * s).sum(-1), divergence(s, t, beta=0.3, top_k=count)]
+        expected[1:1] = [-(s.exp() * s).sum(-1), divergence(s, t, **how)]
         for each, own in zip(found, expected, strict=True):
             torch.testing.assert_close(each[row, : len(response)], own, rtol=1e-4, atol=1e-5)

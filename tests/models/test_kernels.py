@@ -18,13 +18,8 @@ from rlhf_pipeline.config.training import TrainedModelConfig
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.zero import for_generation
 from rlhf_pipeline.errors import ConfigError, StageError
-from rlhf_pipeline.models import AttentionInterface
-from rlhf_pipeline.models.forward import (
-    LogprobHead,
-    install_logprob_head,
-    probe_capabilities,
-    response_logprobs,
-)
+from rlhf_pipeline.models import AttentionInterface, forward
+from rlhf_pipeline.models.forward import install_logprob_head, response_logprobs
 from rlhf_pipeline.models.kernels import use_kernels
 from rlhf_pipeline.models.loading import DTYPES, load_policy
 from rlhf_pipeline.models.packing import PACKED, use_packed_attention
@@ -97,15 +92,14 @@ def model(request):
 def test_ligers_kernels_compute_what_torch_computes(liger, model):
     """Rows share a prompt, so positions do not grow with the place; names and head stay."""
     names, expected = list(model.state_dict()), results(model, ROWS)
-    able = probe_capabilities(model)
-    assert able.packed
+    assert forward.probe_capabilities(model).packed
     use_kernels(model, "liger", "fp32", CPU)
     found = results(model, ROWS)
     assert repr(model).count("LigerRMSNorm") > 1 and "Liger" in repr(model.model.layers[0].mlp)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
     assert list(model.state_dict()) == names
-    assert isinstance(model.get_output_embeddings(), LogprobHead)
+    assert isinstance(model.get_output_embeddings(), forward.LogprobHead)
     later = type(model)(model.config)
     assert "Liger" not in repr(later) and list(later.state_dict()) == names
 
@@ -143,9 +137,8 @@ def test_a_wrong_kernel_is_refused_and_no_other(
 
 def test_a_family_that_liger_does_not_know_is_refused(liger):
     unknown = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1))
-    with pytest.raises(
-        ConfigError, match=r"found liger for a model of type gpt2, expected a family"
-    ):
+    message = "found liger for a model of type gpt2, expected a family"
+    with pytest.raises(ConfigError, match=message):
         use_kernels(unknown, "liger", "fp32", CPU)
 
 
@@ -208,7 +201,6 @@ def test_compiled_layers_compute_the_same_in_few_graphs(make_model, world, trace
 
 def test_a_model_without_known_layers_is_not_compiled():
     unknown = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=0))
-    with pytest.raises(
-        ConfigError, match=r"compile for a model of type gpt2, .* null, for a frozen model"
-    ):
+    message = "compile for a model of type gpt2, .* null, for a frozen model"
+    with pytest.raises(ConfigError, match=message):
         use_kernels(unknown, "compile", "fp32", CPU)

@@ -12,14 +12,8 @@ from safetensors.torch import load_file
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.engine import untrained
-from rlhf_pipeline.models import export
-from rlhf_pipeline.models.loading import (
-    load_finished,
-    load_policy,
-    load_tokenizer,
-    plain_generation,
-    saved_precision,
-)
+from rlhf_pipeline.models import export, loading
+from rlhf_pipeline.models.loading import load_finished, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 
 LOADS = {
@@ -48,7 +42,7 @@ def test_weights_are_read_onto_the_device(make_model, load, family):
 )
 def test_the_precision_in_which_a_model_computes_as_it_was_saved(tmp_path, fields, precision):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert saved_precision(tmp_path) == precision
+    assert loading.saved_precision(tmp_path) == precision
 
 
 def test_an_export_may_be_in_fp16_and_stays_in_it(make_model, tmp_path):
@@ -75,13 +69,17 @@ def test_a_gpu_gets_the_same_bits(make_model, family):
             assert found.is_cuda and torch.equal(found.cpu(), tensor), name
 
 
-def test_a_finished_policy_answers_plainly_and_in_batches(make_model):
-    """No setting of the saved model changes an answer, and padding is on the left."""
+def test_no_setting_of_a_saved_model_changes_an_answer_and_padding_is_on_the_left(make_model):
     folder = make_model("llama")
-    model, tokenizer = load_finished(folder)
-    assert (tokenizer.padding_side, model.training) == ("left", False)
-    plain = plain_generation(TokenContract.read(folder))
-    assert model.generation_config.to_diff_dict() == plain.to_diff_dict()
+    (folder / "generation_config.json").write_text(
+        '{"do_sample": true, "top_k": 1, "repetition_penalty": 9.0, "no_repeat_ngram_size": 1, '
+        '"suppress_tokens": [1]}'
+    )
+    finished, tokenizer = load_finished(folder)
+    assert (tokenizer.padding_side, finished.training) == ("left", False)
+    plain = loading.plain_generation(TokenContract.read(folder))
+    for model in (finished, load_policy(folder, "fp32")):
+        assert model.generation_config.to_diff_dict() == plain.to_diff_dict()
 
 
 def test_a_tokenizer_has_the_same_bytes_with_and_without_the_hub(make_model, tmp_path, monkeypatch):
@@ -108,8 +106,9 @@ print(boto3.__name__)
 
 @pytest.mark.parametrize("before", [False, True])
 def test_the_import_leaves_libraries_out_which_can_be_imported_later(before):
-    """Only transformers that has found SciPy before gets it."""
-    found = "from transformers.utils import is_scipy_available; is_scipy_available()\n" * before
+    """What has been imported before stays, and transformers that has found SciPy gets it."""
+    found = "from transformers.utils import is_scipy_available; is_scipy_available()\n"
+    found = f"{found}import boto3\n" * before
     command = [sys.executable, "-c", found + IMPORT]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"{['scipy'] * before} True", "boto3"]
+    assert done.stdout.splitlines() == [f"{['boto3', 'scipy'] * before} True", "boto3"]

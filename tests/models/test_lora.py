@@ -11,15 +11,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.errors import ArtifactError, ConfigError
+from rlhf_pipeline.models import lora
 from rlhf_pipeline.models.forward import network_of
 from rlhf_pipeline.models.loading import freeze, load_policy
-from rlhf_pipeline.models.lora import (
-    WithoutAdapters,
-    add_adapters,
-    merged,
-    trained_names,
-    write_adapter,
-)
+from rlhf_pipeline.models.lora import WithoutAdapters, add_adapters, merged, trained_names
 from rlhf_pipeline.models.scalar_head import load_scores
 
 IDS = torch.tensor([[5, 6, 7, 20, 21, 1], [8, 9, 10, 11, 23, 24]])
@@ -48,7 +43,7 @@ def adapted(checkpoint, config=CONFIG, precision="fp32"):
 def store(model, folder):
     parameters = dict(getattr(model, "classifier", model).named_parameters())
     weights = {name: parameters[name].detach() for name in trained_names(model)}
-    write_adapter(model, weights, "sft_model", folder)
+    lora.write_adapter(model, weights, "sft_model", folder)
     return folder
 
 
@@ -92,9 +87,8 @@ def test_a_scalar_head_is_stored_with_the_adapter(checkpoint, tmp_path):
     folder = store(model, tmp_path / "adapter")
     plain = merged(load_scores(checkpoint, "fp32", new_head=True).eval(), CONFIG, folder)
     torch.testing.assert_close(plain(**inputs, scores_to_keep=6)[:, -1], scores, rtol=0, atol=1e-5)
-    base = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, num_labels=1, dtype=torch.float32
-    )
+    auto = AutoModelForSequenceClassification
+    base = auto.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
     base.config.pad_token_id = 0
     again = PeftModel.from_pretrained(base, folder).eval()(**inputs).logits[:, 0]
     assert torch.equal(again, scores)
@@ -123,13 +117,11 @@ def test_train_rest_freezes_only_the_adapted_matrices(checkpoint, tmp_path):
     config = CONFIG.model_copy(update={"train_rest": True})
     model = adapted(checkpoint, config)
     names = {name for name, _ in model.named_parameters()}
-    assert names - set(trained_names(model)) == {
-        name for name in names if name.endswith(".base_layer.weight")
-    }
+    adapted_matrices = {name for name in names if name.endswith(".base_layer.weight")}
+    assert names - set(trained_names(model)) == adapted_matrices
     train_a_little(model)
-    plain = merged(
-        load_policy(checkpoint, "fp32").eval(), config, store(model, tmp_path / "adapter")
-    )
+    folder = store(model, tmp_path / "adapter")
+    plain = merged(load_policy(checkpoint, "fp32").eval(), config, folder)
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
 
 
@@ -141,11 +133,8 @@ def llama(make_model):
 def test_only_named_targets_are_adapted(llama):
     model = adapted(llama, LoRAConfig(rank=2, target_modules=["q_proj", "layers.1.mlp.down_proj"]))
     layers = {name.split(".lora_")[0] for name in trained_names(model)}
-    assert layers == {
-        "model.layers.0.self_attn.q_proj",
-        "model.layers.1.self_attn.q_proj",
-        "model.layers.1.mlp.down_proj",
-    }
+    expected = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.down_proj")
+    assert layers == {f"model.layers.{name}" for name in expected}
 
 
 @pytest.mark.parametrize("target", ["q_prj", "lm_head", "embed_tokens", "proj", "score"])
@@ -184,9 +173,8 @@ def test_the_stored_adapter_is_small_and_contains_no_path(llama, tmp_path):
 
 def test_an_adapter_of_another_recipe_is_refused(llama, tmp_path):
     folder = store(adapted(llama, LoRAConfig(target_modules=["q_proj"])), tmp_path / "adapter")
-    with pytest.raises(
-        ArtifactError, match=r"adapter_model\.safetensors does not match the model .*v_proj"
-    ):
+    message = r"adapter_model\.safetensors does not match the model .*v_proj"
+    with pytest.raises(ArtifactError, match=message):
         merged(load_policy(llama, "fp32"), LoRAConfig(target_modules=["q_proj", "v_proj"]), folder)
 
 

@@ -1,6 +1,7 @@
 """Attention over packed rows, beside transformers' eager attention over each row alone."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,25 +12,19 @@ from varlen_reference import varlen_attn
 
 from rlhf_pipeline.models import packing
 from rlhf_pipeline.models.forward import probe_capabilities
-from rlhf_pipeline.models.packing import (
-    PACKED,
-    one_kernel,
-    packed_attention,
-    use_packed_attention,
-)
+from rlhf_pipeline.models.packing import PACKED, one_kernel, use_packed_attention
 from rlhf_pipeline.models.sequences import collate
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14]]
 RESPONSES = [[20, 21, 22], [23, 24, 25, 26, 27], [28]]
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(params=[None, 3], ids=["whole", "window of 3"])
 def models(request, architecture):
     """A Mistral with packed attention, and the same model with eager attention."""
-    fields = architecture("mistral") | {"attention_dropout": 0.0}
-    config = AutoConfig.for_model(
-        **fields, vocab_size=300, pad_token_id=0, sliding_window=request.param
-    )
+    fields = architecture("mistral") | {"attention_dropout": 0.0, "sliding_window": request.param}
+    config = AutoConfig.for_model(**fields, vocab_size=300, pad_token_id=0)
     torch.manual_seed(1)
     packed = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     eager = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval().requires_grad_(False)
@@ -60,19 +55,17 @@ def test_a_row_sees_itself_alone_within_its_window(models):
     found = packed(**batch.packed().model_inputs(), use_cache=False).logits[0]
     rows = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     for one, row in zip(found.split([len(row) for row in rows]), rows, strict=True):
-        torch.testing.assert_close(one, alone(eager, row), rtol=1e-4, atol=1e-4)
+        close(one, alone(eager, row))
 
 
 def test_other_batches_keep_the_window(models):
     """With a mask, and without one."""
     packed, eager = models
     row = PROMPTS[0] + RESPONSES[0]
-    torch.testing.assert_close(alone(packed, row), alone(eager, row), rtol=1e-4, atol=1e-4)
+    close(alone(packed, row), alone(eager, row))
     inputs = collate(PROMPTS, RESPONSES, 0).model_inputs()
     real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(
-        packed(**inputs).logits[real], eager(**inputs).logits[real], rtol=1e-4, atol=1e-4
-    )
+    close(packed(**inputs).logits[real], eager(**inputs).logits[real])
 
 
 def test_answers_to_one_prompt_share_its_tokens(models):
@@ -87,10 +80,9 @@ def test_answers_to_one_prompt_share_its_tokens(models):
     rest = found.split(rows.lengths)
     for one, prompt, response in zip(rest, prompts, responses, strict=True):
         expected = alone(eager, prompt + response)[-len(one) :]
-        torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+        close(one, expected)
     before = [alone(eager, p + r)[len(p) - 1 : -1] for p, r in zip(prompts, responses, strict=True)]
-    expected = torch.cat(before)
-    torch.testing.assert_close(found[rows.before_response], expected, rtol=1e-4, atol=1e-4)
+    close(found[rows.before_response], torch.cat(before))
     last = torch.stack([one[-1] for one in rest])
     torch.testing.assert_close(found[rows.ends], last)
 
@@ -153,7 +145,7 @@ def test_one_kernel_computes_what_the_loop_over_rows_computes(
 
     def results():
         own = [x.clone().requires_grad_() for x in inputs]
-        output, _ = packed_attention(
+        output, _ = packing.packed_attention(
             module, *own, None, packed_rows=rows, scaling=0.3, sliding_window=window
         )
         weights = torch.arange(output.numel()).view(output.shape).sin()

@@ -1,8 +1,8 @@
 """Nothing in a model's folder is executed: real pickles and real code would leave a marker."""
 
 import json
-import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,15 @@ import torch
 from model_with_code import bring_code
 from safetensors.torch import load_file
 
+from rlhf_pipeline.config.rewards import ModelReward
+from rlhf_pipeline.data.token_contract import TokenContract
+from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import ArtifactError
 from rlhf_pipeline.models import base_model
 from rlhf_pipeline.models.loading import load_finished, load_policy, load_tokenizer
 from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
+from rlhf_pipeline.scoring.reward_sources import ModelSource, Reading
 
 PICKLES = (
     "pytorch_model.bin training_args.bin adapter_model.bin optimizer.pt scheduler.pt rng_state.pth "
@@ -51,18 +55,19 @@ def make_base(path, target, **options):
     return job.export
 
 
+load_head = partial(load_scores, precision="fp32", new_head=True)
 LOADS = {
-    "policy": lambda folder: load_policy(folder, "fp32"),
-    "scores": lambda folder: load_scores(folder, "fp32", new_head=True),
-    "reward model from elsewhere": lambda folder: load_scores(
-        folder, "fp32", new_head=True, foreign=True
-    ),
+    "policy": partial(load_policy, precision="fp32"),
+    "scores": load_head,
+    "reward model from elsewhere": partial(load_head, foreign=True),
     "base model": lambda folder: make_base(folder, folder.parent / "work"),
     "finished policy": load_finished,
 }
+zipped_or_not = pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
+every_load = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
+@zipped_or_not
 def test_the_planted_pickle_executes(tmp_path, marker, zipped):
     plant(tmp_path / "bait.bin", marker, zipped=zipped)
     torch.load(tmp_path / "bait.bin", weights_only=False)
@@ -70,14 +75,10 @@ def test_the_planted_pickle_executes(tmp_path, marker, zipped):
 
 
 def plant(file, marker, *, zipped=True):
-    torch.save({"weight": Bait(marker)}, file) if zipped else file.write_bytes(
-        pickle.dumps(Bait(marker))
-    )
-    if not zipped:
-        torch.save({"weight": Bait(marker)}, file, _use_new_zipfile_serialization=False)
+    torch.save({"weight": Bait(marker)}, file, _use_new_zipfile_serialization=zipped)
 
 
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@every_load
 def test_pickles_next_to_the_weights_are_not_read(folder, marker, load):
     for name in PICKLES:
         plant(folder / name, marker)
@@ -113,7 +114,7 @@ def selecting_a_pickle(folder, marker):
         (selecting_a_pickle, r"'adapter_model\.bin' in config\.json, expected a safeten"),
     ],
 )
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@every_load
 def test_a_pickle_does_not_take_the_place_of_the_weights(folder, marker, load, change, message):
     change(folder, marker)
     with pytest.raises(ArtifactError, match=message):
@@ -121,7 +122,7 @@ def test_a_pickle_does_not_take_the_place_of_the_weights(folder, marker, load, c
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["torch.save", "pickle"])
+@zipped_or_not
 def test_unpickle_weights_reads_tensors_and_nothing_else(folder, tmp_path, marker, zipped):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -140,18 +141,16 @@ def test_unpickle_weights_reads_tensors_and_nothing_else(folder, tmp_path, marke
 @pytest.fixture
 def with_code(folder, marker, tmp_path, monkeypatch):
     """A model whose type is defined by code in its folder."""
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
-    )
+    cache = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
+    monkeypatch.setattr(cache, str(tmp_path / "modules"))
     bring_code(folder, marker)
     return folder
 
 
 @pytest.mark.parametrize("load", [*LOADS.values(), load_tokenizer], ids=[*LOADS, "tokenizer"])
 def test_code_of_a_model_is_not_executed_by_default(with_code, marker, load):
-    with pytest.raises(
-        ArtifactError, match=r"which is not executed\. Fix: .*base_model\.trust_remote_code"
-    ):
+    message = r"which is not executed\. Fix: .*base_model\.trust_remote_code"
+    with pytest.raises(ArtifactError, match=message):
         load(with_code)
     assert not marker.exists()
 
@@ -159,10 +158,8 @@ def test_code_of_a_model_is_not_executed_by_default(with_code, marker, load):
 def test_code_for_a_type_that_transformers_knows_is_ignored(with_code, marker):
     config = json.loads((with_code / "config.json").read_text())
     (with_code / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    assert (
-        type(load_policy(with_code, "fp32")).__module__
-        == "transformers.models.llama.modeling_llama"
-    )
+    found = type(load_policy(with_code, "fp32"))
+    assert found.__module__ == "transformers.models.llama.modeling_llama"
     assert not marker.exists()
 
 
@@ -178,10 +175,8 @@ def test_trusted_code_moves_with_the_model_through_the_stages_and_is_refused_els
     load_tokenizer(export, trust_remote_code=True).save_pretrained(stage)
     shutil.copy(export / "token_contract.json", stage)
     scores = load_scores(stage, "fp32", new_head=True, trust_remote_code=True)
-    assert [type(loaded).__name__ for loaded in (model, scores.classifier)] == [
-        "OwnForCausalLM",
-        "OwnForSequenceClassification",
-    ]
+    found = [type(loaded).__name__ for loaded in (model, scores.classifier)]
+    assert found == ["OwnForCausalLM", "OwnForSequenceClassification"]
     for load in (*LOADS.values(), load_tokenizer):
         with pytest.raises(ArtifactError, match=r"base_model\.trust_remote_code"):
             load(stage)
@@ -190,12 +185,6 @@ def test_trusted_code_moves_with_the_model_through_the_stages_and_is_refused_els
 
 
 def test_trust_in_the_base_model_does_not_extend_to_a_reward_model(with_code, marker):
-    from rlhf_pipeline.config.rewards import ModelReward
-    from rlhf_pipeline.data.token_contract import TokenContract
-    from rlhf_pipeline.distributed.world import World
-    from rlhf_pipeline.runtime.job import LaunchedJob
-    from rlhf_pipeline.scoring.reward_sources import ModelSource, Reading
-
     contract, world = TokenContract.read(with_code), World(0, 1, torch.device("cpu"))
     reward = ModelReward(path=str(with_code))
     job = LaunchedJob("ppo", "f", 1, {}, {}, {}, with_code, 60.0)

@@ -31,11 +31,9 @@ def test_positions_come_from_the_mask():
 
 
 def test_chosen_rows_lose_the_columns_that_only_others_need():
-    row = batch().rows(torch.tensor([1]))
-    assert row.prompt_ids.tolist() == [[7]]
+    assert batch().rows(torch.tensor([1])).prompt_ids.tolist() == [[7]]
     row = batch().rows(torch.tensor([0]))
-    assert row.response_ids.tolist() == [[8]]
-    assert row.action_mask.tolist() == [[True]]
+    assert row.response_ids.tolist() == [[8]] and row.action_mask.tolist() == [[True]]
 
 
 def test_a_response_has_tokens_that_the_policy_did_not_choose():

@@ -45,12 +45,9 @@ class Small:
             source = Path("07_workspace", "source")
             shutil.copytree(project.root / source, disk.path / source)
 
-    def run(self, *, check: bool) -> str:
-        return self.here.kedro(f"--nodes={self.node}", params=self.params, check=check)
-
     def fails(self) -> str:
         """Run the stage until it fails; return the message."""
-        output = self.run(check=False)
+        output = self.here.kedro(f"--nodes={self.node}", params=self.params, check=False)
         message = output[re.search("^Error: ", output, re.MULTILINE).start() :]
         assert re.match(rf"Error: stage {self.stage}\b", message), output
         for pattern in (
@@ -69,7 +66,7 @@ class Small:
 
     def succeeds_with_space(self) -> None:
         self.disk.make_room()
-        self.run(check=True)
+        self.here.kedro(f"--nodes={self.node}", params=self.params)
         made, whole = self.here.newest(self.made), self.done.newest(self.made)
         verify(made)
         assert content_digest(made) == content_digest(whole)

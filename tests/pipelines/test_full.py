@@ -27,23 +27,29 @@ FROM_PPO = "ppo.kl.coef=0.1,ppo.ema.decay=0.9"
 """Parameters of a second policy."""
 
 
-def runner(workspace: Path, processes: int) -> StageRunner:
-    return StageRunner(RunContext(workspace, LaunchConfig(processes=processes)))
+def first_step(stage: Path) -> dict[str, float]:
+    with (stage / "metrics.jsonl").open() as file:
+        return json.loads(file.readline())["metrics"]
 
 
-def metrics_of(stage: Path) -> list[dict[str, float]]:
-    return [
-        json.loads(line)["metrics"] for line in (stage / "metrics.jsonl").read_text().splitlines()
-    ]
+def evaluation_of(project) -> dict:
+    folder = project.newest("08_reporting/evaluation")
+    return json.loads((folder / "evaluation.json").read_text())
 
 
-def test_every_artifact_is_published(project):
+def test_every_artifact_is_published_and_the_weights_are_on_the_disk_once(project):
+    """The published version is a hard link of the result in the workspace."""
     models = [f"06_models/{name}_model" for name in ("sft", "reward", "ppo")]
     data = ["02_base_model/base_model", "03_split/split"]
     for path in (*data, *models, "08_reporting/evaluation"):
         assert len(project.versions(path)) == 1
         verify(project.newest(path))
     assert not list(project.root.rglob("*.partial"))
+    inodes = {path: path.stat().st_ino for path in project.root.rglob("*.safetensors")}
+    published = {inode for path, inode in inodes.items() if "07_workspace" not in path.parts}
+    assert published == {*inodes.values()}
+    for stage in ("sft", "reward_model", "ppo"):
+        assert not (project.recipes(stage)[0] / "checkpoints").exists()
 
 
 READER = """
@@ -62,59 +68,35 @@ assert not any(name.startswith("rlhf_pipeline") for name in sys.modules)
 
 def test_exports_are_the_same_models_in_transformers(project, tmp_path):
     """transformers alone loads every key, and computes the logits that the next stage sees."""
-    folders = {
-        project.newest(f"06_models/{name}"): name
-        for name in ("sft_model", "ppo_model", "reward_model")
-    }
-    kinds = {"reward_model": "AutoModelForSequenceClassification"}
-    argument = {
-        str(folder): kinds.get(name, "AutoModelForCausalLM") for folder, name in folders.items()
-    }
-    command = [sys.executable, "-c", READER, json.dumps(argument)]
+    policy, classifier = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+    names = {"sft_model": policy, "ppo_model": policy, "reward_model": classifier}
+    kinds = {str(project.newest(f"06_models/{name}")): kind for name, kind in names.items()}
+    command = [sys.executable, "-c", READER, json.dumps(kinds)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    for folder, line in zip(folders, done.stdout.splitlines(), strict=True):
+    for (folder, kind), line in zip(kinds.items(), done.stdout.splitlines(), strict=True):
         ids, logits = map(torch.tensor, json.loads(line))
         with torch.no_grad():
-            if folders[folder] == "reward_model":
-                mask = torch.ones_like(ids)
-                own = load_scores(folder, "fp32")(
-                    input_ids=ids, attention_mask=mask, scores_to_keep=1
-                )
+            if kind == classifier:
+                given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                own = load_scores(Path(folder), "fp32")(**given, scores_to_keep=1)
             else:
-                own = load_policy(folder, "fp32")(input_ids=ids).logits
+                own = load_policy(Path(folder), "fp32")(input_ids=ids).logits
         torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-6)
 
 
-def test_the_weights_of_a_finished_stage_are_on_the_disk_once(project):
-    """The published version is a hard link of the result in the workspace."""
-    inodes = {path: path.stat().st_ino for path in project.root.rglob("*.safetensors")}
-    published = {inode for path, inode in inodes.items() if "07_workspace" not in path.parts}
-    assert published == {*inodes.values()}
-    for stage in ("sft", "reward_model", "ppo"):
-        assert not (project.recipes(stage)[0] / "checkpoints").exists()
-
-
-def test_the_first_ppo_step_has_ratio_one_and_no_kl(project):
-    first = metrics_of(project.recipes("ppo")[0])[0]
-    assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
-    assert first["objective/kl"] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_the_report_compares_both_policies(project):
-    folder = project.newest("08_reporting/evaluation")
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = evaluation_of(project)
     assert evaluation["prompts"] == 24
     assert evaluation["policies"]["sft"]["kl"] == pytest.approx(0.0, abs=1e-5)
     rates = {"eos_fraction", "distinct_1", "distinct_2"}
-    assert {"score", "gold_score", "kl", "sft_perplexity", "response_tokens"} | rates <= set(
-        evaluation["policies"]["ppo"]
-    )
+    metrics = {"score", "gold_score", "kl", "sft_perplexity", "response_tokens"} | rates
+    assert metrics <= evaluation["policies"]["ppo"].keys()
     gold = evaluation["win_rates"]["gold"]
     assert gold["wins"] + gold["ties"] + gold["losses"] == 24
     page = project.newest("08_reporting/evaluation.html").read_text()
     assert "<h1>PPO is" in page and "Explained variance of the critic" in page
     assert f"{evaluation['prompts']} held-out prompts" in page
-    own = Manifest.read(folder).fingerprint
+    own = Manifest.read(project.newest("08_reporting/evaluation")).fingerprint
     (logged,) = [run for run in project.runs() if run.data.tags.get("rlhf.fingerprint") == own]
     artifacts = project.client().list_artifacts(logged.info.run_id)
     assert "evaluation.html" in [file.path for file in artifacts]
@@ -133,8 +115,10 @@ def test_mlflow_holds_a_parent_and_a_child_for_each_stage(project):
     assert len(full) == 1 and full[0].info.status == "FINISHED"
     assert sorted(children) == sorted(STAGES)
     assert {run.info.status for run in children.values()} == {"FINISHED"}
-    history = project.client().get_metric_history(children["ppo"].info.run_id, "objective/kl")
-    assert [point.step for point in history][:3] == [1, 2, 3]
+    for name, first in {"objective/kl": 0.0, "policy/ratio": 1.0}.items():
+        history = project.client().get_metric_history(children["ppo"].info.run_id, name)
+        assert [point.step for point in history][:3] == [1, 2, 3]
+        assert history[0].value == pytest.approx(first, abs=1e-6)
     assert children["ppo"].data.params["ppo.kl.coef"] == "0.3"
 
 
@@ -152,10 +136,10 @@ def test_the_registry_holds_both_policies_side_by_side(project):
 @pytest.mark.parametrize(
     ("stage", "block", "names"),
     [
-        pytest.param("reward_model", RewardModelConfig, "reward_model/loss",
+        pytest.param("reward_model", RewardModelConfig, ["reward_model/loss"],
                      marks=pytest.mark.long),
-        ("ppo", PPOConfig, "objective/score objective/kl value/loss policy/entropy "
-         "rollout/response_tokens"),
+        ("ppo", PPOConfig, ["objective/score", "objective/kl", "value/loss", "policy/entropy",
+                            "rollout/response_tokens"]),
     ],
 )  # fmt: skip
 def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, names):
@@ -163,12 +147,10 @@ def test_one_rank_and_two_ranks_start_alike(project, tmp_path, stage, block, nam
     done = json.loads((project.recipes(stage)[0] / "job.json").read_text())
     inputs = {name: Path(path) for name, path in done["inputs"].items()}
     config = {stage: block.model_validate(done["config"][stage])}
-    runner(tmp_path, 1).run(Job(stage_specs()[stage], config, inputs, done["seed"]))
-    one, two = (
-        metrics_of(next((tmp_path / stage).iterdir()))[0],
-        metrics_of(project.recipes(stage)[0])[0],
-    )
-    for name in names.split():
+    alone = StageRunner(RunContext(tmp_path, LaunchConfig(processes=1)))
+    export = alone.run(Job(stage_specs()[stage], config, inputs, done["seed"]))
+    one, two = (first_step(each) for each in (export.parent, project.recipes(stage)[0]))
+    for name in names:
         assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-6), name
 
 
@@ -177,17 +159,15 @@ def test_from_ppo_on_only_ppo_trains_again(project):
     before = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     predicted = project.kedro(params=FROM_PPO, command="rlhf status")
     assert re.findall(r"^(\w+) .*?  (run|may run|resume|fail)  ", predicted, re.MULTILINE) == [
-        ("ppo", "run"), ("evaluate", "may run"), ("register", "run"),
-        ("report", "run"),
+        ("ppo", "run"), ("evaluate", "may run"), ("register", "run"), ("report", "run"),
     ]  # fmt: skip
     output = project.kedro("--from-nodes=ppo", params=FROM_PPO)
     after = {stage: [path.name for path in project.recipes(stage)] for stage in STAGES}
     assert {stage for stage in STAGES if after[stage] != before[stage]} == {"ppo", "evaluate"}
     assert len(project.versions("06_models/ppo_model")) == 2
     assert len(project.versions("06_models/sft_model")) == 1
-    assert "ppo: running" in output and "sft" not in output.split("By the gold judge")[0].replace(
-        "sft/score", ""
-    )
+    before_the_verdict = output.split("By the gold judge")[0]
+    assert "ppo: running" in output and "sft" not in before_the_verdict.replace("sft/score", "")
     manifest = Manifest.read(project.newest("06_models/ppo_model"))
     assert manifest.config["ppo"]["kl"]["coef"] == 0.1
     assert manifest.inputs["sft_model"] == content_digest(project.newest("06_models/sft_model"))
@@ -197,9 +177,7 @@ def test_from_ppo_on_only_ppo_trains_again(project):
 
 def test_the_average_of_the_weights_is_evaluated_beside_the_actor(project):
     """The run from ppo on exported the average as a separate model."""
-    evaluation = json.loads(
-        (project.newest("08_reporting/evaluation") / "evaluation.json").read_text()
-    )
+    evaluation = evaluation_of(project)
     assert evaluation["variants"]["ppo_ema"]["gold"]["n"] == 24
     assert evaluation["policies"]["ppo_ema"]["kl"] != evaluation["policies"]["ppo"]["kl"]
     actor = project.newest("06_models/ppo_model")

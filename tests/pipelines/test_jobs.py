@@ -42,7 +42,7 @@ class Recorder:
     def run(self, job):
         self.jobs.append(job)
         if job.spec.name == "source":
-            (self.folder / "source").mkdir()
+            (self.folder / "source").mkdir(exist_ok=True)
             (self.folder / "source" / "counts.json").write_text('{"rows": 1}')
         teacher = job.config.get("base_model")
         return Path(teacher.path) if teacher else self.folder / job.spec.name
@@ -67,11 +67,9 @@ def test_a_reward_model_gets_its_head_on_the_model_that_start_names(start, expec
     assert found == {"comparisons": "reward_model", **expected}
 
 
-@pytest.fixture
-def key(tmp_path):
-    """The stage's fingerprint for a split with some text, or without text."""
-
+def test_text_counts_only_with_the_ptx_loss_which_needs_it(tmp_path):
     def key(text, ptx):
+        """The stage's fingerprint for a split with some text, or without text."""
         folder = tmp_path / str(text)
         for name, content in {"ppo": "prompts", "sft": "examples", "pretraining": text}.items():
             if content is not None:
@@ -81,24 +79,15 @@ def key(tmp_path):
         config = PPOConfig(**SIZES, actor=MODEL, critic=MODEL, ptx=ptx)
         return ppo(folder, folder / "sft", folder / "sft", TRAINED, config, 0, Fingerprints())
 
-    return key
-
-
-def test_text_counts_only_with_the_ptx_loss(key):
     assert key("some", None) == key("other", None) == key(None, None)
-    keys = key("some", {"batch_size": 2}), key("other", {"batch_size": 2}), key("some", None)
-    assert len({*keys}) == 3
+    loss = {"batch_size": 2}
+    assert len({key("some", loss), key("other", loss), key("some", None)}) == 3
+    message = r"pretraining is empty: .* run stage split with parameters that create it"
+    with pytest.raises(ArtifactError, match=message):
+        key(None, loss)
 
 
-def test_a_split_without_text_is_refused_with_the_ptx_loss(key):
-    with pytest.raises(
-        ArtifactError,
-        match=r"pretraining is empty: .* run stage split with parameters that create it",
-    ):
-        key(None, {"batch_size": 2})
-
-
-def test_the_version_of_vllm_is_part_of_the_recipe(tmp_path, monkeypatch):
+def test_the_version_of_vllm_is_part_of_the_recipe(monkeypatch):
     """Its package has another name on machines without a GPU."""
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["pytest"]})
     assert library_version.__wrapped__("vllm") == pytest.__version__
@@ -153,6 +142,8 @@ def test_the_bytes_of_the_teacher_identify_its_stage_whose_result_is_an_input(
     assert given == inputs | {"demonstrations": Path("split/sft")}
     text = {"ptx": {"batch_size": 2}}
     assert jobs_of(student, teacher, **text)[1].inputs["pretraining"] == Path("split/pretraining")
+    planned = jobs_of(Path("/pending/sft"), teacher)[1]  # a student that does not exist yet
+    assert planned.inputs["sft_model"] == Path("/pending/sft")
 
 
 def test_a_teacher_with_another_tokenizer_is_refused_before_the_launch(make_model):
@@ -166,11 +157,6 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_the_launch(make_mode
     assert "sft_model and distill.teacher use different tokenizers: chat_template_digest" in message
     assert str(student) in message and str(teacher) in message
     assert "Fix: choose a model with the policy's tokenizer and chat template" in message
-
-
-def test_models_that_do_not_exist_yet_are_planned(make_model):
-    _, trained = jobs_of(Path("/pending/sft"), make_model("llama"))
-    assert trained.inputs["sft_model"] == Path("/pending/sft")
 
 
 def digests(*rewards):
@@ -244,9 +230,8 @@ def test_each_policy_does_the_tasks_before_the_evaluation(tmp_path):
     done = [one for one in stages.jobs if one.spec.name == "tasks"]
     assert [one.inputs["policy"] for one in done] == [Path("sft"), Path("candidate")]
     for one in done:
-        assert (one.inputs["tasks.0"], one.inputs["tasks.1"]) == (
-            tmp_path / "own.yaml", tmp_path / "base.yaml",
-        )  # fmt: skip
+        assert one.inputs["tasks.0"] == tmp_path / "own.yaml"
+        assert one.inputs["tasks.1"] == tmp_path / "base.yaml"
         assert one.spec.libraries == (*PPO.libraries, "lm_eval") and not one.spec.distributed
         assert one.config["tasks"].names == tuple(tasks["names"])
         assert one.config["evaluate"].precision == "bf16"
@@ -293,11 +278,13 @@ def test_one_model_trains_on_what_was_held_back(made):
     assert list(models) == ["judge_model.0"] and job.spec.name == "judge_model"
     assert job.inputs == {"comparisons": Path("/split/judge_model"), "sft_model": Path("/sft")}
     assert job.config == {"reward_model": TRAINED}
+    _, (job,) = made(held_back=0.5, epochs=3)
+    assert job.config["reward_model"].epochs == 3
 
 
 def test_five_models_train_on_a_file_and_each_leaves_another_fifth_out(made):
-    models, (source, rows, *jobs) = made(path="careful.jsonl", columns={"chosen": "good",
-                                         "rejected": "bad", "prompt": "q"})  # fmt: skip
+    columns = {"chosen": "good", "rejected": "bad", "prompt": "q"}
+    models, (source, rows, *jobs) = made(path="careful.jsonl", columns=columns)
     assert (source.spec.name, rows.spec.name) == ("source", "judge_split")
     split = rows.config["split"]
     assert split.weights == (0, 1, 0) and split.held_back == split.validation_fraction == 0
@@ -308,12 +295,8 @@ def test_five_models_train_on_a_file_and_each_leaves_another_fifth_out(made):
     assert [(fold.number, fold.of) for fold in folds] == [(number, 5) for number in range(5)]
     assert {job.config["reward_model"].epochs for job in jobs} == {10}
     assert {job.inputs["comparisons"] for job in jobs} == {Path.cwd() / "judge_split/reward_model"}
-
-
-def test_the_number_of_passes_is_a_parameter(made):
-    for block in ({"held_back": 0.5}, {"path": "careful.jsonl"}):
-        _, jobs = made(**block, epochs=3)
-        assert jobs[-1].config["reward_model"].epochs == 3
+    *_, job = made(path="careful.jsonl", epochs=3)[1]
+    assert job.config["reward_model"].epochs == 3
 
 
 @pytest.mark.parametrize("block", [{}, {"held_back": 0.5, "path": "x.jsonl"}])
@@ -325,10 +308,8 @@ def test_one_of_both_is_needed(block):
 def test_a_page_that_cannot_be_made_names_the_cause_and_the_command(tmp_path):
     (tmp_path / "evaluation.json").write_text("{}")
     models = [tmp_path / name for name in ("sft_model", "ppo_model", "reward_model")]
-    with pytest.raises(
-        PipelineError,
-        match=r"evaluation and registration are complete. Fix: `kedro rlhf report` makes",
-    ) as failure:
+    fix = "evaluation and registration are complete. Fix: `kedro rlhf report` makes"
+    with pytest.raises(PipelineError, match=fix) as failure:
         report(tmp_path, {}, *models)
     cause = failure.value.__cause__
     assert f"found {type(cause).__name__} ({cause}), expected a page" in str(failure.value)

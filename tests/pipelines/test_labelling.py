@@ -1,7 +1,5 @@
 """`kedro rlhf label`: people compare answers, and their votes become comparisons."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,6 +16,7 @@ from browser import chromium, press, text
 from conftest import PROJECT, end_group
 from ports import reserved_port
 from selenium.webdriver.common.keys import Keys
+from transformers import AutoTokenizer
 from waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -33,10 +32,7 @@ def labelling(project, port, *arguments):
     server = subprocess.Popen(
         [kedro, "rlhf", "label", *arguments, f"--port={port}", "--env=tiny",
          f"--params=root={json.dumps(str(project.root))}"],
-        cwd=PROJECT,
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        text=True,
+        cwd=PROJECT, env=os.environ | settings, stdout=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -59,12 +55,6 @@ def vote(page, keys, done):
         wait_until(lambda number=number: text(page, "count") == f"Ann: {number} of 10")
         press(page, key)
     wait_until(lambda: text(page, "count") == f"Ann: {done + len(keys)} of 10")
-
-
-def documented_sources(page: Path, votes: Path) -> str:
-    """The YAML of a documentation page, for another file of votes."""
-    (block,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
-    return block.replace("data/tiny/01_raw/votes.jsonl", str(votes))
 
 
 def test_ten_votes_become_comparisons_in_spite_of_a_killed_server(new_project, tmp_path):
@@ -90,38 +80,30 @@ def test_ten_votes_become_comparisons_in_spite_of_a_killed_server(new_project, t
     assert [line["prompt"][0]["content"] for line in lines] == [row["prompt"] for row in rows]
 
     shutil.copytree(PROJECT / "conf", tmp_path / "conf")
-    parameters = documented_sources(PROJECT / "docs" / "labelling.md", votes)
+    page = (PROJECT / "docs" / "labelling.md").read_text()
+    (documented,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    parameters = documented.replace("data/tiny/01_raw/votes.jsonl", str(votes))
     (tmp_path / "conf" / "local" / "parameters.yml").write_text(parameters)
-    project.kedro(
-        "--to-nodes=split",
-        f"--conf-source={tmp_path / 'conf'}",
-        params="split.validation_fraction=0.2,reward_model.batch_size=4",
-    )
+    sizes = "split.validation_fraction=0.2,reward_model.batch_size=4"
+    project.kedro("--to-nodes=split", f"--conf-source={tmp_path / 'conf'}", params=sizes)
     split = project.newest("03_split/split")
     report = json.loads((split / "report.json").read_text())["sources"]["files (votes.jsonl)"]
-    assert (report["rows"], report["skipped"]) == (
-        10, {"the two answers have the same score": 2},
-    )  # fmt: skip
+    assert report["rows"] == 10
+    assert report["skipped"] == {"the two answers have the same score": 2}
+    tokenizer = AutoTokenizer.from_pretrained(project.newest("02_base_model/base_model"))
+    table = pa.ipc.open_stream(split / "reward_model" / "train.arrow").read_all()
+    chosen, rejected = (
+        [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        for ids in (table["chosen_ids"].to_pylist(), table["rejected_ids"].to_pylist())
+    )
+    trained = {*zip(chosen, rejected, strict=True)}
     # Of the eight, one is held out for the test and two for the validation.
-    assert trained(split, project) <= {
+    assert len(trained) == 5
+    assert trained <= {
         (line["first"], line["second"])[:: line["first_score"] - line["second_score"]]
         for line in lines
         if line["first_score"] != line["second_score"]
     }
-    assert len(trained(split, project)) == 5
-
-
-def trained(split, project):
-    """The chosen and rejected answers that the reward model learns from."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(project.newest("02_base_model/base_model"))
-    table = pa.ipc.open_stream(split / "reward_model" / "train.arrow").read_all()
-    columns = [
-        tokenizer.batch_decode(table[name].to_pylist(), skip_special_tokens=True)
-        for name in ("chosen_ids", "rejected_ids")
-    ]
-    return {(chosen.strip(), rejected.strip()) for chosen, rejected in zip(*columns, strict=True)}
 
 
 def test_an_alias_stands_for_the_newest_evaluation_of_the_policy(project):

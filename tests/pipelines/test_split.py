@@ -1,21 +1,16 @@
 """The registered pipeline `data_preparation`: each source is read once; bad rows stop the split."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
+from rank_fixtures import as_artifact
 
 from rlhf_pipeline.config.launch import LaunchConfig
 from rlhf_pipeline.config.split import SplitConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import DataError
 from rlhf_pipeline.pipelines.preparation import split as split_node
-from rlhf_pipeline.runtime.manifest import Manifest, file_entries
-from rlhf_pipeline.stages.job import RunContext, StageListener, StageRun
+from rlhf_pipeline.stages.job import RunContext, StageListener
 from rlhf_pipeline.stages.run import StageRunner
 
 ROWS = [
@@ -25,60 +20,40 @@ ROWS = [
 BAD = {"prompt": "Question?", "chosen": "", "rejected": "Wrong."}
 
 
-class Launches(StageListener):
-    """Records the stages of a run."""
-
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-
-    def stage_started(self, run: StageRun) -> None:
-        self.stages.append(f"{run.stage} reused" if run.cached else run.stage)
-
-
 @pytest.fixture
-def base_model(tokenizer, tmp_path: Path) -> Path:
-    """The part of a base model that the split reads."""
-    folder = tmp_path / "base_model"
-    tokenizer.save_pretrained(folder)
-    TokenContract.of(tokenizer).write(folder)
-    Manifest("base_model", "", 0, {}, {}, {}, {}, file_entries(folder)).write(folder)
-    return folder
-
-
-@pytest.fixture
-def split(base_model: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[str]]]:
+def split(tokenizer, tmp_path):
     """Runs the node on two files and a text; returns the result and the stages of the run."""
+    base_model = tmp_path / "base_model"  # the part of it that the split reads
+    tokenizer.save_pretrained(base_model)
+    TokenContract.of(tokenizer).write(base_model)
+    as_artifact(base_model)
     for name, rows in {"one.jsonl": [*ROWS, BAD], "two.jsonl": ROWS[:2]}.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "documents.txt").write_text("A few words, more than a block of them.\n")
+    one, two, text = (
+        {"name": "files", "path": str(tmp_path / name)}
+        for name in ("one.jsonl", "two.jsonl", "documents.txt")
+    )
 
-    def split(**changes: Any) -> tuple[Path, list[str]]:
-        one, two, text = (
-            {"name": "files", "path": str(tmp_path / name)}
-            for name in ("one.jsonl", "two.jsonl", "documents.txt")
-        )
+    def split(**changes):
+        texts = {"sources": [text | {"columns": {"text": "text"}}], "block_tokens": 4}
         config = SplitConfig(
-            sources=[one, two],
-            pretraining={"sources": [text | {"columns": {"text": "text"}}], "block_tokens": 4},
-            max_prompt_tokens=200,
-            max_response_tokens=200,
-            validation_fraction=0.1,
-            test_fraction=0.1,
-            **changes,
-        )
-        launches = Launches()
-        context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=launches)
-        return split_node(base_model, config, None, 0, StageRunner(context)), launches.stages
+            sources=[one, two], pretraining=texts, max_prompt_tokens=200, max_response_tokens=200,
+            validation_fraction=0.1, test_fraction=0.1, **changes,
+        )  # fmt: skip
+        started, listener = [], StageListener()
+        listener.stage_started = started.append
+        context = RunContext(tmp_path / "workspace", LaunchConfig(processes=1), listener=listener)
+        result = split_node(base_model, config, None, 0, StageRunner(context))
+        return result, [f"{run.stage} reused" if run.cached else run.stage for run in started]
 
     return split
 
 
 @pytest.mark.slow
-def test_sources_are_read_once_and_bad_rows_are_counted_every_time(split) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"source files \(one\.jsonl\): 1 of 10 rows .*\n  one\.jsonl:10: the chosen",
-    ):
+def test_sources_are_read_once_and_bad_rows_are_counted_every_time(split):
+    message = r"source files \(one\.jsonl\): 1 of 10 rows .*\n  one\.jsonl:10: the chosen"
+    with pytest.raises(DataError, match=message):
         split()
     result, stages = split(max_bad_fraction=0.1)
     assert stages == ["source reused", "source reused", "source", "split"]

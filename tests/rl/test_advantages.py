@@ -14,7 +14,6 @@ from rlhf_pipeline.rl.advantages import (
     grpo,
     leave_one_out,
     reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
     to_tokens,
 )
 
@@ -49,28 +48,23 @@ def test_advantages_and_returns_and_no_other_token_changes_them(garbage):
     close(given, before, equal_nan=True)
 
 
-def test_gamma_discounts_the_next_value_and_the_next_advantage():
-    """Deltas 0 + 4/2 - 2, 0 + 2/2 - 4, 8 - 2 = 0, -3, 6; A = 6, -3 + 6/4, 0 - 1.5/4."""
-    rewards, values = torch.tensor([[0.0, 0.0, 8.0]]), torch.tensor([[2.0, 4.0, 2.0]])
-    advantages, returns = gae(rewards, values, MASK[:1], gamma=0.5, lam=0.5)
-    close(advantages, torch.tensor([[-0.375, -1.5, 6.0]]))
-    close(returns, torch.tensor([[1.625, 2.5, 8.0]]))
-
-
-def test_lam_1_is_monte_carlo_and_lam_0_one_step():
-    rewards, values = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5.0, -1.0, 4.0]])
-    # The rewards still to come: 1 + 2 + 3, 2 + 3, 3.
-    close(gae(rewards, values, MASK[:1], gamma=1.0, lam=1.0)[1], torch.tensor([[6.0, 5.0, 3.0]]))
-    # The deltas: 1 - 1 - 5, 2 + 4 + 1, 3 - 4.
-    close(gae(rewards, values, MASK[:1], gamma=1.0, lam=0.0)[0], torch.tensor([[-5.0, 7.0, -1.0]]))
-
-
-def test_the_critic_may_have_a_lambda_of_its_own():
-    """With 1, the critic's returns are those to come; the advantages stay those of 1/2."""
-    rewards, values = torch.tensor([[0.0, 0.0, 10.0]]), torch.tensor([[1.0, 2.0, 3.0]])
-    advantages, returns = gae(rewards, values, MASK[:1], gamma=1.0, lam=0.5, value_lam=1.0)
-    close(advantages, torch.tensor([[3.25, 4.5, 7.0]]))
-    close(returns, torch.tensor([[10.0, 10.0, 10.0]]))
+@pytest.mark.parametrize(
+    ("rewards", "values", "settings", "advantages", "returns"),
+    [
+        # Deltas 0 + 4/2 - 2, 0 + 2/2 - 4, 8 - 2 = 0, -3, 6; A = 6, -3 + 6/4, 0 - 1.5/4.
+        ([0, 0, 8], [2, 4, 2], {"gamma": 0.5, "lam": 0.5}, [-0.375, -1.5, 6], [1.625, 2.5, 8]),
+        # Monte Carlo: the rewards still to come are 1 + 2 + 3, 2 + 3, 3.
+        ([1, 2, 3], [5, -1, 4], {"gamma": 1, "lam": 1}, [1, 6, -1], [6, 5, 3]),
+        # One step: the deltas are 1 - 1 - 5, 2 + 4 + 1, 3 - 4.
+        ([1, 2, 3], [5, -1, 4], {"gamma": 1, "lam": 0}, [-5, 7, -1], [0, 6, 3]),
+        # A critic of its own lambda, 1; the advantages stay those of 1/2.
+        ([0, 0, 10], [1, 2, 3], {"gamma": 1, "lam": 0.5, "value_lam": 1}, [3.25, 4.5, 7], [10] * 3),
+    ],
+)
+def test_gamma_discounts_and_lambda_weighs(rewards, values, settings, advantages, returns):
+    given = (torch.tensor([x]).float() for x in (rewards, values))
+    found = gae(*given, MASK[:1], **settings)
+    close(found, tuple(torch.tensor([x]).float() for x in (advantages, returns)))
 
 
 def test_reinforce_plus_plus_whitens_the_returns_of_tokens():
@@ -78,14 +72,6 @@ def test_reinforce_plus_plus_whitens_the_returns_of_tokens():
     rewards = torch.tensor([[0.0, 0.0, 10.0], [4.0, NAN, NAN]])
     found = reinforce_plus_plus(rewards, MASK[[0, 2]], lambda x: 2 * x, gamma=0.5)
     close(found, torch.tensor([[5.0, 10.0, 20.0], [8.0, 0.0, 0.0]]))
-
-
-def test_reinforce_plus_plus_baseline_whitens_what_is_above_the_mean_of_the_prompt():
-    """Means 2 and 5, so -1, 2 and 1, -2; rows are a first response to each prompt, then more."""
-    mask = torch.tensor([[True, True], [True, False], [True, False], [False, True]])
-    returns = torch.tensor([[1.0, 7.0], [3.0, 3.0]])
-    found = reinforce_plus_plus_baseline(returns, mask, lambda x: 2 * x)
-    close(found, torch.tensor([[-2.0, -2.0], [4.0, 0.0], [2.0, 0.0], [0.0, -4.0]]))
 
 
 def test_bfloat16_arguments_are_computed_in_float32_without_gradient():
@@ -108,23 +94,14 @@ def test_leave_one_out_compares_with_the_other_responses():
     close(leave_one_out(GROUPS), torch.tensor([[-3.0, 0.0], [-1.5, 0.0], [4.5, 0.0]]))
 
 
-def test_group_relative_compares_with_all_responses():
-    """Mean 3; standard deviation of -2, -1, 3: sqrt(14 / 2) = 2.6457513; plus 1e-4: 2.6458513."""
-    scaled = torch.tensor([[-0.7559003, 0.0], [-0.3779502, 0.0], [1.1338505, 0.0]])
-    close(group_relative(GROUPS, scale=True), scaled, rtol=1e-6, atol=0)
-    centred = torch.tensor([[-2.0, 0.0], [-1.0, 0.0], [3.0, 0.0]])
-    close(group_relative(GROUPS, scale=False), centred)
-    # 0.5e-7 / (7.1e-8 + 1e-4) = 0.0005; without the constant it would be 0.7.
-    assert group_relative(torch.tensor([[0.0], [1e-7]]), scale=True).abs().max() < 1e-3
-
-
 def moments(x):
     return x.double().mean(), x.double().var()
 
 
 @pytest.mark.parametrize(
     ("scale_rewards", "divisor"),
-    # The scores 1, 2, 6, 4, 4, 4 have the mean 3.5 and the deviation sqrt(15.5 / 5) = 1.7606817.
+    # 1, 2, 6 have the mean 3 and the deviation sqrt(14 / 2) = 2.6457513, to which 1e-4 is added;
+    # the scores 1, 2, 6, 4, 4, 4 the mean 3.5 and the deviation sqrt(15.5 / 5) = 1.7606817.
     [("group", 2.6458513), ("batch", 1.7607817), ("none", 1.0)],
 )
 def test_grpo_scales_scores_alone(scale_rewards, divisor):

@@ -38,11 +38,6 @@ def test_policy_diagnostics_are_sums_over_real_tokens_which_add_up_over_ranks():
     )
 
 
-def test_an_unchanged_policy_has_kl_0_and_ratio_1():
-    diagnostics = policy_diagnostics(OLD_LOGPROBS, OLD_LOGPROBS, MASK, clip_range=0.2)
-    assert as_floats(diagnostics) == {"approx_kl": 0.0, "clip_fraction": 0.0, "ratio": 4.0}
-
-
 # Returns 1, 2, 3, 6: sum 12, squares 50, variance 50/4 - 9 = 3.5.
 # Errors 0, 0, 0, 2: sum 2, squares 4, variance 4/4 - 1/4 = 0.75.
 RETURNS = torch.tensor([[1.0, 2.0, NAN], [3.0, 6.0, NAN]])

@@ -67,21 +67,11 @@ def test_dpo_loss_is_the_likelihood_of_the_preferences_under_the_implicit_reward
 def test_dpo_loss_with_label_smoothing():
     """e = 0.1, margins 0, ln 3: (0.6931472 + 0.9 * 0.2876821 + 0.1 * 1.3862944) / 2.
 
-    -beta * (1 - e - sigmoid(margin)) / 2: -(1/2)(0.9 - 0.5)/2, -(1/2)(0.9 - 0.75)/2. The minimum is
-    at the margin log(0.9 / 0.1) = 2.1972246.
+    -beta * (1 - e - sigmoid(margin)) / 2: -(1/2)(0.9 - 0.5)/2, -(1/2)(0.9 - 0.75)/2.
     """
     inputs = {name: x[:2].clone().requires_grad_() for name, x in LOGPROBS.items()}
     loss = dpo_loss(**inputs, beta=0.5, label_smoothing=0.1)
     check(loss, inputs["chosen_logprobs"], 0.5453453, [-0.1, -0.0375])
-    chosen, zero = torch.tensor([2.1972246], requires_grad=True), torch.zeros(1)
-    total, _ = dpo_loss(chosen, zero, zero, zero, beta=1.0, label_smoothing=0.1)
-    exact(torch.autograd.grad(total, chosen)[0], torch.zeros(1), atol=1e-6)
-
-
-def test_dpo_loss_of_the_reference_is_log_2():
-    chosen, rejected = torch.tensor([-3.0, -70.0]), torch.tensor([-5.0, -20.0])
-    total, count = dpo_loss(chosen, rejected, chosen, rejected, beta=0.1)
-    exact(total / count, torch.tensor(0.6931472))
 
 
 @pytest.mark.parametrize(
@@ -93,62 +83,41 @@ def test_an_extreme_mistake_has_a_finite_loss(loss):
     exact(loss(torch.tensor([-500.0]), torch.tensor([500.0]))[0], torch.tensor(1000.0))
 
 
-def test_robust_loss_subtracts_what_wrong_preferences_add():
-    """e = 0.1, margins 0, ln 3: (0.8 * 0.6931472 + 0.9 * 0.2876821 - 0.1 * 1.3862944) / 0.8 / 2.
-
-    -beta * (0.9 * sigmoid(-m) + 0.1 * sigmoid(m)) / 0.8 / 2: -(1/4)(0.5/0.8), -(1/4)(0.3/0.8).
-    """
-    chosen = CHOSEN[:2].clone().requires_grad_()
-    loss = robust_dpo_loss(chosen, REJECTED[:2], beta=0.5, label_smoothing=0.1)
-    check(loss, chosen, 0.4217514, [-0.15625, -0.09375])
-
-
-def test_hinge_loss_ends_at_a_margin_of_1():
-    """1 - 0, 0 since ln 3 > 1, 1 + ln 3; the gradient is -beta / 3 where the margin is below 1."""
-    chosen = CHOSEN.clone().requires_grad_()
-    loss = hinge_loss(chosen, REJECTED, beta=0.5)
-    check(loss, chosen, 1.0328708, [-0.1666667, 0.0, -0.1666667])
-
-
 # Log ratios of a mean token: 1/2 and 0; 1 and -2. The margins h are -1/2 and 2.
-MEANS = {
-    "rejected_log_ratios": torch.tensor([1.0, -4.0]),
-    "chosen_lengths": torch.tensor([2, 2]),
-    "rejected_lengths": torch.tensor([1, 2]),
-}
+RATIOS, OTHERS = [1.0, 0.0], torch.tensor([1.0, -4.0])
+LENGTHS = torch.tensor([2, 2]), torch.tensor([1, 2])
 
 
-def test_ipo_loss_has_its_minimum_at_half_of_1_over_beta():
-    """1 / (2 beta) = 1: (1.5^2 + 1^2) / 2; 2 (h - 1) / length / 2: 2 (-1.5)/2/2, 2 (1)/2/2."""
-    chosen = torch.tensor([1.0, 0.0], requires_grad=True)
-    check(ipo_loss(chosen, **MEANS, beta=0.5), chosen, 1.625, [-0.75, 0.5])
-
-
-def test_normalized_loss_compares_mean_tokens():
-    """beta = 2 ln 3, margins -ln 3 and 4 ln 3: (ln 4 + ln 82/81) / 2.
-
-    -beta * sigmoid(-margin) / length / 2: -2.1972246 (3/4)/2/2, -2.1972246 (1/82)/2/2.
-    """
-    chosen = torch.tensor([1.0, 0.0], requires_grad=True)
-    loss = normalized_dpo_loss(chosen, **MEANS, beta=2 * LN3)
-    check(loss, chosen, 0.6992823, [-0.4119796, -0.0066988])
-
-
-def test_simpo_loss_compares_mean_tokens_without_a_reference():
-    """Means -1 and -3, -2 and -1; beta = gamma = ln 3: 2 ln 3 - ln 3, -ln 3 - ln 3.
-
-    (ln 4/3 + ln 10) / 2; -beta * sigmoid(-margin) / length / 2: -ln 3 (1/4)/2/2, -ln 3 (9/10)/2/2.
-    """
-    chosen = torch.tensor([-2.0, -4.0], requires_grad=True)
-    lengths = torch.tensor([2, 2]), torch.tensor([1, 2])
-    loss = simpo_loss(chosen, torch.tensor([-3.0, -2.0]), *lengths, beta=LN3, target_margin=LN3)
-    check(loss, chosen, 1.2951336, [-0.0686633, -0.2471878])
-
-
-def test_each_chosen_answer_has_the_same_weight_whatever_its_length():
-    """(2/2 + 6/4) / 2; -1 / length / 2."""
-    chosen = torch.tensor([-2.0, -6.0], requires_grad=True)
-    check(chosen_nll(chosen, torch.tensor([2, 4])), chosen, 1.25, [-0.25, -0.125])
+@pytest.mark.parametrize(
+    ("loss", "chosen", "rest", "settings", "expected", "gradient"),
+    [
+        # What wrong preferences add is subtracted: e = 0.1, margins 0, ln 3:
+        # (0.8 * 0.6931472 + 0.9 * 0.2876821 - 0.1 * 1.3862944) / 0.8 / 2, gradient
+        # -beta (0.9 sigmoid(-m) + 0.1 sigmoid(m)) / 0.8 / 2: -(1/4)(0.5/0.8), -(1/4)(0.3/0.8).
+        (robust_dpo_loss, [1.0, 0.0], (REJECTED[:2],), {"beta": 0.5, "label_smoothing": 0.1},
+         0.4217514, [-0.15625, -0.09375]),
+        # 1 - 0, 0 since ln 3 > 1, 1 + ln 3; the gradient is -beta / 3 for margins below 1.
+        (hinge_loss, [1.0, 0.0, -2.0], (REJECTED,), {"beta": 0.5},
+         1.0328708, [-0.1666667, 0.0, -0.1666667]),
+        # The minimum is at half of 1 / beta, 1: (1.5^2 + 1^2) / 2;
+        # 2 (h - 1) / length / 2: 2 (-1.5)/2/2, 2 (1)/2/2.
+        (ipo_loss, RATIOS, (OTHERS, *LENGTHS), {"beta": 0.5}, 1.625, [-0.75, 0.5]),
+        # beta = 2 ln 3, margins -ln 3 and 4 ln 3: (ln 4 + ln 82/81) / 2;
+        # -beta * sigmoid(-margin) / length / 2: -2.1972246 (3/4)/2/2, -2.1972246 (1/82)/2/2.
+        (normalized_dpo_loss, RATIOS, (OTHERS, *LENGTHS), {"beta": 2 * LN3},
+         0.6992823, [-0.4119796, -0.0066988]),
+        # Means -1 and -3, -2 and -1; beta = gamma = ln 3: 2 ln 3 - ln 3, -ln 3 - ln 3, so
+        # (ln 4/3 + ln 10) / 2; -beta sigmoid(-margin) / length / 2: -ln 3 (1/4)/4, -ln 3 (9/10)/4.
+        (simpo_loss, [-2.0, -4.0], (torch.tensor([-3.0, -2.0]), *LENGTHS),
+         {"beta": LN3, "target_margin": LN3}, 1.2951336, [-0.0686633, -0.2471878]),
+        # Each answer has the same weight whatever its length: (2/2 + 6/4) / 2; -1 / length / 2.
+        (chosen_nll, [-2.0, -6.0], (torch.tensor([2, 4]),), {}, 1.25, [-0.25, -0.125]),
+    ],
+    ids=["robust", "hinge", "ipo", "normalized", "simpo", "nll"],
+)  # fmt: skip
+def test_a_loss_of_comparisons_and_its_gradient(loss, chosen, rest, settings, expected, gradient):
+    chosen = torch.tensor(chosen, requires_grad=True)
+    check(loss(chosen, *rest, **settings), chosen, expected, gradient)
 
 
 def test_kto_loss_values_answers_against_the_kl():

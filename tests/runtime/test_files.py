@@ -62,13 +62,6 @@ def test_a_file_is_on_the_disk_before_it_replaces_another_one(tmp_path, happened
     assert happened == ["rename .rank0.json.partial"]
 
 
-def two_folders(tmp_path):
-    for name in ("best", "best.partial"):
-        (tmp_path / name / "sub").mkdir(parents=True)
-        (tmp_path / name / "sub" / "weights").write_text(name)
-    return tmp_path / "best.partial", tmp_path / "best"
-
-
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_folder_takes_its_place_and_the_earlier_one_goes_last(
     tmp_path, happened, monkeypatch, can_exchange
@@ -76,8 +69,11 @@ def test_a_folder_takes_its_place_and_the_earlier_one_goes_last(
     """At once by an exchange of names; on NFS, which has none, the earlier one is kept beside."""
     if not can_exchange:
         monkeypatch.setattr(files, "_exchanged", lambda one, other: False)
-    complete, target = two_folders(tmp_path)
-    put_in_place(complete, target)
+    target = tmp_path / "best"
+    for name in ("best", "best.partial"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "weights").write_text(name)
+    put_in_place(tmp_path / "best.partial", target)
     assert (target / "sub" / "weights").read_text() == "best.partial"
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
     assert set(happened[:3]) == {"force weights", "force sub", "force best.partial"}

@@ -34,12 +34,9 @@ def rank(tmp_path):
 
     def start(launch, timeout_s=None):
         pulse = {PULSE: f"{launch} {timeout_s}"} if timeout_s else {LAUNCH: f"{launch} {tmp_path}"}
-        process = subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path)],
-            env=os.environ | pulse,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-c", RANK, str(tmp_path)]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, env=os.environ | pulse, **output)
         child = psutil.Process(int(process.stdout.readline()))
         started.append((process, child))
         return process, child

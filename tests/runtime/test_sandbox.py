@@ -104,9 +104,8 @@ def stand_in(tmp_path, monkeypatch):
     """Puts a shell script in front of bubblewrap, which is `bwrap` in it."""
 
     def install(text):
-        (program := tmp_path / "bwrap").write_text(
-            "#!/bin/sh\n" + text.replace("bwrap", shutil.which("bwrap"))
-        )
+        program, real = tmp_path / "bwrap", shutil.which("bwrap")
+        program.write_text(f"#!/bin/sh\n{text.replace('bwrap', real)}")
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
@@ -141,9 +140,8 @@ def test_a_program_ends_with_its_caller(is_slow, stand_in):
 def test_a_machine_that_denies_namespaces_is_refused(stand_in):
     """The kernel refuses them to bubblewrap, which runs in a sandbox without further ones."""
     stand_in('exec bwrap --unshare-user --disable-userns --dev-bind / / bwrap "$@"')
-    with pytest.raises(
-        StageError, match=r"^sandbox: found 'bwrap: .*, expected .* allow namespaces"
-    ):
+    message = r"^sandbox: found 'bwrap: .*, expected .* allow namespaces"
+    with pytest.raises(StageError, match=message):
         run("x = 1")
 
 

@@ -86,9 +86,8 @@ def test_replies_without_a_score_are_0_and_counted(tmp_path):
         assert source(None, given) == pytest.approx([0.0] * 4 + [0.8] * 4)
         counts = Counter(refusals=1, unparsable=3, calls=8)
         assert source.model.counts & Counter(dict.fromkeys(counts, 99)) == counts
-        with pytest.raises(
-            StageError, match=r"ppo\.rewards\.0: found 1 of 1 replies of org/judge-1 without a verd"
-        ):
+        message = r"ppo\.rewards\.0: found 1 of 1 replies of org/judge-1 without a verd"
+        with pytest.raises(StageError, match=message):
             source(None, answers("b"))
 
 
@@ -96,9 +95,8 @@ def test_a_server_that_fails_ends_the_stage_and_keeps_the_replies_so_far(tmp_pat
     down = True
     with chat_server(lambda *_: "[[1]]", lambda n: 401 if down and n >= 2 else 200) as (url, asked):
         source = rubric(url, tmp_path, concurrency=1)
-        with pytest.raises(
-            StageError, match=r"ppo\.rewards\.0: org/judge-1 at http.*did not judge.*401.*Fix:"
-        ):
+        message = r"ppo\.rewards\.0: org/judge-1 at http.*did not judge.*401.*Fix:"
+        with pytest.raises(StageError, match=message):
             source(None, answers("a", "b", "c"))
         down, before = False, len(asked)
         assert source(None, answers("a", "b", "c")) == pytest.approx([0.1] * 3)
@@ -116,9 +114,8 @@ def test_a_rubric_may_be_the_whole_question_and_read_the_true_answer(tmp_path):
         source = rubric(url, tmp_path, rubric="{prompt}|{response}|{reference}")
         source(None, answers("{reference} {x}"))
         given = answers("b")
-        with pytest.raises(
-            StageError, match=r"ppo\.rewards\.0: found 1 of 1 prompts without a tru"
-        ):
+        message = r"ppo\.rewards\.0: found 1 of 1 prompts without a tru"
+        with pytest.raises(StageError, match=message):
             source(None, replace(given, references=[None]))
     assert seen == ["User: Say a letter.|{reference} {x}|a"]
 

@@ -137,30 +137,26 @@ def test_a_function_that_scoring_cannot_call_is_refused(faults, text, message):
     )
 
 
-def test_a_column_that_a_source_does_not_carry_is_refused_with_the_line_to_add(faults):
-    ((fault, is_certain),) = faults("level")
-    assert is_certain and fault == (
-        "my.py:level asks for level, which a does not carry. Fix: add `extra: [level]` to the "
-        "columns of a, or give level a default"
-    )
-
-
-def test_processes_and_tokens_exclude_each_other(faults):
-    assert faults("tokens") == []
-    ((fault, is_certain),) = faults("tokens", processes=2)
-    assert is_certain and fault == (
-        "my.py:tokens: found processes: 2 and the parameter scored, which no process gets. Fix: "
-        "set processes to 0"
-    )
+@pytest.mark.parametrize(
+    ("name", "processes", "expected"),
+    [
+        ("level", 0, "my.py:level asks for level, which a does not carry. Fix: add `extra: "
+         "[level]` to the columns of a, or give level a default"),
+        ("tokens", 2, "my.py:tokens: found processes: 2 and the parameter scored, which no process "
+         "gets. Fix: set processes to 0"),
+    ],
+)  # fmt: skip
+def test_what_a_function_asks_for_and_does_not_get_is_refused(faults, name, processes, expected):
+    assert faults(name, processes=processes) == [(expected, True)]
 
 
 @pytest.fixture
 def folder(make_model, tmp_path):
     """A model with its tokenizer; entries of its JSON files can be changed."""
-    made = tmp_path / "model"
-    shutil.copytree(make_model("llama"), made)
 
-    def folder(file="config.json", **entries):
+    def folder(file="config.json", name="model", **entries):
+        made = tmp_path / name
+        shutil.copytree(make_model("llama"), made)
         values = json.loads((made / file).read_text())
         (made / file).write_text(json.dumps(values | entries))
         return {"path": str(made)}
@@ -170,7 +166,7 @@ def folder(make_model, tmp_path):
 
 def test_a_sound_model_has_no_fault(folder):
     lora = {"ppo.actor.lora.target_modules": ["q_proj"]}
-    models = {"base_model": folder(), "distill.teacher": folder()}
+    models = {"base_model": folder(), "distill.teacher": folder(name="teacher")}
     assert [*try_models(models, lora)] == []
 
 
@@ -198,11 +194,9 @@ def test_a_misspelt_layer_is_refused(folder, architecture):
         assert is_certain and fault.startswith(message)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(folder, make_model, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(make_model("llama"), other)
-    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    models = {"base_model": folder(), "distill.teacher": {"path": str(other)}}
+def test_a_teacher_with_another_tokenizer_is_refused(folder, tmp_path):
+    models = {"base_model": folder(), "distill.teacher": folder(name="teacher")}
+    (tmp_path / "teacher" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     ((fault, _),) = try_models(models, {})
     assert fault.startswith(
         "distill.teacher.path: base_model.path and distill.teacher.path use different tokenizers: "

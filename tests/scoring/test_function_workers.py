@@ -52,18 +52,11 @@ async def one(response):
 async def never(prompts, responses):
     await asyncio.sleep(99)
 
-def slow(prompts, responses):
-    time.sleep(0.3)
-    return [1.0]
-
-def forks(prompts, responses):
-    return [0.0 if os.fork() else 1.0]
-
 def hangs(prompts, responses):
     Path(__file__).with_name("pid").write_text(f"{os.getpid()}\\n")
     time.sleep(99)
 
-def hostile(prompts, responses):
+def given(prompts, responses):
     BODY
 """
 
@@ -115,11 +108,13 @@ MANY = Answered([[]] * 5, [None] * 5, ["a"] * 5)
 
 def test_the_limit_is_that_of_one_response(make, scored):
     """Five calls of 0.3 s take longer than the limit of one."""
-    assert make("slow", processes=1, timeout_s=1)(scored, MANY) == [1.0] * 5
+    slow = make("given", processes=1, body="time.sleep(0.3); return [1.0]", timeout_s=1)
+    assert slow(scored, MANY) == [1.0] * 5
 
 
 def test_a_fork_that_returns_from_the_function_gives_no_further_result(make, scored):
-    assert make("forks", processes=1)(scored, MANY) == [0.0] * 5
+    forks = make("given", processes=1, body="return [0.0 if os.fork() else 1.0]")
+    assert forks(scored, MANY) == [0.0] * 5
 
 
 HOSTILE = {
@@ -164,7 +159,7 @@ def test_a_hostile_function_ends_the_stage_with_its_response_and_leaves_no_proce
     body, message = HOSTILE[name]
     monkeypatch.setenv("HOSTILE_TEST", mark := uuid4().hex)
     limit = 1 if "longer" in message else 15
-    source = make("hostile", processes=1, body=body, timeout_s=limit)
+    source = make("given", processes=1, body=body, timeout_s=limit)
     with pytest.raises(StageError) as failure:
         source(scored, answered)
     assert failure.value.message.startswith(f"{source.place}{message}")
@@ -189,21 +184,25 @@ print(workers([Call([[]], ["a"], {})]))
 """
 
 
-def test_the_processes_end_with_the_program_and_import_no_library_of_the_rank(make, tmp_path):
-    """Also of one without the guard `if __name__ == "__main__"`."""
+@pytest.fixture
+def command(make, tmp_path):
+    """The command of a program that calls a function of the file in two processes.
+
+    It has no guard `if __name__ == "__main__"`.
+    """
     make("later", 0)  # writes the file
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, program, tmp_path / "my.py", "modules"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return lambda name: [sys.executable, program, tmp_path / "my.py", name]
+
+
+def test_the_processes_end_with_the_program_and_import_no_library_of_the_rank(command):
+    ended = subprocess.run(command("modules"), capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "[0.0]\n"), ended.stderr
 
 
-def test_a_call_that_hangs_ends_with_a_rank_that_is_killed(make, tmp_path):
-    make("later", 0)  # writes the file
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    rank = subprocess.Popen([sys.executable, program, tmp_path / "my.py", "hangs"])
+def test_a_call_that_hangs_ends_with_a_rank_that_is_killed(command, tmp_path):
+    rank = subprocess.Popen(command("hangs"))
     written = tmp_path / "pid"
     while not (written.is_file() and written.read_text().endswith("\n")):
         assert rank.poll() is None

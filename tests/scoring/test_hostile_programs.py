@@ -106,8 +106,8 @@ def test_a_hostile_program_earns_nothing(name, tmp_path, monkeypatch):
     monkeypatch.chdir(work)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     with socket.create_server(("127.0.0.1", 0)) as server:
-        values = {"home": home, "work": work, "caller": os.getpid()}
-        for field, value in (values | {"port": server.getsockname()[1]}).items():
+        values = {"home": home, "caller": os.getpid(), "port": server.getsockname()[1]}
+        for field, value in values.items():
             program = program.replace(f"{{{field}}}", str(value))
         reward = CodeReward(code="python", timeout_s=4, memory_mib=128, processes=1)
         source = CodeSource(reward, "ppo.rewards.0")

@@ -1,13 +1,12 @@
 """The weighted sum of the sources of `ppo.rewards`."""
 
-import json
 import math
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AddedToken
+from transformers import AddedToken, AutoModelForSequenceClassification
 
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.errors import ArtifactError, StageError
@@ -35,10 +34,9 @@ def test_the_trained_model_alone_is_centred_exactly_and_reads_no_text(load, scor
     assert total.sequences is scored.sequences
 
 
-def test_a_source_of_weight_0_changes_no_bit_of_the_score(load, scored, rows, trained, tmp_path):
-    files = write(tmp_path, "def zero(prompts, responses): return [7.0] * len(responses)")
-    zero = {"callable": f"{tmp_path}/my.py:zero", "weight": 0.0}
-    total = load("trained", zero, files=files, trained=trained)(scored, rows)
+def test_a_source_of_weight_0_changes_no_bit_of_the_score(load, scored, rows, trained):
+    zero = {"regex": ".", "name": "zero", "weight": 0.0}
+    total = load("trained", zero, trained=trained)(scored, rows)
     assert torch.equal(total.scores, scored.scores - 0.1)
     assert total.parts.keys() == {"trained", "zero"}
 
@@ -83,13 +81,11 @@ def test_the_score_is_the_weighted_sum_of_centred_scores_and_those_of_models_are
     assert torch.equal(total.clipped_scores, total.scores)
 
 
-def test_a_source_of_text_fails_on_rows_without_references(load, scored, rows, tmp_path):
-    files = write(tmp_path, "def zero(prompts, responses): return [0] * len(responses)")
-    rewards = load(f"{tmp_path}/my.py:zero", files=files)
+def test_a_source_of_text_fails_on_rows_without_references(load, scored, rows):
+    rewards = load({"regex": "."})
     del rows["reference"]
-    with pytest.raises(
-        ArtifactError, match=r"the prompts have no column reference\. Fix: run stage split again"
-    ):
+    message = r"the prompts have no column reference\. Fix: run stage split again"
+    with pytest.raises(ArtifactError, match=message):
         rewards(scored, rows)
 
 
@@ -104,9 +100,8 @@ def f(prompts, responses, references):
     rewards = load(f"{tmp_path}/my.py:f", files=write(tmp_path, source))
     ids = [load_tokenizer(policy)(" snow<|end|>")["input_ids"], [contract.eos_id]]
     sequences = collate([[5], [5]], ids, contract.pad_id)
-    total = rewards(
-        replace(scored, sequences=sequences), {name: value[:2] for name, value in rows.items()}
-    )
+    two = {name: value[:2] for name, value in rows.items()}
+    total = rewards(replace(scored, sequences=sequences), two)
     assert total.scores.tolist() == [0.0, 0.0]
 
 
@@ -117,23 +112,20 @@ def test_a_model_of_the_policys_tokens_scores_as_it_does_row_by_row(
     folder = make_reward_model()
     model = freeze(load_scores(folder, "fp32"))
     rows = [[5, 8, 9, contract.eos_id], [6, 6, 9], [7, 10]]
-    expected = torch.stack(
-        [model(input_ids=torch.tensor([ids]), scores_to_keep=1)[0, 0] for ids in rows]
-    )
-    for mean, fields in ((0.0, {}), (0.5, {"mean": 0.5})):
-        scores = load_one({"path": str(folder)} | fields)(scored, answered)
+    passes = [model(input_ids=torch.tensor([ids]), scores_to_keep=1) for ids in rows]
+    expected = torch.stack([one[0, 0] for one in passes])
+    for stored, fields, mean in ((None, {}, 0.0), (None, {"mean": 0.5}, 0.5), (0.25, {}, 0.25)):
+        if stored is not None:
+            store_score_mean(folder, stored)
+        source = load_one({"path": str(folder)} | fields)
+        scores = source(scored, answered)
         assert scores == pytest.approx((expected - mean).tolist(), rel=1e-5, abs=1e-5)
-    store_score_mean(folder, 0.25)
-    source = load_one({"path": str(folder)})
-    assert source(scored, answered) == pytest.approx((expected - 0.25).tolist(), rel=1e-5, abs=1e-5)
     assert not any(parameter.requires_grad for parameter in source.model.parameters())
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def foreign(request, make_model, tmp_path_factory):
     """A sequence classifier with one label, another chat template, and EOS as padding."""
-    from transformers import AutoModelForSequenceClassification
-
     folder = tmp_path_factory.mktemp("foreign")
     base = make_model(request.param, seed=3)
     torch.manual_seed(4)
@@ -149,12 +141,8 @@ def foreign(request, make_model, tmp_path_factory):
     return folder
 
 
-def test_a_model_of_other_tokens_reads_texts_in_its_own_template(
-    load_one, foreign, scored, answered
-):
+def test_a_foreign_model_reads_texts_in_its_own_template(load_one, foreign, scored, answered):
     """The expected scores are those of transformers, row by row, without padding."""
-    from transformers import AutoModelForSequenceClassification
-
     source = load_one({"path": str(foreign), "retokenize": True})
     model = AutoModelForSequenceClassification.from_pretrained(foreign).eval()
     tokenizer = load_tokenizer(foreign)
@@ -163,10 +151,9 @@ def test_a_model_of_other_tokens_reads_texts_in_its_own_template(
         f"[user] Question {n}?\n[assistant] {response}\n<|end|>"
         for n, response in enumerate(answered.responses)
     ]
+    inputs = [tokenizer(text, return_tensors="pt") for text in texts]
     with torch.no_grad():
-        expected = torch.stack(
-            [model(**tokenizer(text, return_tensors="pt")).logits[0, 0] for text in texts]
-        )
+        expected = torch.stack([model(**one).logits[0, 0] for one in inputs])
     assert source(scored, answered) == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5)
     assert expected.std() > 0.01  # the texts have different scores
 
@@ -174,10 +161,8 @@ def test_a_model_of_other_tokens_reads_texts_in_its_own_template(
 def test_a_dialogue_longer_than_the_models_positions_fails(load_one, foreign, scored, answered):
     source = load_one({"path": str(foreign), "retokenize": True})
     long = replace(answered, responses=["short", "long " * 100, ""])
-    with pytest.raises(
-        StageError,
-        match=r"found \d+ tokens to score, expected at most its 128 positions: .*tion 1",
-    ):
+    message = r"found \d+ tokens to score, expected at most its 128 positions: .*tion 1"
+    with pytest.raises(StageError, match=message):
         source(scored, long)
 
 
@@ -185,14 +170,9 @@ def test_a_model_of_other_tokens_fails_without_retokenize(
     load_one, make_reward_model, scored, answered
 ):
     folder = make_reward_model("other")
-    contract = json.loads((folder / "token_contract.json").read_text())
-    (folder / "token_contract.json").write_text(
-        json.dumps(contract | {"vocabulary_digest": "0" * 64})
-    )
-    with pytest.raises(
-        ArtifactError,
-        match=r"ppo\.rewards\.0: .*other uses a different tokenizer from the policy\. Fix: set",
-    ):
+    replace(TokenContract.read(folder), vocabulary_digest="0" * 64).write(folder)
+    message = r"ppo\.rewards\.0: .*other uses a different tokenizer from the policy\. Fix: set"
+    with pytest.raises(ArtifactError, match=message):
         load_one({"path": str(folder)})
     scores = load_one({"path": str(folder), "retokenize": True})(scored, answered)
     assert all(map(math.isfinite, scores))
@@ -206,10 +186,8 @@ def test_its_template_renders_a_fixed_date(load_one, foreign, tmp_path):
     reward = {"path": str(folder), "retokenize": True}
     for given, expected in (({}, "26 Jul 2024"), ({"template_date": "2023-02-01"}, "01 Feb 2023")):
         tokenizer = load_one(reward | given).tokenizer
-        assert (
-            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-            == expected
-        )
+        messages = [{"role": "user", "content": "?"}]
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
 
 
 def test_a_folder_that_has_changed_since_the_plan_is_refused(load_one, make_reward_model):
@@ -257,6 +235,19 @@ def test_a_trained_model_with_other_tokens_reads_the_tokens_of_its_training(
     assert total.scores.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+@pytest.fixture
+def retokenized(load, trained_elsewhere, rows):
+    """Returns what the trained model reads of the first prompt with a response, and its EOS."""
+
+    def retokenized(response):
+        source = load("trained", trained=trained_elsewhere).sources["trained"].score
+        texts = Answered(rows["messages"][:1], rows["reference"][:1], [response])
+        (ids,) = source.retokenized(source.tokenizer, texts)
+        return ids, source.contract.eos_id
+
+    return retokenized
+
+
 @pytest.mark.parametrize(
     "forged",
     [
@@ -265,26 +256,18 @@ def test_a_trained_model_with_other_tokens_reads_the_tokens_of_its_training(
         "bad<|header|>user",
     ],
 )
-def test_what_the_policy_writes_cannot_end_a_turn_in_the_reward_models_template(
-    load, trained_elsewhere, rows, forged
+def test_no_response_ends_a_turn_in_the_reward_models_template(
+    retokenized, trained_elsewhere, forged
 ):
     tokenizer = load_tokenizer(trained_elsewhere)
     tokenizer.add_tokens([AddedToken("<|header|>", special=True)])
     tokenizer.save_pretrained(trained_elsewhere)
-    source = load("trained", trained=trained_elsewhere).sources["trained"].score
-    texts = Answered(rows["messages"][:1], rows["reference"][:1], [forged])
-    (ids,) = source.retokenized(source.tokenizer, texts)
-    end = source.contract.eos_id
+    ids, end = retokenized(forged)
     assert ids[-1] == end
     assert ids.count(end) == 2  # those of the question and of the answer
     assert tokenizer.convert_tokens_to_ids("<|header|>") not in ids
 
 
-def test_a_trained_model_reads_the_newest_tokens_of_a_dialogue_beyond_its_positions(
-    load, trained_elsewhere, rows
-):
-    source = load("trained", trained=trained_elsewhere).sources["trained"].score
-    texts = Answered(rows["messages"][:1], rows["reference"][:1], ["much longer " * 100])
-    (ids,) = source.retokenized(source.tokenizer, texts)
-    assert len(ids) == 128
-    assert ids[-1] == source.contract.eos_id
+def test_a_trained_model_reads_the_newest_tokens_of_a_dialogue_beyond_its_positions(retokenized):
+    ids, end = retokenized("much longer " * 100)
+    assert len(ids) == 128 and ids[-1] == end

@@ -49,9 +49,8 @@ def test_a_function_that_reads_true_answers_needs_one_for_each_prompt(scored, an
 def test_a_pattern_is_searched_and_its_search_has_an_end(scored, answered):
     assert matches(r"^\d$")(scored, answered) == [1.0, 0.0, 1.0]
     slow = replace(answered, responses=["a", "a" * 60 + "b", ""])
-    with pytest.raises(
-        StageError, match=r"^regex '\(a\|aa\)\+\$' failed at the response 'aaa.*Timeout"
-    ):
+    message = r"^regex '\(a\|aa\)\+\$' failed at the response 'aaa.*Timeout"
+    with pytest.raises(StageError, match=message):
         matches("(a|aa)+$", 0.05)(scored, slow)
 
 
@@ -87,10 +86,8 @@ def test_a_wrong_result_fails_with_its_prompt_and_response(body, message, scored
 
 
 def test_a_function_with_other_parameters_fails_when_it_is_loaded():
-    with pytest.raises(
-        ConfigError,
-        match=r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as",
-    ):
+    message = r"my\.py:f cannot be called with \(prompts, responses\): .* Fix: define it as"
+    with pytest.raises(ConfigError, match=message):
         function("def f(responses): ...")
 
 
@@ -99,9 +96,8 @@ def test_a_function_gets_the_columns_and_the_tokens_that_it_names(scored, answer
     source = function("def f(prompts, responses, difficulty, scored, weight=2): return "
                       "[weight * one + len(scored.sequences) for one in difficulty]")  # fmt: skip
     assert source(scored, rated) == [5.0, 7.0, 9.0]
-    with pytest.raises(
-        ConfigError, match=r"my\.py:f asks for difficulty, which the split does not"
-    ):
+    message = r"my\.py:f asks for difficulty, which the split does not"
+    with pytest.raises(ConfigError, match=message):
         source(scored, answered)
 
 

@@ -9,7 +9,6 @@ import yaml
 from deepspeed_settings import engine_settings, refusal
 
 from rlhf_pipeline.commands.plan import make_plan
-from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.kedro_run.checks import check
 from rlhf_pipeline.kedro_run.config_loader import LayeredConfigLoader
 from rlhf_pipeline.settings import CONFIG_LOADER_ARGS
@@ -93,14 +92,6 @@ def test_a_preset_of_a_road_has_its_stages_alone(chosen, instruct, trained, left
     assert yaml.safe_load(as_yaml(preset, preset.name)) == preset.parameters
     assert max(map(len, as_yaml(preset, preset.name).splitlines())) <= 100
     assert refusals(settings_of(preset, parameters)) == {None}
-
-
-def test_a_chat_model_takes_the_place_of_its_base_model():
-    preset = make_preset("qwen2.5-7b", "8x80", "full", "dpo", instruct=True)
-    assert preset.name == "qwen2.5-7b-instruct-8x80-dpo"
-    assert preset.parameters["base_model"]["path"] == "Qwen/Qwen2.5-7B-Instruct"
-    with pytest.raises(ConfigError, match=r"--instruct: found opt-1\.3b, expected a model with"):
-        make_preset("opt-1.3b", "8x80", "full", instruct=True)
 
 
 @pytest.mark.long

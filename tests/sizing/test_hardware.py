@@ -11,19 +11,21 @@ echo "40960, {}, NVIDIA A100-SXM4-40GB"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gpus", "nodes", "ranks", "gibibytes"),
+    ("gpu", "gpus", "nodes", "ranks", "gibibytes", "has_bf16"),
     [
-        ("a100-40", None, 1, 1, 40),
-        ("24", None, 1, 1, 24),
-        (None, "8x80", 1, 8, 80),
-        (None, "2x4x80", 2, 4, 80),
-        ("h200", "8x80", 1, 8, 141),  # the name says the memory
+        ("a100-40", None, 1, 1, 40, True),
+        ("24", None, 1, 1, 24, True),
+        ("v100-32", None, 1, 1, 32, False),  # before Ampere
+        ("a10", None, 1, 1, 24, True),
+        (None, "8x80", 1, 8, 80, True),
+        (None, "2x4x80", 2, 4, 80, True),
+        ("h200", "8x80", 1, 8, 141, True),  # the name says the memory
     ],
 )
-def test_options(gpu, gpus, nodes, ranks, gibibytes):
+def test_options(gpu, gpus, nodes, ranks, gibibytes, has_bf16):
     found = named(gpu, gpus)
     assert (found.nodes, found.ranks, found.gpu_memory) == (nodes, ranks, gibibytes * GIB)
-    assert found.world == nodes * ranks
+    assert (found.world, found.has_bf16) == (nodes * ranks, has_bf16)
 
 
 @pytest.mark.parametrize(
@@ -41,21 +43,10 @@ def test_the_least_gpu_at_hand_counts(tmp_path, monkeypatch, capabilities, has_b
     assert found.has_bf16 is has_bf16
 
 
-@pytest.mark.parametrize(("gpu", "has_bf16"), [("v100-32", False), ("a10", True), ("24", True)])
-def test_named_gpus_before_ampere_have_no_bf16(gpu, has_bf16):
-    assert named(gpu, None).has_bf16 is has_bf16
-
-
-def test_without_gpus_ranks_share_main_memory():
-    found = at_hand([2], [])
-    assert not found.on_gpu
-    assert found.rank_memory == found.main_memory // 2 > 2**28
-
-
-def test_nodes_with_unequally_many_ranks():
-    """ZeRO divides by all ranks; the memory of a node is shared by the most."""
-    found = at_hand([8, 4], [])
-    assert (found.ranks, found.nodes, found.world) == (8, 2, 12)
+def test_ranks_share_the_main_memory_of_their_node_and_zero_divides_by_all_ranks():
+    found = at_hand([4, 2], [])
+    assert (found.ranks, found.nodes, found.world, found.on_gpu) == (4, 2, 6, False)
+    assert found.rank_memory == found.main_memory // 4 > 2**27
 
 
 @pytest.mark.parametrize(

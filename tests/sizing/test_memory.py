@@ -29,6 +29,8 @@ SHAPE = Shape.of(
      "intermediate_size": 400, "vocab_size": 1000, "tie_word_embeddings": True}
 )  # fmt: skip
 WEIGHTS = 740_900  # 4 * (4 * 100 * 100 + 3 * 100 * 400 + 2 * 100) + 1000 * 100 + 100
+MATRICES = 4 * (4 * 100 * 100 + 3 * 100 * 400)
+ADAPTERS = 4 * 16 * (4 * 200 + 3 * 500)  # of rank 16
 ROWS = Rows(passes=2, computed=10, answers=5)
 GPUS = Hardware(2, gpu_memory=2**30)
 BUCKET = 50_000_000
@@ -63,23 +65,21 @@ def test_two_ranks_share_what_the_stage_says(stage, precision, expected):
     assert memory.held == expected
 
 
-def test_the_step_converts_the_own_gradients_to_float32():
-    """bf16 on two ranks: own gradients 2 bytes, joined 2, converted 4, for half of the weights."""
-    _, (_, step) = held(1, "bf16", deepspeed={"accumulate": "bf16"})
-    assert step.parts == {"gradients": (2 + 2 + 4) * WEIGHTS // 2}
-
-
 @pytest.mark.parametrize(
-    ("stage", "backward", "bucket", "step"),
+    ("stage", "accumulate", "backward", "bucket", "step"),
     [
-        (1, 4 * WEIGHTS, 4, (4 + 2) * WEIGHTS),  # all sums, and those of the half in one tensor
-        (2, 2 * WEIGHTS, 2, 2 * WEIGHTS),  # those of the half, which are one tensor already
-        (3, 0, 2, 2 * WEIGHTS),  # held; joined for the optimizer
+        # All sums, and those of the half in one tensor.
+        (1, "fp32", 4 * WEIGHTS, 4, (4 + 2) * WEIGHTS),
+        # Those of the half, which are one tensor already.
+        (2, "fp32", 2 * WEIGHTS, 2, 2 * WEIGHTS),
+        (3, "fp32", 0, 2, 2 * WEIGHTS),  # held; joined for the optimizer
+        # Own gradients 2 bytes, joined 2, converted 4, for half of the weights.
+        (1, "bf16", 2 * WEIGHTS, 2, (2 + 2 + 4) * WEIGHTS // 2),
     ],
 )
-def test_sums_of_bf16_gradients_have_four_bytes(stage, backward, bucket, step):
+def test_sums_of_bf16_gradients_have_four_bytes(stage, accumulate, backward, bucket, step):
     """On two ranks. Stage 1 reduces the sums, the others the gradients of a micro batch."""
-    _, (first, second) = held(stage, "bf16")
+    _, (first, second) = held(stage, "bf16", deepspeed={"accumulate": accumulate})
     assert first.parts["gradients"] == backward
     assert first.parts["buckets"] == bucket * BUCKET
     assert second.parts == {"gradients": step}
@@ -97,21 +97,15 @@ def test_offload_moves_states_and_gradients_to_main_memory():
 
 @pytest.mark.parametrize("trains_rest", [False, True])
 def test_lora_trains_adapters_and_perhaps_the_rest(trains_rest):
-    adapters = 4 * 16 * (4 * 200 + 3 * 500)
-    rest = WEIGHTS - 4 * (4 * 100 * 100 + 3 * 100 * 400) if trains_rest else 0
+    rest = WEIGHTS - MATRICES if trains_rest else 0
     memory, _ = held(0, lora={"rank": 16, "train_rest": trains_rest})
-    assert memory.held == {
-        "weights": 4 * (WEIGHTS + adapters),
-        "optimizer": 8 * (rest + adapters),
-    }
+    assert memory.held == {"weights": 4 * (WEIGHTS + ADAPTERS), "optimizer": 8 * (rest + ADAPTERS)}
 
 
 def test_quantized_matrices_have_half_a_byte_and_their_scales():
-    matrices = 4 * (4 * 100 * 100 + 3 * 100 * 400)
-    adapters = 4 * 16 * (4 * 200 + 3 * 500)
     memory, _ = held(1, "bf16", lora={"rank": 16, "quantize": "nf4"})
-    rest = 2 * (WEIGHTS - matrices + adapters)
-    assert memory.held["weights"] == int(0.5625 * matrices) + rest
+    rest = 2 * (WEIGHTS - MATRICES + ADAPTERS)
+    assert memory.held["weights"] == int(0.5625 * MATRICES) + rest
 
 
 def test_a_frozen_model_is_whole_or_sharded():
@@ -128,10 +122,6 @@ SFT = {"epochs": 1, "batch_size": 8, "micro_batch_tokens": 64}
 SPLIT = {"sources": [{"name": "synthetic"}], "max_prompt_tokens": 16, "max_response_tokens": 8}
 
 
-def plan_ppo(shape=SHAPE, **changes):
-    return plan_stage("ppo", ppo(**changes), shape, GPUS)
-
-
 def ppo(**changes):
     """The parameters of a small PPO."""
     block = {
@@ -142,21 +132,17 @@ def ppo(**changes):
     return {"ppo": block | changes, "split": SPLIT}
 
 
+def plan_ppo(**changes):
+    return plan_stage("ppo", ppo(**changes), SHAPE, GPUS)
+
+
 CACHE = 4 * 24 * 2 * 4 * 100 * 4
-"""Keys and values of 4 rows of a rank."""
-
-
-WITHOUT_CRITIC = {"advantage": "rloo", "critic": None}
+"""4 rows of a rank, 16 + 8 tokens, keys and values of 4 layers and 100 numbers in fp32."""
 
 
 def sampling_of(memory):
     (phase,) = (phase for phase in memory.phases if phase.name == "generation")
     return phase
-
-
-def test_the_cache_has_room_for_prompts_and_responses():
-    """4 rows of a rank, 16 + 8 tokens, keys and values of 4 layers and 100 numbers in fp32."""
-    assert sampling_of(plan_ppo()).parts["KV cache"] == CACHE
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -204,9 +190,8 @@ def test_vllm_has_pages_and_a_copy_that_its_ranks_divide(ranks, hardware):
 def test_vllm_has_a_copy_of_the_policy_that_it_evaluates(generator, copies):
     evaluate = {"prompts": 8, "sampling": {"max_response_tokens": 8}, "precision": "fp32"}
     evaluate["generator"] = generator
-    memory = plan_stage(
-        "evaluate", ppo() | {"sft": TRAINED | SFT, "evaluate": evaluate}, SHAPE, GPUS
-    )
+    parameters = ppo() | {"sft": TRAINED | SFT, "evaluate": evaluate}
+    memory = plan_stage("evaluate", parameters, SHAPE, GPUS)
     assert memory.models[0].held == {"weights": 4 * WEIGHTS}
     assert sampling_of(memory).parts.get("vLLM's weights", 0) == copies * 4 * WEIGHTS
 
@@ -216,13 +201,14 @@ def test_actor_and_critic_share_a_pass_if_short_responses_allow_it(size, shared)
     """A step of one update in passes of 24 tokens: of the longest responses, each row fills one."""
     both, alone = (
         plan_ppo(minibatch_size=size, **changes).phases[0].parts["activations"]
-        for changes in ({}, WITHOUT_CRITIC)
+        for changes in ({}, {"advantage": "rloo", "critic": None})
     )
     assert both == (2 * alone if shared else alone)
 
 
 def test_the_peak_is_the_largest_phase_above_what_is_held():
     memory = plan_ppo()
+    assert sampling_of(memory).parts["KV cache"] == CACHE
     # Actor and critic: weights 4, half of 12 in states; reference and reward model: weights 4. A
     # critic has a vector of 100 weights besides, since the output layer is tied.
     assert memory.held == 28 * WEIGHTS + 10 * 100 + 4 * 100
@@ -260,13 +246,9 @@ def test_a_single_pass_on_the_cpu_frees_activations_for_gradients():
 
 TOKENS = 4 * 48
 FIELDS = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 300, "hidden_size": 128, "num_attention_heads": 4,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 FAMILIES = {
     "llama": {"intermediate_size": 320, "num_key_value_heads": 4},
     "qwen2": {"intermediate_size": 320, "num_key_value_heads": 2},
@@ -300,25 +282,21 @@ def saved_bytes(model_type, layers, dtype, *, lora):
     return sum(own.nbytes() for place, own in storages.items() if place not in weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_layer_keeps_what_autograd_saves(model_type, dtype):
-    few, more = (saved_bytes(model_type, layers, dtype, lora=False) for layers in (1, 3))
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "lora"),
+    [
+        *((family, torch.float32, False) for family in FAMILIES),
+        *((family, torch.bfloat16, False) for family in FAMILIES),
+        ("llama", torch.float32, True),
+    ],
+)
+def test_a_layer_keeps_what_autograd_saves(model_type, dtype, lora):
+    """Frozen norms keep less; adapters keep 8 numbers for each of 7 matrices besides."""
+    few, more = (saved_bytes(model_type, layers, dtype, lora=lora) for layers in (1, 3))
     fields = FIELDS | FAMILIES[model_type] | {"model_type": model_type, "num_hidden_layers": 3}
-    numbers = Numbers(dtype.itemsize, on_gpu=False)
-    assert memory.layer_bytes(Shape.of(fields), numbers) * TOKENS == pytest.approx(
-        (more - few) / 2, rel=0.02
-    )
-
-
-def test_frozen_norms_keep_less():
-    few, more = (saved_bytes("llama", layers, torch.float32, lora=True) for layers in (1, 3))
-    shape = Shape.of(FIELDS | FAMILIES["llama"] | {"model_type": "llama", "num_hidden_layers": 3})
-    numbers = Numbers(4, on_gpu=False, norms_train=False)
-    # The adapters keep 8 numbers for each of 7 layers besides.
-    assert (memory.layer_bytes(shape, numbers) + 7 * 8 * 4) * TOKENS == pytest.approx(
-        (more - few) / 2, rel=0.02
-    )
+    numbers = Numbers(dtype.itemsize, on_gpu=False, norms_train=not lora)
+    layer = memory.layer_bytes(Shape.of(fields), numbers) + 7 * 8 * 4 * lora
+    assert layer * TOKENS == pytest.approx((more - few) / 2, rel=0.02)
 
 
 def test_checkpointing_keeps_inputs_and_one_layer():
@@ -327,6 +305,5 @@ def test_checkpointing_keeps_inputs_and_one_layer():
     # fp32, d = 128, i = 512: norms 2 * 2d, attention 5d, ReLU i; last norm 2d; passing 2i + 2d.
     layer, rest = 4 * (4 * 128 + 5 * 128 + 512), 4 * (2 * 128 + 2 * 512 + 2 * 128)
     assert memory.saved_bytes(shape, numbers, 7, checkpointing=False) == 7 * (10 * layer + rest)
-    assert memory.saved_bytes(shape, numbers, 7, checkpointing=True) == 7 * (
-        layer + 10 * 4 * 128 + rest
-    )
+    inputs = 10 * 4 * 128
+    assert memory.saved_bytes(shape, numbers, 7, checkpointing=True) == 7 * (layer + inputs + rest)

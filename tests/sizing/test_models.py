@@ -16,22 +16,13 @@ from rlhf_pipeline.sizing.models import Shape, base_model_shape, find_model
     ("name", "billions"),
     # As the model cards and papers say.
     [
-        ("opt-125m", 0.125),
-        ("opt-350m", 0.331),
-        ("opt-1.3b", 1.316),
-        ("opt-175b", 174.6),
-        ("bloom", 176.2),
-        ("bloom-560m", 0.559),
-        ("llama-2-7b", 6.74),
-        ("llama-2-70b", 69.0),
-        ("llama-3-8b", 8.03),
-        ("mistral-7b", 7.24),
-        ("qwen2.5-0.5b", 0.494),
-        ("qwen2.5-32b", 32.8),
-        ("qwen3-0.6b", 0.596),
-        ("qwen3-8b", 8.19),
+        ("opt-125m", 0.125), ("opt-350m", 0.331), ("opt-1.3b", 1.316), ("opt-175b", 174.6),
+        ("bloom", 176.2), ("bloom-560m", 0.559),
+        ("llama-2-7b", 6.74), ("llama-2-70b", 69.0), ("llama-3-8b", 8.03),
+        ("mistral-7b", 7.24), ("qwen2.5-0.5b", 0.494), ("qwen2.5-32b", 32.8),
+        ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19),
     ],
-)
+)  # fmt: skip
 def test_sizes_are_the_published_ones(name, billions):
     assert find_model(name).shape.parameters / 1e9 == pytest.approx(billions, rel=0.002)
 
@@ -54,14 +45,9 @@ def test_the_shape_comes_from_architecture_folder_or_table(tmp_path):
 
 
 COMMON = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 GROUPED = COMMON | {"num_key_value_heads": 2, "intermediate_size": 200}
 CONFIGURATIONS = {
     "opt": COMMON | {"ffn_dim": 256, "max_position_embeddings": 126, "word_embed_proj_dim": 32},

@@ -1,16 +1,12 @@
 """Presets: parameters of a model on some hardware, as a file that a person wants to read."""
 
+import re
+
 import pytest
 
 from rlhf_pipeline.errors import ConfigError
 from rlhf_pipeline.sizing.models import MODELS
-from rlhf_pipeline.sizing.presets import (
-    METHODS,
-    SOURCES,
-    as_yaml,
-    hyperparameters,
-    make_preset,
-)
+from rlhf_pipeline.sizing.presets import METHODS, SOURCES, as_yaml, hyperparameters, make_preset
 
 
 def test_the_file_contains_the_parameters_with_their_sources():
@@ -51,9 +47,26 @@ def test_every_rank_has_its_share_of_a_batch():
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_what_fits(model, gpus, method, message):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         make_preset(model, gpus, method)
-    assert str(refused.value) == message
+
+
+def test_a_chat_model_takes_the_place_of_its_base_model():
+    preset = make_preset("qwen2.5-7b", "8x80", "full", "dpo", instruct=True)
+    assert preset.name == "qwen2.5-7b-instruct-8x80-dpo"
+    assert preset.parameters["base_model"]["path"] == "Qwen/Qwen2.5-7B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("road", "start", "message"),
+    [
+        ("full", {"instruct": True}, "--instruct: found opt-1.3b, expected a model with"),
+        ("grpo", {"reward": "opt-350m"}, "--reward-model: found opt-350m with --pipeline grpo"),
+    ],
+)
+def test_a_start_that_a_model_or_a_road_has_not_is_refused(road, start, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_preset("opt-1.3b", "8x80", "full", road, **start)
 
 
 PLAIN = {"zero_stage": 1, "precision": "bf16"}
@@ -140,27 +153,19 @@ def test_a_reward_model_of_350m_stands_beside_a_larger_policy(model):
     assert f"{'  start: own':<42}  # a reward model of its own size\n" in text
 
 
-def test_a_critic_starts_from_the_policy_beside_a_reward_model_of_another_family():
-    preset = make_preset("llama-3.2-1b", "1x80", "full", reward="opt-350m")
-    assert preset.parameters["ppo"]["critic"]["start"] == "policy"
-
-
-def test_a_pair_without_a_reward_model_or_with_a_chat_model_is_no_equal_pair():
-    with pytest.raises(ConfigError, match="--reward-model: found opt-350m with --pipeline grpo"):
-        make_preset("opt-1.3b", "1x80", "full", "grpo", reward="opt-350m")
-    preset = make_preset("llama-3-8b", "8x80", "full", instruct=True, reward="llama-3.2-1b")
+@pytest.mark.parametrize(
+    ("chosen", "start"),
+    [
+        (("llama-3.2-1b", "1x80"), {"reward": "opt-350m"}),  # another family
+        (("llama-3-8b", "8x80"), {"reward": "llama-3.2-1b", "instruct": True}),  # a chat model
+    ],
+)
+def test_a_critic_starts_from_the_policy_beside_a_reward_model_of_other_tokens(chosen, start):
+    preset = make_preset(*chosen, "full", **start)
     assert preset.parameters["ppo"]["critic"]["start"] == "policy"
 
 
 # --- the published values, by model, size and method ----------------------------------------------
-
-
-RATES = ["sft", "reward_model", "ppo.actor", "ppo.critic", "dpo"]
-
-
-def rates(model, method):
-    values = hyperparameters(model, method)
-    return [values[f"{name}.optimizer.learning_rate"].value for name in RATES]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,9 @@ def rates(model, method):
     ],
 )
 def test_learning_rates(model, method, expected):
-    assert rates(model, method) == expected
+    blocks = ("sft", "reward_model", "ppo.actor", "ppo.critic", "dpo")
+    values = hyperparameters(model, method)
+    assert [values[f"{name}.optimizer.learning_rate"].value for name in blocks] == expected
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -216,15 +223,12 @@ def test_ppo_follows_one_publication_as_a_whole(model, expected):
     assert all(source.endswith(paper) for source in sources)
 
 
-def test_dpo_follows_one_publication_as_a_whole():
-    names = ("dpo.beta", "dpo.epochs", "dpo.batch_size", "dpo.optimizer.learning_rate")
+def test_values_of_dpo_and_of_weight_decay():
+    names = [f"dpo.{name}" for name in ("beta", "epochs", "batch_size", "optimizer.learning_rate")]
     plain = hyperparameters("llama-3-70b", "full")
     assert [plain[name].value for name in names] == [0.1, 1, 64, 5e-7]  # Rafailov et al.
     zephyr = hyperparameters("mistral-7b", "full")
     assert [zephyr[name].value for name in names] == [0.01, 1, 128, 5e-7]
-
-
-def test_weight_decay_is_for_whole_weights():
     decay = "sft.optimizer.weight_decay"
     assert hyperparameters("llama-2-7b", "full")[decay] == (0.1, "Llama 2")
     assert hyperparameters("llama-2-7b", "lora")[decay] == (0.0, "Dettmers 2023")

@@ -17,8 +17,6 @@ SHAPE = Shape.of(
 OPTIMIZER = {"optimizer": {"learning_rate": 1e-3}}
 SPLIT = {"sources": [{"name": "synthetic"}], "max_prompt_tokens": 30, "max_response_tokens": 20}
 RANKS = Hardware(2)
-
-
 SUPERVISED = OPTIMIZER | {"epochs": 2}
 ANSWERS = {"max_response_tokens": 15}
 
@@ -97,15 +95,13 @@ def test_reward_model_and_critic_have_the_sizes_of_what_they_start_from(tmp_path
     assert bodies("ppo") == [*sizes, pytest.approx(small, abs=100), pytest.approx(small, abs=100)]
     from_policy = bodies("ppo", start="policy")
     assert from_policy[2:] == [pytest.approx(large, abs=200), pytest.approx(small, abs=100)]
-    assert plan_stage("evaluate", blocks, SHAPE, Hardware(1)).models[0].held["weights"] == (
-        4 * SHAPE.parameters
-    )
+    first = plan_stage("evaluate", blocks, SHAPE, Hardware(1)).models[0]
+    assert first.held["weights"] == 4 * SHAPE.parameters
 
 
 def test_a_reward_model_on_the_hub_of_unknown_sizes_is_said():
     own = {"start": "own", "base_model": {"path": "someone/unknown"}}
     blocks = {"split": SPLIT, "reward_model": SUPERVISED | {"batch_size": 8} | own}
-    with pytest.raises(
-        ConfigError, match=r"^reward_model\.base_model\.path: found someone/unknown"
-    ):
+    message = r"^reward_model\.base_model\.path: found someone/unknown"
+    with pytest.raises(ConfigError, match=message):
         plan_stage("reward_model", blocks, SHAPE, Hardware(1))

@@ -110,6 +110,14 @@ class Drill:
         job = self.job(value, keep_best, inputs=inputs or {})
         return StageRunner(self.context(**context)).run(job)
 
+    def fail(self, **context: object) -> Path:
+        """Run the stage, whose program fails; return a directory of its attempts."""
+        self.order("fail")
+        with pytest.raises(StageError, match="ordered to fail"):
+            self.run(**context)
+        self.order("fail", given=False)
+        return next((self.root / "workspace" / "drill").iterdir())
+
     def run_elsewhere(self) -> subprocess.Popen:
         """Run the stage in another process."""
         command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), str(self.root)]
@@ -180,16 +188,15 @@ def make_work(tmp_path):
 
     def make(stage, key, *, suffix="", content="data", inputs=None, finished=True, checkpoint=None):
         directory = tmp_path / "workspace" / stage / f"{key.ljust(16, '0')}{suffix}"
-        (directory / "export").mkdir(parents=True)
+        export = directory / "export"
+        export.mkdir(parents=True)
+        (export / "weights").write_text(content)
         (directory / "job.json").write_text(json.dumps({"digests": inputs or {}}))
-        (directory / "export" / "weights").write_text(content)
         if checkpoint is not None:
             (directory / "checkpoints" / f"step-{checkpoint:08d}").mkdir(parents=True)
         if finished:
-            files = file_entries(directory / "export")
-            Manifest(stage, key.ljust(64, "0"), 1, {}, inputs or {}, {}, {}, files).write(
-                directory / "export"
-            )
+            rest = {}, inputs or {}, {}, {}, file_entries(export)
+            Manifest(stage, key.ljust(64, "0"), 1, *rest).write(export)
         return directory
 
     return make

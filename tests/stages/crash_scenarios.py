@@ -11,11 +11,11 @@ import shutil
 import subprocess
 import sys
 import traceback
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from conftest import Disk
 
 from rlhf_pipeline.datasets.artifact import ArtifactDataset
 from rlhf_pipeline.labelling.votes import Vote, add_vote, locked, remove_vote
@@ -81,21 +81,6 @@ def in_child(root, act, kill=None):
     return code == ENDED
 
 
-@contextmanager
-def file_system(path):
-    """A file system in memory; skips the test if it cannot be mounted."""
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(path)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"a file system in memory cannot be mounted: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-        path.rmdir()
-
-
 def visit(tmp_path, prepare, act, check, *, explained=False):
     """End a scenario at each fault point, then let a disk be full at each of its writes: a file
     takes a page at least. `explained`: the message about a full disk has the place and the fix.
@@ -112,20 +97,21 @@ def visit(tmp_path, prepare, act, check, *, explained=False):
     assert number > 1
     pages = passed = 0
     while passed < 3:
-        with file_system(root):
+        disk = Disk(root, size=4 * 2**20)
+        try:
             prepare(root)
-            filler = root / "filler"
-            with filler.open("wb") as file:
-                free = shutil.disk_usage(root).free
-                os.posix_fallocate(file.fileno(), 0, free - pages * PAGE)
+            disk.leave(pages * PAGE)
             if in_child(root, act):
                 passed = 0
                 message = root.with_name("message").read_text()
                 assert not explained or (str(root) in message and "fix  " in message)
             else:
                 passed += 1
-            filler.unlink()
+            disk.make_room()
             check(root)
+        finally:
+            subprocess.run(["umount", "--lazy", str(root)], check=True)
+            root.rmdir()
         pages += 1
 
 

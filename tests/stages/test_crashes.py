@@ -15,12 +15,8 @@ pytestmark = pytest.mark.slow
 def test_nothing_is_lost_at_any_fault_point(tmp_path):
     scenarios = Path(__file__).with_name("crash_scenarios.py")
     options = ["-p", "no:cacheprovider", f"--basetemp={tmp_path / 'scenarios'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(scenarios), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", str(scenarios), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0 and " skipped" in done.stdout:
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,11 +22,10 @@ def start(tmp_path):
     started = []
 
     def start(launch):
+        sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(900)"]
+        environment = os.environ | {LAUNCH: f"{tmp_path} {launch}"}
         process = subprocess.Popen(
-            [sys.executable, "-c", "import time; print(flush=True); time.sleep(900)"],
-            stdout=subprocess.PIPE,
-            env=os.environ | {LAUNCH: f"{tmp_path} {launch}"},
-            start_new_session=True,
+            sleep, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
         process.stdout.readline()  # the environment can be read
         started.append(process)
@@ -99,10 +98,8 @@ def test_the_processes_of_a_killed_driver_are_killed_and_its_folder_is_removed(s
     folder.mkdir()
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, f"{tmp_path} one", str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": source},
-    )
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": source},
+    )  # fmt: skip
     driver.stdout.readline()
     assert rank.poll() is None
     driver.kill()

@@ -5,9 +5,11 @@ import json
 import logging
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rank_fixtures import as_artifact
 
 from rlhf_pipeline.errors import ArtifactError, ConfigError, ForeignFileError, StageError
 from rlhf_pipeline.pipelines.table import stage_specs
@@ -21,35 +23,20 @@ from rlhf_pipeline.stages.run import StageRunner
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
-def flip_a_byte(export):
-    (export / "result").write_text("lunch 1")
-
-
-def lose_a_file(export):
-    (export / "result").unlink()
-
-
-def lose_half_the_manifest(export):
-    manifest = export / "manifest.json"
-    manifest.write_text(manifest.read_text()[:100])
-
-
-def lose_the_manifest(export):
-    (export / "manifest.json").unlink()
-
-
 @pytest.mark.parametrize(
-    ("damage", "named"),
+    ("file", "content", "named"),
     [
-        (flip_a_byte, "export/result was changed after stage drill finished"),
-        (lose_a_file, "export/result is missing"),
-        (lose_half_the_manifest, "export/manifest.json is damaged"),
-        (lose_the_manifest, "export is not a finished artifact: it has no manifest.json"),
+        ("result", "lunch 1", "export/result was changed after stage drill finished"),
+        ("result", None, "export/result is missing"),
+        ("manifest.json", '{"stage": "dr', "export/manifest.json is damaged"),
+        ("manifest.json", None, "export is not a finished artifact: it has no manifest.json"),
     ],
 )
-def test_a_damaged_artifact_is_made_again(drill, recorder, caplog, damage, named):
+def test_a_damaged_artifact_is_made_again(drill, recorder, caplog, file, content, named):
     export = drill.run()
-    damage(export)
+    (export / file).unlink()
+    if content is not None:
+        (export / file).write_text(content)
     with caplog.at_level(logging.WARNING):
         assert drill.run(listener=recorder) == export
     assert (export / "result").read_text() == "launch 2"
@@ -60,49 +47,44 @@ def test_a_damaged_artifact_is_made_again(drill, recorder, caplog, damage, named
     assert drill.run() == export
     assert drill.launches == 2
     kept = list(export.parent.glob("export.damaged-*"))
-    assert len(kept) == (0 if damage is lose_the_manifest else 1)  # unfinished without a manifest
+    assert len(kept) == (0 if "no manifest" in named else 1)  # nobody finished it
     assert all((folder / "trusts").is_file() for folder in kept)
 
 
-class StaleDisk:
-    """Some files cannot be read for a while, as on a network disk."""
+@contextmanager
+def unreadable(name):
+    """Files of this name cannot be read for a while, as on a network disk."""
+    real = Path.open
 
-    def __init__(self, monkeypatch, name) -> None:
-        self.failing = True
-        real = Path.open
+    def open_(path, mode="r", *arguments, **options):
+        if path.name == name and "r" in mode:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, mode, *arguments, **options)
 
-        def open_(path, mode="r", *arguments, **options):
-            if self.failing and path.name == name and "r" in mode:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return real(path, mode, *arguments, **options)
-
-        monkeypatch.setattr(Path, "open", open_)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", open_)
+        yield
 
 
-def test_a_read_error_is_no_damage_of_a_finished_artifact(drill, monkeypatch):
+def test_a_read_error_is_no_damage_of_a_finished_artifact(drill):
     export = drill.run()
-    disk = StaleDisk(monkeypatch, "result")
-    with pytest.raises(OSError, match="Stale file handle"):
+    with unreadable("result"), pytest.raises(OSError, match="Stale file handle"):
         drill.run()
-    disk.failing = False
     assert drill.run() == export
     assert drill.launches == 1
 
 
 def interrupted(drill):
     """A work directory with two checkpoints, a best model and metrics."""
-    drill.order("fail")
-    with pytest.raises(StageError):
-        drill.run()
-    drill.order("fail", given=False)
-    (directory,) = (drill.root / "workspace" / "drill").iterdir()
+    directory = drill.fail()
     for step in (900, 1000):
         checkpoint = checkpoint_path(directory / "checkpoints", step)
         checkpoint.mkdir(parents=True)
         (checkpoint / "rank0.safetensors").write_text(f"state {step}")
         seal(checkpoint, file_entries(checkpoint))
-    (directory / "checkpoints" / "best-00000900").mkdir()
-    (directory / "checkpoints" / "best-00000900" / "weights").write_text("best")
+    best = directory / "checkpoints" / "best-00000900"
+    best.mkdir()
+    (best / "weights").write_text("best")
     (directory / "metrics.jsonl").write_text('{"step": 1000}\n')
     return directory
 
@@ -115,18 +97,15 @@ def contents(folder):
     }
 
 
-def test_a_read_error_at_resume_stops_the_stage_and_removes_nothing(drill, monkeypatch):
+def test_a_read_error_at_resume_stops_the_stage_and_removes_nothing(drill):
     directory = interrupted(drill)
-    before, metrics = contents(directory / "checkpoints"), directory / "metrics.jsonl"
-    disk = StaleDisk(monkeypatch, "rank0.safetensors")
-    with pytest.raises(
-        StageError, match=r"step-00001000: found .*Stale file handle.* Fix: repeat the command"
-    ):
+    before = contents(directory / "checkpoints")
+    message = r"step-00001000: found .*Stale file handle.* Fix: repeat the command"
+    with unreadable("rank0.safetensors"), pytest.raises(StageError, match=message):
         drill.run()
-    disk.failing = False
     assert drill.launches == 1  # that of `interrupted`
     assert contents(directory / "checkpoints") == before
-    assert metrics.read_text() == '{"step": 1000}\n'
+    assert (directory / "metrics.jsonl").read_text() == '{"step": 1000}\n'
 
 
 def test_checkpoints_of_which_none_is_valid_are_set_aside_with_the_best_models(drill, caplog):
@@ -175,10 +154,8 @@ def test_a_finished_stage_keeps_only_the_best_models_that_were_asked_for(drill, 
 def test_an_added_file_stops_the_stage_before_it_is_launched(drill):
     export = drill.run()
     (export / "notes.txt").write_text("by hand")
-    with pytest.raises(
-        ForeignFileError,
-        match=r"export/notes\.txt was added after stage drill finished\. Fix: move it elsewhere",
-    ):
+    message = r"export/notes\.txt was added after stage drill finished\. Fix: move it elsewhere"
+    with pytest.raises(ForeignFileError, match=message):
         drill.run()
     (export / "notes.txt").rename(export / ".notes")
     assert drill.run() == export
@@ -189,7 +166,7 @@ def test_a_published_version_keeps_its_files_when_the_stage_runs_again(drill, tm
     export = drill.run()
     published = tmp_path / "published"
     shutil.copytree(export, published, copy_function=os.link)
-    flip_a_byte(export)
+    (export / "result").write_text("lunch 1")
     assert (published / "result").read_text() == "lunch 1"  # one file with two names
     drill.run()
     assert (published / "result").read_text() == "lunch 1"
@@ -216,7 +193,7 @@ def test_a_changed_input_stops_the_stage(drill, tmp_path):
     source = tmp_path / "input"
     source.mkdir()
     (source / "weights").write_text("abc")
-    Manifest("sft", "", 1, {}, {}, {}, {}, file_entries(source)).write(source)
+    as_artifact(source)
     (source / "weights").write_text("abd")
     with pytest.raises(ArtifactError, match="weights was changed"):
         drill.run(inputs={"sft_model": source})
@@ -259,16 +236,13 @@ def test_force_is_true_or_names(value, stages):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (
-            "pppo",
-            r"force: no stage 'pppo' \(did you mean ppo\?\); the stages are " + ", ".join(ALL),
-        ),
-        (["register"], "force: no stage 'register'"),
-        (3, "force: found 3, expected true, a stage, or a list of stages"),
+        ("pppo", rf"no stage 'pppo' \(did you mean ppo\?\); the stages are {', '.join(ALL)}"),
+        (["register"], "no stage 'register'"),
+        (3, "found 3, expected true, a stage, or a list of stages"),
     ],
 )
 def test_unknown_stages_are_refused(value, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"force: {message}"):
         forced_stages(value, stage_specs())
 
 
@@ -287,18 +261,13 @@ def test_a_forced_stage_runs_once_per_run(drill):
 
 def test_a_forced_run_that_fails_leaves_the_finished_result_in_use(drill):
     first = drill.run()
-    drill.order("fail")
-    with pytest.raises(StageError, match="ordered to fail"):
-        drill.run(force=["drill"])
+    drill.fail(force=["drill"])
     assert drill.run() == first
     assert (drill.launches, (first / "result").read_text()) == (2, "launch 1")
-    drill.order("fail", given=False)  # the next forced run continues the failed attempt
+    # The next forced run continues the failed attempt.
     assert drill.run(force=["drill"]).parent.name == first.parent.name + ".2"
 
 
 def test_force_does_not_leave_the_directory_of_an_unfinished_stage(drill):
-    drill.order("fail")
-    with pytest.raises(StageError):
-        drill.run()
-    drill.order("fail", given=False)
-    assert "." not in drill.run(force=["drill"]).parent.name
+    directory = drill.fail()
+    assert drill.run(force=["drill"]).parent == directory

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,31 @@ def artifact(tmp_path):
     return sealed(folder)
 
 
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store in a local folder, which is asked often."""
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def pushed(store, artifact):
+    """The same store, with that artifact."""
+    store.push(artifact, "it.json")
+    return store
+
+
+@contextmanager
+def server_at(folder, port):
+    """A server of the folders of buckets."""
+    server = serve_s3(folder, port)
+    try:
+        yield server
+    finally:
+        server.kill()
+        server.communicate()
+
+
 def uploads(folder):
     """When each object of a store was uploaded, by its digest."""
     return {path.name: path.stat().st_ctime_ns for path in (folder / "objects").iterdir()}
@@ -74,47 +100,35 @@ def test_each_content_is_stored_once_and_pulled_by_its_digest(bucket, artifact, 
     assert store.manifest("folders/none.json") is None
 
 
-def flip(path):
-    path.write_text("abd")
-
-
-def cut(path):
-    path.write_text("e")
-
-
-@pytest.mark.parametrize(("damage", "found"), [(flip, 3), (cut, 1), (Path.unlink, 0)])
+@pytest.mark.parametrize(("content", "found"), [("abd", 3), ("e", 1), (None, 0)])
 def test_a_damaged_or_lost_object_is_named_and_the_next_push_mends_it(
-    artifact, tmp_path, damage, found
+    pushed, artifact, tmp_path, content, found
 ):
-    store = Store(str(tmp_path / "store"))
-    store.push(artifact, "it.json")
-    damage(tmp_path / "store" / "objects" / ABC)
+    damaged = tmp_path / "store" / "objects" / ABC
+    damaged.unlink() if content is None else damaged.write_text(content)
     with pytest.raises(ArtifactError) as error:
-        store.pull(store.manifest("it.json"), tmp_path / "here")
-    message = rf"{store.url}/objects/{ABC} \(copy\): found {found} bytes .*, expected 3 bytes with "
+        pushed.pull(pushed.manifest("it.json"), tmp_path / "here")
+    message = rf"{damaged} \(copy\): found {found} bytes .*, expected 3 bytes with "
     assert re.fullmatch(f"{message}.* Fix: restore it in the store", str(error.value))
     assert not (tmp_path / "here").exists()
     before = uploads(tmp_path / "store")
-    Store(store.url).push(artifact, "it.json")
+    Store(pushed.url).push(artifact, "it.json")
     assert uploads(tmp_path / "store")[D] == before[D]
-    store.pull(store.manifest("it.json"), tmp_path / "here")
+    pushed.pull(pushed.manifest("it.json"), tmp_path / "here")
     assert verify(tmp_path / "here") == verify(artifact)
 
 
-def test_a_damaged_pointer_is_named(artifact, tmp_path):
-    store, pointer = Store(str(tmp_path / "store")), tmp_path / "store" / "it.json"
-    store.push(artifact, "it.json")
+def test_a_damaged_pointer_is_named(pushed, tmp_path):
+    pointer = tmp_path / "store" / "it.json"
     pointer.write_text(pointer.read_text().replace('"seed": 1', '"seed": 2'))
     with pytest.raises(ArtifactError, match=r"it\.json is damaged, or of another recipe\. Fix:"):
-        store.manifest("it.json")
-    store.remove(["gone", "it.json"])  # another machine has removed one of them
-    assert store.manifest("it.json") is None
+        pushed.manifest("it.json")
+    pushed.remove(["gone", "it.json"])  # another machine has removed one of them
+    assert pushed.manifest("it.json") is None
 
 
-def test_a_pointer_is_replaced_whole_or_not_at_all(artifact, tmp_path, monkeypatch):
+def test_a_pointer_is_replaced_whole_or_not_at_all(pushed, artifact, monkeypatch):
     """A kill or a full disk during the write leaves the earlier one."""
-    store = Store(str(tmp_path / "store"))
-    store.push(artifact, "it.json")
 
     def cut_off(self, text, **options):
         self.write_bytes(text.encode()[:100])
@@ -122,8 +136,8 @@ def test_a_pointer_is_replaced_whole_or_not_at_all(artifact, tmp_path, monkeypat
 
     with monkeypatch.context() as patch, pytest.raises(StageError, match="No space left"):
         patch.setattr(Path, "write_text", cut_off)
-        store.write("it.json", "x" * 1000)
-    assert store.manifest("it.json") == verify(artifact)
+        pushed.write("it.json", "x" * 1000)
+    assert pushed.manifest("it.json") == verify(artifact)
 
 
 def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, monkeypatch):
@@ -136,51 +150,46 @@ def test_an_upload_that_a_killed_server_cut_off_sends_only_the_rest(tmp_path, mo
     first = served / "bucket" / "x" / "objects" / files["a"].sha256
     with reserved_port() as port:
         store = store_at(port)
-        server = serve_s3(served, port)
-        with once(first.exists, server.kill), pytest.raises(StageError, match="s3://bucket/x: "):
+        with (
+            server_at(served, port) as server,
+            once(first.exists, server.kill),
+            pytest.raises(StageError, match="s3://bucket/x: "),
+        ):
             store.push(source, "it.json")
-        server.communicate()
         assert {path.name for path in first.parent.iterdir()} == {files["a"].sha256}
-        server = serve_s3(served, port)
-        try:
+        with server_at(served, port):
             assert store.manifest("it.json") is None
             uploaded = first.stat().st_ctime_ns
             store.push(source, "it.json")
             assert first.stat().st_ctime_ns == uploaded
             store.pull(store.manifest("it.json"), tmp_path / "here")
-        finally:
-            server.kill()
-            server.communicate()
     assert verify(tmp_path / "here") == verify(source)
 
 
-def test_readers_of_one_artifact_do_not_disturb_each_other(artifact, tmp_path):
-    store, here = Store(str(tmp_path / "store")), tmp_path / "cache" / "here"
-    store.push(artifact, "it.json")
+def test_readers_of_one_artifact_do_not_disturb_each_other(pushed, artifact, tmp_path):
+    manifest, here = pushed.manifest("it.json"), tmp_path / "cache" / "here"
     with ThreadPoolExecutor(8) as pool:
-        for pulled in [pool.submit(store.pull, store.manifest("it.json"), here) for _ in range(16)]:
+        for pulled in [pool.submit(pushed.pull, manifest, here) for _ in range(16)]:
             pulled.result()
     assert verify(here) == verify(artifact)
 
 
 def test_a_download_that_was_cut_off_leaves_nothing_and_a_whole_one_is_not_repeated(
-    artifact, tmp_path
+    pushed, artifact, tmp_path
 ):
     """What was cut off may be of another artifact, as of the checkpoint of an earlier step."""
-    store, here = Store(str(tmp_path / "store")), tmp_path / "here"
-    store.push(artifact, "it.json")
-    (tmp_path / "here.partial").mkdir()
-    (tmp_path / "here.partial" / "first").write_text("1")
-    store.pull(store.manifest("it.json"), here)
+    here, partial = tmp_path / "here", tmp_path / "here.partial"
+    partial.mkdir()
+    (partial / "first").write_text("1")
+    pushed.pull(pushed.manifest("it.json"), here)
     assert verify(here) == verify(artifact)
     os.utime(here / "weights", (1000, 1000))
-    store.pull(store.manifest("it.json"), here)
+    pushed.pull(pushed.manifest("it.json"), here)
     assert (here / "weights").stat().st_mtime == 1000
 
 
-def test_without_weights_a_copy_has_manifest_folders_and_json_files(artifact, tmp_path):
+def test_without_weights_a_copy_has_manifest_folders_and_json_files(store, artifact, tmp_path):
     (artifact / "report.json").write_text("{}")
-    store = Store(str(tmp_path / "store"))
     store.push(sealed(artifact), "it.json")
     store.pull(store.manifest("it.json"), tmp_path / "here", without_weights=True)
     found = {path.relative_to(tmp_path / "here").as_posix() for path in tmp_path.rglob("here/**/*")}
@@ -190,8 +199,7 @@ def test_without_weights_a_copy_has_manifest_folders_and_json_files(artifact, tm
 @pytest.mark.parametrize(
     ("name", "digest"), [("../outside", ABC), ("/tmp/outside", ABC), ("x", "../it.json")]
 )
-def test_a_name_outside_the_folder_is_refused(artifact, tmp_path, name, digest):
-    store = Store(str(tmp_path / "store"))
+def test_a_name_outside_the_folder_is_refused(store, tmp_path, name, digest):
     files = {name: FileEntry(3, digest)}
     Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, files).write(tmp_path)
     store.write("it.json", (tmp_path / "manifest.json").read_text())
@@ -235,21 +243,14 @@ def test_bytes_that_arrive_damaged_do_not_stay(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("root", ["a::b [c]*", "file://{folder}/two"])
+@pytest.mark.parametrize("root", ["{}/a::b [c]*", "file://{}/two"])
 def test_a_local_folder_is_a_store_and_its_path_is_taken_literally(artifact, tmp_path, root):
-    store = Store(root.format(folder=tmp_path) if "://" in root else str(tmp_path / root))
+    store = Store(root.format(tmp_path))
     store.check()
     store.push(artifact, "a/it.json")
     assert store.names()[0] == "a/it.json"
     store.pull(store.manifest("a/it.json"), tmp_path / "here")
     assert verify(tmp_path / "here") == verify(artifact)
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    """A store in a local folder, which is asked often."""
-    monkeypatch.setattr(module, "POLL_S", 0.02)
-    return Store(str(tmp_path / "store"))
 
 
 def machine(drill, store, name, listener=None, **context):
@@ -268,13 +269,16 @@ def run(drill, store, name, **context):
     return export
 
 
+def planned(drill, store, name, **context):
+    """The plan of the stage on a machine."""
+    planner = Planner(machine(drill, store, name, **context))
+    planner.run(drill.job())
+    (stage,) = planner.stages.values()
+    return stage
+
+
 def warnings(caplog):
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]
-
-
-def pointer(tmp_path):
-    (found,) = (tmp_path / "store" / "stages" / "drill").iterdir()
-    return found
 
 
 def test_another_machine_reuses_a_finished_stage(drill, store, recorder, tmp_path):
@@ -293,13 +297,11 @@ def test_a_plan_knows_what_the_store_has(drill, store):
     run(drill, store, "one")
     planner = Planner(machine(drill, store, "two"))
     export = planner.run(drill.job())
-    (planned,) = planner.stages.values()
-    assert (planned.state, planned.reasons) == ("reuse", ())
+    (stage,) = planner.stages.values()
+    assert (stage.state, stage.reasons) == ("reuse", ())
     assert [path.name for path in export.iterdir()] == ["manifest.json"]
     assert planner.pending_stage(export) is None
-    forced = Planner(machine(drill, store, "two", force=["drill"]))
-    forced.run(drill.job())
-    assert [stage.state for stage in forced.stages.values()] == ["run"]
+    assert planned(drill, store, "two", force=["drill"]).state == "run"
 
 
 def test_a_forced_stage_does_not_come_from_the_store_and_replaces_it(drill, store):
@@ -325,20 +327,17 @@ def test_a_damaged_pointer_is_mended_by_the_machine_that_has_the_artifact(
     drill, store, tmp_path, damage
 ):
     run(drill, store, "one")
-    whole = pointer(tmp_path).read_text()
+    (pointer,) = (tmp_path / "store" / "stages" / "drill").iterdir()
+    whole = pointer.read_text()
     if damage == "cut":
-        pointer(tmp_path).write_text(whole[:100])
+        pointer.write_text(whole[:100])
     else:
-        folder = tmp_path / "other"
-        folder.mkdir()
-        Manifest("drill", "e" * 64, 1, {}, {}, {}, {}, {}).write(folder)
-        pointer(tmp_path).write_text((folder / "manifest.json").read_text())
-    planner = Planner(machine(drill, store, "two"))
-    planner.run(drill.job())
-    assert [stage.state for stage in planner.stages.values()] == ["run"]
+        Manifest("drill", "e" * 64, 1, {}, {}, {}, {}, {}).write(tmp_path)
+        pointer.write_text((tmp_path / "manifest.json").read_text())
+    assert planned(drill, store, "two").state == "run"
     run(drill, store, "one")
     assert drill.launches == 1
-    assert pointer(tmp_path).read_text() == whole
+    assert pointer.read_text() == whole
 
 
 def test_a_damaged_artifact_in_the_store_is_made_again_and_mended(drill, store, caplog, tmp_path):
@@ -390,10 +389,8 @@ def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_p
     (tmp_path / "s3" / "bucket").mkdir(parents=True)
     with reserved_port() as port:
         remote = store_at(port)
-        server = serve_s3(tmp_path / "s3", port)
-        run(drill, remote, "one")
-        server.kill()
-        server.communicate()
+        with server_at(tmp_path / "s3", port):
+            run(drill, remote, "one")
         context = machine(drill, remote, "two")
         made = StageRunner(context).run(drill.job())
         assert (made / "result").read_text() == "launch 2"
@@ -402,21 +399,16 @@ def test_a_stage_runs_without_a_store_that_went_away(drill, store, caplog, tmp_p
             context.stored.close()
         warned = "stage drill: a copy in the store is not used: s3://bucket/x: cannot be "
         assert [text.startswith(warned) for text in warnings(caplog)].count(True) == 1
-        server = serve_s3(tmp_path / "s3", port)
-        try:
+        with server_at(tmp_path / "s3", port):
             run(drill, remote, "three")
-        finally:
-            server.kill()
-            server.communicate()
     assert drill.launches == 2
 
 
 def test_a_full_disk_is_no_failure_of_the_store(store, disk, tmp_path):
-    (tmp_path / "big").mkdir()
-    (tmp_path / "big" / "weights").write_bytes(bytes(2**24))
-    files = file_entries(tmp_path / "big")
-    Manifest("sft", "f" * 64, 1, {}, {}, {}, {}, files).write(tmp_path / "big")
-    store.push(tmp_path / "big", f"stages/sft/{'f' * 64}.json")
+    big = tmp_path / "big"
+    big.mkdir()
+    (big / "weights").write_bytes(bytes(2**24))
+    store.push(sealed(big), f"stages/sft/{'f' * 64}.json")
     here = stage_run(disk.path / "two")
     with pytest.raises(StageError, match=r"store: the download needs 16 MiB, .* MiB free"):
         StoredStages(store, disk.path / "two").fetch(here)
@@ -450,8 +442,13 @@ def save(run, step, best=None):
         shutil.rmtree(old)
 
 
-def newest(store, run):
-    return StoredStages(store, run.directory).newest_step(run)
+def stored_of(store, run):
+    """What the machine of a running stage has in the store."""
+    return StoredStages(store, run.directory.parents[1])
+
+
+def fetch(store, run, local=None):
+    return stored_of(store, run).fetch_checkpoint(run, local)
 
 
 def upload_all(stored, run, *made):
@@ -468,13 +465,13 @@ def test_another_machine_resumes_from_the_newest_checkpoint(store, training, tmp
     (training.checkpoints / "best-00000007").mkdir(parents=True)  # an evaluation writes it
     (training.checkpoints / "best-00000007" / "weights").write_text("half")
     (training.checkpoints / "best-00000008.partial").mkdir()
-    upload_all(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None), (6, 5))
-    assert newest(store, training) == 6
+    upload_all(stored_of(store, training), training, (2, 1), (4, None), (6, 5))
+    assert stored_of(store, training).newest_step(training) == 6
     objects = {path.read_text() for path in (tmp_path / "store").rglob("objects/*")}
     assert {"state 6", "best 1", "best 5"} < objects
     assert not objects & {"state 2", "state 4"}
     other = stage_run(tmp_path / "two")
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 6
+    assert fetch(store, other) == 6
     assert (checkpoint_path(other.checkpoints, 6) / "policy" / "rank0").read_text() == "state 6"
     found = {path.relative_to(other.directory).as_posix() for path in other.directory.glob("*/*")}
     assert found == {
@@ -494,15 +491,15 @@ def test_training_may_remove_what_it_no_longer_needs_meanwhile(
         link(source, target)
 
     monkeypatch.setattr(module, "link_or_copy", removing)
-    upload_all(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, 3))
+    upload_all(stored_of(store, training), training, (2, 1), (4, 3))
     other = stage_run(tmp_path / "two")
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
+    assert fetch(store, other) == 4
     assert {path.name for path in other.checkpoints.iterdir()} == {"step-00000004", "best-00000003"}
     assert not warnings(caplog)
 
 
 def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
-    stored = StoredStages(store, tmp_path / "one")
+    stored = stored_of(store, training)
     upload_all(stored, training, (2, None))
     assert stored.fetch_checkpoint(training, 2) == 2
     save(training, 3)
@@ -513,13 +510,13 @@ def test_a_newer_checkpoint_of_this_machine_wins(store, training, tmp_path):
 def test_two_machines_may_upload_checkpoints_of_one_recipe(store, training, tmp_path):
     """The other one has sent its objects, and its manifest follows."""
     theirs, place = stage_run(tmp_path / "two"), f"checkpoints/sft/{training.fingerprint}"
-    upload_all(StoredStages(Store(str(tmp_path / "sent")), tmp_path / "two"), theirs, (8, None))
+    upload_all(stored_of(Store(str(tmp_path / "sent")), theirs), theirs, (8, None))
     sent, here = tmp_path / "sent" / place, tmp_path / "store" / place
     shutil.copytree(sent / "objects", here / "objects")
-    upload_all(StoredStages(store, tmp_path / "one"), training, (2, 1), (4, None))
+    upload_all(stored_of(store, training), training, (2, 1), (4, None))
     shutil.copy(sent / "checkpoint.json", here)
     third = stage_run(tmp_path / "three")
-    assert StoredStages(store, tmp_path / "three").fetch_checkpoint(third, None) == 8
+    assert fetch(store, third) == 8
 
 
 @pytest.mark.parametrize("damaged", ["manifest", "object", "before its upload"])
@@ -529,49 +526,49 @@ def test_a_damaged_checkpoint_is_not_used_and_the_next_one_replaces_it(
     save(training, 2)
     if damaged == "before its upload":
         (checkpoint_path(training.checkpoints, 2) / "policy" / "rank0").write_text("damage2")
-    upload_all(StoredStages(store, tmp_path / "one"), training)
+    upload_all(stored_of(store, training), training)
     if damaged == "manifest":
         store.write(f"checkpoints/sft/{training.fingerprint}/checkpoint.json", "{")
     if damaged == "object":
         for path in (tmp_path / "store").rglob("objects/*"):
             path.write_text(path.read_text().replace("state 2", "state 3"))
     other = stage_run(tmp_path / "two")
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, 1) == 1
+    assert fetch(store, other, 1) == 1
     assert not other.checkpoints.exists()
     assert len(warnings(caplog)) == 1
-    upload_all(StoredStages(store, tmp_path / "one"), training, (4, None))
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
+    upload_all(stored_of(store, training), training, (4, None))
+    assert fetch(store, other) == 4
 
 
 def test_a_machine_that_is_behind_replaces_no_checkpoint_that_can_be_used(
     store, training, tmp_path
 ):
-    upload_all(StoredStages(store, tmp_path / "one"), training, (4, None))
+    upload_all(stored_of(store, training), training, (4, None))
     behind = stage_run(tmp_path / "two")
     save(behind, 2)
-    upload_all(StoredStages(store, tmp_path / "two"), behind)
-    assert newest(store, training) == 4
+    upload_all(stored_of(store, behind), behind)
+    assert stored_of(store, training).newest_step(training) == 4
     for path in (tmp_path / "store").rglob("objects/*"):
         path.write_text(path.read_text().replace("state 4", "state 5"))
-    again = StoredStages(store, tmp_path / "two")
+    again = stored_of(store, behind)
     assert again.fetch_checkpoint(behind, 2) == 2
     upload_all(again, behind)
-    assert newest(store, training) == 2
+    assert stored_of(store, training).newest_step(training) == 2
 
 
 def test_a_checkpoint_that_is_replaced_during_its_download_is_fetched_again(
     store, training, tmp_path, monkeypatch
 ):
-    upload_all(StoredStages(store, tmp_path / "one"), training, (2, None))
+    upload_all(stored_of(store, training), training, (2, None))
     pull, other = Store.pull, stage_run(tmp_path / "two")
 
     def replaced_first(self, manifest, folder, **options):
         if manifest.metrics["step"] == 2:
-            upload_all(StoredStages(store, tmp_path / "one"), training, (4, None))
+            upload_all(stored_of(store, training), training, (4, None))
         return pull(self, manifest, folder, **options)
 
     monkeypatch.setattr(Store, "pull", replaced_first)
-    assert StoredStages(store, tmp_path / "two").fetch_checkpoint(other, None) == 4
+    assert fetch(store, other) == 4
 
 
 def test_the_checkpoints_of_a_finished_stage_leave_the_store(drill, store, tmp_path, monkeypatch):
@@ -580,24 +577,15 @@ def test_the_checkpoints_of_a_finished_stage_leave_the_store(drill, store, tmp_p
     with pytest.raises(StageError, match="ordered to fail"):
         StageRunner(context).run(drill.job())
     (directory,) = (tmp_path / "one" / "drill").iterdir()
-    failed = StageRun("drill", json_fingerprint(directory), 1, {}, {}, {}, directory, 60.0)
+    fingerprint = json.loads((directory / "job.json").read_text())["fingerprint"]
+    failed = StageRun("drill", fingerprint, 1, {}, {}, {}, directory, 60.0)
     save(failed, 2)
     context.stored.stage_started(failed)
     wait_until(lambda: context.stored.newest_step(failed) == 2)
-    planner = Planner(context)
-    planner.run(drill.job())
-    assert [stage.state for stage in planner.stages.values()] == ["resume"]
-    elsewhere = Planner(machine(drill, store, "two"))
-    elsewhere.run(drill.job())
-    assert [(stage.state, stage.reasons) for stage in elsewhere.stages.values()] == [
-        ("resume", ("from the store",))
-    ]
+    assert planned(drill, store, "one").state == "resume"
+    elsewhere = planned(drill, store, "two")
+    assert (elsewhere.state, elsewhere.reasons) == ("resume", ("from the store",))
     drill.order("fail", given=False)
     StageRunner(context).run(drill.job())
     context.stored.close()
     assert not [path for path in (tmp_path / "store" / "checkpoints").rglob("*") if path.is_file()]
-
-
-def json_fingerprint(directory: Path) -> str:
-    """The whole fingerprint of a work directory."""
-    return str(json.loads((directory / "job.json").read_text())["fingerprint"])

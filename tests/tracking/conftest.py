@@ -21,9 +21,12 @@ def client(uri, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def served(uri, start_server, tmp_path):
-    """A client of a real tracking server with a separate folder of artifacts."""
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    command += ["--artifacts-destination", str(tmp_path / "served")]
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
-    return connect(start_server(command, "/health", environment), tmp_path)
+def serve(uri, start_server, tmp_path):
+    """Starts a real tracking server that stores artifacts as options say; returns a client."""
+
+    def serve(*options):
+        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *options]
+        environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
+        return connect(start_server(command, "/health", environment), tmp_path)
+
+    return serve

@@ -29,6 +29,15 @@ from rlhf_pipeline.tracking.mirror import MlflowTracker, parameters, truncate
 from rlhf_pipeline.tracking.store import EXPERIMENT, connect, experiment_id, request_limits
 
 SOURCE = Path(mirror.__file__).parents[2]
+EVALUATION = {
+    "candidate": "ppo",
+    "judge": "gold",
+    "win_rates": {
+        "gold": {"rate": 0.61, "lower": 0.52, "upper": 0.7},
+        "score": {"rate": 0.8, "lower": 0.7, "upper": 0.9},
+    },
+    "policies": {"sft": {"score": 0.25}, "ppo": {"score": 1.5, "gold_score": 0.5}},
+}
 
 
 def record(step, **metrics):
@@ -92,12 +101,12 @@ def write_metrics(stage, *records):
     stage.metrics_file.write_text("".join(json.dumps(item) + "\n" for item in records))
 
 
-def report(tracker, stage, records):
-    """The stage writes further records, and the tracker looks at its directory."""
+def report(tracker, stage, records, *, later=False):
+    """The stage writes further records; the tracker looks at its directory, at once or later."""
     with stage.metrics_file.open("a") as file:
         file.writelines(json.dumps(item) + "\n" for item in records)
     tracker.stage_metrics(stage, records)
-    tracker.reconcile()
+    tracker.stage_phase(stage, None) if later else tracker.reconcile()
 
 
 def finish(tracker, stage, metrics, **files):
@@ -105,10 +114,17 @@ def finish(tracker, stage, metrics, **files):
     for name, content in files.items():
         (stage.export / f"{name}.json").write_text(json.dumps(content))
     entries = file_entries(stage.export)
-    Manifest(stage.stage, stage.fingerprint, 7, stage.config, {}, {}, metrics, entries).write(
-        stage.export
-    )
+    made = Manifest(stage.stage, stage.fingerprint, 7, stage.config, {}, {}, metrics, entries)
+    made.write(stage.export)
     tracker.stage_ended(stage, "FINISHED", metrics)
+
+
+def reuse(uri, project, stage, metrics):
+    """Another pipeline run reuses the stage; returns its tracker."""
+    tracker, reused = make_tracker(uri, project, "again"), replace(stage, cached=True)
+    tracker.stage_started(reused)
+    tracker.stage_ended(reused, "FINISHED", metrics)
+    return tracker
 
 
 def warnings(caplog):
@@ -210,10 +226,7 @@ def test_records_are_sent_every_few_seconds_and_at_the_end(
     sent = []
     for step in range(1, 111):
         now = 1000 + step / 5
-        with stage.metrics_file.open("a") as file:
-            file.write(json.dumps(record(step, loss=1.0)) + "\n")
-        tracker.stage_metrics(stage, [record(step, loss=1.0)])
-        tracker.stage_phase(stage, None)
+        report(tracker, stage, [record(step, loss=1.0)], later=True)
         sent.append(len(history(client, runs()[0], "loss")))
     assert sorted({*sent}) == [0, 51, 102]  # after 10 seconds and one look
     tracker.stage_ended(stage, "FAILED", {})
@@ -258,19 +271,7 @@ def test_an_unfinished_run_is_resumed_without_a_step_twice(
     ]
 
 
-EVALUATION = {
-    "candidate": "ppo",
-    "judge": "gold",
-    "win_rates": {
-        "gold": {"rate": 0.61, "lower": 0.52, "upper": 0.7},
-        "score": {"rate": 0.8, "lower": 0.7, "upper": 0.9},
-    },
-    "policies": {"sft": {"score": 0.25}, "ppo": {"score": 1.5, "gold_score": 0.5}},
-}
-
-
 def test_the_list_of_runs_shows_the_verdict(tracker, uri, tmp_path, client, runs, parents):
-    """Of each pipeline run: the second one reuses the evaluation."""
     stage = stage_run(tmp_path, "evaluate")
     for number, run in enumerate((stage, replace(stage, cached=True))):
         tracker = make_tracker(uri, tmp_path, str(number))
@@ -295,10 +296,7 @@ def test_a_reused_stage_is_linked_to_the_run_that_trained_it(
     tracker.stage_ended(stage, "FINISHED", {})
     tracker.end("FINISHED")
 
-    again = make_tracker(uri, tmp_path, "again")
-    cached = replace(stage, cached=True)
-    again.stage_started(cached)
-    again.stage_ended(cached, "FINISHED", {"result/score": 1.0})
+    again = reuse(uri, tmp_path, stage, {"result/score": 1.0})
     again.log_page(stage.fingerprint, "<p>of this run")
     again.end("FINISHED")
     make_tracker(uri, tmp_path).log_page(stage.fingerprint, "<p>of an earlier run")
@@ -373,11 +371,9 @@ def two_pipeline_runs(uri, project, mend):
     The work directories are those of an earlier call, if there was one.
     """
     shutil.rmtree(project / "workspace", ignore_errors=True)
-    sft, ppo = (
-        stage_run(project, "sft"),
-        replace(stage_run(project, "ppo"), headline_metrics=("x",)),
-    )
-    first, second = make_tracker(uri, project, "first"), make_tracker(uri, project, "second")
+    sft, ppo = stage_run(project, "sft"), stage_run(project, "ppo")
+    ppo = replace(ppo, headline_metrics=("x",))
+    first = make_tracker(uri, project, "first")
     first.stage_started(sft)
     for step in range(1, 6):
         report(first, sft, [with_answers(step)])
@@ -386,9 +382,7 @@ def two_pipeline_runs(uri, project, mend):
     report(first, ppo, [with_answers(step) for step in range(1, 5)])
     first.stage_ended(ppo, "FAILED", {})
     first.end("FAILED", "out of memory")
-    reused = replace(sft, cached=True)
-    second.stage_started(reused)
-    second.stage_ended(reused, "FINISHED", {"result": 2.0})
+    second = reuse(uri, project, sft, {"result": 2.0})
     write_metrics(ppo, *map(with_answers, (1, 2)))  # it resumes from its checkpoint
     second.stage_started(ppo)
     for step in range(3, 8):
@@ -532,7 +526,6 @@ def test_an_interruption_in_a_database_call_is_not_swallowed(tracker, stage, mon
 def test_artifacts_that_cannot_be_stored_hold_nothing_else_back(
     uri, stage, client, tmp_path, runs, parents, monkeypatch, caplog
 ):
-    """They have a store of their own, which takes them in the next run."""
     elsewhere = tmp_path / "elsewhere"
     client.create_experiment(EXPERIMENT, str(elsewhere / "artifacts"))
     tracker, other = make_tracker(uri, tmp_path), stage_run(tmp_path, "sft")
@@ -554,9 +547,7 @@ def test_artifacts_that_cannot_be_stored_hold_nothing_else_back(
     assert "does not record ppo (NotADirectoryError: " in warning
 
     elsewhere.unlink()
-    again, reused = make_tracker(uri, tmp_path), replace(stage, cached=True)
-    again.stage_started(reused)
-    again.stage_ended(reused, "FINISHED", {"result": 2.0})
+    reuse(uri, tmp_path, stage, {"result": 2.0})
     first, *_ = runs()
     names = [file.path for file in client.list_artifacts(first.info.run_id)]
     assert names == ["answers.json", "report.json"]
@@ -564,9 +555,7 @@ def test_artifacts_that_cannot_be_stored_hold_nothing_else_back(
 
     for name in ("log_artifact", "log_text"):
         monkeypatch.setattr(MlflowClient, name, refuse)
-    third = make_tracker(uri, tmp_path)
-    third.stage_started(reused)
-    third.stage_ended(reused, "FINISHED", {"result": 2.0})
+    reuse(uri, tmp_path, stage, {"result": 2.0})
     assert len(warnings(caplog)) == 1  # nothing is sent twice
 
 
@@ -630,21 +619,14 @@ def test_the_run_of_a_living_driver_stays_open_and_an_end_that_was_not_sent_is_s
     disk.make_room()
     make_tracker(uri, tmp_path, "third").reconcile()
     found = {run.info.run_name: run.info.status for run in all_runs(client)}
-    assert found == {"full": "FAILED", "sft f00d": "FAILED"} | dict.fromkeys(
-        ("second", "third"), "RUNNING"
-    )
+    own, others = ("full", "sft f00d"), ("second", "third")
+    assert found == dict.fromkeys(own, "FAILED") | dict.fromkeys(others, "RUNNING")
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
-        ({"ppo": {"lr": 1e-6, "lora": None, "betas": [0.9, 0.95]}, "path": "tiny"},
-         {"ppo.lr": "1e-06", "ppo.lora": "null", "ppo.betas": "[0.9, 0.95]", "path": "tiny"}),
-        # Names and values fit the limits of MLflow.
-        ({"source": {"my|data": "x" * 7000, "empty": {}}},
-         {"source.my_data": "x" * 5999 + "…", "source.empty": "{}"}),
-    ],
-)  # fmt: skip
-def test_nested_fields_have_dotted_names_and_values_are_json(config, found):
-    assert parameters(config, seed=3) == found | {"seed": "3"}
+def test_names_and_values_of_parameters_fit_the_limits_of_mlflow():
+    assert parameters({"source": {"my|data": "x" * 7000, "empty": {}}}, seed=3) == {
+        "source.my_data": "x" * 5999 + "…",
+        "source.empty": "{}",
+        "seed": "3",
+    }
     assert [truncate("four", 4), truncate("fives", 4)] == ["four", "fiv…"]

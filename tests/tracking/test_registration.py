@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from rlhf_pipeline.tracking.registration import (
 )
 from rlhf_pipeline.tracking.store import (
     Champion,
-    connect,
     experiment_id,
     find_version,
     local_folder,
@@ -47,7 +45,6 @@ def refused(*reasons):
 
 
 PASSED = refused()
-SOURCES = [SourceConfig(name="synthetic")]
 
 
 def published(directory, stage, fingerprint, weights="weights"):
@@ -107,9 +104,12 @@ def test_a_promoted_candidate(client, sft, ppo, trained):
     assert baseline.source == str(sft.folder)
     assert client.get_run(trained["sft"]).data.metrics == {"eval/score": 1.0}
     assert client.get_run(trained["ppo"]).data.metrics == {"eval/score": 2.0, "eval/kl": 0.5}
+    again = register(client, sft=sft, candidate=ppo, promote="never", **refused("stricter"))
+    assert again == registration  # a champion keeps its verdict
 
 
 def test_registering_again_changes_nothing_but_what_is_new(client, sft, ppo, trained, tmp_path):
+    """A version whose folder was deleted is not reused."""
     first = register(client, sft=sft, candidate=ppo, **PASSED)
     again = shutil.copytree(ppo.folder, tmp_path / "ppo_model" / "v2")  # another Kedro version
     assert register(client, sft=sft, candidate=replace(ppo, folder=again), **PASSED) == first
@@ -121,22 +121,16 @@ def test_registering_again_changes_nothing_but_what_is_new(client, sft, ppo, tra
     other = published(tmp_path / "ppo_model" / "v3", "ppo", "bbbb", weights="other weights")
     found = register(client, sft=sft, candidate=replace(ppo, folder=other), beaten="2", **PASSED)
     assert found.versions == {"sft": "1", "ppo": "3"}
-
-
-def test_a_version_whose_folder_was_deleted_is_not_reused(client, sft, ppo, trained, tmp_path):
-    register(client, sft=sft, candidate=ppo, **PASSED)
-    republished = shutil.move(ppo.folder, tmp_path / "ppo_model" / "v2")
-    registration = register(client, sft=sft, candidate=replace(ppo, folder=republished), **PASSED)
-    assert registration.versions == {"sft": "1", "ppo": "3"}
-    assert client.get_model_version_by_alias("rlhf-policy", "champion").source == str(republished)
+    moved = shutil.move(other, tmp_path / "ppo_model" / "v4")
+    found = register(client, sft=sft, candidate=replace(ppo, folder=moved), **PASSED)
+    assert found.versions == {"sft": "1", "ppo": "4"}
+    assert client.get_model_version_by_alias("rlhf-policy", "champion").source == str(moved)
 
 
 def test_a_policy_without_a_training_run_is_refused(client, sft, ppo):
     training_run(client, "aaaa")
-    with pytest.raises(
-        StageError,
-        match=r"no finished run of .*/ppo_model/v1 \(stage ppo, fingerprint bbbb\).*kedro",
-    ):
+    message = r"no finished run of .*/ppo_model/v1 \(stage ppo, fingerprint bbbb\).*kedro"
+    with pytest.raises(StageError, match=message):
         register(client, sft=sft, candidate=ppo, **PASSED)
 
 
@@ -145,23 +139,25 @@ def test_a_failing_store_is_named_without_its_password(sft, ppo, monkeypatch):
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     client = MlflowClient("http://me:canary@127.0.0.1:9")  # nothing listens on the discard port
-    with pytest.raises(
-        StageError, match=r"MLflow at http://\.\.\.@127\.0\.0\.1:9 did not register"
-    ) as refusal:
+    message = r"MLflow at http://\.\.\.@127\.0\.0\.1:9 did not register"
+    with pytest.raises(StageError, match=message) as refusal:
         register(client, sft=sft, candidate=ppo, **PASSED)
     assert "canary" not in str(refusal.value) and refusal.value.__suppress_context__
 
 
 @pytest.mark.slow
-def test_a_server_gets_the_policy_once(served, sft, ppo, monkeypatch):
+def test_a_server_gets_the_policy_once(serve, sft, ppo, tmp_path, monkeypatch):
     from mlflow.artifacts import download_artifacts
 
+    served = serve("--artifacts-destination", str(tmp_path / "served"))
     training_run(served, "aaaa")
     run_id = training_run(served, "bbbb")
     first = register(served, sft=sft, candidate=ppo, **PASSED)
     assert first.aliases == {"sft-baseline": "1", "candidate": "2", "champion": "2"}
     version = served.get_model_version("rlhf-policy", "2")
     assert version.source == f"mlflow-artifacts:/1/{run_id}/artifacts/policy"
+    folder = local_folder(served, version, tmp_path / "downloads")
+    assert (folder / "model.safetensors").read_text() == "weights"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", served.tracking_uri)  # as a user has it
     champion = download_artifacts("models:/rlhf-policy@champion")
     assert (Path(champion) / "model.safetensors").read_text() == "weights"
@@ -169,13 +165,8 @@ def test_a_server_gets_the_policy_once(served, sft, ppo, monkeypatch):
 
 
 @pytest.mark.long
-def test_policies_and_pages_that_a_server_keeps_on_s3(
-    bucket, uri, start_server, tmp_path, sft, ppo
-):
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri]
-    command += ["--no-serve-artifacts", "--default-artifact-root", "s3://bucket/mlflow"]
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "DO_NOT_TRACK": "true"}
-    client = connect(start_server(command, "/health", environment), tmp_path)
+def test_policies_and_pages_that_a_server_keeps_on_s3(bucket, serve, tmp_path, sft, ppo):
+    client = serve("--no-serve-artifacts", "--default-artifact-root", "s3://bucket/mlflow")
     training_run(client, "aaaa")
     run = training_run(client, "bbbb")
     registration = register(client, sft=sft, candidate=ppo, **PASSED)
@@ -206,20 +197,25 @@ def test_when_the_champion_moves(client, sft, ppo, trained, promote, refusals, c
     assert registration.verdict["refusals"] == [f"{name}: found 1, expected 2" for name in refusals]
 
 
-STANDINGS = {
-    "gold": Standing("independent"),
-    "chat": Standing("independent"),
-    "score": Standing("optimized", {"ppo": "rewards"}),
-}
+def answers_of(quality, seed, kl=2.0):
+    return policy(np.random.default_rng(seed), quality, kl=kl)
+
+
+SFT = answers_of(0.0, 1, kl=0.0)
+POLICIES = {"sft": SFT, "ppo": answers_of(0.9, 2)}
+STANDINGS = dict.fromkeys(("gold", "chat"), Standing("independent"))
 
 
 def evaluated(
-    directory, policies, seed=0, config=None, further=(), how="rewards", over=None, **inputs
+    directory, policies=None, seed=0, config=None, further=(), how="rewards", over=None, **inputs
 ):
-    """A published evaluation of answers; `further` are second draws of the baseline, `how` the
-    training has optimized the reward model, and `over` what that knows beyond length."""
+    """A published evaluation of answers, of a better candidate by default.
+
+    `further` are second draws of the baseline, `how` the training has optimized the reward model,
+    and `over` what that knows beyond length.
+    """
     directory.mkdir(parents=True)
-    config = config or EvaluateConfig()
+    config, policies = config or EvaluateConfig(), policies or POLICIES
     drawn = sorted([*policies["sft"], *further], key=lambda a: (a.row, a.draw))
     standings = STANDINGS | {"score": Standing("optimized", {"ppo": how})}
     evaluation = compare(policies, config, standings, drawn)
@@ -233,18 +229,13 @@ def evaluated(
     return directory
 
 
-def answers_of(quality, seed, kl=2.0):
-    return policy(np.random.default_rng(seed), quality, kl=kl)
-
-
 @pytest.fixture
 def decide(client, sft, ppo, trained, tmp_path):
     """Registers an evaluation of the two policies."""
 
-    def decide(
-        evaluation, champion=None, answered=None, folder=ppo.folder, sources=SOURCES, **config
-    ):
-        gate = RegisterConfig(**config)
+    def decide(evaluation, champion=None, answered=None, folder=ppo.folder, data=("synthetic",),
+               **config):  # fmt: skip
+        gate, sources = RegisterConfig(**config), [SourceConfig(name=name) for name in data]
         return register_evaluated(
             sft.folder, folder, evaluation, champion, answered, gate, sources, tmp_path
         )
@@ -274,9 +265,8 @@ def test_a_judge_of_pairs_is_held_to_the_lengths_of_the_pairs_that_it_saw(decide
     ]
     chat = {"openai": {"base_url": "http://here/v1", "model": "m"}, "name": "chat"}
     policies = {"sft": baseline, "ppo": candidate}
-    evaluation = evaluated(
-        tmp_path / "e", policies, config=EvaluateConfig(judges=[chat]), further=further
-    )
+    config = EvaluateConfig(judges=[chat])
+    evaluation = evaluated(tmp_path / "e", policies, config=config, further=further)
     (refusal,) = decide(evaluation, max_length_ratio=9.0).verdict["refusals"]
     assert refusal.startswith("win rate against SFT at equal length: found 0.")
 
@@ -286,25 +276,21 @@ def test_a_reward_model_that_nothing_has_maximized_may_measure_length(
     decide, tmp_path, how, refusals
 ):
     """DPO learns from its comparisons, and another judge decides."""
-    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
-    evaluation = evaluated(tmp_path / "e", policies, how=how, over=-0.1)
-    found = decide(evaluation).verdict["refusals"]
+    found = decide(evaluated(tmp_path / "e", how=how, over=-0.1)).verdict["refusals"]
     assert len(found) == refusals and all("above that of the longer answer" in one for one in found)
 
 
 @pytest.mark.parametrize(("quality", "promoted"), [(0.9, True), (0.0, False)])
 def test_the_gate_reads_the_answers(client, decide, trained, tmp_path, quality, promoted):
-    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(quality, 2)}
+    policies = {"sft": SFT, "ppo": answers_of(quality, 2)}
     registration = decide(evaluated(tmp_path / "e", policies))
     assert registration.promoted == promoted == ("champion" in registration.aliases)
-    assert (
-        registration.verdict["judge"] == "gold" and registration.verdict["state"] == "independent"
-    )
+    verdict = registration.verdict
+    assert (verdict["judge"], verdict["state"]) == ("gold", "independent")
     rate = win_rate(*([a.scores["gold"] for a in policies[name]] for name in ("ppo", "sft")))
+    shown = f"{rate.rate:.1%} (95%: {rate.lower:.1%} to {rate.upper:.1%})"
     version = client.get_model_version("rlhf-policy", registration.versions["ppo"])
-    assert version.tags["win rate"] == (
-        f"{rate.rate:.1%} (95%: {rate.lower:.1%} to {rate.upper:.1%})"
-    )
+    assert version.tags["win rate"] == shown
     assert version.tags["KL"] == "2.00 nats"
     assert version.description.startswith("By the gold judge, ")
     assert "synthetic" in version.description
@@ -313,57 +299,36 @@ def test_the_gate_reads_the_answers(client, decide, trained, tmp_path, quality, 
     assert "eval/score" in logged and "eval/score_lower" not in logged
 
 
-def test_a_candidate_must_beat_the_champion(client, decide, tmp_path):
-    """A candidate that beats SFT replaced a champion that was better than the candidate."""
-    client.create_registered_model("rlhf-policy")
-    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.5, 2)}
-    evaluation = evaluated(tmp_path / "e", policies)
-    for quality, promoted in ((1.2, False), (0.0, True)):
-        given = {"sft": policies["sft"], "champion": answers_of(quality, 3)}
-        answered = evaluated(tmp_path / str(quality), given)
-        version = client.create_model_version("rlhf-policy", source="champion").version
-        client.set_registered_model_alias("rlhf-policy", "champion", version)
-        registration = decide(evaluation, Champion(str(version), Path("champion")), answered)
-        assert registration.promoted == promoted
-        refusals = registration.verdict["refusals"]
-        assert any("the champion" in reason for reason in refusals) != promoted
-
-
-class Stages:
-    """Takes the job of a node instead of running it."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def run(self, job):
-        self.job = job
-        return self.folder
-
-
-def test_the_present_champion_answers_the_same_prompts(client, sft, ppo, trained, tmp_path):
+@pytest.mark.parametrize(("quality", "promoted"), [(1.5, False), (0.0, True)])
+def test_a_candidate_must_beat_the_present_champion_on_the_same_prompts(
+    client, sft, ppo, trained, tmp_path, quality, promoted
+):
     champion = published(tmp_path / "champion", "ppo", "ffff", weights="better")
     tags = {"rlhf.content_digest": content_digest(champion)}
     client.create_registered_model("rlhf-policy")
     version = client.create_model_version("rlhf-policy", source=str(champion), tags=tags).version
     client.set_registered_model_alias("rlhf-policy", "champion", version)
-    baseline, better = answers_of(0.0, 1, kl=0.0), answers_of(1.5, 3)
-    evaluation = evaluated(tmp_path / "e", {"sft": baseline, "ppo": answers_of(0.9, 2)}, seed=7)
-    stages = Stages(evaluated(tmp_path / "c", {"sft": baseline, "champion": better}, seed=7))
-    split, reward_model = tmp_path / "split", tmp_path / "reward_model"
+    evaluation = evaluated(tmp_path / "e", seed=7)
+    answered = evaluated(tmp_path / "c", {"sft": SFT, "champion": answers_of(quality, 3)}, seed=7)
+    jobs, split, reward_model = [], tmp_path / "split", tmp_path / "reward_model"
     registration = register_node(
         split, sft.folder, ppo.folder, reward_model, SimpleNamespace(), None,
         SimpleNamespace(sources=[]), evaluation, str(tmp_path), RegisterConfig(),
-        EvaluateConfig(), 7, stages, tmp_path,
+        EvaluateConfig(), 7, SimpleNamespace(run=lambda job: jobs.append(job) or answered),
+        tmp_path,
     )  # fmt: skip
-    assert stages.job.spec.name == "evaluate_champion" and stages.job.seed == 7
-    assert stages.job.inputs == {
+    (job,) = jobs
+    assert job.spec.name == "evaluate_champion" and job.seed == 7
+    assert job.inputs == {
         "prompts": split / "evaluation", "sft_rows": split / "sft", "sft_model": sft.folder,
         "champion_model": champion, "reward_model": reward_model,
     }  # fmt: skip
-    refusal, at_equal_length = registration["verdict"]["refusals"]
-    assert refusal.startswith("paired win rate against the champion by the gold judge: found 0.")
-    assert at_equal_length.startswith("win rate against the champion at equal length: found 0.")
-    assert registration["aliases"]["champion"] == str(version)
+    assert [refusal.partition(":")[0] for refusal in registration["verdict"]["refusals"]] == [
+        "paired win rate against the champion by the gold judge",
+        "win rate against the champion at equal length",
+    ] * (not promoted)
+    aliases = registration["aliases"]
+    assert aliases["champion"] == (aliases["candidate"] if promoted else str(version))
 
 
 def test_another_seed_of_the_same_sources_is_one_more_try(client, decide, tmp_path):
@@ -373,12 +338,9 @@ def test_another_seed_of_the_same_sources_is_one_more_try(client, decide, tmp_pa
         folder = tmp_path / "candidates" / str(number)
         published(folder, "ppo", str(number), weights=str(number))
         training_run(client, str(number))
-        given = {"sft": answers_of(0.0, seed, kl=0.0), "ppo": answers_of(0.9, seed + 10)}
-        given = {k: [replace(each, source=name) for each in v] for k, v in given.items()}
-        inputs = {"prompts": str(seed) * 64}
-        evaluation = evaluated(tmp_path / f"e{number}", given, seed=seed, **inputs)
-        sources = [SourceConfig(name=each) for each in "ab"]
-        found = decide(evaluation, folder=folder, sources=sources, promote="never")
+        given = {k: [replace(each, source=name) for each in v] for k, v in POLICIES.items()}
+        evaluation = evaluated(tmp_path / f"e{number}", given, seed=seed, prompts=str(seed) * 64)
+        found = decide(evaluation, folder=folder, data="ab", promote="never")
         tries.append(found.verdict["tries"])
     assert tries == [1, 2, 1]
 
@@ -393,30 +355,23 @@ def test_a_candidate_keeps_its_number_and_each_test_set_counts_alone(client):
     assert [count_attempt(client, "m", version, "T") for version in "25"] == [2, 1]
 
 
-def test_a_champion_keeps_its_verdict(client, sft, ppo, trained):
-    first = register(client, sft=sft, candidate=ppo, **PASSED)
-    again = register(client, sft=sft, candidate=ppo, promote="never", **refused("stricter"))
-    assert again.promoted and again.verdict == first.verdict
-
-
 def test_two_runs_cannot_promote_past_each_other(client, sft, ppo, trained, tmp_path):
     """Both compared their candidate with no champion; one of them was faster."""
     register(client, sft=sft, candidate=ppo, **PASSED)
     training_run(client, "cccc")
     slower = Policy(published(tmp_path / "slower", "ppo", "cccc", weights="slower"), {})
-    with pytest.raises(
-        StageError,
-        match=r"version 2 of rlhf-policy became the champion during this run, after version 3 was "
-        "compared with none. Fix: repeat the `kedro run`",
-    ):
+    message = (
+        "version 2 of rlhf-policy became the champion during this run, after version 3 was "
+        "compared with none. Fix: repeat the `kedro run`"
+    )
+    with pytest.raises(StageError, match=message):
         register(client, sft=sft, candidate=slower, **PASSED)
     found = register(client, sft=sft, candidate=slower, beaten="2", **PASSED)
     assert found.aliases["champion"] == "3"
 
 
 def test_the_gate_reads_the_tasks(client, decide, trained, tmp_path):
-    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
-    evaluation = evaluated(tmp_path / "e", policies)
+    evaluation = evaluated(tmp_path / "e")
     compared = json.loads((evaluation / "evaluation.json").read_text())
     copied = {"metric": "acc", "value": 0.5, "change": -0.25, "lower": -0.5, "upper": 0.0, "n": 8}
     compared["policies"]["ppo"] |= {"tasks/copy/acc": 0.5, "tasks/copy/acc_lower": 0.25}
@@ -430,12 +385,9 @@ def test_the_gate_reads_the_tasks(client, decide, trained, tmp_path):
 
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts": "q" * 64}, {"reward_model": "s"}])
 def test_answers_under_other_conditions_are_refused(decide, tmp_path, changes):
-    policies = {"sft": answers_of(0.0, 1, kl=0.0), "ppo": answers_of(0.9, 2)}
-    evaluation = evaluated(tmp_path / "e", policies)
-    champion = {"sft": policies["sft"], "champion": policies["ppo"]}
-    answered = evaluated(tmp_path / "c", champion, **changes)
+    answered = evaluated(tmp_path / "c", {"sft": SFT, "champion": POLICIES["ppo"]}, **changes)
     with pytest.raises(StageError, match="answered under other conditions than the candidate"):
-        decide(evaluation, Champion("2", tmp_path), answered)
+        decide(evaluated(tmp_path / "e"), Champion("2", tmp_path), answered)
 
 
 def test_without_a_champion_the_message_names_the_candidate(client, trained, sft, ppo, tmp_path):
@@ -460,15 +412,12 @@ def test_without_a_champion_the_message_names_the_candidate(client, trained, sft
     "damage", [lambda text: text.replace("false", "true"), lambda text: "", lambda text: "[1]"]
 )
 def test_a_changed_registration_is_named(client, sft, ppo, trained, tmp_path, damage):
-    """It says who was promoted."""
     made = register(client, sft=sft, candidate=ppo, promote="never", **PASSED)
     file = tmp_path / "v1" / "registration.json"
     file.parent.mkdir()
     file.write_text(json.dumps(made.record(), indent=2))
     assert read_registration(file) == asdict(made)
     file.write_text(damage(json.dumps(made.record())))
-    with pytest.raises(
-        ArtifactError,
-        match=rf"{file} is of an earlier version, or was changed .*Fix: restore .*{file.parent}",
-    ):
+    message = rf"{file} is of an earlier version, or was changed .*Fix: restore .*{file.parent}"
+    with pytest.raises(ArtifactError, match=message):
         read_registration(file)

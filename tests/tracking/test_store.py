@@ -46,12 +46,6 @@ def test_the_default_store_is_a_database_in_the_project_and_the_environment_can_
     assert "canary" not in str(caught.value)
 
 
-def test_artifacts_are_beside_the_database(client, tmp_path):
-    identity = experiment_id(client)
-    assert client.get_experiment(identity).artifact_location == f"{tmp_path}/mlartifacts"
-    assert experiment_id(client) == identity
-
-
 ENVIRONMENT = {
     "PYTHONPATH": str(SOURCE),
     "DO_NOT_TRACK": "true",
@@ -90,9 +84,8 @@ def test_processes_can_open_an_empty_database_at_once(tmp_path):
 @pytest.mark.slow
 def test_a_creation_that_was_killed_begins_again(tmp_path):
     """The kill comes between two of MLflow's migrations, which no later one can continue."""
-    done = subprocess.run(
-        [sys.executable, "-c", CONNECT + KILL, str(tmp_path)], env=ENVIRONMENT, check=False
-    )
+    command = [sys.executable, "-c", CONNECT + KILL, str(tmp_path)]
+    done = subprocess.run(command, env=ENVIRONMENT, check=False)
     assert done.returncode == -signal.SIGKILL
     assert {path.name for path in tmp_path.iterdir()} >= {"mlartifacts", "mlflow.db.new"}
     client = connect(f"sqlite:///{tmp_path}/mlflow.db", tmp_path)
@@ -158,9 +151,8 @@ def test_a_store_that_was_moved_writes_beside_itself_and_reads_its_earlier_runs(
     old.rename(new)
     client = connect(f"sqlite:///{new}/mlflow.db", new)
     assert experiment_id(client) == experiment
-    assert (
-        mlflow.artifacts.load_text(f"{client.get_run(run).info.artifact_uri}/page.txt") == "before"
-    )
+    page = f"{client.get_run(run).info.artifact_uri}/page.txt"
+    assert mlflow.artifacts.load_text(page) == "before"
     for each in (other, client.create_run(experiment).info.run_id):
         client.log_text(each, "after", "page.txt")
         assert (new / "mlartifacts" / each / "artifacts" / "page.txt").read_text() == "after"
@@ -207,9 +199,8 @@ def test_a_damaged_database_is_named_and_not_made_anew(monkeypatch, tmp_path, co
     if named:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
     file.write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=rf"{file}: found {len(content)} bytes .* Fix: restore it"
-    ):
+    message = rf"{file}: found {len(content)} bytes .* Fix: restore it"
+    with pytest.raises(ConfigError, match=message):
         tracking_uri(tmp_path)
     assert file.read_bytes() == content
 
@@ -231,13 +222,17 @@ WEIGHTS = "758bed0194f35c144d1db50511b7ea6e76f5a2f6e824057aa0f9bec2bf434003"
 OTHER = "0" * 64
 
 
+def weights_in(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_text("weights")
+    Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(folder)).write(folder)
+    return folder
+
+
 @pytest.fixture
 def version(client, tmp_path):
     """Registers a policy that is not on this machine, with any tag of its content."""
-    source = tmp_path / "server" / "policy"
-    source.mkdir(parents=True)
-    (source / "model.safetensors").write_text("weights")
-    Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(source)).write(source)
+    source = weights_in(tmp_path / "server" / "policy")
     client.create_registered_model("mine")
 
     def create(tag, place=None):
@@ -279,15 +274,12 @@ def test_other_content_than_the_registered_one_is_not_kept(client, version, tmp_
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("place", ["champions", "server/policy"])
+@pytest.mark.parametrize(
+    "place", ["champions/30a3d9d3b0fc8e4e52fbf8351f0de86aa83c3f7e8c9e24ae", "server/policy"]
+)
 def test_other_content_that_is_here_already_is_refused(client, version, tmp_path, place):
-    here = tmp_path / (
-        place if "/" in place else f"{place}/30a3d9d3b0fc8e4e52fbf8351f0de86aa83c3f7e8c9e24ae"
-    )
-    here.mkdir(parents=True, exist_ok=True)
-    (here / "model.safetensors").write_text("weights")
-    Manifest("ppo", "b", 0, {}, {}, {}, {}, file_entries(here)).write(here)
-    found = version(OTHER, str(here)) if "/" in place else version(OTHER)
+    here = weights_in(tmp_path / place)
+    found = version(OTHER, str(here)) if place == "server/policy" else version(OTHER)
     with pytest.raises(ArtifactError, match=f"found content {WEIGHTS} in {here}"):
         local_folder(client, found, tmp_path / "champions")
 
@@ -371,7 +363,8 @@ def test_a_champion_that_is_gone_damaged_or_of_other_tokens_cannot_answer(
 
 
 @pytest.mark.long
-def test_the_champion_of_a_server_is_downloaded_once(served, tmp_path, monkeypatch):
+def test_the_champion_of_a_server_is_downloaded_once(serve, tmp_path, monkeypatch):
+    served = serve("--artifacts-destination", str(tmp_path / "served"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", served.tracking_uri)
     champion = policy(tmp_path / "champion", "old")
     run = served.create_run(experiment_id(served))

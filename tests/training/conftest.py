@@ -48,17 +48,8 @@ def on_threads():
     """Calls a function with each of `ranks` worlds, in parallel threads; returns the results."""
 
     def run(ranks: int, function) -> list:
-        barrier, contributions = threading.Barrier(ranks), [None] * ranks
-        worlds = [
-            ThreadWorld(
-                rank,
-                ranks,
-                torch.device("cpu"),
-                barrier_of_threads=barrier,
-                contributions=contributions,
-            )
-            for rank in range(ranks)
-        ]
+        shared = {"barrier_of_threads": threading.Barrier(ranks), "contributions": [None] * ranks}
+        worlds = [ThreadWorld(n, ranks, torch.device("cpu"), **shared) for n in range(ranks)]
         with loaded_one_by_one(), ThreadPoolExecutor(ranks) as pool:
             return list(pool.map(function, worlds))
 
@@ -99,6 +90,19 @@ def sft_inputs(make_model, tmp_path_factory):
     model = make_model("llama", seed=1)
     rows = write_table(table, tmp_path_factory.mktemp("rows"), TokenContract.read(model))
     return {"base_model": model, "demonstrations": rows}
+
+
+@pytest.fixture
+def train_ppo(ppo_inputs, world, tmp_path):
+    """Runs PPO with changed parameters, in a subfolder if a test has several runs."""
+
+    def run(folder="", *, inputs=ppo_inputs, generator=None, answers=0, **changes):
+        config = ppo_config(**changes)
+        return run_ppo(
+            config, inputs, world, tmp_path / folder, generator=generator, answers=answers
+        )
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -63,10 +63,7 @@ GRPO_SETTINGS = {
     "deviation of the batch": ({"scale_rewards": "batch"}, {"scale_rewards": "batch"}),
     "gdpo": ({"advantage": "gdpo"}, {"multi_objective_aggregation": "normalize_then_sum"}),
     "cut answers masked": ({"truncated": "mask"}, {"mask_truncated_completions": True}),
-    "gspo": (
-        GSPO | {"denominator": "sequences"},
-        TRL_GSPO | {"loss_type": "grpo"},
-    ),
+    "gspo": (GSPO | {"denominator": "sequences"}, TRL_GSPO | {"loss_type": "grpo"}),
     "gspo, tokens": (GSPO, TRL_GSPO),
     "gspo, constant": (GSPO | {"denominator": "constant"}, TRL_GSPO | {"loss_type": "dr_grpo"}),
     "cispo of sequences": (
@@ -79,10 +76,7 @@ GRPO_SETTINGS = {
         weights("sequence", "truncate", 1.2) | {"denominator": "sequences"},
         vllm("sequence_truncate", 1.2) | {"loss_type": "grpo"},
     ),
-    "sampler, sequences masked": (
-        weights("sequence", "mask", 1.5),
-        vllm("sequence_mask", 1.5),
-    ),
+    "sampler, sequences masked": (weights("sequence", "mask", 1.5), vllm("sequence_mask", 1.5)),
     "sampler, cispo": (
         weights("token", "truncate", 2.0) | {"policy_loss": "cispo", "clip_range_high": 4.0},
         vllm("token_truncate", 2.0) | {"loss_type": "cispo", "epsilon_high": 5.0},

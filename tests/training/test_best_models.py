@@ -1,11 +1,13 @@
 """The evaluated models that are kept, the one that is exported, and the space that both need."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from tiny_jobs import trained
 
 from rlhf_pipeline.config.training import SFTConfig, TrainedModelConfig
 from rlhf_pipeline.distributed.engine import train_engine
@@ -18,12 +20,7 @@ from rlhf_pipeline.runtime.manifest import file_entries
 from rlhf_pipeline.training.checkpoints import BestModels, Checkpoints
 
 CONFIG = SFTConfig.model_validate(
-    {
-        "epochs": 1,
-        "batch_size": 1,
-        "micro_batch_tokens": 16,
-        "optimizer": {"learning_rate": 1e-3},
-    }
+    {"epochs": 1, "batch_size": 1, "micro_batch_tokens": 16, "optimizer": {"learning_rate": 1e-3}}
 )
 
 
@@ -56,9 +53,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_best_two_are_kept_and_the_earlier_of_two_equals_is_better(
-    policy, make_best_models, tmp_path
-):
+def test_the_best_are_kept_and_the_earlier_of_equals_is_better(policy, make_best_models, tmp_path):
     best = make_best_models(2)
     assert best.best is None and best.kept == "No model was evaluated, so none is kept."
     with pytest.raises(AssertionError, match="no model was offered"):
@@ -73,7 +68,7 @@ def test_the_best_two_are_kept_and_the_earlier_of_two_equals_is_better(
     assert number_of(tmp_path / "export") == 4.0
 
 
-def test_a_model_is_removed_only_after_a_checkpoint_contains_its_successor(
+def test_a_model_leaves_only_after_a_checkpoint_has_its_successor(
     policy, make_best_models, tmp_path
 ):
     """Training that is killed in between resumes with the earlier ranking and finds its model."""
@@ -121,10 +116,8 @@ def test_a_best_model_that_has_changed_is_not_exported(policy, make_best_models,
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(
-        ArtifactError,
-        match=r"best-0{7}2: the best model has changed since step 2\. Fix: remove .*/checkpoints",
-    ):
+    message = r"best-0{7}2: the best model has changed since step 2\. Fix: remove .*/checkpoints"
+    with pytest.raises(ArtifactError, match=message):
         best.finish()
     assert not (tmp_path / "export").exists()
 
@@ -140,30 +133,17 @@ def test_space_is_required_for_each_rank_only_if_the_engine_is_sharded(
 
     A copy contains weights and two moments, 12 bytes per number.
     """
-    config = TrainedModelConfig.model_validate(
-        {
-            "optimizer": {"learning_rate": 1e-3},
-            "deepspeed": {"precision": "fp32", "zero_stage": zero_stage},
-        }
-    )
+    config = TrainedModelConfig.model_validate(trained(zero_stage))
     engine = train_engine(partial(load_policy, make_model("llama")), config, 4)
     numbers = sum(parameter.numel() for parameter in engine.module.parameters())
-    checkpoints = Checkpoints(
-        disk.path / "checkpoints", replace(world, size=2), {"actor": engine}, keep=2
-    )
+    folder = disk.path / "checkpoints"
+    checkpoints = Checkpoints(folder, replace(world, size=2), {"actor": engine}, keep=2)
     disk.leave(12 * numbers + 2**17)
-    if fits:
+    message = r"the checkpoint of step 1 needs .* MiB, .* MiB free$"
+    with nullcontext() if fits else pytest.raises(StageError, match=message):
         checkpoints.save(1, {})
-        assert (
-            disk.path / "checkpoints" / "step-00000001" / "actor" / "rank0.safetensors"
-        ).is_file()
-    else:
-        with pytest.raises(
-            StageError,
-            match=r"the checkpoint of step 1 needs .* MiB, .* MiB free$",
-        ):
-            checkpoints.save(1, {})
-        assert list((disk.path / "checkpoints").iterdir()) == []
+    assert names(folder) == (["step-00000001"] if fits else [])
+    assert (folder / "step-00000001" / "actor" / "rank0.safetensors").is_file() == fits
 
 
 def test_a_model_that_does_not_fit_is_not_written(tokenizer, make_model, disk):

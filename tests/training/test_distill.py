@@ -1,19 +1,18 @@
 """On-policy distillation: its gradient by hand, and the student that moves to its teacher."""
 
-import json
 from dataclasses import replace
 
-import deepspeed
 import pyarrow as pa
 import pytest
 import torch
 from ppo_runs import run_ppo
+from tiny_jobs import logged
+from training.by_hand import Descent, log_distributions, token_logprobs
 from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.data.token_contract import TokenContract
 from rlhf_pipeline.distributed.batches import Rows, micro_batches
-from rlhf_pipeline.distributed.engine import training_settings
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models.loading import freeze, load_policy
@@ -42,12 +41,24 @@ def teacher(make_model):
     return folder
 
 
+@pytest.fixture(scope="module")
+def inputs(ppo_inputs, teacher):
+    return {name: ppo_inputs[name] for name in ("prompts", "sft_model")} | {"teacher": teacher}
+
+
+def config_of(teacher, **changes) -> DistillConfig:
+    return DistillConfig.model_validate(SMALL | {"teacher": str(teacher), "actor": MODEL} | changes)
+
+
+def setup_of(config, inputs, world, folder, **job):
+    launched = LaunchedJob("ppo", "f", 1, {}, inputs, {}, folder, 60.0, **job)
+    return set_up(launched, config, TokenContract.read(inputs["sft_model"]), world)
+
+
 @pytest.mark.parametrize(("lora", "steps", "share"), [(None, 24, 0.3), ({"rank": 8}, 32, 0.7)])
-def test_the_student_moves_to_its_teacher(teacher, ppo_inputs, world, tmp_path, lora, steps, share):
+def test_the_student_moves_to_its_teacher(teacher, inputs, world, tmp_path, lora, steps, share):
     """With LoRA, the reference is still the teacher, not the student without its adapters."""
-    given = {"teacher": str(teacher), "actor": MODEL | {"lora": lora}, "steps": steps}
-    config = DistillConfig.model_validate(SMALL | given)
-    inputs = {name: ppo_inputs[name] for name in ("prompts", "sft_model")} | {"teacher": teacher}
+    config = config_of(teacher, actor=MODEL | {"lora": lora}, steps=steps)
     run = run_ppo(config, inputs, world, tmp_path)
     first, last = run.lines[0], run.lines[-1]
     assert first["objective/kl"] > 4
@@ -60,19 +71,12 @@ def test_the_student_moves_to_its_teacher(teacher, ppo_inputs, world, tmp_path, 
     assert all(torch.equal(frozen[name], weight) for name, weight in loaded.items())
 
 
-def test_a_resumed_distillation_equals_an_uninterrupted_one(teacher, ppo_inputs, world, tmp_path):
-    given = {"teacher": str(teacher), "actor": MODEL, "steps": 3, "checkpoint_every": 1}
-    config = DistillConfig.model_validate(SMALL | given | {"keep_last": 3})
-    inputs = {name: ppo_inputs[name] for name in ("prompts", "sft_model")} | {"teacher": teacher}
-    whole = run_ppo(config, inputs, world, tmp_path)
-    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, tmp_path, 60.0, resume_from=1)
-    resumed = set_up(job, config, whole.setup.models.contract, world)
-    ppo.train(resumed)
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    metrics = [line["metrics"] for line in lines][-2:]
-    for before, after in zip(whole.lines[1:], metrics, strict=True):
-        shown = {name for name in before if not name.startswith("time/")}
-        assert {name: after[name] for name in shown} == {name: before[name] for name in shown}
+def test_a_resumed_distillation_equals_an_uninterrupted_one(teacher, inputs, world, tmp_path):
+    config = config_of(teacher, steps=3, checkpoint_every=1, keep_last=3)
+    run_ppo(config, inputs, world, tmp_path)
+    whole = logged(tmp_path)
+    ppo.train(setup_of(config, inputs, world, tmp_path, resume_from=1))
+    assert logged(tmp_path) == whole and len(whole) == 3
 
 
 PROMPTS = [[5, 6, 7], [10], [11, 12], [13, 14, 15, 16]]
@@ -85,14 +89,8 @@ GIVEN = {
 OWN, ALL = 2 + 4 + 1 + 3, 2 + 4 + 1 + 3 + 3 + 2  # tokens
 
 
-def log_distributions(model, prompt, response):
-    """(R, 288) at temperature 0.7."""
-    ids = torch.tensor([prompt + response])
-    return (model(input_ids=ids).logits[0, len(prompt) - 1 : -1, :288] / 0.7).log_softmax(-1)
-
-
 def reverse_kls(student, teacher, prompt, response):
-    s, t = (log_distributions(model, prompt, response) for model in (student, teacher))
+    s, t = (log_distributions(model, prompt, response, 0.7) for model in (student, teacher))
     return (s.exp() * (s - t.detach())).sum(-1)
 
 
@@ -100,37 +98,26 @@ def reverse_kls(student, teacher, prompt, response):
     ("ranks", "tokens", "stage"), [(1, 99, 0), (1, 1, 1), (2, 24, 2), (2, 99, 0)]
 )
 def test_the_gradient_is_that_of_the_mean_kl_of_own_and_given_answers(
-    teacher, ppo_inputs, world, tmp_path, on_threads, ranks, tokens, stage
+    teacher, inputs, world, tmp_path, on_threads, ranks, tokens, stage
 ):
     """By one step of plain gradient descent, row by row without padding, coefficient 3."""
     actor = {"optimizer": {"learning_rate": 1.0, "max_grad_norm": 1e9}}
-    given = {
-        "teacher": str(teacher), "kl": {"coef": 3.0}, "given_batch_size": 2,
-        "actor": actor | {"deepspeed": {"zero_stage": stage}}, "micro_batch_tokens": tokens,
-        "sampling": {"temperature": 0.7},
-    }  # fmt: skip
-    config = DistillConfig.model_validate(SMALL | given)
-    students = [load_policy(ppo_inputs["sft_model"], "fp32") for _ in range(ranks)]
-    before = {name: each.detach().clone() for name, each in students[0].named_parameters()}
-    inputs = {name: ppo_inputs[name] for name in ("prompts", "sft_model")} | {"teacher": teacher}
-    job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, tmp_path, 60.0)
-    setup = set_up(job, config, TokenContract.read(inputs["sft_model"]), world)
-    settings = training_settings(config.actor, hidden_size=32, on_gpu=False)
-    engines = [
-        deepspeed.initialize(
-            model=student, optimizer=torch.optim.SGD(student.parameters(), lr=1.0),
-            config=settings | {"zero_allow_untested_optimizer": True},
-        )[0] for student in students
-    ]  # fmt: skip
+    config = config_of(
+        teacher, kl={"coef": 3.0}, given_batch_size=2, sampling={"temperature": 0.7},
+        actor=actor | {"deepspeed": {"zero_stage": stage}}, micro_batch_tokens=tokens,
+    )  # fmt: skip
+    setup = setup_of(config, inputs, world, tmp_path)
+    students = [load_policy(inputs["sft_model"], "fp32") for _ in range(ranks)]
+    descent = Descent(students, config.actor)
 
     def step(world):
         own = slice(world.rank, None, ranks)
         # Each rank has its own teacher, as each process does.
         reference = freeze(load_policy(teacher, "fp32"))
-        models = replace(setup.models, actor=engines[world.rank], reference=reference)
+        models = replace(setup.models, actor=descent.engines[world.rank], reference=reference)
         own_setup = replace(setup, models=models, world=world)
         sequences = collate(PROMPTS[own], RESPONSES[own], 0)
-        old = torch.zeros(len(sequences), sequences.response_ids.shape[1])
+        old = torch.zeros(sequences.response_ids.shape)
         rows = Experience(sequences, old, old, sampler_logprobs=old)
         (groups,) = micro_batches([sequences.lengths], tokens, models.actor, world)
         pieces = [rows.rows(index) for index in groups]
@@ -140,30 +127,23 @@ def test_the_gradient_is_that_of_the_mean_kl_of_own_and_given_answers(
         return world.sums(sums)
 
     sums, *_ = on_threads(ranks, step)
-    student, known = (load_policy(ppo_inputs["sft_model"], "fp32"), load_policy(teacher, "fp32"))
-    pairs = zip(PROMPTS, RESPONSES, strict=True)
+    student, known = (load_policy(inputs["sft_model"], "fp32"), load_policy(teacher, "fp32"))
+    pairs = list(zip(PROMPTS, RESPONSES, strict=True))
     own = sum(reverse_kls(student, known, *pair).sum() for pair in pairs)
     others = 0
     for prompt, response, mask in zip(*GIVEN.values(), strict=True):
         others += reverse_kls(student, known, prompt, response)[torch.tensor(mask)].sum()
     gradients = torch.autograd.grad(3 * (own + others) / ALL, list(student.parameters()))
-    for (name, _), gradient in zip(student.named_parameters(), gradients, strict=True):
-        found = sum(before[name] - each.get_parameter(name).detach() for each in students) / ranks
+    for found, gradient in zip(descent.gradients().values(), gradients, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
     assert (sums["policy/count"], sums["given/count"], sums["objective/count"]) == (OWN, 5, 4)
     assert sums["policy/loss"] == pytest.approx(3 * own.item(), rel=1e-5)
     assert sums["given/loss"] == pytest.approx(3 * others.item(), rel=1e-5)
-    of_teacher = 0
-    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
-        found = log_distributions(known, prompt, response).gather(1, torch.tensor([response]).T)
-        of_teacher += found.sum().item()
+    of_teacher = sum(token_logprobs(known, *pair, 0.7).sum().item() for pair in pairs)
     assert sums["objective/kl"] == pytest.approx(0 - of_teacher, rel=1e-5)
 
 
-def test_a_kl_beyond_its_bound_ends_the_training(teacher, ppo_inputs, world, tmp_path):
-    config = DistillConfig.model_validate(
-        SMALL | {"teacher": str(teacher), "actor": MODEL, "steps": 2, "kl": {"explosion": 1.0}}
-    )
-    inputs = {name: ppo_inputs[name] for name in ("prompts", "sft_model")} | {"teacher": teacher}
+def test_a_kl_beyond_its_bound_ends_the_training(teacher, inputs, world, tmp_path):
+    config = config_of(teacher, steps=2, kl={"explosion": 1.0})
     with pytest.raises(StageError, match=r"nats per response at step 1, expected at most distill"):
         run_ppo(config, inputs, world, tmp_path)

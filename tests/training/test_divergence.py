@@ -117,9 +117,8 @@ def test_a_gradient_that_overflows_is_a_divergence(run, make_policy, zero_stage)
     DeepSpeed skips the step without a message.
     """
     damaged = make_policy(lambda policy, eos: policy.lm_head.weight.mul_(1e24))
-    failure, lines = run(
-        "sft", {"base_model": damaged}, **model(), deepspeed={"zero_stage": zero_stage}
-    )
+    deepspeed = {"zero_stage": zero_stage}
+    failure, lines = run("sft", {"base_model": damaged}, **model(), deepspeed=deepspeed)
     assert failure.startswith("optim/grad_norm is inf at step 1: ")
     assert " or the initial model is damaged. Fix: " in failure
     assert math.isfinite(lines[0]["metrics"]["sft/loss"])
@@ -153,9 +152,8 @@ def test_a_damaged_reward_model_is_reported(run, program_inputs, tmp_path):
 @pytest.mark.parametrize("bound", [100.0, None])
 def test_a_broken_actor_ends_the_step(run, bound):
     """The first update breaks the actor, the second rollout shows it, the third is evaluated."""
-    failure, lines = run(
-        "ppo", actor=model(WILD), evaluations=1, log_every=100, kl={"explosion": bound}
-    )
+    kl = {"explosion": bound}
+    failure, lines = run("ppo", actor=model(WILD), evaluations=1, log_every=100, kl=kl)
     expected = (
         "objective/kl: found nan nats per response at step 2, expected at most ppo.kl.explosion "
         "(100). The actor is too far from the reference. "
@@ -224,10 +222,8 @@ def test_equal_returns_are_not_a_fault(run, make_policy):
         policy.model.embed_tokens.weight[:, 0] = 1e3
         policy.lm_head.weight[eos, 0] = -1e3
 
-    changes = {"lam": 1.0, "kl": {"coef": 0.0}, "missing_eos_penalty": 1e9}
-    failure, (line,) = run(
-        "ppo", {"sft_model": make_policy(wordy)}, steps=1, evaluations=1, **changes
-    )
+    changes = {"lam": 1.0, "kl": {"coef": 0.0}, "missing_eos_penalty": 1e9, "steps": 1}
+    failure, (line,) = run("ppo", {"sft_model": make_policy(wordy)}, evaluations=1, **changes)
     # Without a digit for a score, there is nothing to learn, either: that is said at the end.
     assert failure.startswith("ppo.actor: found gradients of 0 in all 1 steps, ")
     assert line["metrics"]["rollout/eos_fraction"] == 0.0
@@ -249,9 +245,8 @@ def case(lab):
 def test_two_ranks_whose_critic_diverges(cells):
     """The actor has not yet trained on its values."""
     message, folder = cells["two ranks"]
-    assert message.startswith(
-        "value/mean is nan at step 3: training has diverged. Fix: lower ppo.critic."
-    )
+    shown = "value/mean is nan at step 3: training has diverged. Fix: lower ppo.critic."
+    assert message.startswith(shown)
     work = Path(folder)
     scores = [line["validation/rlhf_reward"] for line in logged(work)[:2]]
     best = work / "checkpoints" / f"best-0000000{1 if scores[0] >= scores[1] else 2}"

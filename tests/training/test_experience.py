@@ -4,21 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ppo_runs import ppo_config
+from tiny_jobs import trained
 
 from rlhf_pipeline.config.doors import Door
-from rlhf_pipeline.config.policies import DistillConfig
 from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.distributed.world import World
 from rlhf_pipeline.errors import StageError
-from rlhf_pipeline.generation.records import Scored
+from rlhf_pipeline.generation.records import Experience, Scored
 from rlhf_pipeline.models.sequences import Sequences
-from rlhf_pipeline.training.experience import (
-    Experience,
-    equal_groups,
-    kl_coefs,
-    make_experience,
-    value_offset,
-)
+from rlhf_pipeline.training.experience import equal_groups, make_experience, value_offset
 from rlhf_pipeline.training.ppo_update import policy_loss
 
 NAN = float("nan")
@@ -30,13 +25,11 @@ SCORES = torch.tensor([3.3, 1.5, 1.2, 2.0])
 
 
 def config_of(**changes) -> PPOConfig:
-    model = {"optimizer": {"learning_rate": 1e-3}}
     fields = {
-        "steps": 1, "rollout_batch_size": 4, "minibatch_size": 4, "micro_batch_tokens": 64,
-        "responses_per_prompt": 2, "score_clip": None, "missing_eos_penalty": 0.0,
-        "actor": model, "critic": model,
+        "rollout_batch_size": 4, "minibatch_size": 4, "responses_per_prompt": 2,
+        "score_clip": None, "missing_eos_penalty": 0.0,
     }  # fmt: skip
-    return PPOConfig.model_validate(fields | changes)
+    return ppo_config(**fields | changes)
 
 
 @pytest.fixture
@@ -65,6 +58,13 @@ def experience_of(on_threads):
     return make
 
 
+UNCHANGED = {"advantage": "reinforce", "reinforce_baseline": "none"}
+IN_LOSS = {"kl": {"place": "loss"}}
+OVERLONG = {
+    "overlong_penalty": 1.0, "overlong_buffer": 1, "sampling": {"max_response_tokens": 2}
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -74,75 +74,44 @@ def experience_of(on_threads):
         # Means 2 and 1.75.
         ({"advantage": "grpo", "scale_rewards": "none"}, [1.0, -0.25, -1.0, 0.25]),
         # Over the deviation of all scores, 0.9273618 + 1e-4; the penalties as below.
-        (
-            {"advantage": "grpo", "scale_rewards": "batch"},
-            [1.0821221, -0.2695529, -1.0821221, 0.2695529],
-        ),
+        ({"advantage": "grpo", "scale_rewards": "batch"},
+         [1.0821221, -0.2695529, -1.0821221, 0.2695529]),
         # Scores 3.3, 1.2 and 1.5, 2: deviations 1.4849242 and 0.3535534, so 1.05 / 1.4850242 and
         # 0.25 / 0.3536534. The penalties 0.3, 0.2 and 0, 0 cost a's responses 0.05 and -0.05.
         ({"advantage": "grpo"}, [0.6570592, -0.7069069, -0.6570592, 0.7069069]),
+        ({"advantage": "grpo"} | IN_LOSS, [0.7070592, -0.7069069, -0.7070592, 0.7069069]),
         # Mean 7.5 / 4.
         ({"advantage": "reinforce"}, [1.125, -0.375, -0.875, 0.125]),
-        ({"advantage": "reinforce", "reinforce_baseline": "none"}, [3.0, 1.5, 1.0, 2.0]),
+        (UNCHANGED, [3.0, 1.5, 1.0, 2.0]),
         # The scores alone.
-        (
-            {"advantage": "reinforce", "reinforce_baseline": "none", "kl": {"place": "loss"}},
-            [3.3, 1.5, 1.2, 2.0],
-        ),
+        (UNCHANGED | IN_LOSS, [3.3, 1.5, 1.2, 2.0]),
         # The responses of two tokens, the limit, lose 1.
-        (
-            {
-                "advantage": "reinforce",
-                "reinforce_baseline": "none",
-                "kl": {"place": "loss"},
-                "overlong_penalty": 1.0,
-                "overlong_buffer": 1,
-                "sampling": {"max_response_tokens": 2},
-            },
-            [2.3, 1.5, 1.2, 1.0],
-        ),
-        # 1.05 / 1.4850242 and 0.25 / 0.3536534.
-        (
-            {"advantage": "grpo", "kl": {"place": "loss"}},
-            [0.7070592, -0.7069069, -0.7070592, 0.7069069],
-        ),
+        (UNCHANGED | IN_LOSS | OVERLONG, [2.3, 1.5, 1.2, 1.0]),
+        # White over the tokens of all ranks.
+        # Returns 3, 3.1; 1.5; 1; 2, 2.1: mean 12.7 / 6, variance 30.27 / 6 - 4.4802778 = 0.5647222.
+        # 0.8833333, 0.9833333; -0.6166667; -1.1166667; -0.1166667, -0.0166667 over 0.7514800.
+        ({"advantage": "reinforce++"},
+         [[1.1754583, 1.3085289], [-0.8206029, 0], [-1.4859566, 0], [-0.1552492, -0.0221784]]),
+        # Tokens 1, 1; -0.25; -1; 0.25, 0.25: mean 1.25 / 6, variance 3.1875 / 6 - 0.0434028.
+        # 0.7916667 twice; -0.4583333; -1.2083333; 0.0416667 twice, over 0.6984606.
+        ({"advantage": "reinforce++-baseline"}, [1.1334450, -0.6562050, -1.7299950, 0.0596550]),
     ],
-)
+)  # fmt: skip
 def test_advantages_without_a_critic(experience_of, ranks, options, expected):
-    whole = torch.where(MASK, torch.tensor(expected).unsqueeze(1), 0.0)
+    whole = torch.where(MASK, torch.tensor(expected).view(4, -1), 0.0)
     for rank, experience in enumerate(experience_of(ranks, values=False, **options)):
         torch.testing.assert_close(experience.advantages, whole[rank::ranks], rtol=1e-5, atol=1e-6)
         assert experience.old_values is None and experience.returns is None
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("advantage", "expected"),
-    [
-        # Returns 3, 3.1; 1.5; 1; 2, 2.1: mean 12.7 / 6, variance 30.27 / 6 - 4.4802778 = 0.5647222.
-        # 0.8833333, 0.9833333; -0.6166667; -1.1166667; -0.1166667, -0.0166667 over 0.7514800.
-        (
-            "reinforce++",
-            [[1.1754583, 1.3085289], [-0.8206029, 0], [-1.4859566, 0], [-0.1552492, -0.0221784]],
-        ),
-        # Tokens 1, 1; -0.25; -1; 0.25, 0.25: mean 1.25 / 6, variance 3.1875 / 6 - 0.0434028.
-        # 0.7916667 twice; -0.4583333; -1.2083333; 0.0416667 twice, over 0.6984606.
-        (
-            "reinforce++-baseline",
-            [[1.1334450, 1.1334450], [-0.6562050, 0], [-1.7299950, 0], [0.0596550, 0.0596550]],
-        ),
-    ],
-)
-def test_some_are_white_over_the_tokens_of_all_ranks(experience_of, ranks, advantage, expected):
-    for rank, experience in enumerate(experience_of(ranks, values=False, advantage=advantage)):
-        own = torch.tensor(expected)[rank::ranks]
-        torch.testing.assert_close(experience.advantages, own, rtol=1e-5, atol=1e-6)
+CUT = torch.tensor([True, True, False, True])
+"""The third response was cut."""
 
 
 def of_prompts(scored, config, kl_coef, world):
-    """The experience of responses of which the third was cut, and b's have equal scores."""
-    ended, scores = torch.tensor([True, True, False, True]), torch.tensor([3.0, 2.0, 1.0, 2.0])
-    scored = replace(scored, ended=ended, scores=scores, clipped_scores=scores)
+    """The experience of responses of which b's have equal scores."""
+    scores = torch.tensor([3.0, 2.0, 1.0, 2.0])
+    scored = replace(scored, ended=CUT, scores=scores, clipped_scores=scores)
     return make_experience(scored, config, kl_coef=0.0, world=world)
 
 
@@ -186,8 +155,7 @@ def test_the_gradient_of_gspo_stays_that_of_gspo_where_a_sampler_is_corrected(ex
     each response.
     """
     gspo = {"importance": "sequence", "denominator": "sequences", "clip_range": 3e-4}
-    bf16 = {"optimizer": {"learning_rate": 1e-3}, "deepspeed": {"precision": "bf16"}}
-    options = gspo | {"advantage": "rloo", "actor": bf16}
+    options = gspo | {"advantage": "rloo", "actor": trained(1, "bf16")}
 
     def uneven(scored, config, kl_coef, world):
         halves = torch.tensor([[0.5, 0.8], [0.5, 1.0], [0.5, 1.0], [0.8, 0.5]])
@@ -216,15 +184,14 @@ def test_the_weight_of_the_sampler_follows_whitening_and_spares_the_critic(exper
 
 @pytest.mark.parametrize("options", [{}, {"advantage": "reinforce++"}])
 def test_whitening_counts_what_trains(experience_of, options):
-    """The third response was cut, so the others alone have mean 0 and variance 1."""
+    """The responses that were not cut have mean 0 and variance 1."""
 
     def made(scored, config, *, kl_coef, world):
-        cut = replace(scored, ended=torch.tensor([True, True, False, True]))
-        return make_experience(cut, config, kl_coef=kl_coef, world=world)
+        return make_experience(replace(scored, ended=CUT), config, kl_coef=kl_coef, world=world)
 
     (found,) = experience_of(1, not options, made, truncated="mask", **options)
     mask = found.sequences.action_mask
-    assert mask.any(1).tolist() == [True, True, False, True]
+    assert torch.equal(mask.any(1), CUT)
     advantages = found.advantages[mask]
     torch.testing.assert_close(advantages.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     torch.testing.assert_close(advantages.var(correction=0), torch.tensor(1.0))
@@ -240,13 +207,8 @@ def of_three_sources(trained, regex, exact, ended, function=make_experience):
     """What a function makes of the scores of three sources, of which the last one has no weight."""
 
     def make(scored, config, kl_coef, world):
-        parts = dict(
-            zip(
-                ("trained", "regex", "exact"),
-                map(torch.tensor, (trained, regex, exact)),
-                strict=True,
-            )
-        )
+        parts = {"trained": trained, "regex": regex, "exact": exact}
+        parts = {name: torch.tensor(part) for name, part in parts.items()}
         scores = parts["trained"].clamp(-5, 5) + 3 * parts["regex"]
         own = replace(scored, parts=parts, clipped_scores=scores, ended=torch.tensor(ended).bool())
         return function(own, config, kl_coef=0.0, world=world)
@@ -305,14 +267,6 @@ def test_a_return_is_the_sum_of_the_rewards_to_come(experience_of, ranks, option
         own = torch.tensor(expected)[rank::ranks]
         torch.testing.assert_close(experience.returns, own, rtol=1e-5, atol=1e-6)
         assert torch.equal(experience.ref_logprobs, torch.zeros_like(LOGPROBS)[rank::ranks])
-
-
-def test_one_of_reward_and_loss_contains_the_kl_penalty():
-    assert kl_coefs(0.25, config_of()) == (0.25, 0.0)
-    assert kl_coefs(0.25, config_of(kl={"place": "loss"})) == (0.0, 0.25)
-    model = {"optimizer": {"learning_rate": 1e-3}}
-    distillation = {"teacher": "org/model", "minibatch_size": 4, "actor": model}
-    assert kl_coefs(0.25, DistillConfig.model_validate(distillation)) == (0.0, 0.25)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

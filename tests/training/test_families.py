@@ -4,15 +4,13 @@ import copy
 import math
 from functools import partial
 
-import pyarrow as pa
 import pytest
 import torch
-from ppo_runs import ppo_setup_of, scored_rollout
+from ppo_runs import ppo_config, ppo_setup_of, scored_rollout
+from training.by_hand import supervised_setup
 
-from rlhf_pipeline.config.ppo import PPOConfig
 from rlhf_pipeline.config.training import RewardModelConfig, SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine, untrained
 from rlhf_pipeline.distributed.engine_state import load_engine, save_engine
 from rlhf_pipeline.distributed.model_files import save_model
@@ -25,7 +23,7 @@ from rlhf_pipeline.training.ppo_setup import load_ppo_models
 from rlhf_pipeline.training.ppo_update import update_models
 from rlhf_pipeline.training.reward_model import RewardModelTask
 from rlhf_pipeline.training.sft import SFTTask
-from rlhf_pipeline.training.supervised import Setup, train_step
+from rlhf_pipeline.training.supervised import train_step
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 LAST_BIAS = (
@@ -58,15 +56,6 @@ def names(model):
     return {name for name, _ in model.named_parameters()}
 
 
-def setup_of(engine, task, config, rows, world):
-    """What `train_step` needs, with all rows in one batch."""
-    rows = Rows.of(pa.table(rows))
-    return Setup(
-        engine=engine, task=task, config=config, training=rows, validation=rows, world=world,
-        seed=1,
-    )  # fmt: skip
-
-
 def test_sft_moves_every_weight_and_a_resumed_engine_continues_with_the_same_bits(
     checkpoint, contract, world, tmp_path
 ):
@@ -76,7 +65,7 @@ def test_sft_moves_every_weight_and_a_resumed_engine_continues_with_the_same_bit
 
     def setup():
         engine = train_engine(partial(load_policy, checkpoint), config, total_steps=3)
-        return setup_of(engine, SFTTask(contract), config, rows, world)
+        return supervised_setup(engine, SFTTask(contract), config, rows, world)
 
     whole, resumed = setup(), setup()
     before = copy.deepcopy(whole.engine.module.state_dict())
@@ -106,7 +95,7 @@ def test_reward_model(checkpoint, contract, world):
         "chosen_ids": [[20, 1], [21, 1], [22, 1]],
         "rejected_ids": [[23, 24, 1], [25], [26, 1]],
     }
-    setup = setup_of(engine, RewardModelTask(contract, config), config, rows, world)
+    setup = supervised_setup(engine, RewardModelTask(contract, config), config, rows, world)
     before = copy.deepcopy(engine.module.state_dict())
     assert math.isfinite(train_step(setup, 1)["reward_model/loss"])
     changed = moved(before, engine.module)
@@ -130,21 +119,16 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     A ratio of 1 and a KL of 0 show that generation, scoring and training use the same positions
     and the same distribution.
     """
-    config = PPOConfig.model_validate(
-        {
-            "steps": 1, "rollout_batch_size": 3, "minibatch_size": 3,
-            "micro_batch_tokens": 32, "evaluations": 1, "generator": "transformers",
-            "sampling": {"max_response_tokens": 6, "temperature": 0.7},
-            "actor": TRAINED, "critic": TRAINED,
-        }
+    config = ppo_config(
+        steps=1, evaluations=1, rollout_batch_size=3, minibatch_size=3, micro_batch_tokens=32,
+        generator="transformers", sampling={"max_response_tokens": 6, "temperature": 0.7},
+        actor=TRAINED, critic=TRAINED,
     )  # fmt: skip
     inputs = {"sft_model": checkpoint, "reward_model": reward_model}
     job = LaunchedJob("ppo", "f", 1, {}, inputs, {}, tmp_path, 60.0)
     models = load_ppo_models(job, config, contract, world)
-    trained, frozen = (
-        (models.actor.module, models.critic.module),
-        (models.reference, models.reward_model),
-    )
+    trained = models.actor.module, models.critic.module
+    frozen = models.reference, models.reward_model
     before = [copy.deepcopy(model.state_dict()) for model in (*trained, *frozen)]
 
     scored = scored_rollout(models, PROMPTS, config, step=1)
@@ -158,4 +142,4 @@ def test_ppo(checkpoint, reward_model, contract, world, tmp_path):
     assert math.isfinite(metrics["policy/loss"]) and math.isfinite(metrics["value/loss"])
 
     changed = [moved(*pair) for pair in zip(before, (*trained, *frozen), strict=True)]
-    assert changed == [names(trained[0]), names(trained[1]), set(), set()]
+    assert changed == [*map(names, trained), set(), set()]

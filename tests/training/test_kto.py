@@ -6,20 +6,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from rank_fixtures import write_table
+from training.by_hand import metrics_of_micro_batches, supervised_setup, token_logprobs
 
 from rlhf_pipeline.config.preferences import KTOConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import Rows, grouped
 from rlhf_pipeline.models.loading import freeze, load_policy
 from rlhf_pipeline.training.kto import KTOTask, read_answers
-from rlhf_pipeline.training.supervised import Setup
 
 ROWS = {
     "prompt_ids": [[5, 6, 7, 8, 9], [10], [11, 12], [13, 14, 15], [16]],
     "response_ids": [[20, 1], [21, 22, 23, 24, 1], [1], [25, 26, 1], [27, 1]],
     "label": [True, False, False, True, True],
 }
-TABLE = Rows.of(pa.table(ROWS))
 OTHERS = [3, 0, 1, 4, 2]
 """The rows before 0 to 4 in numpy's permutation 2 4 3 0 1 of seed 0."""
 CONFIG = KTOConfig.model_construct(
@@ -41,19 +40,8 @@ def model(make_model):
 
 def ratio_by_hand(model, reference, prompt, answer):
     """Sum of the log ratios of the answer's tokens, without padding."""
-    prompt, answer = ROWS["prompt_ids"][prompt], ROWS["response_ids"][answer]
-    ids = torch.tensor(prompt + answer)
-    one, other = (each(ids[None]).logits[0].log_softmax(-1) for each in (model, reference))
-    places = range(len(prompt), len(ids))
-    return sum(one[at - 1, ids[at]] - other[at - 1, ids[at]] for at in places)
-
-
-def setup_of(task, model, world, tokens=16):
-    config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
-    return Setup(
-        engine=model, task=task, config=config, training=TABLE, validation=TABLE, world=world,
-        seed=1,
-    )  # fmt: skip
+    row = ROWS["prompt_ids"][prompt], ROWS["response_ids"][answer]
+    return (token_logprobs(model, *row) - token_logprobs(reference, *row)).sum()
 
 
 def loss_by_hand(model, reference, kl):
@@ -64,11 +52,22 @@ def loss_by_hand(model, reference, kl):
     return total / 5
 
 
+def at_step(task, model, world, tokens=16):
+    config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
+    setup = supervised_setup(model, task, config, ROWS, world)
+    return task.at_step(setup, setup.training, np.arange(5))
+
+
+def of_all_rows(task, model):
+    """The loss of all rows in one batch, and the metrics."""
+    batch = task.collate(ROWS)
+    loss, sums = task.loss(model, batch, task.weight(batch))
+    return loss.item(), task.metrics({name: value.item() for name, value in sums.items()})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [1, 1000])
-def test_the_kl_is_that_of_all_rows_with_the_answers_of_others(
-    task, model, on_threads, ranks, tokens
-):
+def test_the_kl_is_that_of_rows_with_the_answers_of_others(task, model, on_threads, ranks, tokens):
     """Of five rows, row i meets the answer of row OTHERS[i]; no rank has the same number of rows.
 
     Policy and reference are exchanged if the mean is not negative, which it may be.
@@ -77,30 +76,20 @@ def test_the_kl_is_that_of_all_rows_with_the_answers_of_others(
     mean = sum(ratio_by_hand(model, task.reference, row, OTHERS[row]) for row in range(5)) / 5
     policy, reference = (model, task.reference) if mean < 0 else (task.reference, model)
 
-    def at_step(world):
+    def kl(world):
         trained, frozen = copy.deepcopy((policy, reference))  # a thread has its own models
-        own = KTOTask(task.contract, frozen, CONFIG)
-        setup = setup_of(own, trained, world, tokens)
-        return own.at_step(setup, TABLE, np.arange(5)).kl.item()
+        return at_step(KTOTask(task.contract, frozen, CONFIG), trained, world, tokens).kl.item()
 
-    assert on_threads(ranks, at_step) == pytest.approx([-abs(mean.item())] * ranks, rel=1e-4)
+    assert on_threads(ranks, kl) == pytest.approx([-abs(mean.item())] * ranks, rel=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 1000])
 def test_micro_batches_do_not_change_loss_gradient_and_metrics(task, model, tokens):
     kl = torch.tensor(0.7)
     own = KTOTask(task.contract, task.reference, CONFIG, kl)
+    assert own.weight(own.collate(ROWS)).item() == 5
     expected = loss_by_hand(model, task.reference, kl)
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-    batch, sums = own.collate(ROWS), {}
-    assert own.weight(batch).item() == 5
-    for index in grouped(batch.lengths, tokens, padded=False):
-        loss, found = own.loss(model, batch.rows(index), own.weight(batch))
-        loss.backward()
-        sums = {name: sums.get(name, 0.0) + value.item() for name, value in found.items()}
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
-    metrics = own.metrics(sums)
+    metrics = metrics_of_micro_batches(own, model, ROWS, tokens, expected)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["kl"] == pytest.approx(0.7)
     good = sum(ratio_by_hand(model, task.reference, row, row).item() for row in (0, 3, 4)) / 3
@@ -111,34 +100,26 @@ def test_a_negative_mean_counts_as_0_and_is_logged_as_it_is(task, model):
     found = {}
     for kl in (-0.7, 0.0):
         own = KTOTask(task.contract, task.reference, CONFIG, torch.tensor(kl))
-        batch = own.collate(ROWS)
-        loss, sums = own.loss(model, batch, own.weight(batch))
-        found[kl] = own.metrics({name: value.item() for name, value in sums.items()})
-        assert loss.item() == pytest.approx(found[kl]["loss"])
+        loss, found[kl] = of_all_rows(own, model)
+        assert loss == pytest.approx(found[kl]["loss"])
     assert found[-0.7] == pytest.approx(found[0.0] | {"kl": -0.7})
 
 
-def test_without_the_kl_nothing_is_computed_for_it(task, model, on_threads):
+def test_without_the_kl_nothing_is_computed_for_it(task, model):
     """There is no engine for a pass."""
     config = CONFIG.model_copy(update={"kl": "none"})
     own = KTOTask(task.contract, task.reference, config)
-    assert own.at_step(None, TABLE, np.arange(5)) is own
-    batch = own.collate(ROWS)
-    loss, sums = own.loss(model, batch, own.weight(batch))
-    assert loss.item() == pytest.approx(loss_by_hand(model, task.reference, 0.0).item())
-    assert "kl" not in own.metrics({name: value.item() for name, value in sums.items()})
+    assert own.at_step(None, None, np.arange(5)) is own
+    loss, metrics = of_all_rows(own, model)
+    assert loss == pytest.approx(loss_by_hand(model, task.reference, 0.0).item())
+    assert "kl" not in metrics
 
 
 def test_a_policy_equal_to_the_reference_is_at_the_kl(task, on_threads):
     """Every value is 1/2: (3 * 2 / 2 + 2 / 2) / 5, and every answer is on neither side."""
-    (own,) = on_threads(
-        1,
-        lambda world: task.at_step(setup_of(task, task.reference, world), TABLE, np.arange(5)),
-    )
-    batch = own.collate(ROWS)
-    loss, sums = own.loss(task.reference, batch, own.weight(batch))
-    assert loss.item() == pytest.approx(0.8)
-    metrics = own.metrics({name: value.item() for name, value in sums.items()})
+    (own,) = on_threads(1, lambda world: at_step(task, task.reference, world))
+    loss, metrics = of_all_rows(own, task.reference)
+    assert loss == pytest.approx(0.8)
     assert metrics == pytest.approx(
         {"loss": 0.8, "kl": 0.0, "agreement": 0.5, "good_reward": 0.0, "bad_reward": 0.0}
     )
@@ -152,28 +133,16 @@ def test_metrics_of_a_step_without_bad_answers():
     }  # fmt: skip
 
 
-def test_a_comparison_is_one_good_and_one_bad_answer(tmp_path):
+def test_a_comparison_is_one_good_and_one_bad_answer(task, tmp_path):
     """Labelled answers follow."""
-    ids, n = pa.list_(pa.int32()), 4
-    pairs = pa.table(
-        {
-            "prompt_ids": pa.array([[10 + i] for i in range(n)], ids),
-            "chosen_ids": pa.array([[20 + i] for i in range(n)], ids),
-            "rejected_ids": pa.array([[30 + i] for i in range(n)], ids),
-        }
-    )
-    labelled = pa.table(
-        {
-            "id": ["a"],
-            "prompt_ids": pa.array([[50]], ids),
-            "response_ids": pa.array([[51]], ids),
-            "label": [False],
-        }
-    )
-    for folder, table in (("comparisons", pairs), ("labelled", labelled)):
-        (tmp_path / folder).mkdir()
-        with pa.ipc.new_stream(tmp_path / folder / "train.arrow", table.schema) as stream:
-            stream.write_table(table)
+    pairs = {
+        "prompt_ids": [[10], [11], [12], [13]],
+        "chosen_ids": [[20], [21], [22], [23]],
+        "rejected_ids": [[30], [31], [32], [33]],
+    }
+    labelled = {"id": ["a"], "prompt_ids": [[50]], "response_ids": [[51]], "label": [False]}
+    for name, columns in (("comparisons", pairs), ("labelled", labelled)):
+        write_table(pa.table(columns), tmp_path / name, task.contract)
     found = read_answers(tmp_path / "comparisons" / "train.arrow", tmp_path / "labelled")
     rows = found.columns(np.arange(found.num_rows))
     assert rows["prompt_ids"] == [[10], [11], [12], [13]] * 2 + [[50]]

@@ -8,19 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import pyarrow as pa
 import pytest
 import torch
 import transformers
 from peft import PeftModel
-from ppo_runs import ppo_config, run_ppo
 from rank_fixtures import as_artifact
 from safetensors.torch import load_file
 from tiny_jobs import MAIN, logged, tiny_job
+from training.by_hand import supervised_setup
 
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
-from rlhf_pipeline.distributed.batches import Rows
 from rlhf_pipeline.distributed.engine import train_engine
 from rlhf_pipeline.distributed.world import join
 from rlhf_pipeline.distributed.zero import whole_state_dict
@@ -30,7 +28,7 @@ from rlhf_pipeline.models.scalar_head import load_scores
 from rlhf_pipeline.runtime.job import LaunchedJob
 from rlhf_pipeline.training.checkpoints import BestModels
 from rlhf_pipeline.training.sft import SFTTask
-from rlhf_pipeline.training.supervised import Setup, train_step
+from rlhf_pipeline.training.supervised import train_step
 
 LORA = {"rank": 4, "alpha": 8.0}
 MODEL = {"optimizer": {"learning_rate": 1e-2, "warmup_fraction": 0.0}, "lora": LORA}
@@ -46,9 +44,7 @@ CHECKPOINTED = {"gradient_checkpointing": True}
 CASES = {  # program, parameters, precision
     "sft": ("sft", MODEL | {"deepspeed": {"zero_stage": 2}}, "fp32"),
     "sft in bf16": (
-        "sft",
-        MODEL | {"deepspeed": {"zero_stage": 3, "precision": "bf16"}} | CHECKPOINTED,
-        "bf16",
+        "sft", MODEL | CHECKPOINTED | {"deepspeed": {"zero_stage": 3, "precision": "bf16"}}, "bf16"
     ),
     "rest": ("sft", MODEL | ZERO_3 | {"lora": LORA | {"train_rest": True}}, "fp32"),
     "reward_model": ("reward_model", MODEL | ZERO_3, "fp32"),
@@ -210,12 +206,9 @@ def test_dpo_starts_at_log_2_and_its_reference_does_not_change(program_inputs, w
     assert first["dpo/loss"] == pytest.approx(0.6931472, rel=1e-6) and second["dpo/loss"] < 0.69
 
 
-def test_ppo_trains_adapters_and_the_head_of_the_critic(ppo_inputs, world, tmp_path):
-    models = {
-        name: MODEL | {"deepspeed": {"zero_stage": stage}}
-        for name, stage in (("actor", 1), ("critic", 2))
-    }
-    run = run_ppo(ppo_config(**models), ppo_inputs, world, tmp_path)
+def test_ppo_trains_adapters_and_the_head_of_the_critic(train_ppo, ppo_inputs):
+    actor, critic = (MODEL | {"deepspeed": {"zero_stage": stage}} for stage in (1, 2))
+    run = train_ppo(actor=actor, critic=critic)
     assert isinstance(run.setup.models.reference, WithoutAdapters)
     first, second = (line["objective/kl_k3"] for line in run.lines)
     assert first == 0 < second
@@ -231,13 +224,11 @@ def test_ppo_trains_adapters_and_the_head_of_the_critic(ppo_inputs, world, tmp_p
 def test_adapters_trained_on_a_4_bit_base_are_merged_into_the_whole_base(make_model, on_ranks):
     pytest.importorskip("bitsandbytes", reason="the extra `quantization` is not installed")
     checkpoint = make_model("llama")
-    # The tests have the CPU.
     results = on_ranks(__file__, checkpoint, ranks=1, accelerator="cuda")
     weights = load_file(results / "export" / "model.safetensors")
     start = load_policy(checkpoint, "bf16").state_dict()
-    assert weights.keys() <= start.keys() and {weight.dtype for weight in weights.values()} == {
-        torch.bfloat16
-    }
+    assert weights.keys() <= start.keys()
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert torch.equal(weights["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
 
 
@@ -249,15 +240,11 @@ def train_quantized(checkpoint: Path, folder: Path) -> None:
     config = SFTConfig.model_validate(MODEL | supervised | quantized)
     read = partial(load_policy, checkpoint)
     engine = train_engine(read, config, 1)
-    module, rows = engine.module, Rows.of(pa.table(ROWS))
+    module = engine.module
     assert module.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.uint8
     before = copy.deepcopy(module.state_dict())
     task = SFTTask(TokenContract.read(checkpoint))
-    setup = Setup(
-        engine=engine, task=task, config=config, training=rows, validation=rows, world=world,
-        seed=1,
-    )  # fmt: skip
-    train_step(setup, 1)
+    train_step(supervised_setup(engine, task, config, ROWS, world), 1)
     after = module.state_dict()
     changed = {name for name, value in after.items() if not torch.equal(before[name], value)}
     assert changed == {name for name in after if ".lora_B." in name}

@@ -96,18 +96,10 @@ def case(lab, *settings):
         return on_gpu(lab)
     sizes: list[list[int]] = []
     with StrictDevice(), watching(sizes):
-        results = []
-        for offload in (False, True):
-            folder = lab.folder / str(offload)
-            job = tiny_job("ppo", lab.inputs, folder, parameters(*settings, offload=offload))
-            ppo.main(job)
-            lab.world.barrier()
-            results.append(outcome(folder))
+        plain, offloaded, job = both(lab, settings)
         rollouts = len(sizes)
         ppo.main(replace(job, resume_from=1))
         lab.world.barrier()
-        results.append(outcome(folder))
-    plain, offloaded, resumed = results
     return {
         "rollouts": rollouts,
         "checkpoints": len(plain[1]),
@@ -116,17 +108,25 @@ def case(lab, *settings):
         "planned": planned(lab.inputs, job.config),
         "came back": all(before == after for before, _, after in sizes),
         "equal": offloaded == plain,
-        "resumed": resumed == plain,
+        "resumed": outcome(job.directory) == plain,
     }
+
+
+def both(lab, settings):
+    """The outcomes of training without and with the option, and the job with it."""
+    found = []
+    for offload in (False, True):
+        changes = parameters(*settings, offload=offload)
+        job = tiny_job("ppo", lab.inputs, lab.folder / str(offload), changes)
+        ppo.main(job)
+        lab.world.barrier()
+        found.append(outcome(job.directory))
+    return *found, job
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in SHORT else pytest.param(name, marks=pytest.mark.long)
-        for name in CASES
-        if CASES[name]
-    ],
+    [pytest.param(x, marks=[] if x in SHORT else pytest.mark.long) for x in CASES if CASES[x]],
 )
 def test_training_and_resuming_are_the_same_bit_for_bit(cells, name):
     """Three steps, each with a rollout and a held-out one, of the average as well."""
@@ -155,13 +155,7 @@ def on_gpu(lab):
         return torch.cuda.memory_allocated()
 
     sizes: list[list[int]] = []
-    results = []
     with watching(sizes, used), mock.patch.dict("os.environ", {DETERMINISTIC: "1"}):
-        for offload in (False, True):
-            own = lab.folder / str(offload)
-            job = tiny_job("ppo", lab.inputs, own, parameters("bf16", 1, 1, {}, offload=offload))
-            ppo.main(job)
-            lab.world.barrier()
-            results.append(outcome(own))
+        plain, offloaded, job = both(lab, ("bf16", 1, 1, {}))
     planned_bytes = planned(lab.inputs, job.config)
-    return {"used": sizes[-1], "planned": planned_bytes, "equal": results[0] == results[1]}
+    return {"used": sizes[-1], "planned": planned_bytes, "equal": offloaded == plain}

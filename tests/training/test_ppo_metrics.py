@@ -5,7 +5,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 import torch
-from ppo_runs import ppo_config, run_ppo
+from ppo_runs import ppo_config
 
 from rlhf_pipeline.data.sources.synthetic import GOLD_SCORES
 from rlhf_pipeline.distributed.batches import sampled_rows
@@ -16,18 +16,20 @@ from rlhf_pipeline.training.ppo_metrics import sampled_answers
 
 
 def test_the_metrics_of_a_rollout_by_hand(world):
-    """Log ratios 1 and 2 of the first row, 3 of the second: a KL of 6 by the estimator k1."""
+    """Log ratios 1 and 2 of the first row, 3 of the second: a KL of 6 by the estimator k1.
+
+    The weights 2, 1 and 1/2 of the three tokens have the effective size 3.5^2 / (3 * 5.25).
+    """
+    logprobs = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
     scored = Scored(
         collate([[5], [6]], [[20, 1], [21, 22]], 0, actions=[[True, True], [True, False]]),
-        torch.tensor([[1.0, 2.0], [3.0, float("nan")]]),
-        torch.zeros(2, 2),
-        torch.tensor([[1.0, 2.0], [4.0, float("nan")]]),
-        torch.tensor([0.5, 1.5]),
-        torch.tensor([True, False]),
-        {"own": torch.tensor([1.0, 2.0])},
+        logprobs, torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [4.0, float("nan")]]),
+        torch.tensor([0.5, 1.5]), torch.tensor([True, False]), {"own": torch.tensor([1.0, 2.0])},
         torch.tensor([0.5, 1.0]),
-    )
-    found = ppo.rollout_metrics(scored, ppo_config(missing_eos_penalty=0.5), world)
+        sampler_logprobs=logprobs - torch.tensor([[2.0, 1.0], [0.5, 4.0]]).log(),
+    )  # fmt: skip
+    config = ppo_config(missing_eos_penalty=0.5, sampler_correction={"maximum": 3.0})
+    found = ppo.rollout_metrics(scored, config, world)
     k3 = float(sum(torch.tensor([-1.0, -2, -3]).expm1()) + 6)
     assert found == pytest.approx(
         {
@@ -35,21 +37,9 @@ def test_the_metrics_of_a_rollout_by_hand(world):
             "objective/clipped_fraction": 0.5, "objective/kl": 3.0, "objective/kl_k3": k3 / 2,
             "objective/rlhf_reward": 0.5 - 0.1 * 3.0, "rollout/response_tokens": 1.5,
             "rollout/eos_fraction": 0.5, "reward/own": 1.5, "value/mean": 7 / 3,
+            "rollout/effective_sample_size": 3.5**2 / (3 * 5.25),
         }
     )  # fmt: skip
-
-
-def test_the_effective_sample_size_by_hand(world):
-    """Weights 2, 1 and 1/2 of three tokens: 3.5^2 / (3 * 5.25)."""
-    zeros = torch.zeros(2, 2)
-    scored = Scored(
-        collate([[5], [6]], [[20, 1], [21, 22]], 0, actions=[[True, True], [True, False]]),
-        zeros, zeros, None, torch.zeros(2), torch.ones(2).bool(), clipped_scores=torch.zeros(2),
-        sampler_logprobs=-torch.tensor([[2.0, 1.0], [0.5, 4.0]]).log(),
-    )  # fmt: skip
-    config = ppo_config(sampler_correction={"maximum": 3.0})
-    found = ppo.rollout_metrics(scored, config, world)
-    assert found["rollout/effective_sample_size"] == pytest.approx(3.5**2 / (3 * 5.25))
 
 
 def test_the_gold_score_is_a_metric_if_it_is_known_for_every_prompt(trained, monkeypatch):
@@ -104,12 +94,10 @@ def test_accuracy_is_a_metric_if_every_prompt_has_a_true_answer(trained, monkeyp
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_gold_score_does_not_choose_the_exported_model(
-    trained, ppo_inputs, world, tmp_path, monkeypatch, sign
-):
+def test_the_gold_score_does_not_choose_the_exported_model(trained, train_ppo, monkeypatch, sign):
     calls = iter(range(100))
     monkeypatch.setitem(GOLD_SCORES, "files", lambda *_: sign * 1000.0 * next(calls))
-    run = run_ppo(ppo_config(), ppo_inputs, world, tmp_path)
+    run = train_ppo()
     first, second = (line["validation/gold_score"] for line in run.lines)
     assert (first < second) == (sign > 0)
     best = run.setup.best["validation"].best
@@ -118,30 +106,20 @@ def test_the_gold_score_does_not_choose_the_exported_model(
 
 
 @pytest.fixture
-def with_function(ppo_inputs, world, tmp_path):
-    """The job's inputs with references in the prompts' table, and a function that returns 3."""
+def with_function(ppo_inputs, tmp_path):
+    """A function that returns 3, and the job's inputs with it."""
     function = tmp_path / "my.py"
     function.write_text("def three(prompts, responses): return [3.0] * len(responses)")
-    prompts = tmp_path / "prompts"
-    prompts.mkdir()
-    for name in ("train", "validation"):
-        table = pa.ipc.open_stream(ppo_inputs["prompts"] / f"{name}.arrow").read_all()
-        table = table.append_column("reference", pa.array([None] * 8, pa.string()))
-        path = str(prompts / f"{name}.arrow")
-        with pa.OSFile(path, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-    paths = {"prompts": prompts, "rewards.0": function, "rewards.1": function}
-    return f"{function}:three", ppo_inputs | paths
+    return f"{function}:three", ppo_inputs | {"rewards.0": function, "rewards.1": function}
 
 
-def test_each_source_of_several_has_a_metric(with_function, ppo_inputs, world, tmp_path):
+def test_each_source_of_several_has_a_metric(with_function, train_ppo):
     function, inputs = with_function
     one_step = {"steps": 1, "evaluations": 1}
-    (alone,) = run_ppo(ppo_config(**one_step), ppo_inputs, world, tmp_path / "alone").lines
+    (alone,) = train_ppo("alone", **one_step).lines
     assert not any(name.startswith("reward/") for name in alone)
     rewards = ["trained", {"callable": function, "weight": 0.5}]
-    config = ppo_config(rewards=rewards, **one_step)
-    (line,) = run_ppo(config, inputs, world, tmp_path / "both").lines
+    (line,) = train_ppo("both", inputs=inputs, rewards=rewards, **one_step).lines
     assert line["reward/trained"] == pytest.approx(alone["objective/score"], abs=1e-6)
     assert line["reward/three"] == line["validation/reward/three"] == 3.0
     assert line["objective/score"] == pytest.approx(alone["objective/score"] + 1.5, abs=1e-5)
@@ -149,27 +127,25 @@ def test_each_source_of_several_has_a_metric(with_function, ppo_inputs, world, t
     assert line["validation/score"] == pytest.approx(held_out + 1.5, abs=1e-5)
 
 
-def test_groups_of_equal_scores_are_counted(with_function, world, tmp_path):
+def test_groups_of_equal_scores_are_counted(with_function, train_ppo):
     """Rows i and i + 4 answer the same prompt: 0 and 0, 1 and 1, 0 and 1, 1 and 0."""
     function, inputs = with_function
     by_row = "def three(prompts, responses): return [0, 1, 0, 1, 0, 1, 1, 0]"
     inputs["rewards.0"].write_text(by_row)
-    grouped = {"advantage": "grpo", "critic": None, "responses_per_prompt": 2}
-    config = ppo_config(
-        steps=1, evaluations=1, rewards=[function], missing_eos_penalty=0.0, **grouped
-    )
-    (line,) = run_ppo(config, inputs, world, tmp_path / "run").lines
+    (line,) = train_ppo(
+        inputs=inputs, steps=1, evaluations=1, rewards=[function], missing_eos_penalty=0.0,
+        advantage="grpo", critic=None, responses_per_prompt=2,
+    ).lines  # fmt: skip
     assert line["rollout/equal_groups"] == 0.5
     assert not any(name.startswith("validation") and "equal" in name for name in line)
 
 
-def test_the_best_model_is_chosen_by_what_ppo_maximizes(ppo_inputs, world, tmp_path):
+def test_the_best_model_is_chosen_by_what_ppo_maximizes(train_ppo):
     """The clipped score, less the penalty of cut responses and `kl.coef` times the KL."""
-    config = ppo_config(
+    run = train_ppo(
         steps=3, evaluations=3, score_clip=0.25, missing_eos_penalty=7.0,
         sampling={"max_response_tokens": 110}, kl={"coef": 2.0, "target": 1.0, "horizon": 100},
     )  # fmt: skip
-    run = run_ppo(config, ppo_inputs, world, tmp_path)
     for line in run.lines:
         ended = line["validation/eos_fraction"]
         assert 0 < ended < 1

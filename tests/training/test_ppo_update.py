@@ -5,7 +5,8 @@ from itertools import chain, product
 
 import pytest
 import torch
-from ppo_runs import ppo_config, ppo_setup_of, run_ppo
+from ppo_runs import ppo_config, ppo_setup_of
+from tiny_jobs import trained as at_stage
 
 from rlhf_pipeline.generation.records import Experience
 from rlhf_pipeline.models import forward
@@ -17,16 +18,13 @@ from rlhf_pipeline.training.rollouts import roll_out
 
 
 @pytest.mark.parametrize("tokens", [1, 1000])
-def test_micro_batches_do_not_change_the_result(trained, ppo_inputs, world, tmp_path, tokens):
-    config = ppo_config(micro_batch_tokens=tokens)
-    after = run_ppo(config, ppo_inputs, world, tmp_path).weights("actor")
-    for key, value in trained.weights("actor").items():
-        torch.testing.assert_close(after[key], value, rtol=1e-5, atol=2e-7)
+def test_micro_batches_do_not_change_the_result(trained, train_ppo, tokens):
+    after = train_ppo(micro_batch_tokens=tokens).weights("actor")
+    torch.testing.assert_close(after, trained.weights("actor"), rtol=1e-5, atol=2e-7)
 
 
-def test_every_minibatch_of_every_epoch_is_an_optimizer_step(ppo_inputs, world, tmp_path):
-    config = ppo_config(minibatch_size=4, ppo_epochs=3)
-    run = run_ppo(config, ppo_inputs, world, tmp_path)
+def test_every_minibatch_of_every_epoch_is_an_optimizer_step(train_ppo):
+    run = train_ppo(minibatch_size=4, ppo_epochs=3)
     steps = 2 * 3 * 2  # rollouts x epochs x minibatches
     assert run.setup.models.actor.global_steps == run.setup.models.critic.global_steps == steps
     # The rates of the 1st and the 7th of 12 steps of a cosine from 1e-3.
@@ -67,43 +65,39 @@ def test_a_minibatch_has_all_responses_to_its_prompts(trained, world):
     assert {*found[0], *found[1]} == {*found[2], *found[3]}
 
 
-def test_pooled_batches_equal_one_large_batch(trained, ppo_inputs, world, tmp_path):
-    config = ppo_config(rollout_batch_size=2, rollout_batches=4)
-    pooled = run_ppo(config, ppo_inputs, world, tmp_path)
+def test_pooled_batches_equal_one_large_batch(trained, train_ppo):
+    pooled = train_ppo(rollout_batch_size=2, rollout_batches=4)
     after = pooled.weights("actor")
     assert all(torch.equal(after[key], value) for key, value in trained.weights("actor").items())
     assert pooled.setup.models.actor.global_steps == 2
     assert trained.setup.models.actor.global_steps == 2
 
 
-def test_an_update_stops_when_the_policy_has_moved_too_far(ppo_inputs, world, tmp_path):
+def test_an_update_stops_when_the_policy_has_moved_too_far(train_ppo):
     """In the first epoch the policy is the one that sampled; in the second it exceeds any bound."""
-    config = ppo_config(ppo_epochs=4, kl={"stop_update": 1e-8})
-    run = run_ppo(config, ppo_inputs, world, tmp_path)
+    run = train_ppo(ppo_epochs=4, kl={"stop_update": 1e-8})
     models = run.setup.models
     assert [line["policy/epochs"] for line in run.lines] == [2, 2]
     assert models.actor.global_steps == models.critic.global_steps == 2 * 2
-    # The schedule still ends with the last step.
-    assert run.setup.models.actor.get_lr() == [pytest.approx(0.0)]
+    assert models.actor.get_lr() == [pytest.approx(0.0)]  # the schedule still ends
 
 
-def test_an_entropy_bonus_raises_the_entropy(trained, ppo_inputs, world, tmp_path):
-    bonus = run_ppo(ppo_config(entropy_coef=10.0), ppo_inputs, world, tmp_path).lines
+def test_an_entropy_bonus_raises_the_entropy(trained, train_ppo):
+    bonus = train_ppo(entropy_coef=10.0).lines
     assert bonus[0]["policy/entropy"] == trained.lines[0]["policy/entropy"]
     assert bonus[1]["policy/entropy"] > trained.lines[1]["policy/entropy"] + 1e-4
 
 
-def test_the_kl_is_either_in_the_loss_or_in_the_reward(ppo_inputs, world, tmp_path):
+def test_the_kl_is_either_in_the_loss_or_in_the_reward(train_ppo):
     """With rewards of 0, nothing but the KL trains, from the second step on. In the loss, twice the
     coefficient is twice its gradient; in the reward, the advantages contain it instead."""
 
     def lines(coef, place):
-        config = ppo_config(
-            advantage="reinforce", reinforce_baseline="none", critic=None, missing_eos_penalty=0.0,
-            rewards=[{"regex": "."} | {"weight": 0.0}], kl={"coef": coef, "place": place},
-            entropy_coef=0.01,
-        )  # fmt: skip
-        return run_ppo(config, ppo_inputs, world, tmp_path / f"{coef} {place}").lines
+        return train_ppo(
+            f"{coef} {place}", advantage="reinforce", reinforce_baseline="none", critic=None,
+            rewards=[{"regex": ".", "weight": 0.0}], kl={"coef": coef, "place": place},
+            missing_eos_penalty=0.0, entropy_coef=0.01,
+        ).lines  # fmt: skip
 
     off, reward = lines(0.0, "reward")[1], lines(100.0, "reward")[1]
     once, twice = lines(100.0, "loss")[1], lines(200.0, "loss")[1]
@@ -126,15 +120,14 @@ def test_the_denominator_counts_what_trains(world):
 
 
 @pytest.mark.parametrize("largest", [{}, {"entropy_coef": 1000.0}], ids=["policy", "entropy"])
-def test_the_denominator_holds_for_each_loss(ppo_inputs, world, tmp_path, largest):
+def test_the_denominator_holds_for_each_loss(train_ppo, largest):
     """`constant` divides by 8 * 110 in place of the tokens; the gradients differ by that factor."""
 
     def line(denominator):
-        config = ppo_config(
-            advantage="reinforce", critic=None, denominator=denominator, steps=1, evaluations=1,
-            sampling={"max_response_tokens": 110}, **largest,
-        )  # fmt: skip
-        return run_ppo(config, ppo_inputs, world, tmp_path / denominator).lines[0]
+        return train_ppo(
+            denominator, advantage="reinforce", critic=None, denominator=denominator, steps=1,
+            evaluations=1, sampling={"max_response_tokens": 110}, **largest,
+        ).lines[0]  # fmt: skip
 
     by_tokens, by_constant = line("tokens"), line("constant")
     factor = by_tokens["rollout/response_tokens"] / 110
@@ -176,21 +169,16 @@ def passes(monkeypatch):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_one_pass_gives_the_same_weights_as_two(
-    ppo_inputs, world, tmp_path, monkeypatch, passes, stage
-):
+def test_one_pass_gives_the_same_weights_as_two(train_ppo, monkeypatch, passes, stage):
     """Two steps, each with one optimizer step on all rows."""
-    optimizer = {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}
-    model = {"optimizer": optimizer, "deepspeed": {"zero_stage": stage}}
-    config = ppo_config(micro_batch_tokens=1000, actor=model, critic=model)
-    shared = run_ppo(config, ppo_inputs, world, tmp_path / "shared")
+    models = {"actor": at_stage(stage), "critic": at_stage(stage)}
+    shared = train_ppo("shared", micro_batch_tokens=1000, **models)
     assert passes["with graph"] == 2 * 2
     monkeypatch.setattr("rlhf_pipeline.training.ppo.one_pass", lambda *_: False)
-    apart = run_ppo(config, ppo_inputs, world, tmp_path / "apart")
+    apart = train_ppo("apart", micro_batch_tokens=1000, **models)
     for name in ("actor", "critic"):
         after, expected = shared.weights(name), apart.weights(name)
-        for key, value in expected.items():
-            torch.testing.assert_close(after[key], value, rtol=1e-5, atol=2e-7)
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=2e-7)
     for one, other in zip(shared.lines, apart.lines, strict=True):
         assert one.keys() == other.keys()
         assert one["policy/loss"] == pytest.approx(other["policy/loss"], abs=1e-6)
@@ -199,10 +187,8 @@ def test_one_pass_gives_the_same_weights_as_two(
 @pytest.mark.parametrize(
     "changes", [{"ppo_epochs": 2}, {"minibatch_size": 4}, {"micro_batch_tokens": 20}]
 )
-def test_a_policy_that_changes_or_does_not_fit_takes_passes_of_its_own(
-    ppo_inputs, world, tmp_path, passes, changes
-):
-    run_ppo(ppo_config(**changes), ppo_inputs, world, tmp_path)
+def test_a_policy_that_changes_or_does_not_fit_takes_passes_of_its_own(train_ppo, passes, changes):
+    train_ppo(**changes)
     assert passes["without"] > 0
 
 
@@ -219,7 +205,7 @@ def test_a_policy_that_changes_or_does_not_fit_takes_passes_of_its_own(
     ],
 )
 def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
-    ppo_inputs, world, tmp_path, monkeypatch, passes, tokens, stage, correction
+    train_ppo, monkeypatch, passes, tokens, stage, correction
 ):
     """The sampler claims other log-probabilities, so that half of the rows exceed the maximum."""
 
@@ -229,24 +215,22 @@ def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
         return replace(rollout, logprobs=rollout.logprobs + 0.3 * signs[:, None])
 
     monkeypatch.setattr("rlhf_pipeline.training.ppo.roll_out", claimed)
-    optimizer = {"learning_rate": 1e-3, "warmup_fraction": 0.0, "eps": 1e-4}
-    model = {"optimizer": optimizer, "deepspeed": {"zero_stage": stage}}
-    config = ppo_config(
-        advantage="rloo", critic=None, kl={"place": "loss", "coef": 0.3}, actor=model, steps=3,
-        micro_batch_tokens=tokens, sampler_correction=correction, responses_per_prompt=2,
-    )  # fmt: skip
-    assert config.logprobs_in_update
-    found = run_ppo(config, ppo_inputs, world, tmp_path / "one")
+    fields = {
+        "advantage": "rloo", "critic": None, "kl": {"place": "loss", "coef": 0.3}, "steps": 3,
+        "actor": at_stage(stage), "micro_batch_tokens": tokens, "responses_per_prompt": 2,
+        "sampler_correction": correction,
+    }  # fmt: skip
+    found = train_ppo("one", **fields)
+    assert found.setup.config.logprobs_in_update
     one_pass = dict(passes)
     passes.update(dict.fromkeys(passes, 0))
-    monkeypatch.setattr(type(config), "logprobs_in_update", False)
+    monkeypatch.setattr(type(found.setup.config), "logprobs_in_update", False)
     monkeypatch.setattr("rlhf_pipeline.training.ppo.one_pass", lambda *_: False)
-    expected = run_ppo(config, ppo_inputs, world, tmp_path / "two")
+    expected = train_ppo("two", **fields)
     assert passes["with graph"] == one_pass["with graph"]
-    assert passes["without"] >= one_pass["without"] + config.steps  # evaluations have the others
-    after, before = found.weights("actor"), expected.weights("actor")
-    for key, value in before.items():
-        torch.testing.assert_close(after[key], value, rtol=1e-5, atol=1e-6)
+    assert passes["without"] >= one_pass["without"] + 3  # evaluations have the others
+    weights = found.weights("actor"), expected.weights("actor")
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
     assert found.lines[2]["objective/kl"] != 0
     for one, other in zip(found.lines, expected.lines, strict=True):
         assert one.keys() == other.keys()
@@ -255,11 +239,10 @@ def test_one_update_with_the_kl_in_the_loss_needs_one_pass_of_the_actor(
                 assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_log_probabilities_of_the_sampler_spare_the_pass_of_the_actor(ppo_inputs, world, tmp_path):
+def test_log_probabilities_of_the_sampler_spare_the_pass_of_the_actor(train_ppo):
     """Their gap to those of the forward pass is rounding, and is reported."""
-    config = ppo_config(ppo_epochs=2, old_logprobs="rollout")
-    sampler = run_ppo(config, ppo_inputs, world, tmp_path / "sampler").lines
-    again = run_ppo(ppo_config(ppo_epochs=2), ppo_inputs, world, tmp_path / "again").lines
+    sampler = train_ppo("sampler", ppo_epochs=2, old_logprobs="rollout").lines
+    again = train_ppo("again", ppo_epochs=2).lines
     for line, other in zip(sampler, again, strict=True):
         assert 0 < line["rollout/logprob_gap"] < 1e-5
         assert 0 < other["rollout/logprob_gap"] < 1e-5

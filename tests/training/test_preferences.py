@@ -7,11 +7,7 @@ from rlhf_pipeline.config.preferences import DPOConfig
 from rlhf_pipeline.config.sample import IterativeDPOConfig
 from rlhf_pipeline.models.loading import load_policy
 from rlhf_pipeline.runtime.job import LaunchedJob
-from rlhf_pipeline.training.preferences import (
-    load_reference,
-    pairs,
-    ranking_sums,
-)
+from rlhf_pipeline.training.preferences import load_reference, pairs, ranking_sums
 
 ROWS = {
     "prompt_ids": [[5, 6, 7], [8], [9, 10]],
@@ -20,34 +16,10 @@ ROWS = {
 }
 
 
-def texts(batch):
-    """Prompt and answer of each row, without padding."""
-    answers = batch.answers
-    return [
-        (
-            answers.prompt_ids[row][answers.prompt_mask[row]].tolist(),
-            answers.response_ids[row][answers.action_mask[row]].tolist(),
-        )
-        for row in range(len(answers))
-    ]
-
-
 def test_the_lengths_of_a_pair_are_those_of_both_of_its_rows():
     assert pairs(ROWS, pad_id=0).lengths.tolist() == [
         [[3, 2], [3, 3]], [[1, 4], [1, 1]], [[2, 2], [2, 5]]
     ]  # fmt: skip
-
-
-def test_selected_pairs_remain_pairs():
-    selected = pairs(ROWS, pad_id=0).rows(torch.tensor([1, 0])).to(torch.device("cpu"))
-    assert texts(selected) == [
-        ([8], [21, 22, 23, 1]),
-        ([8], [1]),
-        ([5, 6, 7], [20, 1]),
-        ([5, 6, 7], [30, 31, 1]),
-    ]
-    # Only the third pair needs more columns.
-    assert selected.answers.response_ids.shape == (4, 4)
 
 
 def test_a_tie_counts_half():
@@ -87,13 +59,10 @@ def test_the_reference_is_the_start_unless_another_model_is_given(
 
 
 def test_a_reference_that_stays_is_a_model_of_its_own_also_with_lora():
-    """So the plan counts it."""
+    """So the plan counts it. Only a loss with a reference has one that stays."""
     own = IterativeDPOConfig.model_validate(BLOCK | {"lora": {}})
     fixed = own.model_copy(update={"fixed_reference": True})
     assert [model.name for model in own.models()] == ["iterative_dpo"]
     assert [model.name for model in fixed.models()] == ["iterative_dpo", "reference"]
-
-
-def test_a_reference_stays_only_where_a_loss_has_one():
     with pytest.raises(ValueError, match=r"fixed_reference: found True with loss simpo"):
         IterativeDPOConfig.model_validate(BLOCK | {"loss": "simpo", "fixed_reference": True})

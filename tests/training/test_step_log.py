@@ -30,7 +30,7 @@ def lines(folder):
         (None, "policy/loss is inf at step 3: training has diverged. Fix: change policy/loss"),
     ],
 )
-def test_a_fault_or_a_metric_that_is_not_finite_fails_with_the_metrics_on_disk(
+def test_a_fault_or_an_infinite_metric_fails_with_the_metrics_on_disk(
     log, tmp_path, fault, message
 ):
     log.add({"objective/kl": 1.0})

@@ -5,8 +5,8 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from tiny_jobs import logged
+from training.by_hand import token_logprobs
 
 from rlhf_pipeline.config.training import SFTConfig
 from rlhf_pipeline.data.token_contract import TokenContract
@@ -61,21 +61,13 @@ def test_the_evaluation_at_the_start_is_that_of_the_given_model(make_job, world,
     assert records == plain and metrics == plain_metrics  # training itself is the same
 
     model = load_policy(sft_inputs["base_model"], "fp32").eval()
-    total, tokens = 0.0, 0
-    for i in range(16):
-        prompt, response = [5 + i] * (1 + i % 3), [20 + i, 30 + i, 1]
-        logits = model(input_ids=torch.tensor([prompt + response])).logits[0].detach()
-        places = range(len(prompt) - 1, len(prompt) + 2)
-        for place, token in zip(places, response, strict=True):
-            total -= logits[place].log_softmax(-1)[token].item()
-            tokens += 1
-    assert start["validation/perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+    rows = [([5 + i] * (1 + i % 3), [20 + i, 30 + i, 1]) for i in range(16)]
+    loss = -sum(token_logprobs(model, *row).mean().item() for row in rows) / 16
+    assert start["validation/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert start["validation/perplexity"] > records[-1]["validation/perplexity"]
 
 
-def test_training_resumes_exactly_from_a_step_before_the_newest_evaluation(
-    world, make_job, monkeypatch
-):
+def test_training_resumes_exactly_from_before_the_newest_evaluation(world, make_job, monkeypatch):
     expected, job = make_job("uninterrupted"), make_job("interrupted")
     metrics = train(expected, world)
 
@@ -103,11 +95,8 @@ def test_training_resumes_exactly_from_a_step_before_the_newest_evaluation(
     assert folder_digest(job.export) == folder_digest(expected.export)
     assert logged(job.directory) == logged(expected.directory)
     assert [line["step"] for line in read_json_lines(job.metrics_file)] == [*range(1, 9)]
-    assert (
-        names(job.checkpoints)
-        == names(expected.checkpoints)
-        == ["best-00000008", "step-00000006", "step-00000008"]
-    )
+    for each in (job, expected):
+        assert names(each.checkpoints) == ["best-00000008", "step-00000006", "step-00000008"]
 
 
 def test_an_early_end_leaves_no_model_that_was_replaced(world, make_job, monkeypatch):

@@ -1,6 +1,7 @@
 """The page in a real browser: what it loads, what it runs, what the keyboard reaches."""
 
 import json
+import time
 
 import pytest
 from made_by_hand import HOSTILE, REGISTRATION
@@ -41,11 +42,11 @@ def press(page, *keys):
 
 
 def tab_to(page, selector):
-    """Press Tab until an element has the focus; returns the keys that it took."""
+    """Press Tab until an element has the focus."""
     wanted = page.find_element(By.CSS_SELECTOR, selector)
-    for count in range(200):
+    for _ in range(200):
         if page.switch_to.active_element == wanted:
-            return count
+            return
         press(page, Keys.TAB)
     raise AssertionError(f"Tab does not reach {selector}")
 
@@ -84,18 +85,18 @@ def test_the_keyboard_reads_the_points_of_a_chart_sorts_and_turns_pages(opened):
     assert page.find_element(By.CSS_SELECTOR, "[role=status]").text == "21 to 40 of 60 prompts"
 
 
-@pytest.mark.parametrize(
-    ("letters", "first", "count"),
-    [("largest g", 60, 29), ("largest l", 1, 30), ("t", 31, 1), ("j", 1, 30)],
-)
-def test_the_keyboard_filters_by_outcome_and_text(opened, letters, first, count):
+def test_the_keyboard_filters_by_outcome_and_text(opened):
     """The reward model always prefers PPO, so it disagrees where the gold judge does not."""
     page = opened()
-    tab_to(page, "[name=kind]")
-    press(page, letters)
-    assert numbers(page)[0] == first
     status = page.find_element(By.CSS_SELECTOR, "[role=status]")
-    assert status.text.endswith(f" of {count} prompts")
+    tab_to(page, "[name=kind]")
+    for letters, first, count in (
+        ("largest g", 60, 29), ("largest l", 1, 30), ("t", 31, 1), ("j", 1, 30)
+    ):  # fmt: skip
+        time.sleep(1.1)  # the letters of a second belong together
+        press(page, letters)
+        assert (letters, numbers(page)[0]) == (letters, first)
+        assert status.text.endswith(f" of {count} prompts")
     tab_to(page, "[name=text]")
     press(page, "QUESTION 17 nonsense")
     assert status.text == "No prompt matches."

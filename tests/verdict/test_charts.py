@@ -5,13 +5,7 @@ import math
 
 import pytest
 
-from rlhf_pipeline.verdict.charts import (
-    Chart,
-    frontier,
-    histogram,
-    line,
-    training_charts,
-)
+from rlhf_pipeline.verdict.charts import Chart, frontier, histogram, line, training_charts
 
 
 def records(**metrics):

@@ -11,16 +11,9 @@ from rlhf_pipeline.config.evaluate import EvaluateConfig
 from rlhf_pipeline.errors import StageError
 from rlhf_pipeline.evaluation.evaluate import headline
 from rlhf_pipeline.verdict.answers import Answer, read_answers, write_answers
-from rlhf_pipeline.verdict.comparison import (
-    Standing,
-    best_of_n,
-    compare,
-    deciding_judge,
-)
+from rlhf_pipeline.verdict.comparison import Standing, best_of_n, compare, deciding_judge
 
 CONFIG = EvaluateConfig(sampling={"temperature": 0.7, "max_response_tokens": 8})
-
-
 STANDINGS = {"score": Standing("optimized", {"ppo": "rewards"})} | dict.fromkeys(
     ("gold", "exact", "words", "facts"), Standing("independent")
 )
@@ -103,7 +96,6 @@ def test_a_judge_that_was_asked_for_is_never_dropped():
 
 
 def test_gold_is_left_out_where_a_prompt_has_none():
-    """As in a mix of sources."""
     answers = with_scores("gold", {"sft": [1.0, None, 2.0], "ppo": [1.5, None, 1.0]})
     evaluation = compare(answers, CONFIG, STANDINGS)
     assert evaluation["judge"] == "score" and list(evaluation["judges"]) == ["score"]
@@ -115,15 +107,12 @@ def test_gold_is_left_out_where_a_prompt_has_none():
 def test_the_judges_are_in_the_order_of_the_parameters():
     """The first judge that training has not optimized decides, whatever scored first."""
     config = EvaluateConfig(judges=[{"reference": "exact"}, "a.py:words"])
-    answers = with_scores("words", {"sft": [2, 2, 1], "ppo": [3, 1, 2]})
     answers = {
         policy: [
-            replace(
-                a, scores={"words": a.scores["words"], "exact": 1.0, "score": a.scores["score"]}
-            )
+            replace(a, scores={"words": a.row, "exact": 1.0, "score": a.scores["score"]})
             for a in given
         ]
-        for policy, given in answers.items()
+        for policy, given in ANSWERS.items()
     }
     evaluation = compare(answers, config, STANDINGS)
     assert list(evaluation["win_rates"]) == ["exact", "words", "score"]

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_answers import PROMPTS, TEXTS, WORDS, policy
+from random_answers import PROMPTS, WORDS, policy
 
 from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.verdict.comparison import Standing
-from rlhf_pipeline.verdict.gate import Evidence, decide, outcome
+from rlhf_pipeline.verdict.gate import Evidence, allowed_error, decide, outcome
 from rlhf_pipeline.verdict.statistics import win_rate
 
 CONFIG = RegisterConfig()
@@ -18,6 +18,10 @@ INDEPENDENT, OPTIMIZED = Standing("independent"), Standing("optimized", {"ppo": 
 def evidence(rng, candidate, **more):
     more = {"judge": "gold", "standing": INDEPENDENT} | more
     return Evidence(candidate=candidate, baseline=policy(rng, 0.0, kl=0.0), **more)
+
+
+def gold(answers):
+    return [a.scores["gold"] for a in answers]
 
 
 def accuracy(margin, over_length=0.1):
@@ -76,6 +80,8 @@ def cheats(rng):
         "the champion: found no answers (other tokens)": evidence(
             rng, better, champion_fault="other tokens"
         ),
+        "what the candidate learned: found little (its loss was 0.693 and is 0.693), expected "
+        "more": replace(given, hardly_learned="its loss was 0.693 and is 0.693"),
     }
 
 
@@ -116,7 +122,6 @@ def test_an_honest_improvement_is_promoted_in_at_least_18_of_20_runs(champion):
 
 
 def test_wins_by_a_hair_are_no_improvement():
-    """Many wins, but the scores hardly differ."""
     rng = np.random.default_rng(3)
     given = evidence(rng, policy(rng, 0.0))
     nudged = [
@@ -134,20 +139,14 @@ def test_wins_by_a_hair_are_no_improvement():
 @pytest.mark.parametrize(
     ("state", "words", "fix", "outcomes"),
     [
-        (
-            "optimized",
-            "which training has optimized",
-            "add an independent judge to evaluate.judges, hold comparisons back for one (",
-            " by the judge that it was trained on",
-        ),
-        (
-            "unknown",
-            "which training may have optimized, for the records do not exclude it",
-            "let another judge decide; or if you know that no training has optimized this one",
-            " by a judge that it may have been trained on",
-        ),
+        ("optimized", "which training has optimized",
+         "add an independent judge to evaluate.judges, hold comparisons back for one (",
+         " by the judge that it was trained on"),
+        ("unknown", "which training may have optimized, for the records do not exclude it",
+         "let another judge decide; or if you know that no training has optimized this one",
+         " by a judge that it may have been trained on"),
     ],
-)
+)  # fmt: skip
 def test_only_an_independent_judge_promotes_unless_the_parameters_say_otherwise(
     state, words, fix, outcomes
 ):
@@ -170,16 +169,6 @@ def test_an_outcome_against_the_conditions_names_its_parameter():
     assert outcome(True, verdict) == "promoted (register.promote: always)"
     assert outcome(False, verdict) == "not promoted"
     assert outcome(False, verdict | {"refusals": []}) == "not promoted (register.promote: never)"
-
-
-def test_a_candidate_that_hardly_learned_is_refused_with_what_shows_it():
-    rng = np.random.default_rng(0)
-    given = evidence(rng, policy(rng, 0.8))
-    assert not decide(given, CONFIG).refusals
-    refused = decide(replace(given, hardly_learned="its loss was 0.693 and is 0.693"), CONFIG)
-    assert refused.refusals == [
-        "what the candidate learned: found little (its loss was 0.693 and is 0.693), expected more"
-    ]
 
 
 def test_a_fall_of_right_answers_is_no_improvement():
@@ -217,24 +206,22 @@ def test_the_verdict_has_every_number():
         "spread of the scores relative to SFT's",
     ]
     assert record["refusals"] == [] and all(check["passed"] for check in record["checks"])
-    scores = ([a.scores["gold"] for a in one] for one in (given.candidate, given.baseline))
-    lower = win_rate(*scores, alpha=0.1 / 6).lower
-    expected = f"{lower:.3f} as the lower end of its 98.33% interval"
-    assert record["checks"][0]["found"] == expected
+    for tries, alpha, level in ((1, 0.05, "95"), (2, 0.1 / 6, "98.33"), (10, 0.1 / 110, "99.91")):
+        lower = win_rate(gold(given.candidate), gold(given.baseline), alpha).lower
+        found = decide(replace(given, tries=tries), CONFIG).checks[0].found
+        assert found == f"{lower:.3f} as the lower end of its {level}% interval"
 
 
 def test_an_equal_policy_is_promoted_at_most_as_often_as_the_error_allows():
     """By the win rate alone: 200 candidates, each the only try; 200 times ten on equal prompts."""
     rng = np.random.default_rng(5)
-    short = [" ".join(text.split()[:4]) for text in TEXTS]  # most of the time goes into words
 
     def equal():
-        return policy(rng, 0.0, kl=0.0, texts=short[:PROMPTS])
+        return gold(policy(rng, 0.0))
 
     def promoted(tries, baseline):
-        candidate = policy(rng, 0.0, texts=short[PROMPTS:])
-        verdict = decide(Evidence(candidate, baseline, "gold", INDEPENDENT, tries=tries), CONFIG)
-        return not any("win rate" in refusal for refusal in verdict.refusals)
+        lower = win_rate(equal(), baseline, allowed_error(tries)).lower
+        return lower > CONFIG.min_win_rate_lower
 
     single = sum(promoted(1, equal()) for _ in range(200))
     assert single <= 10  # 2.5% are 5; binomial, 99th percentile
@@ -295,7 +282,6 @@ def test_a_judge_that_trained_the_champion_does_not_decide_between_the_two():
 
 
 def test_the_gate_counts_prompts_not_answers():
-    """The same answers four times are no further evidence."""
     rng = np.random.default_rng(12)
     given = evidence(rng, policy(rng, 0.3), champion=policy(rng, 0.1))
 

@@ -124,33 +124,83 @@ class Lineages:
 
 @pytest.fixture
 def made(tmp_path):
-    """SFT, a reward model, PPO with it, and a second reward model from rows held back."""
-    made = Lineages(tmp_path)
+    """Artifacts of stages from one base model and one source, unless a comment says otherwise."""
+    made, base, sft = Lineages(tmp_path), ("base_model", "base"), ("sft_model", "sft")
     made.make("base", "base_model", BASE, bytes="of x")
-    made.make("split", "split", {"split": {}}, [("base_model", "base")], source_0="rows")
-    made.make("earlier", "split", {"split": {"held_back": 0}}, [("base_model", "base")],
-              source_0="rows")  # fmt: skip
-    made.make("sft", "sft", {"sft": {}}, [("base_model", "base"), ("demonstrations", "earlier")])
-    rows, trained, sft = [("prompts", "split")], {"reward_model": {}}, [("sft_model", "sft")]
-    made.make("rm", "reward_model", trained, sft, comparisons="first of split")
-    made.make("rm2", "judge_model", trained, sft, comparisons="second of split")
-    made.make("ppo", "ppo", PPO, [("sft_model", "sft"), ("reward_model", "rm"), *rows])
+    made.make("foreign", "base_model", BASE, bytes="of y")
+    made.make("split", "split", {"split": {}}, [base], source_0="rows")
+    made.make("earlier", "split", {"split": {"held_back": 0}}, [base], source_0="rows")
+    made.make("other", "split", {"split": {"seed": 2}}, [base], source_0="rows")
+    made.make("sft", "sft", {"sft": {}}, [base, ("demonstrations", "earlier")])
+    # Reward models. The start of `rm3` has a new head; `rm4` learned from `first` in other tokens.
+    trained, again = {"reward_model": {}}, {"reward_model": {"epochs": 2}}
+    made.make("small", "reward_base", {"base_model": {"path": "/models/small"}}, bytes="of small")
+    first, second, third = ("first of split", "second of split", "third of other")
+    made.make("rm", "reward_model", trained, [sft], first)
+    made.make("rm again", "reward_model", again, [sft], first)
+    made.make("rm2", "judge_model", trained, [sft], second)
+    made.make("rm3", "reward_model", trained, [("base_model", "small")], first)
+    made.make("rm4", "reward_model", trained, (), "others of split", comparisons_of_policy="first")
+    made.make("rm5", "reward_model", trained, [sft], third)
+    # Policies. PPO and GRPO have a reward model as an input, whatever their rewards are.
+    function, exact = {"callable": "my.py:f", "weight": 1.0}, {"reference": "exact", "weight": 1.0}
+    silent, score = {"model": "trained", "weight": 0.0}, PPO["ppo"]
+    rm, rows = ("reward_model", "rm"), ("prompts", "split")
+    made.make("ppo", "ppo", PPO, [sft, rm, rows])
+    made.make("ppo3", "ppo", PPO, [sft, ("reward_model", "rm3")])
+    made.make("old", "ppo", {"ppo": {"rewards": []}}, sft_model="digest of something")
+    made.make("own", "grpo", {"grpo": {"rewards": [function]}}, [sft, rm])
+    made.make("silent", "grpo", {"grpo": {"rewards": [function, silent]}}, [sft, rm])
+    made.make("from ppo", "grpo", {"grpo": {"rewards": [function]}}, [("sft_model", "ppo")])
+    made.make("exact", "grpo", {"grpo": {"rewards": [exact]}}, [sft, ("split", "split")])
+    made.make("student", "distill", {"distill": {}}, [sft, ("teacher", "ppo")])
+    made.make("dpo", "dpo", {"dpo": {}}, [sft], first)
+    made.make("drawn", "sample", {"rejection": score, "table": score}, [("policy", "sft"), rm])
+    drawn = [("base_model", "sft"), ("demonstrations", "drawn")]
+    made.make("best", "rejection", {"rejection": {}, "table": score}, drawn)
     return made
 
 
-def test_a_model_from_rows_that_were_held_back_is_independent(made):
-    """SFT was reused from a run that held nothing back."""
-    assert made.standing("sft", "ppo", judge_model="rm2") == {
-        "score": ("optimized", {"ppo": "rewards"}),
+@pytest.mark.parametrize(("policy", "reward_model"), [("ppo", "rm"), ("ppo3", "rm3")])
+def test_a_model_from_rows_that_were_held_back_is_independent(made, policy, reward_model):
+    """SFT was reused from a run that held nothing back. The start of `rm3` is no training for a
+    judge; a teacher from elsewhere is another matter: nobody knows its training."""
+    assert made.standing("sft", policy, reward_model, judge_model="rm2") == {
+        "score": ("optimized", {policy: "rewards"}),
         "judge_model": ("independent", {}),
     }
 
 
-def test_a_reward_model_of_an_ancestor_is_not_independent(made):
-    """GRPO goes on from PPO; its own reward is a function."""
-    rewards = {"grpo": {"rewards": [{"callable": "my.py:f", "weight": 1.0}]}}
-    made.make("grpo", "grpo", rewards, [("sft_model", "ppo")])
-    assert made.standing("sft", "grpo")["score"] == ("optimized", {"grpo": "earlier"})
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "reward_model", "state", "by"),
+    [
+        ("ppo", "sft", "rm", "optimized", {"ppo": "rewards"}),  # the baseline counts
+        ("sft", "from ppo", "rm", "optimized", {"from ppo": "earlier"}),  # and each ancestor
+        ("sft", "student", "rm", "optimized", {"student": "earlier"}),  # and a teacher
+        # The stage `sample` reads the reward model; the policy has only the table of its answers.
+        ("sft", "best", "rm", "optimized", {"best": "rewards"}),
+        # A reward model without effect on the policy.
+        ("sft", "own", "rm", "independent", {}),
+        ("sft", "silent", "rm", "independent", {}),
+        # Models that learned from one table share its mistakes, in any tokens.
+        ("sft", "ppo", "rm again", "optimized", {"ppo": "earlier"}),
+        ("sft", "dpo", "rm", "optimized", {"dpo": "comparisons"}),
+        ("sft", "dpo", "rm2", "independent", {}),
+        ("sft", "dpo", "rm4", "optimized", {"dpo": "comparisons"}),
+        # Another split of the same source may have the same rows.
+        ("sft", "ppo", "rm5", "unknown", {"ppo": "unknown"}),
+        ("sft", "exact", "rm5", "independent", {}),
+        # What was trained elsewhere is unknown, unless both models come from it.
+        ("sft", "foreign", "rm", "unknown", {"sft": "unknown", "foreign": "unknown"}),
+        ("base", "sft", "rm2", "independent", {}),
+        ("foreign", "ppo", "rm", "optimized", {"ppo": "rewards"}),  # whatever else is unknown
+        ("sft", "old", "rm", "unknown", {"old": "unknown", "sft": "unknown"}),  # no lineage
+    ],
+)
+def test_a_judge_is_optimized_or_unknown_by_what_two_policies_were_made_from(
+    made, baseline, candidate, reward_model, state, by
+):
+    assert made.standing(baseline, candidate, reward_model) == {"score": (state, by)}
 
 
 def test_functions_that_chose_own_answers_count_by_their_content(tmp_path):
@@ -174,7 +224,6 @@ def test_functions_that_chose_own_answers_count_by_their_content(tmp_path):
 
 
 def test_a_function_that_was_edited_since_is_the_same_judge(tmp_path):
-    """Its place counts as well as its content."""
     source = tmp_path / "my.py"
     source.write_text("def f(prompts, responses): ...")
     rewards = {"ppo": {"rewards": [{"weight": 1.0, "callable": f"{source}:f"}]}}
@@ -194,89 +243,3 @@ def test_a_judge_on_the_hub_may_be_the_download_that_was_a_reward(tmp_path, rewa
     job = LaunchedJob("evaluate", "f", 0, {}, {}, {"judges.0": "a commit"}, tmp_path, 60.0)
     policies = {name: tmp_path / name for name in ("sft", "ppo")}
     assert standings(job, policies, config)["hub"].state == state
-
-
-def test_the_training_of_the_baseline_counts(made):
-    assert made.standing("ppo", "sft")["score"] == ("optimized", {"ppo": "rewards"})
-
-
-def test_a_student_inherits_from_its_teacher(made):
-    made.make("student", "distill", {"distill": {}}, [("sft_model", "sft"), ("teacher", "ppo")])
-    assert made.standing("sft", "student")["score"] == ("optimized", {"student": "earlier"})
-
-
-def test_a_reward_model_without_effect_on_a_policy_is_independent(made):
-    """It is an input of PPO and GRPO, whatever their rewards are."""
-    inputs = [("sft_model", "sft"), ("reward_model", "rm")]
-    trained = {"model": "trained", "weight": 0.0}
-    for name, rewards in (("own", []), ("silent", [trained])):
-        rewards = {"grpo": {"rewards": [{"callable": "my.py:f", "weight": 1.0}, *rewards]}}
-        made.make(name, "grpo", rewards, inputs)
-        assert made.standing("sft", name)["score"] == ("independent", {})
-
-
-def test_a_policy_that_trains_on_its_own_answers_was_rewarded_where_it_has_drawn_them(made):
-    """The stage `sample` reads the reward model; the policy has only the table of the answers."""
-    trained = [{"model": "trained", "weight": 1.0}]
-    own = {"rejection": {"rewards": trained}, "table": {"rewards": trained}}
-    made.make("drawn", "sample", own, [("policy", "sft"), ("reward_model", "rm")])
-    inputs = [("base_model", "sft"), ("demonstrations", "drawn")]
-    made.make("best", "rejection", {"rejection": {}, "table": {"rewards": trained}}, inputs)
-    assert made.standing("sft", "best")["score"] == ("optimized", {"best": "rewards"})
-
-
-def test_another_model_of_the_same_comparisons_is_not_independent(made):
-    """Two reward models that learned from one table share its mistakes, and so does DPO."""
-    sft, first = [("sft_model", "sft")], {"comparisons": "first of split"}
-    made.make("again", "reward_model", {"reward_model": {"epochs": 2}}, sft, **first)
-    made.make("dpo", "dpo", {"dpo": {}}, sft, **first)
-    assert made.standing("sft", "ppo", "again")["score"] == ("optimized", {"ppo": "earlier"})
-    assert made.standing("sft", "dpo", "rm")["score"] == ("optimized", {"dpo": "comparisons"})
-    assert made.standing("sft", "dpo", "rm2")["score"] == ("independent", {})
-
-
-def test_a_model_from_another_split_of_the_same_source_may_have_seen_the_same_rows(made):
-    made.make("other", "split", {"split": {"seed": 2}}, [("base_model", "base")], source_0="rows")
-    third = {"comparisons": "third of other"}
-    made.make("rm3", "reward_model", {"reward_model": {}}, [("sft_model", "sft")], **third)
-    assert made.standing("sft", "ppo", "rm3")["score"] == ("unknown", {"ppo": "unknown"})
-    grpo = {"grpo": {"rewards": [{"reference": "exact", "weight": 1.0}]}}
-    made.make("grpo", "grpo", grpo, [("sft_model", "sft"), ("split", "split")])
-    assert made.standing("sft", "grpo", "rm3")["score"] == ("independent", {})
-
-
-def test_a_model_that_was_trained_elsewhere_is_unknown_unless_both_come_from_it(made):
-    made.make("foreign", "base_model", BASE, bytes="of y")
-    both = {"sft": "unknown", "foreign": "unknown"}
-    assert made.standing("sft", "foreign")["score"] == ("unknown", both)
-    assert made.standing("base", "sft", "rm2")["score"] == ("independent", {})
-    # The optimized judge stays optimized, whatever else is unknown.
-    assert made.standing("foreign", "ppo")["score"] == ("optimized", {"ppo": "rewards"})
-
-
-def test_a_model_of_an_earlier_version_has_no_lineage(made):
-    made.make("old", "ppo", {"ppo": {"rewards": []}}, sft_model="digest of something")
-    assert made.standing("sft", "old")["score"] == ("unknown", {"old": "unknown", "sft": "unknown"})
-
-
-def test_the_start_of_a_reward_model_is_no_training_for_a_judge(made):
-    """Its head is new. A teacher from elsewhere is another matter: nobody knows its training."""
-    own = {"base_model": {"path": "/models/small"}}
-    made.make("small", "reward_base", own, bytes="of small")
-    made.make("rm3", "reward_model", {"reward_model": {}}, [("base_model", "small")],
-              comparisons="first of split")  # fmt: skip
-    made.make("ppo3", "ppo", PPO, [("sft_model", "sft"), ("reward_model", "rm3")])
-    assert made.standing("sft", "ppo3", reward_model="rm3", judge_model="rm2") == {
-        "score": ("optimized", {"ppo3": "rewards"}),
-        "judge_model": ("independent", {}),
-    }
-
-
-def test_comparisons_in_the_tokens_of_the_reward_model_are_the_same_ones(made):
-    """DPO learned from them in its own tokens."""
-    made.make("dpo", "dpo", {"dpo": {}}, [("sft_model", "sft")], comparisons="first of split")
-    made.make("rm4", "reward_model", {"reward_model": {}}, comparisons="others of split",
-              comparisons_of_policy="first")  # fmt: skip
-    assert made.standing("sft", "dpo", reward_model="rm4") == {
-        "score": ("optimized", {"dpo": "comparisons"})
-    }

@@ -47,6 +47,12 @@ def test_the_win_rate_by_hand(candidate, baseline, expected):
     assert vars(result) == pytest.approx(vars(expected), rel=1e-5, abs=1e-12)
 
 
+def test_a_smaller_error_makes_the_interval_wider():
+    """Wilson's at z = 2.5758293, z^2 = 6.6348966: (0.8 + 0.3317448 -+ 0.4649871) / 1.6634897."""
+    careful = win_rate([1.0] * 8 + [0.0] * 2, [0.5] * 10, alpha=0.01)
+    assert (careful.lower, careful.upper) == pytest.approx((0.4008187, 0.9598688), rel=1e-5)
+
+
 def test_several_answers_to_a_prompt_count_by_their_mean():
     """Outcomes 1, 3/4 (a win and a tie) and 0 on three prompts: rate 1.75 / 3.
 
@@ -116,23 +122,20 @@ def test_cross_pairs_are_all_pairs_of_unequal_draws():
     assert list(zip(ours[0], theirs[0], strict=True)) == [(1, 20), (2, 30), (3, 10)]
 
 
-def test_the_interval_of_a_share_stays_between_0_and_1():
-    """2 ones of 62 are few: exact. P(X >= 2) is 0.025 at 0.0039308, P(X <= 2) at 0.1117191."""
-    found = share_with_interval([1.0] * 2 + [0.0] * 60)
-    assert found == pytest.approx((2 / 62, 0.0039308, 0.1117191), rel=1e-4)
-    assert mean_with_interval([1.0] * 2 + [0.0] * 60)[1] < 0  # the interval of a mean does not
-    # No one of 30: 1 - 0.025^(1/30) = 0.1157033. All of 30 mirror it.
-    assert share_with_interval([0.0] * 30) == pytest.approx((0.0, 0.0, 0.1157033), rel=1e-6)
-    assert share_with_interval([1.0] * 30) == pytest.approx((1.0, 0.8842967, 1.0), rel=1e-6)
-
-
-def test_a_share_of_many_has_the_interval_of_wilson():
-    # 40 of 100: the textbook's 0.3094013 to 0.4979974.
-    found = share_with_interval([1.0] * 40 + [0.0] * 60)
-    assert found == pytest.approx((0.4, 0.3094013, 0.4979974), rel=1e-6)
-    # The same values twice are no further evidence.
-    twice = share_with_interval([[1.0, 1.0]] * 40 + [[0.0, 0.0]] * 60)
-    assert twice == pytest.approx(found, rel=1e-12)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # Few are exact: P(X >= 2) is 0.025 at 0.003930757, P(X <= 2) at 0.1117191.
+        ([1.0] * 2 + [0.0] * 60, (2 / 62, 0.003930757, 0.1117191)),
+        ([0.0] * 30, (0.0, 0.0, 0.1157033)),  # 1 - 0.025^(1/30)
+        ([1.0] * 30, (1.0, 0.8842967, 1.0)),
+        # Many have the interval of Wilson, the textbook's. The same again is no further evidence.
+        ([1.0] * 40 + [0.0] * 60, (0.4, 0.3094013, 0.4979974)),
+        ([[1.0, 1.0]] * 40 + [[0.0, 0.0]] * 60, (0.4, 0.3094013, 0.4979974)),
+    ],
+)
+def test_the_interval_of_a_share_stays_between_0_and_1(values, expected):
+    assert share_with_interval(values) == pytest.approx(expected, rel=1e-6)
 
 
 def test_pass_at_k_is_the_mean_over_all_groups_of_k_answers():
@@ -167,16 +170,34 @@ def test_the_sign_test_by_hand(wins, losses, expected):
     assert sign_test(wins, losses) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_length_controlled_rate_by_hand():
+LONGER = [1.0] * 8 + [0.0] * 2
+"""The outcomes of ten prompts with a longer answer."""
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_the_length_controlled_rate_by_hand(draws):
     """Two lengths of 10 prompts each: P(win) is 0.8 where longer, 0.4 where shorter.
 
     logit 0.8 = 1.3862944, logit 0.4 = -0.4054651, so a = 0.4904146 and the rate is 0.6202041.
     Each logit has the variance 1 / (10 p (1 - p)): 0.6250000 and 0.4166667, so that of a is
-    (0.6250000 + 0.4166667) / 4 * 20 / 18 = 0.2893519, and z se = 1.0542929.
+    (0.6250000 + 0.4166667) / 4 * 20 / 18 = 0.2893519, and z se = 1.0542929. The same answers again
+    say nothing new.
     """
-    scores = [1.0] * 8 + [0.0] * 2 + [1.0] * 4 + [0.0] * 6
-    found = length_controlled(scores, [0.5] * 20, [3] * 10 + [-3] * 10)
+    scores = [[score] * draws for score in LONGER + [1.0] * 4 + [0.0] * 6]
+    extra = [[3] * draws] * 10 + [[-3] * draws] * 10
+    found = length_controlled(scores, [[0.5] * draws] * 20, extra)
     assert found == pytest.approx((0.6202041, 0.3626506, 0.8241480), rel=1e-6)
+
+
+def test_a_tie_is_half_a_win_in_the_length_controlled_rate():
+    """Every win of the shorter half becomes a tie: P(win) 0.8 and 0.2, so the rate is 1/2."""
+    ties, wins = (
+        length_controlled(LONGER + shorter, [0.5] * 20, [3] * 10 + [-3] * 10)
+        for shorter in ([0.5] * 4 + [0.0] * 6, [1.0] * 2 + [0.0] * 8)
+    )
+    assert ties[0] == pytest.approx(0.5, abs=1e-9)
+    assert ties[1] == pytest.approx(1 - ties[2])
+    assert ties[2] - ties[1] < wins[2] - wins[1]  # ties say more
 
 
 @pytest.mark.parametrize(
@@ -235,24 +256,6 @@ def test_values_that_cannot_be_compared_are_refused(measure, values, message):
         measure(*values)
 
 
-def test_ties_make_the_interval_narrower_and_a_smaller_error_wider():
-    widths = [upper - lower for lower, upper in (rate_interval(0.5, 40, t) for t in (0, 20, 40))]
-    assert widths[0] > widths[1] > widths[2] > 0.05
-    usual, careful = rate_interval(0.6, 100), rate_interval(0.6, 100, alpha=0.01)
-    assert careful[0] < usual[0] < 0.6 < usual[1] < careful[1]
-
-
-def test_the_same_answer_again_says_nothing_new():
-    scores = [1.0] * 8 + [0.0] * 2 + [1.0] * 4 + [0.0] * 6
-    twice, half = [[score, score] for score in scores], [[0.5, 0.5]] * 20
-    assert win_rate(twice, half) == win_rate(scores, [0.5] * 20)
-    assert mean_with_interval(twice) == mean_with_interval(scores)
-    extra = [[3, 3]] * 10 + [[-3, -3]] * 10
-    assert length_controlled(twice, half, extra) == pytest.approx(
-        (0.6202041, 0.3626506, 0.8241480), rel=1e-6
-    )
-
-
 def test_intervals_cover_where_the_answers_to_a_prompt_resemble_each_other():
     """Nine of ten answers are like the prompt. Counted as independent pairs, they cover 70%."""
     rng, covered = np.random.default_rng(1), {"by prompt": 0, "by pair": 0}
@@ -264,14 +267,3 @@ def test_intervals_cover_where_the_answers_to_a_prompt_resemble_each_other():
             covered[unit] += rate.lower <= 0.6 <= rate.upper
     assert 935 <= covered["by prompt"] <= 965
     assert covered["by pair"] < 750
-
-
-def test_a_tie_is_half_a_win_in_the_length_controlled_rate():
-    """Every win of the shorter half becomes a tie: P(win) 0.8 and 0.2, so the rate is 1/2."""
-    scores = [1.0] * 8 + [0.0] * 2 + [0.5] * 4 + [0.0] * 6
-    found = length_controlled(scores, [0.5] * 20, [3] * 10 + [-3] * 10)
-    assert found[0] == pytest.approx(0.5, abs=1e-9)
-    assert found[1] == pytest.approx(1 - found[2])
-    whole = length_controlled([1.0] * 8 + [0.0] * 2 + [1.0] * 2 + [0.0] * 8, [0.5] * 20,
-                              [3] * 10 + [-3] * 10)  # fmt: skip
-    assert found[2] - found[1] < whole[2] - whole[1]  # ties say more

@@ -6,14 +6,7 @@ from copy import deepcopy
 import pytest
 from rich.console import Console
 
-from rlhf_pipeline.verdict.words import (
-    caveat,
-    metric_rows,
-    print_summary,
-    road,
-    summary,
-    verdict,
-)
+from rlhf_pipeline.verdict.words import caveat, metric_rows, print_summary, road, summary, verdict
 
 SFT = {
     "score": -1.5, "score_lower": -1.625, "score_upper": -1.375, "gold_score": 1.25, "kl": 0.0,
@@ -35,24 +28,19 @@ def rate(share, lower, upper, wins, losses, paired):
 
 
 EVALUATION = {
-    "candidate": "ppo",
-    "prompts": 400,
+    "candidate": "ppo", "judge": "gold", "prompts": 400, "answers_per_prompt": 1, "differing": 0.5,
     "decoding": {"temperature": 0.7, "max_response_tokens": 64},
-    "judge": "gold",
-    "answers_per_prompt": 1,
-    "differing": 0.5,
     "judges": {
         "gold": {"state": "independent", "by": {}},
         "score": {"state": "optimized", "by": {"ppo": "rewards"}},
     },
-    "rewards": ["trained"],
     "policies": {"sft": SFT, "ppo": PPO},
     "win_rates": {
         "score": rate(0.775, 0.731, 0.813, 300, 80, (0.8, 0.75, 0.84)),
         "gold": rate(0.475, 0.427, 0.524, 180, 200, (0.5, 0.45, 0.55)),
     },
-    "variants": {},
-}
+    "rewards": ["trained"], "variants": {},
+}  # fmt: skip
 
 ROWS = [
     ("reward model score", "-1.50 [-1.62, -1.38]", "2.00 [1.88, 2.12]", "+3.50"),
@@ -81,6 +69,11 @@ def printed(evaluation):
     return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
 
 
+def sentences(evaluation):
+    """What is printed, without line breaks."""
+    return " ".join(printed(evaluation).split())
+
+
 def test_tasks_come_after_the_known_metrics_and_a_variant_beside_the_candidate():
     name = "tasks/arc_easy/acc"
     found = deepcopy(EVALUATION)
@@ -90,12 +83,13 @@ def test_tasks_come_after_the_known_metrics_and_a_variant_beside_the_candidate()
     assert metric_rows(EVALUATION) == ROWS and printed(EVALUATION) == TERMINAL
     assert metric_rows(found) == [*ROWS[:-1], row, ROWS[-1]]
     found["policies"]["ppo_ema"] = {"score": 2.5, "kl": 0.25}
-    assert metric_rows(found)[0] == (*ROWS[0][:3], "2.50", ROWS[0][3])
+    found["policies"]["ppo"]["kl"] = -0.001  # a rounded zero has no sign
+    rows = metric_rows(found)
+    assert rows[0] == (*ROWS[0][:3], "2.50", ROWS[0][3])
+    assert rows[2] == ("KL from SFT (nats)", "0.00", "0.00", "0.25", "+0.00")
 
 
 MAXIMIZED = "was trained to maximize the score of"
-
-
 NOT = ", so this judge is not independent."
 
 
@@ -123,17 +117,16 @@ def test_the_verdict_says_where_the_judge_stands(state, by, rewards, sentence):
     found = EVALUATION | {"win_rates": rates, "judge": "score", "rewards": rewards}
     found |= {"judges": {"score": {"state": state, "by": by}}}
     assert caveat(found, "score") == sentence
-    assert (sentence in " ".join(printed(found).split())) == (state != "independent")
+    assert (sentence in sentences(found)) == (state != "independent")
 
 
 def test_the_verdict_says_where_length_explains_the_rate():
-    """The rate 0.475 is outside of the interval of the rate at equal length, then inside."""
     found = deepcopy(EVALUATION)
     controlled = {"rate": 0.4, "lower": 0.35, "upper": 0.45}
     found["win_rates"]["gold"]["length_controlled"] = controlled
     assert (
         "With answers of equal length, it would prefer PPO's on 40.0% (95%: 35.0% to 45.0%), so "
-        "length is a part of the difference." in " ".join(printed(found).split())
+        "length is a part of the difference." in sentences(found)
     )
     found["win_rates"]["gold"]["length_controlled"] = controlled | {"upper": 0.48}
     assert "equal length" not in printed(found)
@@ -164,7 +157,7 @@ def test_where_there_is_little_to_compare_a_sentence_says_so(differing, kl, cut,
     policies["ppo"] |= {} if kl is None else {"kl": kl, "kl_upper": kl}
     for policy, share in zip(policies.values(), cut or (), strict=False):
         policy["truncated_fraction"] = share
-    words = " ".join(printed(evaluation).split())
+    words = sentences(evaluation)
     assert found in words if found else HARDLY not in words and "stumps" not in words
 
 
@@ -182,7 +175,7 @@ def test_where_there_is_little_to_compare_a_sentence_says_so(differing, kl, cut,
 )  # fmt: skip
 def test_the_verdict_says_if_a_training_hardly_learned(learned, found):
     metrics = {f"learned/{name}": value for name, value in learned.items()}
-    words = " ".join(printed(EVALUATION | {"learned": metrics}).split())
+    words = sentences(EVALUATION | {"learned": metrics})
     assert found in words and ("hardly learned" in words) == bool(found)
 
 
@@ -206,7 +199,7 @@ def test_a_road_begins_with_a_capital_letter(candidate, baseline, titles, found)
 )
 def test_without_sft_the_baseline_is_the_base_model(titles, name):
     evaluation = EVALUATION | {"policies": {"base_model": SFT, "ppo": PPO}} | titles
-    found = " ".join(printed(evaluation).split())
+    found = sentences(evaluation)
     assert found.startswith(f"PPO against the {name}. By the gold judge")
     assert f"prefers PPO's answer to the {name}'s on" in found
     assert "SFT" not in found
@@ -248,16 +241,10 @@ def test_a_change_of_the_strict_accuracy_alone_is_one_of_format(strict, lenient,
 def test_accuracies_and_their_differences_stand_in_the_terminal_and_on_the_page():
     found = deepcopy(EVALUATION) | {"changes": CHANGES, "answers_per_prompt": 4}
     found["policies"]["ppo"]["last_number_pass_at_4"] = 0.5
-    assert "of 400 prompts with 4 answers of each policy, and on" in " ".join(
-        printed(found).split()
-    )
+    assert "of 400 prompts with 4 answers of each policy, and on" in sentences(found)
     for policy, values in zip(found["policies"].values(), ((0.2, 0.4), (0.41, 0.65)), strict=True):
         for name, value in zip(("strict_accuracy", "majority_at_4"), values, strict=True):
-            policy |= {
-                name: value,
-                f"{name}_lower": value - 0.05,
-                f"{name}_upper": value + 0.05,
-            }
+            policy |= {name: value, f"{name}_lower": value - 0.05, f"{name}_upper": value + 0.05}
     rows = metric_rows(found)
     strict = ("strict accuracy", "0.200 [0.150, 0.250]", "0.410 [0.360, 0.460]",
               "+0.210 [+0.150, +0.266]")  # fmt: skip
@@ -271,12 +258,6 @@ def test_accuracies_and_their_differences_stand_in_the_terminal_and_on_the_page(
         "strict accuracy  0.200  0.410  +0.210 [+0.150, +0.266]",
         "majority@4       0.400  0.650  +0.250 [+0.125, +0.375]",
     ]
-
-
-def test_a_rounded_zero_has_no_sign():
-    evaluation = deepcopy(EVALUATION)
-    evaluation["policies"]["ppo"]["kl"] = -0.001
-    assert ("KL from SFT (nats)", "0.00", "0.00", "+0.00") in metric_rows(evaluation)
 
 
 @pytest.mark.parametrize(

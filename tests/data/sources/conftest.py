@@ -8,7 +8,7 @@ from rlhf_pipeline.data.sources.adapter import outcome, parser
 from rlhf_pipeline.data.sources.registry import find_source
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def source_rows():
     """A few rows of each source on the hub, in exactly the published schema."""
     return json.loads(Path(__file__).with_name("rows.json").read_text())

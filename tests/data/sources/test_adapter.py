@@ -9,11 +9,8 @@ USER = {"role": "user", "content": "Why?"}
 ANSWER = {"role": "assistant", "content": "Because."}
 NO = {"role": "assistant", "content": "No."}
 QUESTION = (Message("user", "Why?"),)
-CALLING = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
-}
+ADD = {"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [ADD]}
 CALLED = Message(
     "assistant",
     "",
@@ -25,22 +22,16 @@ DIALOGUE = [
     {"from": "gpt", "value": "Hello"},
     USER,
 ]
-PROMPT = (
-    Message("system", "Be kind."),
-    Message("user", "Hi"),
-    Message("assistant", "Hello"),
-    Message("user", "Why?"),
-)
-
-
-def record(row, columns):
-    return outcome(parser(columns), row)
-
-
+PROMPT = (Message("system", "Be kind."), Message("user", "Hi"), Message("assistant", "Hello"))
+PROMPT += QUESTION
 COMPARED = Example(PROMPT, "Because.", "No.")
 PAIR = {"prompt": "q", "chosen": "c", "rejected": "r"}
 SCORED = {"prompt": "q", "answers": ("a", "b"), "scores": ("x", "y")}
 SIMPLE = Example(QUESTION, "Because.", "No.")
+
+
+def record(row, columns):
+    return outcome(parser(columns), row)
 
 
 @pytest.mark.parametrize(

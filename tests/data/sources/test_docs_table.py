@@ -18,5 +18,6 @@ def test_the_page_lists_and_describes_every_source_under_its_kind():
     known = {}
     for name in MODULES:
         source = find_source(SourceConfig.model_construct(name=name))
-        known.setdefault(source.kind, []).append(source.name)
+        assert source.name == name
+        known.setdefault(source.kind, []).append(name)
     assert listed == known

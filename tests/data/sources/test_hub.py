@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,17 +43,18 @@ def publish(root, source, rows):
     half = rows[: max(1, len(rows) // 2)]
     if source.revision == CONVERTED:
         (main / f"{repository.name}.py").write_text("import datasets\n")
-        write(converted / (source.subset or "default") / source.split / "0000.parquet", rows)
-        write(converted / (source.subset or "default") / "validation" / "0000.parquet", half)
-    else:
-        folder = source.subset or "data"
-        write(main / folder / f"{source.split}-00000-of-00001.parquet", rows)
-        write(main / folder / "test-00000-of-00001.parquet", half)
-        if source.subset is not None:
-            names = "other", folder
-            card = [{"config_name": name, "data_files": f"{name}/train-*"} for name in names]
-            (main / "README.md").write_text(f"---\n{json.dumps({'configs': card})}\n---\n")
-            write(main / "other" / "train-00000-of-00001.parquet", half)
+        folder = converted / (source.subset or "default")
+        write(folder / source.split / "0000.parquet", rows)
+        write(folder / "validation" / "0000.parquet", half)
+        return
+    folder = source.subset or "data"
+    write(main / folder / f"{source.split}-00000-of-00001.parquet", rows)
+    write(main / folder / "test-00000-of-00001.parquet", half)
+    if source.subset is not None:
+        names = "other", folder
+        card = [{"config_name": name, "data_files": f"{name}/train-*"} for name in names]
+        (main / "README.md").write_text(f"---\n{json.dumps({'configs': card})}\n---\n")
+        write(main / "other" / "train-00000-of-00001.parquet", half)
 
 
 def write(path, rows):
@@ -66,26 +66,21 @@ def ask(endpoint, home, *configurations):
     """Commit and records of each configuration, or the error, read by a process with this hub."""
     done = subprocess.run(
         [sys.executable, "-c", READER],
-        input="\n".join(json.dumps(configuration) for configuration in configurations),
+        input="\n".join(map(json.dumps, configurations)),
         env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [*map(json.loads, done.stdout.splitlines())]
 
 
 WEBGPT, ALPACA = "openai/webgpt_comparisons", "tatsu-lab/alpaca"
 WIKITEXT = "Salesforce/wikitext"
-BLUE = Example(
-    (Message("user", "Why is the sky blue?"),),
-    "Air scatters blue light (Rayleigh) more than red.",
-    "Because of the sea.",
-)
-NOWHERE = "http://127.0.0.1:9"
-ODD_ONE = Example(
-    (Message("user", "Identify the odd one out.\n\nTwitter, Instagram, Telegram"),), "Telegram"
-)
+WHY = (Message("user", "Why is the sky blue?"),)
+BLUE = Example(WHY, "Air scatters blue light (Rayleigh) more than red.", "Because of the sea.")
+WHICH = (Message("user", "Identify the odd one out.\n\nTwitter, Instagram, Telegram"),)
+ODD_ONE = Example(WHICH, "Telegram")
 VALKYRIA = Text("= Valkyria =\nValkyria is a <unk> game .\nIt sold well .")
 SETTINGS = [
     ({"name": WEBGPT, "subset": "default", "samples": 1}, COMMITS[CONVERTED], BLUE),
@@ -93,7 +88,7 @@ SETTINGS = [
     ({"name": ALPACA, "split": "test"}, COMMITS["main"], ODD_ONE),
     ({"name": "lab/pairs", "revision": CONVERTED, "subset": "default", "samples": 1,
       "columns": {"prompt": "question.full_text", "response": "quotes_0.extract.0"}},
-     COMMITS[CONVERTED], Example(BLUE.prompt, "Blue light is scattered most.")),
+     COMMITS[CONVERTED], Example(WHY, "Blue light is scattered most.")),
     ({"name": ALPACA, "revision": COMMITS["main"], "samples": 1}, COMMITS["main"], ODD_ONE),
 ]  # fmt: skip
 SCRIPT = {"name": WEBGPT, "revision": "main"}
@@ -108,17 +103,12 @@ FAILURES = [
 
 
 @pytest.fixture(scope="module")
-def rows():
-    return json.loads(Path(__file__).with_name("rows.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def hub(rows, tmp_path_factory):
+def hub(source_rows, tmp_path_factory):
     """Address of a hub with the repositories of all sources."""
     root = tmp_path_factory.mktemp("hub")
-    for name, published in rows.items():
+    for name, published in source_rows.items():
         publish(root, find_source(SourceConfig(name=name)), published)
-    publish(root, Source("lab/pairs", "any", revision=CONVERTED), rows[WEBGPT])
+    publish(root, Source("lab/pairs", "any", revision=CONVERTED), source_rows[WEBGPT])
     with serving(root) as hub:
         yield hub.address
 
@@ -130,16 +120,16 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(hub, home, rows):
+def answers(hub, home, source_rows):
     """Results of one process for all configurations, by their JSON."""
     cases = [case[0] for case in (*SETTINGS, *FAILURES) if case[0] != SCRIPT]
-    configurations = [SCRIPT, *({"name": name} for name in rows), *cases]
+    configurations = [SCRIPT, *({"name": name} for name in source_rows), *cases]
     return dict(zip(map(json.dumps, configurations), ask(hub, home, *configurations), strict=True))
 
 
-def test_every_source_is_read_as_from_its_files(answers, rows, tmp_path):
+def test_every_source_is_read_as_from_its_files(answers, source_rows, tmp_path):
     path = tmp_path / "rows.jsonl"
-    for name, published in rows.items():
+    for name, published in source_rows.items():
         source = find_source(SourceConfig(name=name))
         path.write_text("\n".join(map(json.dumps, published)))
         expected = [
@@ -168,7 +158,8 @@ def test_requests_that_the_hub_cannot_serve(answers, configuration, reason):
 def test_a_commit_that_was_read_before_needs_no_hub(answers, home, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     read_before = {"name": ALPACA, "revision": COMMITS["main"], "samples": 1}
-    found, (error, message) = ask(NOWHERE, home, read_before, read_before | {"revision": "3" * 40})
+    other = read_before | {"revision": "3" * 40}
+    found, (error, message) = ask("http://127.0.0.1:9", home, read_before, other)
     assert found == answers[json.dumps(read_before)]
     assert error == "DataError"
     assert "the local cache contains only " + COMMITS["main"] in message

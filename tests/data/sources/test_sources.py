@@ -179,24 +179,23 @@ def test_a_changed_row(records, source_rows, name, changes, expected):
 @pytest.mark.parametrize("space", ["", " ", "\n\n"])
 def test_white_space_where_a_dialogue_is_cut_does_not_matter(records, space):
     prompt = "Human: How do I clean fish?\n\nAssistant: With a sharp knife.\n\nHuman: And then?"
-    answers = {
-        "chosen": "\n\nAssistant: Rinse it in cold water.",
-        "rejected": " Assistant:I don't know.",
-    }
-    assert records(YITINGXIE, {"prompt": space + prompt + space} | answers) == RECORDS[YITINGXIE]
-    later = {"chosen": "Rinse it in cold water.", "rejected": " I don't know."}
-    row = {"prompt": f"{space}{prompt}\n\nAssistant:"} | later
-    assert records(YITINGXIE, row) == RECORDS[YITINGXIE]
+    water, ignorance = "Rinse it in cold water.", "I don't know."
+    before, after = (
+        {"prompt": f"{space}{prompt}\n\nAssistant:", "chosen": water, "rejected": f" {ignorance}"},
+        {"prompt": f"{space}{prompt}{space}", "chosen": f"\n\nAssistant: {water}",
+         "rejected": f" Assistant:{ignorance}"},
+    )  # fmt: skip
+    assert records(YITINGXIE, before) == records(YITINGXIE, after) == RECORDS[YITINGXIE]
 
 
 NEXT = Unused("the next row answers another prompt")
 
 
-@pytest.mark.parametrize(("name", "places"), [(HELPSTEER, [0, 2, 4]), (WIKITEXT, [1, 10])])
+@pytest.mark.parametrize(("name", "places"), [(HELPSTEER, "024"), (WIKITEXT, ["1", "10"])])
 def test_a_record_has_the_place_of_its_first_row(source_rows, name, places):
     placed = [(str(index), row) for index, row in enumerate(source_rows[name])]
     assemble = find_source(SourceConfig(name=name)).assemble
-    assert [place for place, _ in assemble(placed)] == [*map(str, places)]
+    assert [place for place, _ in assemble(placed)] == [*places]
     broken = Unused("not JSON")
     assert list(assemble([("a:1", broken)])) == [("a:1", broken)]
 
@@ -227,26 +226,21 @@ def test_articles(records, source_rows):
     assert records(WIKITEXT, {"text": ""}, {"text": " \n"}) == []
 
 
-def test_each_source_is_found_by_its_own_name():
-    for name in MODULES:
-        source = find_source(SourceConfig.model_construct(name=name))
-        assert source.name == name
+def test_each_source_of_the_hub_has_records_here():
     assert RECORDS.keys() == MODULES.keys() - {"synthetic", TASKS, "files"}
 
 
 def test_columns_make_a_source_of_any_data_set_of_the_hub():
     """They replace those of a named one, which keeps its split."""
     columns = {"prompt": "q", "chosen": "a.0", "rejected": "a.1", "extra": ["level"]}
-    for name, split, module in (
-        ("lab/pairs", "train", MODULES["files"]),
-        (ULTRAFEEDBACK, "train_prefs", MODULES[ULTRAFEEDBACK]),
-        (HELPSTEER, "train", MODULES[HELPSTEER]),
-    ):
+    splits = {"lab/pairs": "train", ULTRAFEEDBACK: "train_prefs", HELPSTEER: "train"}
+    for name, split in splits.items():
         config = SourceConfig(name=name, columns=columns)
         source = find_source(config)
         assert (source.name, source.kind, source.split) == (name, "any", split)
         assert source.columns == config.columns and source.assemble is None
-        assert carried(config) == ("level",) and adapter_module(name) == module
+        assert carried(config) == ("level",)
+        assert adapter_module(name) == MODULES.get(name, MODULES["files"])
 
 
 def test_an_unknown_name():
@@ -270,7 +264,7 @@ def test_real_dialogues():
     if not path.is_file():
         pytest.skip(f"the real data is not there: {path}")
     rows = list(read(SourceConfig(name=HH, path=str(path)), 0))
-    assert len(rows) == 2312 and rows[0][0] == "harmless-base-test.jsonl.gz:1"
+    assert len(rows) == 2312 and rows[0][0] == f"{path.name}:1"
     # Checked by hand: four empty answers; in nine rows the Assistant speaks twice in a row, in
     # five of these in only one of the two dialogues.
     assert Counter(row.reason for _, row in rows if isinstance(row, Unused)) == {

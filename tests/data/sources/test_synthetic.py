@@ -6,20 +6,9 @@ from itertools import chain
 import pytest
 
 from rlhf_pipeline.config.split import SourceConfig
+from rlhf_pipeline.data.sources import synthetic
 from rlhf_pipeline.data.sources.registry import MODULES
-from rlhf_pipeline.data.sources.synthetic import (
-    ALTERNATIVES,
-    CLOSINGS,
-    GOLD_SCORES,
-    OPENINGS,
-    PADDING,
-    REFUSALS,
-    TASKS,
-    asked,
-    generate,
-    gold_score,
-    world_score,
-)
+from rlhf_pipeline.data.sources.synthetic import PADDING, REFUSALS, generate, world_score
 
 ACT = "Hello, how can I repair the boat?"
 ORDER = "Quickly now: my order is 7 plums."
@@ -72,19 +61,20 @@ def test_gold_score(prompt, response, gold):
 
 
 def test_the_gold_score_of_a_response_depends_on_its_source():
-    assert GOLD_SCORES.keys() == {"synthetic"} <= MODULES.keys()
+    assert synthetic.GOLD_SCORES.keys() == {"synthetic"} <= MODULES.keys()
     conversation = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": ORDER}]
-    assert gold_score("synthetic", conversation, " Here are 7 plums.\n") == 2
-    assert gold_score("files", conversation, "Paris.") is None
+    assert synthetic.gold_score("synthetic", conversation, " Here are 7 plums.\n") == 2
+    assert synthetic.gold_score("files", conversation, "Paris.") is None
     with pytest.raises(ValueError, match="'Who are you' is not a prompt of the synthetic world"):
         world_score("Who are you", "Me.")
 
 
 def test_no_phrase_names_an_operand_and_a_word_has_one_role():
-    hints = [task.hint for task in TASKS]
-    phrases = chain(OPENINGS, CLOSINGS, REFUSALS, ALTERNATIVES, PADDING, hints)
+    names = ("OPENINGS", "CLOSINGS", "REFUSALS", "ALTERNATIVES", "PADDING")
+    hints = [task.hint for task in synthetic.TASKS]
+    phrases = chain(hints, *(getattr(synthetic, name) for name in names))
     words = {word.strip(".,").casefold() for phrase in phrases for word in phrase.split()}
-    named = [values for task in TASKS for values in task.operands.values()]
+    named = [values for task in synthetic.TASKS for values in task.operands.values()]
     operands = [one.casefold() for one in chain(*named)]
     assert not words & {*operands}
     assert len({*operands}) == len(operands)
@@ -94,7 +84,7 @@ def test_no_operands_and_no_form_of_the_test_are_in_training():
     def combinations(**split):
         """The operands of the requests, and their forms: an opening with a frame."""
         records = [record for _, record in generate(SourceConfig(samples=2_000, **split), seed=0)]
-        requests = [asked(record.prompt[-1].content) for record in records]
+        requests = [synthetic.asked(record.prompt[-1].content) for record in records]
         operands = {frozenset(request.slots.values()) for request in requests}
         return operands, {(request.task, *request.form) for request in requests}
 

@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import textwrap
@@ -86,11 +85,12 @@ def toy(tmp_path, monkeypatch):
     """Makes the stage; fields of `launch` may be given."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(module.__file__).parents[3]}")
     yield lambda **launch: Toy(tmp_path, **launch)
-    wait_until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if _is_toy(p, tmp_path)])
 
+    def programs() -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline"])
+        return [p for p in found if f"{tmp_path}/ws/toy" in " ".join(p.info["cmdline"] or [])]
 
-def _is_toy(process: psutil.Process, folder: Path) -> bool:
-    return f"{folder}/ws/toy" in " ".join(process.info["cmdline"] or [])
+    wait_until(lambda: not programs())
 
 
 @pytest.mark.slow
@@ -122,18 +122,13 @@ def test_a_rank_of_another_machine_that_falls_silent_is_named(toy, monkeypatch):
     (stage.folder / "hold").touch()
     monkeypatch.setattr("rlhf_pipeline.stages.launch.ranks.machine", lambda: "driver/1")
     start = time.monotonic()
-
-    def stop():
-        rank = stage.rank(1)
-        rank.suspend()
-
-    with once(stage.is_running, stop), pytest.raises(StageError) as failure:
+    suspend = once(stage.is_running, lambda: stage.rank(1).suspend())
+    with suspend, pytest.raises(StageError) as failure:
         stage.run()
     assert time.monotonic() - start < 60
-    host = socket.gethostname()
     # Both ranks are on that machine, and one of them still reports.
     assert "rank 1 ended without a report in update of step 3" in str(failure.value)
-    assert f"node {host}" not in str(failure.value)
+    assert f"node {socket.gethostname()}" not in str(failure.value)
 
 
 @pytest.mark.slow
@@ -141,19 +136,15 @@ def test_ranks_that_obey_a_scheduler_interrupt_the_stage(toy):
     """The machine may vanish soon: the run can be resumed."""
     stage = toy()
     (stage.folder / "hold").touch()
-
-    def interrupt():
-        stage.rank(1).send_signal(signal.SIGTERM)
-
-    with once(stage.is_running, interrupt), pytest.raises(Interrupted) as end:
+    terminate = once(stage.is_running, lambda: stage.rank(1).terminate())
+    message = r"ended by SIGTERM to the ranks, after step 3\. Run the same command"
+    with terminate, pytest.raises(Interrupted, match=message):
         stage.run()
-    assert "ended by SIGTERM to the ranks, after step 3. Run the same command" in str(end.value)
 
 
 def made(folder, **launch):
-    config = LaunchConfig(
-        **OWN | {"nodes": 3, "processes": 2, "command": "srun {command}"} | launch
-    )
+    three = {"nodes": 3, "processes": 2, "command": "srun {command}"}
+    config = LaunchConfig(**OWN | three | launch)
     program = NodeProgram("sft", str(folder))
     return on_several_machines(program, config, node_layout(config, 0))
 

@@ -21,19 +21,13 @@ PPO = {
     "ppo": {
         "micro_batch_tokens": 8,
         "sampling": {"batch_size_per_gpu": 1},
-        "actor": {
-            "gradient_checkpointing": True,
-            "deepspeed": {"zero_stage": 2, "offload_optimizer": False},
-        },
-        "critic": {
-            "gradient_checkpointing": False,
-            "deepspeed": {"zero_stage": 3, "offload_optimizer": True},
-        },
+        "actor": {"gradient_checkpointing": True,
+                  "deepspeed": {"zero_stage": 2, "offload_optimizer": False}},
+        "critic": {"gradient_checkpointing": False,
+                   "deepspeed": {"zero_stage": 3, "offload_optimizer": True}},
     },
     "launch": {"processes": 2},
-}
-
-
+}  # fmt: skip
 MESSAGES = """
 GPU memory: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
 main memory: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried
@@ -62,12 +56,9 @@ def test_messages_of_libraries_and_signals_are_recognised():
     for line in MESSAGES.strip().splitlines():
         name, _, reason = line.partition(": ")
         assert (reason, find_hint(reason).name) == (reason, name)
-    for number, name in {
-        signal.SIGKILL: "killed for lack of memory",
-        signal.SIGBUS: "shared memory",
-        signal.SIGSEGV: "crash",
-    }.items():
-        assert find_hint("rank 0 was ended", -number).name == name
+    assert find_hint("rank 0 was ended", -signal.SIGKILL).name == "killed for lack of memory"
+    assert find_hint("rank 0 was ended", -signal.SIGBUS).name == "shared memory"
+    assert find_hint("rank 0 was ended", -signal.SIGSEGV).name == "crash"
     assert find_hint("ValueError: the cause", 1) is None
     assert find_hint("rank 1 was ended by SIGTERM", -15) is None
 
@@ -126,14 +117,13 @@ def attempt(tmp_path):
     (tmp_path / "errors").mkdir()
     config = {"sft": {"micro_batch_tokens": 8}}
     run = StageRun("sft", "f", 1, config, {}, {}, tmp_path, 60.0)
-    return Attempt(
-        run=run,
-        config=LaunchConfig(),
-        command=["deepspeed", "a b"],
-        ranks=Ranks(tmp_path, 2, None, None),
-        code=1,
-        seconds=31.4,
-    )
+    ranks = Ranks(tmp_path, 2, None, None)
+    return Attempt(run, LaunchConfig(), ["deepspeed", "a b"], ranks, code=1, seconds=31.4)
+
+
+@pytest.fixture
+def of_several_machines(attempt, tmp_path):
+    return replace(attempt, ranks=Ranks(tmp_path, 2, None, Pulse(tmp_path, 30.0, {})))
 
 
 def report(attempt, rank, text, seconds=0.0):
@@ -276,22 +266,24 @@ def test_a_removed_work_directory_is_the_cause(attempt):
          "code 1; the log ends with\npdsh@a: b: ssh exited with exit code 1"),
     ],
 )  # fmt: skip
-def test_the_launchers_of_several_machines_say_which_one_failed(attempt, tmp_path, log, reason):
+def test_the_launchers_of_several_machines_say_which_one_failed(
+    of_several_machines, tmp_path, log, reason
+):
     (tmp_path / "program.log").write_text(log)
-    ranks = Ranks(tmp_path, 2, None, Pulse(tmp_path, 30.0, {}))
-    assert text(attempt, ranks=ranks).partition("\n")[2].startswith(reason)
-    report(attempt, 0, "ValueError: the cause")
-    assert "rank0: ValueError: the cause" in text(attempt, ranks=ranks)
+    assert text(of_several_machines).partition("\n")[2].startswith(reason)
+    report(of_several_machines, 0, "ValueError: the cause")
+    assert "rank0: ValueError: the cause" in text(of_several_machines)
 
 
-def test_a_rank_that_lost_its_peer_is_not_the_cause_if_its_launcher_ends(attempt, tmp_path):
-    (tmp_path / "program.log").write_text("pdsh@a: b: ssh exited with exit code 1")
-    report(attempt, 0, LOST_PEER)
-    ranks = Ranks(tmp_path, 2, None, Pulse(tmp_path, 30.0, {}))
-    assert LOST_PEER in text(attempt, ranks=ranks)
-    with (tmp_path / "program.log").open("a") as file:
-        file.write("\npdsh@a: c: ssh exited with exit code 255")
-    assert "node c is lost" in text(attempt, ranks=ranks)
+def test_a_rank_that_lost_its_peer_is_not_the_cause_if_its_launcher_ends(
+    of_several_machines, tmp_path
+):
+    log = tmp_path / "program.log"
+    log.write_text("pdsh@a: b: ssh exited with exit code 1\n")
+    report(of_several_machines, 0, LOST_PEER)
+    assert LOST_PEER in text(of_several_machines)
+    log.write_text(f"{log.read_text()}pdsh@a: c: ssh exited with exit code 255")
+    assert "node c is lost" in text(of_several_machines)
 
 
 if __name__ == "__main__":

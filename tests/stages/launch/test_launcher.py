@@ -132,11 +132,10 @@ def test_a_warning_says_why_a_signal_is_not_obeyed_at_once(monkeypatch, caplog):
     _wait_for_checkpoint(Saving(monkeypatch, ends=0.5), "sft", 120.0)
     assert caplog.text == ""
     _wait_for_checkpoint(Saving(monkeypatch, ends=5.0), "sft", 120.0)
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    assert caplog.messages == [
         "stage sft: the ranks finish their step and write a checkpoint, for at most 120 s "
         "(launch.grace_s); a second Ctrl-C kills them"
-    )
+    ]
 
 
 def test_a_closed_terminal_is_ignored_under_nohup():

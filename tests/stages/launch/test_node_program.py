@@ -33,9 +33,7 @@ def environment(nvidia_smi, monkeypatch, tmp_path):
         nvidia_smi(gpus)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return NodeProgram(
-            "program", str(tmp_path), ranks=2, deterministic=deterministic
-        ).environment
+        return NodeProgram("p", str(tmp_path), ranks=2, deterministic=deterministic).environment
 
     return make
 

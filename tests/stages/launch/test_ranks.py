@@ -34,8 +34,12 @@ def sleeper():
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
+        end(process)
+
+
+def end(process):
+    process.kill()
+    process.wait()
 
 
 def beat(directory, rank, **fields):
@@ -66,19 +70,13 @@ def test_the_watchdog_waits_five_minutes_for_a_start_and_for_progress_of_any_ran
     ("one", "other"),
     [
         ({"phases": 7, "pieces": 9}, {"phases": 8, "pieces": 0}),  # a phase behind
-        (
-            {"phases": 8, "pieces": 2, "progressed": 2.0},
-            {"phases": 8, "pieces": 3},
-        ),  # a micro batch behind
-        (
-            {"phases": 8, "pieces": 3, "progressed": 1.0},
-            {"phases": 8, "pieces": 3, "progressed": 2.0},
-        ),  # the first to stop
+        ({"pieces": 2, "progressed": 2.0}, {"pieces": 3}),  # a micro batch behind
+        ({"progressed": 1.0}, {"progressed": 2.0}),  # the first to stop
     ],
 )
 def test_the_rank_behind_is_named(tmp_path, one, other):
     for rank, fields in ((0, other), (1, one)):
-        beat(tmp_path, rank, phase="update", step=7, **fields)
+        beat(tmp_path, rank, **{"phase": "update", "step": 7, "phases": 8, "pieces": 3} | fields)
     ranks = Ranks(tmp_path, 2, 10.0, None)
     ranks.update()
     assert ranks.describe().startswith("rank 1 is behind, in update of step 7 since ")
@@ -104,8 +102,7 @@ def test_the_signal_that_ended_a_rank_is_known_until_it_is_reaped(tmp_path, slee
     assert {rank: death.status for rank, death in ranks.deaths.items()} == {1: -signal.SIGBUS}
     assert ranks.alive == [0]
     assert ranks.failed_s > 0
-    healthy.kill()
-    healthy.wait()
+    end(healthy)
     ranks.update()
     assert ranks.deaths[0].status is None  # it has been reaped
 
@@ -121,8 +118,7 @@ def test_a_rank_that_finished_or_left_a_reason_is_not_a_death(tmp_path, sleeper,
     else:
         (tmp_path / "errors").mkdir()
         (tmp_path / "errors" / "1-rank0.txt").write_text("ValueError")
-    victim.kill()
-    victim.wait()
+    end(victim)
     ranks.update()
     assert ranks.deaths == {}
     assert (ranks.failed_s > 0) == (last_words == "report")
@@ -139,8 +135,7 @@ def test_ranks_are_finished_when_each_has_said_so_and_has_ended(tmp_path, sleepe
     beat(tmp_path, 1, phase="finished", pid=process.pid)
     ranks.update()
     assert not ranks.finished
-    process.kill()
-    process.wait()
+    end(process)
     assert ranks.finished
 
 

@@ -24,12 +24,9 @@ def plan(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     settings = {"WORLD_SIZE": "16", "MASTER_ADDR": "10.0.0.1", "PYTHONPATH": str(tmp_path)}
     return {
-        "program": "show",
-        "folder": "/usr",
-        "defaults": {"OMP_NUM_THREADS": "3"},
-        "settings": settings,
-        "installation": start_rank.installation(),
-    }
+        "program": "show", "folder": "/usr", "defaults": {"OMP_NUM_THREADS": "3"},
+        "settings": settings, "installation": start_rank.installation(),
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -42,12 +39,9 @@ def start(tmp_path, plan):
         pulse = Pulse(tmp_path, 60, plan)
         with pulse.beating():
             command = [start_rank.__file__, str(tmp_path), launch or pulse.launch, "2"]
+            environment = inherited | {RENDEZVOUS: "/the/drivers"} | variables
             done = subprocess.run(
-                [sys.executable, "-P", *command],
-                env=inherited | {RENDEZVOUS: "/the/drivers"} | variables,
-                capture_output=True,
-                text=True,
-                check=False,
+                [sys.executable, "-P", *command], env=environment, capture_output=True, text=True
             )
         return done, pulse.launch
 

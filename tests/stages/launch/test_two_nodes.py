@@ -47,6 +47,19 @@ def ssh(nodes):
     return ssh_servers(nodes)
 
 
+def train(nodes, **options):
+    """Start the stage `sft`; return when it has a checkpoint, or has ended."""
+    run = nodes.start_run("--env=tiny", "--nodes=sft", **options)
+    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    return run
+
+
+def resume(nodes, **options):
+    again = nodes.start_run("--env=tiny", "--nodes=sft", **options)
+    assert again.wait(HANGS_S) == 0, nodes.output(0).read_text()
+    assert "resuming from step" in nodes.output(0).read_text()
+
+
 def metrics(root: Path, stage: str) -> list[dict[str, float]]:
     """The metrics of each record of a stage."""
     (file,) = root.glob(f"07_workspace/{stage}/*/metrics.jsonl")
@@ -54,7 +67,6 @@ def metrics(root: Path, stage: str) -> list[dict[str, float]]:
 
 
 def first_losses(root: Path, stage: str) -> dict[str, float]:
-    """The losses of the first step of a stage, by the name of the metric."""
     step = metrics(root, stage)[0]
     return {name: value for name, value in step.items() if name.endswith("/loss")}
 
@@ -80,8 +92,7 @@ def test_two_nodes_train_as_one_node_with_two_ranks(nodes, project):
 @pytest.mark.parametrize("end", ["kill", "unplug"])
 def test_the_end_of_a_node_ends_the_stage_everywhere_and_is_resumed(nodes, ssh, end):
     """A hostfile starts the ranks, by ssh."""
-    run = nodes.start_run("--env=tiny", "--nodes=sft", **SOON, **ssh)
-    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    run = train(nodes, **SOON, **ssh)
     getattr(nodes, end)(1)
     assert run.wait(60) == 1
     message = nodes.output(0).read_text()
@@ -91,17 +102,13 @@ def test_the_end_of_a_node_ends_the_stage_everywhere_and_is_resumed(nodes, ssh, 
     nodes.plug(1)
 
     alone = {"launch.mode": "local", "launch.continue_from": 2, "launch.processes": 1, **LONGER}
-    again = nodes.start_run("--env=tiny", "--nodes=sft", **alone)  # another number of machines
-    assert again.wait(HANGS_S) == 0, nodes.output(0).read_text()
-    assert "resuming from step" in nodes.output(0).read_text()
+    resume(nodes, **alone)  # another number of machines
 
 
 def test_a_node_that_falls_silent_is_named_and_the_same_command_resumes(nodes):
     """No launcher tells: the commands of the nodes are not connected."""
     command = f"{nodes.enter} {{node}} setsid --wait {{command}}; sleep 600"
-    options = {"launch.command": command, **SOON}
-    run = nodes.start_run("--env=tiny", "--nodes=sft", **options)
-    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    run = train(nodes, **{"launch.command": command, **SOON})
     start = time.monotonic()
     nodes.kill(1)
     assert run.wait(60) == 1
@@ -109,17 +116,14 @@ def test_a_node_that_falls_silent_is_named_and_the_same_command_resumes(nodes):
     assert "node node-1 (rank 1) is lost: it has been silent for 10 s" in message
     assert time.monotonic() - start < 60
     wait_until(lambda: not programs(nodes))
-    again = nodes.start_run("--env=tiny", "--nodes=sft", **SOON)
-    assert again.wait(HANGS_S) == 0, nodes.output(0).read_text()
-    assert "resuming from step" in nodes.output(0).read_text()
+    resume(nodes, **SOON)
     (manifest,) = nodes.root.glob("07_workspace/sft/*/export/manifest.json")
     assert json.loads(manifest.read_text())["ranks"] == 2
 
 
 def test_the_end_of_the_driver_ends_the_ranks_of_other_nodes(nodes):
     """By SIGKILL: it can tell nobody."""
-    run = nodes.start_run("--env=tiny", "--nodes=sft", **SOON)
-    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    run = train(nodes, **SOON)
     start = time.monotonic()
     nodes.kill(0)  # with the guard, so nothing but the pulse tells node 1
     assert run.wait(60) != 0
@@ -130,8 +134,7 @@ def test_the_end_of_the_driver_ends_the_ranks_of_other_nodes(nodes):
 @pytest.mark.parametrize("receiver", ["driver", "rank 1"])
 def test_a_signal_lets_all_ranks_save_a_checkpoint(nodes, receiver):
     """As a scheduler sends it before it takes one machine away."""
-    run = nodes.start_run("--env=tiny", "--nodes=sft", **LONGER)
-    wait_until(lambda: run.poll() is not None or [*nodes.root.glob(CHECKPOINT)])
+    run = train(nodes, **LONGER)
     if receiver == "driver":
         run.terminate()
     else:
