@@ -5,7 +5,8 @@
 
 Each experiment draws the outcomes of some prompts: wins, ties and losses of a known rate, or scores
 of a known mean. The table shows the lowest and the highest coverage over several true values. The
-last lines are how often the gate promotes a candidate that is as good as SFT.
+next lines are how often the gate promotes a candidate that is as good as SFT. The second table is
+that of a study: the rates of recipes over training seeds and prompts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rlhf_pipeline.config.evaluate import RegisterConfig
 from rlhf_pipeline.verdict.answers import Answer
 from rlhf_pipeline.verdict.comparison import Standing
 from rlhf_pipeline.verdict.gate import Evidence, decide
+from rlhf_pipeline.verdict.recipes import estimate, pairs_of
 from rlhf_pipeline.verdict.statistics import (
     cross_pairs,
     length_controlled,
@@ -37,6 +39,11 @@ PROMPTS = (64, 160, 512)
 TIES = (0.0, 0.2, 0.5)
 RATES = (0.5, 0.6, 0.75, 0.9)
 """Share of wins among the prompts without a tie."""
+SEEDS = (3, 5, 10)
+RATIOS = (0.0, 1.0, 10.0)
+"""Variance between seeds, in units of that of a mean over prompts which differ by 0.15."""
+SPREADS = (0.05, 0.15, 0.25)
+"""Standard deviations of the true rate between prompts."""
 DRAWS = 4
 """Answers to each prompt in the lines with several draws."""
 LIKE = (0.0, 0.5, 0.9)
@@ -74,6 +81,43 @@ def main() -> None:
             f"{share:.1%} of {families} test sets promoted an equal policy; candidates: {tries}, "
             f"prompts: 200, answers to each: {draws}"
         )
+    console.print(of_studies(max(100, experiments // 5)))
+
+
+def of_studies(experiments: int) -> Table:
+    """Coverage of the rate of a recipe, and how often one of two equal recipes is called better."""
+    table = Table(title=f"Studies of {PROMPTS[0]} and {PROMPTS[-1]} prompts")
+    for column in ("seeds", "variance between seeds", "lowest", "highest", "equal, called unequal"):
+        table.add_column(column, justify="right")
+    for seeds, ratio in product(SEEDS, RATIOS):
+        found = [
+            studies(np.random.default_rng([3, seeds, int(ratio), n, int(100 * spread)]),
+                    (seeds, n), ratio, spread, experiments)
+            for n, spread in product((PROMPTS[0], PROMPTS[-1]), SPREADS)
+        ]  # fmt: skip
+        covered, unequal = zip(*found, strict=True)
+        ends = f"{min(covered):.1%}", f"{max(covered):.1%}"
+        table.add_row(str(seeds), f"{ratio:g}", *ends, f"{max(unequal):.1%}")
+    return table
+
+
+def studies(
+    rng: np.random.Generator, shape: tuple[int, int], ratio: float, spread: float, experiments: int
+) -> tuple[float, float]:
+    """The two shares of simulated studies whose recipes have the true rate 0.55."""
+    rate, between = 0.55, 0.15 * math.sqrt(ratio / shape[1])
+    covered = unequal = 0
+    for _ in range(experiments):
+        chance = rate + rng.uniform(-1, 1, (1, shape[1])) * spread * math.sqrt(3)
+        one, other = (
+            (rng.random(shape) < chance + rng.normal(0, between, (shape[0], 1))).astype(float)
+            for _ in range(2)
+        )
+        found = estimate(one, same_prompts=True)
+        covered += found.lower <= rate <= found.upper
+        (pair,) = pairs_of({"one": one, "other": other}, same_prompts=True)
+        unequal += pair.shown is not None
+    return covered / experiments, unequal / experiments
 
 
 def lines(

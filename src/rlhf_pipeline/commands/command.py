@@ -57,7 +57,8 @@ class Command(click.Command):
 
     Its function also gets those of `catalog`, `ledger` (of all artifacts), `project` (a folder) and
     `console` that it names. A command that names the catalog or the ledger has the options of
-    `kedro run` that choose one. The name in an option `--pipeline` is checked.
+    `kedro run` that choose one, and `configuration` is what they say, for further sessions. The
+    name in an option `--pipeline` is checked.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -90,9 +91,12 @@ class Command(click.Command):
 
                 env, source, params = (ctx.params.pop(str(each.name)) for each in CONFIGURATION)
                 ctx.meta[ENV] = env
-                session = KedroSession.create(
-                    given["project"], env=env, conf_source=source, runtime_params=params
-                )
+                given["configuration"] = {
+                    "env": env,
+                    "conf_source": source,
+                    "runtime_params": params,
+                }
+                session = KedroSession.create(given["project"], **given["configuration"])
                 given["catalog"] = sessions.enter_context(session).load_context().catalog
                 given["ledger"] = Ledger(given["catalog"], given["project"])
             ctx.params |= {name: given[name] for name in self._named & given.keys()}

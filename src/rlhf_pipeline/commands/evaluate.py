@@ -155,7 +155,7 @@ def evaluation_config(given: EvaluateConfig, judges: Sequence[str]) -> EvaluateC
         )
     config, faults = validated("evaluate", EvaluateConfig, values)
     refuse(faults)
-    assert isinstance(config, EvaluateConfig), "it has no faults"
+    assert config is not None, "it has no faults"
     return config
 
 
@@ -174,7 +174,7 @@ def source_of(text: str) -> BlendedSourceConfig:
     named = {"name": "files", "phases": ["test"]} | values
     source, faults = validated("--prompts", BlendedSourceConfig, named)
     refuse(faults)
-    assert isinstance(source, BlendedSourceConfig), "it has no faults"
+    assert source is not None, "it has no faults"
     return source
 
 

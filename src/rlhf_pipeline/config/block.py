@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -23,6 +23,8 @@ from rlhf_pipeline.errors import suggestion
 Precision = Literal["fp32", "bf16"]
 Quantization = Literal["nf4"]
 Kernels = Literal["liger", "compile"]
+
+Own = TypeVar("Own", bound="Block")
 
 RECIPE = "recipe"
 """Context of a dump without operational fields."""
@@ -141,7 +143,7 @@ FIXES = {"'fp16'": "use bf16, or fp32 on GPUs older than Ampere"}
 """What to use instead of a value that earlier versions had."""
 
 
-def validated(name: str, block: type[Block], value: Any) -> tuple[Block | None, list[str]]:
+def validated(name: str, block: type[Own], value: Any) -> tuple[Own | None, list[str]]:
     """The parameter block `name`, or None with its faults, one line each."""
     try:
         return block.model_validate(value), []

@@ -63,7 +63,7 @@ from rlhf_pipeline.stages.launch.resources import free_port, hardware_at_hand, n
 
 logger = logging.getLogger(__name__)
 
-OTHERS = ("seed", "force", "inputs")
+OTHERS = ("seed", "policy_seed", "force", "inputs")
 """Parameters that are not blocks."""
 
 CONF = "params:conf"
@@ -135,9 +135,10 @@ def check_values(
             continue
         blocks[name], found = validated(name, kind, value)
         faults += found
-    seed = parameters.get("seed")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        faults.append(f"seed: found {seed!r}, expected a whole number >= 0")
+    for name, seed in {name: parameters.get(name) for name in ("seed", "policy_seed")}.items():
+        is_number = isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0
+        if not is_number and (seed, name) != (None, "policy_seed"):
+            faults.append(f"{name}: found {seed!r}, expected a whole number >= 0")
     if parameters.get("inputs") not in (None, "newest"):
         faults.append(f"inputs: found {parameters['inputs']!r}, expected newest or null")
     try:

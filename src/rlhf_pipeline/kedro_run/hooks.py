@@ -120,6 +120,8 @@ class CheckHook:
         gpus = visible_gpus()
         parameters = for_gpus(loader["parameters"], gpus)
         blocks = check(parameters, gpus=len(gpus), origin=loader.origin)
+        if parameters.get("policy_seed") is None:
+            parameters = parameters | {"policy_seed": parameters["seed"]}
         loader["parameters"] = parameters | sized(blocks)
 
     @hook_impl

@@ -27,7 +27,7 @@ from rlhf_pipeline.errors import ConfigError, PipelineError
 from rlhf_pipeline.kedro_run.faults import own_bases
 from rlhf_pipeline.pipelines.ppo import reward_inputs, with_generator
 from rlhf_pipeline.pipelines.preparation import base_model_identity
-from rlhf_pipeline.pipelines.table import stage_specs
+from rlhf_pipeline.pipelines.table import policy_stages, stage_specs
 from rlhf_pipeline.runtime.job import as_json
 from rlhf_pipeline.runtime.manifest import Manifest, content_digest, json_digest
 from rlhf_pipeline.stages.cache.planning import input_changes, value_changes
@@ -55,7 +55,8 @@ def check_published(
             "pipeline, `kedro run --pipeline=full`; it reuses all stages that are finished"
         )
     inputs = {name: entry.load() for name, entry in ours.items()}
-    changes = changes_since(inputs, blocks, catalog.load("params:seed"))
+    seeds = {name: catalog.load(f"params:{name}") for name in ("seed", "policy_seed")}
+    changes = changes_since(inputs, blocks, seeds)
     if not changes or catalog.load("parameters").get("inputs") == "newest":
         return changes
     names_by_text: dict[str, list[str]] = {}
@@ -71,7 +72,7 @@ def check_published(
 
 
 def changes_since(
-    inputs: Mapping[str, Path], blocks: Mapping[str, Any], seed: int
+    inputs: Mapping[str, Path], blocks: Mapping[str, Any], seeds: Mapping[str, int]
 ) -> dict[str, list[str]]:
     """The changes such as "seed 5 -> 1234" from the lineage of published inputs to the parameters.
 
@@ -86,7 +87,8 @@ def changes_since(
     found, compared = {}, dict[str, list[str]]()
     for name, artifact in inputs.items():
         made, read = Manifest.read(artifact), set()
-        changes = [*value_changes({"seed": made.seed}, {"seed": seed})]
+        of = "policy_seed" if made.stage in policy_stages() else "seed"
+        changes = [*value_changes({of: made.seed}, {of: seeds[of]})]
         for record in made.lineage:
             # The blocks of a stage without blocks of its own follow from those of others.
             own = specs[record["stage"]].blocks if record["stage"] in specs else ()

@@ -53,6 +53,9 @@ TASKS = StageSpec(
 CHAMPION = StageSpec(name=NAME_OF_CHAMPION, program=SPEC.program)
 """The present champion, which answers the prompts of a candidate."""
 
+UNTOUCHED = StageSpec(name="untouched", program=SPEC.program)
+"""The base model, which answers the prompts of a study beside its baseline."""
+
 MODELS = StageSpec(name="evaluate_models", program=SPEC.program)
 """Models that `kedro rlhf evaluate` compares."""
 

@@ -79,7 +79,11 @@ def _of_package(name: str) -> Algorithm:
 def stage_specs() -> dict[str, StageSpec]:
     """Every stage that launches a program, by name."""
     policies = [policy.spec for policy in policy_stages().values()]
-    candidates = [*(policy.name for policy in policies), evaluate.CHAMPION.name]
+    candidates = [
+        *(policy.name for policy in policies),
+        evaluate.CHAMPION.name,
+        evaluate.UNTOUCHED.name,
+    ]
     prepared = [preparation.SOURCE, preparation.BASE_MODEL, preparation.SPLIT, supervised.SFT]
     evaluations = evaluate.TASKS, *map(evaluate.SPEC.for_candidate, candidates)
     judges = evaluate.JUDGE_SPLIT, evaluate.JUDGE
@@ -157,7 +161,7 @@ def _nodes() -> dict[str, Node]:
             (evaluate.register, f"{trained} {evaluation} workspace {blocks}", registration),
             (evaluate.report, f"{evaluation} {registration} {models}", page),
         ]
-        reads = f"{policy.reads} params:{name} {stage}"
+        reads = f"{policy.reads} params:{name} params:policy_seed stages"
         nodes[name] = _node(name, policy.train, reads, f"{name}_model")
         for last, row in zip(LAST, after, strict=True):
             nodes[node_of(last, name)] = _node(node_of(last, name), *row)

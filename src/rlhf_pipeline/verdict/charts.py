@@ -30,7 +30,7 @@ class Chart:
     x: str
     series: Sequence[Mapping[str, Any]]
     kind: str = "line"
-    """`line`, or `histogram`, whose x are the edges of the bars."""
+    """`line`, `points`, or `histogram`, whose x are the edges of the bars."""
     value: str = ""
     """The number beside the title: the metric of the exported model."""
     healthy: Sequence[float] | None = None

@@ -43,7 +43,7 @@ def win_rate(candidate: Values, baseline: Values, alpha: float = ALPHA) -> WinRa
     The scores belong to the responses of both models to the same prompts, in equal order. Raises
     ValueError if there are no scores, their numbers differ, or a score is not finite.
     """
-    x = _outcomes(candidate, baseline)
+    x = outcomes(candidate, baseline)
     y, (n, k) = x.mean(1), x.shape
     rate, tied = float(y.sum() / n), float((4 * x * (1 - x)).sum())
     of_pairs = rate * (1 - rate) - tied / (4 * n * k)
@@ -136,7 +136,7 @@ def length_controlled(
     if n < 3 or (spread := difference.std(ddof=1)) == 0:
         return None
     design = np.stack([np.ones(len(difference)), np.tanh(difference / spread)], axis=1)
-    outcome = _outcomes(candidate, baseline).ravel()
+    outcome = outcomes(candidate, baseline).ravel()
     weights = np.zeros(2)
     for _ in range(25):  # Newton's method; where the classes are separable it never arrives
         expected = 1 / (1 + np.exp(-design @ weights))
@@ -300,6 +300,6 @@ def _tables(candidate: Values, baseline: Values) -> tuple[np.ndarray, np.ndarray
     return ours, theirs
 
 
-def _outcomes(candidate: Values, baseline: Values) -> np.ndarray:
+def outcomes(candidate: Values, baseline: Values) -> np.ndarray:
     """1 for a win of the candidate, 1/2 for a tie, 0 for a loss: (prompts, answers to each)."""
     return (np.sign(np.subtract(*_tables(candidate, baseline))) + 1) / 2

@@ -67,7 +67,7 @@ function draw(box, chart, show) {
     const path = histogram
       ? `M${X(series.x[0])} ${Y(0)}` + series.y.map((y, k) => `V${Y(y)}H${X(series.x[k + 1])}`).join("") + `V${Y(0)}`
       : "M" + series.y.map((y, k) => `${X(series.x[k])} ${Y(y)}`).join("L");
-    add(svg, "path", { d: path, style, class: histogram ? "filled" : "" });
+    if (chart.kind !== "points") add(svg, "path", { d: path, style, class: histogram ? "filled" : "" });
     if (series.dots) series.y.forEach((y, k) => add(svg, "circle", { cx: X(series.x[k]), cy: Y(y), r: 3, style: colour }));
   });
   const labels = [];

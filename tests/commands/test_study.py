@@ -1,0 +1,82 @@
+"""`kedro rlhf study`: recipes times seeds as cached runs, one table, one page, one MLflow run."""
+
+import json
+import re
+
+import pytest
+
+from rlhf_pipeline.commands.study import amount_of
+from rlhf_pipeline.commands.study_runs import recipes_of
+from rlhf_pipeline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("named", "text", "message"),
+    [
+        ("", None, "--pipelines: found none, expected some such as full,dpo,grpo"),
+        ("dpoo", None, r"dpoo: found pipeline 'dpoo', did you mean dpo\?, expected one of full"),
+        ("ppo", None, "ppo: found pipeline 'ppo'"),  # it has no evaluation
+        ("", "[1]", "--recipes: found .* expected a mapping such as"),
+        ("", "{a: {}}", r"a: found \{\}, expected pipeline and perhaps params"),
+        ("", "{a: {pipeline: dpo, seeds: 3}}", "a: found .* expected pipeline and perhaps params"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_named(named, text, message, tmp_path):
+    file = None if text is None else tmp_path / "recipes.yml"
+    if file is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        recipes_of(named, file)
+
+
+def test_recipes_of_a_file_have_names_and_parameters(tmp_path):
+    (tmp_path / "recipes.yml").write_text("{careful: {pipeline: dpo, params: {dpo: {beta: 1.0}}}}")
+    first, second = recipes_of("full", tmp_path / "recipes.yml")
+    assert (first.name, first.policy, first.params) == ("full", "ppo", {})
+    assert (second.name, second.policy, second.params) == ("careful", "dpo", {"dpo.beta": 1.0})
+
+
+@pytest.mark.parametrize("budget", ["steps", "steps=0", "hours=3", "answers=-1"])
+def test_a_budget_has_a_unit_and_an_amount(budget):
+    with pytest.raises(ConfigError, match=f"--budget: found '{budget}', expected UNIT=N with one"):
+        amount_of(budget)
+    assert amount_of("answers=3072") == ("answers", 3072.0)
+
+
+RECIPES = "{gentle: {pipeline: dpo, params: {dpo.beta: 1.0}}}"
+
+
+@pytest.mark.slow
+def test_a_study_resumes_compares_and_registers_the_median(project, tmp_path):
+    recipes = tmp_path / "recipes.yml"
+    recipes.write_text(RECIPES)
+    options = [f"--recipes={recipes}", "--pipelines=dpo", "--no-open"]
+    output = project.kedro(*options, "--seeds=1", command="rlhf study")
+    assert "run 2 of 2: gentle, seed 1" in output
+    assert len(project.recipes("dpo")) >= 2 and len(project.recipes("sft")) == 1
+
+    output = project.kedro(*options, "--seeds=2", "--register=dpo", command="rlhf study")
+    assert output.count("dpo: running as") == 2  # the second seeds of two recipes
+    (file,) = (project.root / "08_reporting" / "study").glob("*/study.json")
+    found = json.loads(file.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {"dpo", "gentle", "the untouched model"} < rows.keys()
+    assert [*rows["dpo"]["rates"]] == ["1", "2"]
+    assert found["conclusion"] in re.sub(r"\s+", " ", output)
+    page = file.with_suffix(".html").read_text()
+    assert "Study of 2 recipes, 2 seeds" in page and "gentle" in page
+
+    again = project.kedro(*options, "--seeds=2", command="rlhf study")
+    assert "running as" not in again and json.loads(file.read_text()) == found
+    (study,) = [run for run in project.runs() if "rlhf.study" in run.data.tags]
+    children = [
+        run for run in project.runs()
+        if run.data.tags.get("mlflow.parentRunId") == study.info.run_id
+    ]  # fmt: skip
+    assert len(children) == 4 and study.info.status == "FINISHED"
+    assert study.data.metrics["rate/dpo"] == pytest.approx(rows["dpo"]["rate"]["mean"])
+    rates = rows["dpo"]["rates"]
+    median = min(rates, key=rates.get)
+    version = project.client().get_model_version_by_alias("rlhf-policy", "candidate")
+    run = project.client().get_run(version.run_id)
+    assert run.data.params["seed"] == median
