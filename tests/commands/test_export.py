@@ -18,7 +18,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from rlhf_pipeline.commands import export as module
-from rlhf_pipeline.commands.export import SUMS, publish
+from rlhf_pipeline.commands.export import publish
+from rlhf_pipeline.commands.passport import SUMS, check
 from rlhf_pipeline.config.training import LoRAConfig
 from rlhf_pipeline.distributed.model_files import save_model
 from rlhf_pipeline.errors import ArtifactError, ConfigError, StageError
@@ -113,6 +114,8 @@ def test_a_clean_process_loads_the_same_model(published, export, tmp_path, reque
     assert "model.safetensors.index.json" in files
     assert len([name for name in files if name.endswith(".safetensors")]) > 2
     assert check_sums(target) == files - {SUMS}
+    stated = check(target)
+    assert stated["policy"]["stage"] in stated["made_from"] and stated["gate"] is None
     assert not files & {"manifest.json", "token_contract.json"}
     assert front_matter(target)["license"] == "apache-2.0"
     # Nothing in it names a place on this machine.

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from rlhf_pipeline.commands.command import Command
+from rlhf_pipeline.commands.passport import STATEMENT, SUMS, sign, statement
 from rlhf_pipeline.config.base_model import COMMIT
 from rlhf_pipeline.config.block import leaves
 from rlhf_pipeline.config.split import SourceConfig
@@ -29,9 +30,6 @@ from rlhf_pipeline.stages.store import explained, open_store, upload
 from rlhf_pipeline.tracking.store import registration
 from rlhf_pipeline.verdict.comparison import read_evaluation
 from rlhf_pipeline.verdict.words import metric_rows, summary
-
-SUMS = "SHA256SUMS"
-"""The last file of an export, in the format of `sha256sum`: an export without it is incomplete."""
 
 
 @click.command(cls=Command)
@@ -59,16 +57,19 @@ SUMS = "SHA256SUMS"
     help="License that the model card states.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the files of an earlier export.")
+@click.option(
+    "--sign", "key", type=click.Path(path_type=Path), help="Private key (PEM) that signs all files."
+)
 def export(
     ledger: Ledger, console: Console, names: tuple[str, ...], overwrite: bool, license_name: str,
-    **settings: Any,
+    key: Path | None = None, **settings: Any,
 ) -> None:  # fmt: skip
-    """Write POLICY with a model card to DESTINATION.
+    """Write POLICY with a model card and a statement of its origin to DESTINATION.
 
     The result needs transformers, but not this project. POLICY is a version or an alias of the
     registered model, or the folder of an artifact. The default is the champion. DESTINATION is a
     folder or any fsspec URL, such as s3://bucket/folder. The command reads every file back. The
-    last file, SHA256SUMS, has the digests of all others.
+    last file, SHA256SUMS, has the digests of all others; `kedro rlhf verify` checks a folder.
     """
     if len(names) > 2:
         raise click.UsageError(f"found {len(names)} names, expected [POLICY] DESTINATION")
@@ -87,6 +88,11 @@ def export(
         version = registration(digest, model, ledger.project)
         card = model_card(policy, digest, model, version, license_name, settings["base"])
         (Path(temporary) / "README.md").write_text(card, encoding="utf-8")
+        evaluation, verdict = _evaluation(policy), gate_of(version)
+        stated = statement(file_entries(Path(temporary)), policy, digest, verdict, evaluation)
+        (Path(temporary) / STATEMENT).write_text(json.dumps(stated, indent=2), encoding="utf-8")
+        if key is not None:
+            sign(Path(temporary), key)
         with explained(destination):
             size = publish(Path(temporary), store, root, former)
     console.out(f"{name} is in {where}: {decimal(size)}, verified; {SUMS} has every digest")
@@ -157,7 +163,7 @@ def model_card(
     `registered` has the version and the tags of the policy in the registry; `adapter_of` is the
     base model of an exported adapter.
     """
-    version, tags = registered or (None, {})
+    version = registered[0] if registered else None
     environment = Environment(  # noqa: S701 - Markdown; `_shown` escapes
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -174,8 +180,13 @@ def model_card(
         title=f"{model} {policy.stage.upper()}" + (f", version {version}" if version else ""),
         policy=policy, digest=digest, license=license_name, origins=origins, leaves=leaves,
         evaluation=_evaluation(policy), adapter_of=adapter_of,
-        verdict=json.loads(tags.get("rlhf.verdict", "null")),
+        verdict=gate_of(registered),
     )  # fmt: skip
+
+
+def gate_of(registered: tuple[str, dict[str, str]] | None) -> Any:
+    """The verdict of the gate in the tags of a registered version; None without one."""
+    return json.loads(registered[1].get("rlhf.verdict", "null")) if registered else None
 
 
 def _shown(value: object) -> str:
