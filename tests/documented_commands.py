@@ -7,7 +7,8 @@ from pathlib import Path
 SHELL = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 READ_RESULTS = tuple(
-    f"kedro rlhf {name}" for name in ("clean", "compare", "export", "lineage", "report", "runs")
+    f"kedro rlhf {name}"
+    for name in ("clean", "compare", "export", "lineage", "report", "runs", "verify")
 )
 """Commands that read the results of a run."""
 
@@ -40,6 +41,7 @@ NOT_RUN = {
     "kedro rlhf serve": "serves until Ctrl-C; tests/commands/test_serve.py",
     "kedro rlhf status --env=tiny --params='ppo.rewards": "needs a file; tests/test_tutorials.py",
     "kedro rlhf status --env=tiny --pipeline=grpo": "needs a block; tests/test_tutorials.py",
+    "kedro rlhf study": "trains several times; tests/commands/test_study.py",
     "kedro run --env=hh-rlhf": "needs the file; tests/pipelines/test_published_inputs.py",
     "kedro run --env=opt-1.3b": "needs a GPU and the model; tests/sizing/test_environments.py",
     "kedro run --env=qwen2.5": "needs GPUs and the model; tests/sizing/test_environments.py",
